@@ -1,5 +1,7 @@
 """Fingerprints: what changes a result changes them, and nothing else does."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -76,6 +78,18 @@ def test_other_code_and_comments_do_not_count(package):
     (package / "c.py").write_text("x = 2\n")
     (package / "sub" / "b.py").write_text("# why\ndef g():\n\n    return 1\n")
     assert code_digest("rlhf_pipeline.a") == before
+
+
+def test_modules_that_are_imported_by_a_computed_name_count_with_all_that_they_import(package):
+    (package / "d.py").write_text("from rlhf_pipeline import c\n")
+    before = code_digest("rlhf_pipeline.a", "rlhf_pipeline.d")
+    assert before != code_digest("rlhf_pipeline.a")
+    (package / "c.py").write_text("x = 2\n")
+    assert code_digest("rlhf_pipeline.a", "rlhf_pipeline.d") != before
+
+
+def test_a_job_s_modules_change_its_fingerprint():
+    assert key(replace(job(), modules=("rlhf_pipeline.training.ppo",))) != key(job())
 
 
 def test_the_closure_of_sft_holds_its_math_and_not_ppo():

@@ -57,9 +57,10 @@ def test_what_is_no_artifact_is_named(tmp_path):
         content_digest(make_artifact(tmp_path / "a", weights="abc") / "sft")
 
 
-def test_a_damaged_manifest_is_named(tmp_path):
+@pytest.mark.parametrize("content", ["{", "", "null", '{"stage": "sft", "files": []}'])
+def test_a_damaged_manifest_is_named(tmp_path, content):
     artifact = make_artifact(tmp_path / "a", weights="abc")
-    (artifact / "manifest.json").write_text("{")
+    (artifact / "manifest.json").write_text(content)
     with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
         Manifest.read(artifact)
 

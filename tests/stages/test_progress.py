@@ -50,6 +50,20 @@ def test_a_cached_stage_says_so_in_one_line(monkeypatch):
     assert lines == ["sft: finished before as abcdef01, reused"]
 
 
+def test_a_source_is_named_and_its_rows_need_no_end(monkeypatch):
+    reading = StageRun("source", "abcdef0123456789", Path("ws/source/abc"), {"source": {"name": "files"}}, 0, {}, False)
+    rows = [{"step": step, "total_steps": None, "time": 1000.0 + step, "metrics": {}} for step in (100, 300)]
+    lines = show(
+        monkeypatch, *(lambda d, row=row: d.stage_metrics(reading, [row]) for row in rows),
+        lambda d: d.stage_started(reading),
+    )  # fmt: skip
+    assert lines == [
+        "source files: step 100/?  ",
+        "source files: step 300/?  ",
+        "source files: running as abcdef01 in ws/source/abc",
+    ]
+
+
 def test_a_terminal_gets_a_bar(monkeypatch):
     output = io.StringIO()
     display = ProgressDisplay(Console(file=output, width=120, force_terminal=True))

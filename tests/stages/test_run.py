@@ -1,6 +1,10 @@
 """Running stages: finished ones are reused, failures explain themselves, nothing is left behind."""
 
+import json
+import logging
+import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +22,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted, StageError
 from rlhf_pipeline.stages import events, job, launcher, run
 from rlhf_pipeline.stages.job import Job, Program
-from rlhf_pipeline.stages.manifest import Manifest
+from rlhf_pipeline.stages.manifest import Manifest, verify
 
 
 class ToyConfig(Block):
@@ -31,10 +35,13 @@ class ToyConfig(Block):
 PROGRAM = """
 import json, os, sys, time
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.stages.job import PROGRAMS, Program
 from rlhf_pipeline.stages.program import run_program
 
 def main(job):
     action = job.config["toy"]["action"]
+    with (job.directory / "launches").open("a") as file:
+        file.write("once\\n")
     with job.metrics_file.open("a") as file:
         for step in (1, 2, 3):
             file.write(json.dumps({"step": step, "total_steps": 3, "time": 0.0, "metrics": {"loss": 1 / step}}) + "\\n")
@@ -52,6 +59,7 @@ def main(job):
     (job.export / "result").write_text("done")
     return {"loss": 0.25}
 
+PROGRAMS["toy"] = Program("toy_program", distributed=False)
 run_program(main)
 """
 
@@ -61,6 +69,7 @@ class Recorder:
         self.heard = []
 
     def stage_started(self, run):
+        self.run = run
         self.heard.append(("started", run.cached))
 
     def stage_metrics(self, run, records):
@@ -78,8 +87,9 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setitem(job.PROGRAMS, "toy", Program("toy_program", distributed=False))
     monkeypatch.setattr(run, "fingerprint", lambda job, **kw: job.config["toy"].action.ljust(64, "0"))
 
-    def run_toy(action="work", **inputs):
-        return run.run_stage(Job("toy", {"toy": ToyConfig(action=action)}, inputs, 1), LaunchConfig(), tmp_path / "ws")
+    def run_toy(action="work", identities=None, **inputs):
+        toy_job = Job("toy", {"toy": ToyConfig(action=action)}, inputs, 1, identities or {})
+        return run.run_stage(toy_job, LaunchConfig(), tmp_path / "ws")
 
     return run_toy
 
@@ -151,11 +161,95 @@ def test_a_signal_ends_the_program_and_its_children(toy):
     assert sleepers == []
 
 
-def test_an_altered_result_is_not_reused(toy):
+def flip_a_byte(export):
+    (export / "result").write_text("dome")
+
+
+def lose_a_file(export):
+    (export / "result").unlink()
+
+
+def lose_half_the_manifest(export):
+    manifest = export / "manifest.json"
+    manifest.write_text(manifest.read_text()[:100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (flip_a_byte, "export/result was changed after stage toy finished"),
+        (lose_a_file, "export/result is missing"),
+        (lose_half_the_manifest, "export/manifest.json is damaged"),
+    ],
+)
+def test_a_damaged_result_is_made_again(toy, caplog, damage, named):
     export = toy()
-    (export / "result").write_text("DONE")
-    with pytest.raises(ArtifactError, match=r"result was changed"):
-        toy()
+    damage(export)
+    recorder = Recorder()
+    with events.listening(recorder), caplog.at_level(logging.WARNING):
+        assert toy() == export
+    assert (export / "result").read_text() == "done"
+    assert launches(export) == 2
+    assert recorder.heard[0] == ("started", False)
+    (warning,) = caplog.messages
+    assert warning.startswith("The result of stage toy in the cache is damaged, so the stage is run again: ")
+    assert named in warning
+    assert toy() == export
+    assert launches(export) == 2
+
+
+def test_a_published_version_keeps_its_files_when_the_result_is_made_again(toy, tmp_path):
+    export = toy()
+    published = tmp_path / "published"
+    shutil.copytree(export, published, copy_function=os.link)
+    flip_a_byte(export)
+    assert (published / "result").read_text() == "dome"  # one file by two names
+    toy()
+    assert (published / "result").read_text() == "dome"
+    assert not (published / "result").samefile(export / "result")
+    verify(export)
+
+
+def test_two_processes_that_run_one_recipe_launch_it_once(toy, tmp_path):
+    fork = multiprocessing.get_context("fork")  # the toy stage exists in this process alone
+    at_once, answers = fork.Barrier(2), fork.Queue()
+
+    def run_toy():
+        recorder = Recorder()
+        at_once.wait(timeout=60)
+        with events.listening(recorder):
+            answers.put((str(toy()), *recorder.heard[0]))
+
+    processes = [fork.Process(target=run_toy) for _ in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted(answers.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(timeout=60)
+    export = tmp_path / "ws" / "toy" / "work000000000000" / "export"
+    assert found == [(str(export), "started", False), (str(export), "started", True)]
+    assert launches(export) == 1
+    assert verify(export).metrics == {"loss": 0.25}
+
+
+def launches(export):
+    return len((export.parent / "launches").read_text().splitlines())
+
+
+def test_identities_of_inputs_that_are_no_files_stand_beside_the_digests_of_files(toy, tmp_path):
+    (tmp_path / "abc").write_bytes(b"abc")
+    recorder = Recorder()
+    with events.listening(recorder):
+        export = toy(identities={"source_1": "commit 5d0e"}, source_0=tmp_path / "abc")
+    both = {
+        "source_0": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",  # printf abc | sha256sum
+        "source_1": "commit 5d0e",
+    }
+    assert Manifest.read(export).inputs == recorder.run.inputs == both
+    assert recorder.run.paths == {"source_0": tmp_path / "abc"}
+    launched = json.loads((export.parent / "job.json").read_text())
+    assert launched["digests"] == both
+    assert list(launched["inputs"]) == ["source_0"]
 
 
 def test_an_altered_input_stops_the_stage(toy, tmp_path):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,6 +25,8 @@ class StageRun:
     """Input name to content digest."""
     cached: bool
     """True: finished earlier, nothing is launched."""
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """Input name to where it lies, for inputs that are local."""
 
     @property
     def export(self) -> Path:

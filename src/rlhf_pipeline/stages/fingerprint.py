@@ -10,12 +10,10 @@ from importlib import metadata
 from pathlib import Path
 
 import rlhf_pipeline
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, Program
 
 PACKAGE = "rlhf_pipeline"
 ROOT = Path(rlhf_pipeline.__file__).parent
-NUMERIC_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
-"""Libraries whose version can change a number."""
 
 
 def fingerprint(job: Job, *, digests: Mapping[str, str], processes: int) -> str:
@@ -23,7 +21,7 @@ def fingerprint(job: Job, *, digests: Mapping[str, str], processes: int) -> str:
 
     Args:
         job: the stage, its parameters and its seed; operational fields (ports, log intervals) do not count.
-        digests: content digest of each input.
+        digests: content digest of each input, identities of inputs that are no files among them.
         processes: ranks of a distributed stage; floating-point sums depend on their number.
     """
     recipe = {
@@ -31,31 +29,31 @@ def fingerprint(job: Job, *, digests: Mapping[str, str], processes: int) -> str:
         "seed": job.seed,
         "config": {name: block.recipe() for name, block in job.config.items()},
         "inputs": dict(digests),
-        "code": code_digest(job.program.module),
-        "versions": library_versions(),
+        "code": code_digest(job.program.module, *job.modules),
+        "versions": library_versions(job.program),
         "processes": processes if job.program.distributed else 1,
     }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
-def library_versions() -> dict[str, str]:
-    """Version of each library that can change a number."""
-    return {name: metadata.version(name) for name in NUMERIC_LIBRARIES}
+def library_versions(program: Program) -> dict[str, str]:
+    """Version of each library that can change a program's result."""
+    return {name: metadata.version(name) for name in program.libraries}
 
 
-def code_digest(module: str) -> str:
-    """SHA-256 of the code of this package that a program can execute: its module and all that it imports from here.
+def code_digest(*modules: str) -> str:
+    """SHA-256 of the code of this package that a program can execute: its modules and all that they import from here.
 
     Syntax trees are digested, not bytes: a comment or a line break trains nothing again.
     """
-    trees = {name: ast.dump(ast.parse(path.read_text())) for name, path in sorted(_closure(module).items())}
+    trees = {name: ast.dump(ast.parse(path.read_text())) for name, path in sorted(_closure(*modules).items())}
     return hashlib.sha256(json.dumps(trees).encode()).hexdigest()
 
 
-def _closure(module: str) -> dict[str, Path]:
-    """The module and every module of this package that it imports, directly or not: name to file."""
+def _closure(*modules: str) -> dict[str, Path]:
+    """The modules and every module of this package that they import, directly or not: name to file."""
     found: dict[str, Path] = {}
-    pending = [module]
+    pending = list(modules)
     while pending:
         name = pending.pop()
         path = None if name in found else _source(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +20,16 @@ class Program:
     module: str
     distributed: bool
     """True: started by the `deepspeed` launcher on every rank; False: one plain Python process."""
+    libraries: tuple[str, ...] = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
+    """Libraries whose version can change the result."""
 
 
 PROGRAMS: dict[str, Program] = {
     "base_model": Program("rlhf_pipeline.models.base_model", distributed=False),
-    "split": Program("rlhf_pipeline.data.split", distributed=False),
+    "source": Program("rlhf_pipeline.data.ingest", distributed=False, libraries=("datasets", "pyarrow")),
+    "split": Program(
+        "rlhf_pipeline.data.prepare", distributed=False, libraries=("transformers", "tokenizers", "numpy", "pyarrow")
+    ),
     "sft": Program("rlhf_pipeline.training.sft", distributed=True),
     "reward_model": Program("rlhf_pipeline.training.reward_model", distributed=True),
     "ppo": Program("rlhf_pipeline.training.ppo", distributed=True),
@@ -41,6 +46,11 @@ class Job:
     """Parameter blocks by their names in the parameter files, so that every name a user meets is the one in YAML."""
     inputs: Mapping[str, Path]
     seed: int
+    identities: Mapping[str, str] = field(default_factory=dict)
+    """Inputs that are no local files, by name: what tells one content from another, such as a commit on the hub or an
+    object's ETag. No name is in `inputs` too."""
+    modules: tuple[str, ...] = ()
+    """Modules of this package that the program imports by a name it computes: their code counts as its own does."""
 
     @property
     def program(self) -> Program:
@@ -58,7 +68,7 @@ class LaunchedJob:
     config: dict[str, Any]
     inputs: dict[str, Path]
     digests: dict[str, str]
-    """Content digest of each input."""
+    """Content digest of each input, and the identity of each that is no local file."""
     directory: Path
     """The work directory, where job.json lies."""
     collective_timeout_s: float

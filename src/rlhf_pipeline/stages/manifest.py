@@ -51,7 +51,7 @@ class Manifest:
             return cls(files=files, **fields)
         except FileNotFoundError:
             raise ArtifactError(f"{directory} is not a finished artifact: it has no {NAME}") from None
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArtifactError(f"{path} is damaged ({error}); delete {directory} and run its stage again") from error
 
     def write(self, directory: Path) -> None:
@@ -73,13 +73,18 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def artifact_of(path: Path) -> Path | None:
+    """The finished artifact that a path is, or lies in; None where there is none."""
+    return next((parent for parent in (path, *path.parents) if (parent / NAME).is_file()), None)
+
+
 def content_digest(path: Path) -> str:
     """Digest of an input by content alone: equal bytes give equal digests, wherever and whenever they were made.
 
     A path inside an artifact (`prepared / "sft"`) is digested from the manifest's entries below it, without reading the
     files; a plain file outside any artifact by its bytes.
     """
-    owner = next((parent for parent in (path, *path.parents) if (parent / NAME).is_file()), None)
+    owner = artifact_of(path)
     if owner is None:
         if not path.is_file():
             raise ArtifactError(f"{path} is neither a file nor part of a finished artifact")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.stages.fingerprint import library_versions
-from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.stages.job import PROGRAMS, LaunchedJob
 from rlhf_pipeline.stages.manifest import Manifest, file_entries
 
 ERRORS = "errors"
@@ -46,7 +46,7 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         seed=job.seed,
         config=job.config,
         inputs=job.digests,
-        versions=library_versions(),
+        versions=library_versions(PROGRAMS[job.stage]),
         metrics=metrics,
         files=file_entries(job.export),
     ).write(job.export)

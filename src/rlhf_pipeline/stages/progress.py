@@ -48,9 +48,9 @@ class ProgressDisplay:
         """Announce the stage; open a bar unless it was found finished."""
         self._shown, self._start, self._first = {}, time.monotonic(), None
         if run.cached:
-            self._say(f"[bold]{run.stage}[/]: finished before as {run.fingerprint[:8]}, reused")
+            self._say(f"[bold]{_title(run)}[/]: finished before as {run.fingerprint[:8]}, reused")
             return
-        self._say(f"[bold]{run.stage}[/]: running as {run.fingerprint[:8]} in {run.directory}")
+        self._say(f"[bold]{_title(run)}[/]: running as {run.fingerprint[:8]} in {run.directory}")
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
@@ -62,7 +62,7 @@ class ProgressDisplay:
                 console=self._console,
                 transient=True,
             )
-            self._task = self._progress.add_task(run.stage, total=None, numbers="starting")
+            self._task = self._progress.add_task(_title(run), total=None, numbers="starting")
             self._progress.start()
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
@@ -74,7 +74,7 @@ class ProgressDisplay:
             self._progress.update(self._task, completed=step, total=total, numbers=self._numbers())
         elif time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self._say(f"{run.stage}: step {step}/{total}  {self._numbers()}{self._left(records[-1])}")
+            self._say(f"{_title(run)}: step {step}/{total or '?'}  {self._numbers()}{self._left(records[-1])}")
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """Close the bar; say how it went."""
@@ -83,7 +83,7 @@ class ProgressDisplay:
             self._progress = self._task = None
         if not run.cached:
             self._say(
-                f"[bold]{run.stage}[/]: {status.lower()} in {time.monotonic() - self._start:.0f} s  {self._numbers()}"
+                f"[bold]{_title(run)}[/]: {status.lower()} in {time.monotonic() - self._start:.0f} s  {self._numbers()}"
             )
 
     def _left(self, record: dict[str, Any]) -> str:
@@ -91,6 +91,8 @@ class ProgressDisplay:
         if self._first is None:
             self._first = record["step"], record["time"]
         steps, seconds = record["step"] - self._first[0], record["time"] - self._first[1]
+        if record["total_steps"] is None:
+            return ""
         return f"  {seconds / steps * (record['total_steps'] - record['step']):.0f} s left" if steps > 0 else ""
 
     def _numbers(self) -> str:
@@ -98,3 +100,8 @@ class ProgressDisplay:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _title(run: StageRun) -> str:
+    """The stage's name; of the stages that read a source, which one."""
+    return f"source {run.config['source']['name']}" if run.stage == "source" else run.stage

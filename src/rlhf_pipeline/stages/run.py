@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,39 +10,42 @@ from pathlib import Path
 from filelock import FileLock
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.errors import ArtifactError, Interrupted
 from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.fingerprint import fingerprint
 from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launcher import launch, process_count
-from rlhf_pipeline.stages.manifest import NAME, Manifest, content_digest, verify
+from rlhf_pipeline.stages.manifest import NAME, Manifest, artifact_of, content_digest, verify
+
+logger = logging.getLogger(__name__)
 
 
 def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
     """Run a stage, or find it finished; return its artifact.
 
     The recipe's fingerprint names the work directory, so an unchanged recipe is found whatever ran in between, and a
-    changed one starts in a directory of its own. Two runs of one recipe wait for each other.
+    changed one starts in a directory of its own. Two runs of one recipe wait for each other. A finished result that was
+    damaged since is made again.
 
     Raises:
         ArtifactError: an input is incomplete or was altered.
         StageError: the program failed; the message holds the failing rank's own error.
         Interrupted: a signal ended it.
     """
-    digests = {name: content_digest(path) for name, path in job.inputs.items()}
+    digests = {name: content_digest(path) for name, path in job.inputs.items()} | dict(job.identities)
     processes = process_count(launch_config)
     key = fingerprint(job, digests=digests, processes=processes)
     directory = workspace / job.stage / key[:16]
     directory.mkdir(parents=True, exist_ok=True)
     config = {name: block.model_dump(mode="json") for name, block in job.config.items()}
-    run = StageRun(job.stage, key, directory, config, job.seed, digests, cached=False)
+    run = StageRun(job.stage, key, directory, config, job.seed, digests, cached=False, paths=job.inputs)
     with FileLock(directory / ".lock"):
-        if (run.export / NAME).is_file():
-            metrics = verify(run.export).metrics
+        finished = _finished(run)
+        if finished is not None:
             run = replace(run, cached=True)
             events.started(run)
-            events.ended(run, "FINISHED", metrics)
+            events.ended(run, "FINISHED", finished.metrics)
             return run.export
         _verify_inputs(job)
         _clear(run)
@@ -60,16 +64,32 @@ def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
     return run.export
 
 
+def _finished(run: StageRun) -> Manifest | None:
+    """The manifest of the stage's own result; None where there is none to reuse."""
+    if not (run.export / NAME).is_file():
+        return None
+    try:
+        return verify(run.export)
+    except ArtifactError as error:
+        logger.warning(
+            "The result of stage %s in the cache is damaged, so the stage is run again: %s", run.stage, error
+        )
+        return None
+
+
 def _verify_inputs(job: Job) -> None:
     """Check every byte of the artifacts that a program is about to read."""
     for path in job.inputs.values():
-        owner = next((parent for parent in (path, *path.parents) if (parent / NAME).is_file()), None)
-        if owner is not None:
-            verify(owner)
+        artifact = artifact_of(path)
+        if artifact is not None:
+            verify(artifact)
 
 
 def _clear(run: StageRun) -> None:
-    """Remove what an unfinished earlier attempt left: the stage starts from its beginning."""
+    """Remove what an earlier attempt left: the stage starts from its beginning, and writes new files.
+
+    A published version shares files with the export by hard links, and keeps its own.
+    """
     for name in ("export", "checkpoints", "errors"):
         shutil.rmtree(run.directory / name, ignore_errors=True)
     run.metrics_file.unlink(missing_ok=True)

@@ -1,0 +1,36 @@
+"""The metrics file of a stage, from the program's side: a line of JSON at a time, see `rlhf_pipeline.stages.events`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+
+class MetricsFile:
+    """Appends to `metrics.jsonl`; steps count from 1."""
+
+    def __init__(self, path: Path, total_steps: int | None) -> None:
+        self._file = path.open("a", buffering=1)
+        self._total_steps = total_steps
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """One line."""
+        record = {"step": step, "total_steps": self._total_steps, "time": time.time(), "metrics": metrics}
+        self._file.write(json.dumps(record) + "\n")
+
+
+class RowProgress:
+    """A line of metrics every few seconds for a program that works through rows; a step is a row."""
+
+    _EVERY_S = 2.0
+
+    def __init__(self, path: Path, total_rows: int | None) -> None:
+        self._file = MetricsFile(path, total_rows)
+        self._last = time.monotonic()
+
+    def at(self, rows: int) -> None:
+        """So many rows are done."""
+        if time.monotonic() - self._last > self._EVERY_S:
+            self._last = time.monotonic()
+            self._file.write(rows, {"data/rows_done": float(rows)})
