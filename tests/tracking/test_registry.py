@@ -1,14 +1,7 @@
 """Registration in a real MLflow database and through a real tracking server; the promotion gate."""
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,7 +11,7 @@ from rlhf_pipeline.config.registry import RegisterConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.manifest import Manifest, file_entries
 from rlhf_pipeline.tracking.registry import Policy, compare_path, gate, register
-from rlhf_pipeline.tracking.store import connect, experiment_id
+from rlhf_pipeline.tracking.store import experiment_id
 
 
 def checkpoint(directory, stage, fingerprint, weights="weights"):
@@ -28,8 +21,8 @@ def checkpoint(directory, stage, fingerprint, weights="weights"):
     return directory
 
 
-def training_run(client, project, fingerprint):
-    experiment = experiment_id(client, "rlhf-pipeline", project)
+def training_run(client, fingerprint):
+    experiment = experiment_id(client, "rlhf-pipeline")
     run = client.create_run(experiment, tags={"rlhf.fingerprint": fingerprint})
     client.set_terminated(run.info.run_id, "FINISHED")
     return run.info.run_id
@@ -46,9 +39,9 @@ def ppo(tmp_path):
 
 
 @pytest.fixture
-def trained(client, tmp_path):
+def trained(client):
     """Ids of the runs that trained the two policies."""
-    return {"sft": training_run(client, tmp_path, "aaaa"), "ppo": training_run(client, tmp_path, "bbbb")}
+    return {"sft": training_run(client, "aaaa"), "ppo": training_run(client, "bbbb")}
 
 
 def test_a_promoted_candidate(client, sft, ppo, trained):
@@ -82,7 +75,7 @@ def test_a_first_candidate_that_is_refused_is_no_champion(client, sft, ppo, trai
 
 def test_a_refused_candidate_leaves_the_champion_where_it_was(client, sft, ppo, trained, tmp_path):
     register(client, sft=sft, ppo=ppo, refusals=[])
-    training_run(client, tmp_path, "cccc")
+    training_run(client, "cccc")
     worse = Policy(checkpoint(tmp_path / "ppo_model" / "v2", "ppo", "cccc"), {})
     registration = register(client, sft=sft, ppo=worse, refusals=["worse"])
     assert registration.aliases == {"sft-baseline": "1", "candidate": "3", "champion": "2"}
@@ -117,8 +110,8 @@ def test_a_changed_evaluation_is_what_the_run_shows(client, sft, ppo, trained):
     assert client.get_run(trained["ppo"]).data.metrics == {"eval/score": 3.0, "eval/kl": 0.5}
 
 
-def test_a_policy_without_a_training_run_is_refused(client, sft, ppo, tmp_path):
-    training_run(client, tmp_path, "aaaa")
+def test_a_policy_without_a_training_run_is_refused(client, sft, ppo):
+    training_run(client, "aaaa")
     with pytest.raises(StageError, match=r"no finished run of .*/ppo_model/v1 \(stage ppo, fingerprint bbbb\).*kedro"):
         register(client, sft=sft, ppo=ppo, refusals=[])
 
@@ -129,45 +122,19 @@ def test_a_refusal_of_the_store_names_it(client, sft, ppo):
 
 
 @pytest.mark.slow
-def test_through_a_server_the_checkpoint_is_uploaded_once(sft, ppo, tmp_path, empty_database, monkeypatch):
+def test_through_a_server_the_checkpoint_is_uploaded_once(served, sft, ppo, monkeypatch):
     from mlflow.artifacts import download_artifacts
 
-    shutil.copy(empty_database, tmp_path / "mlflow.db")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
-    command += ["--artifacts-destination", str(tmp_path / "served"), "--port", str(port), "--workers", "1"]
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", server, tmp_path / "server.log")
-        client = connect(f"http://127.0.0.1:{port}", tmp_path)
-        training_run(client, tmp_path, "aaaa")
-        run_id = training_run(client, tmp_path, "bbbb")
-        first = register(client, sft=sft, ppo=ppo, refusals=[])
-        assert first.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
-        version = client.get_model_version("rlhf-policy", "2")
-        assert version.source == f"mlflow-artifacts:/1/{run_id}/artifacts/policy"
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)  # as a user of the registry has it
-        champion = download_artifacts("models:/rlhf-policy@champion")
-        assert (Path(champion) / "model.safetensors").read_text() == "weights"
-        assert register(client, sft=sft, ppo=ppo, refusals=[]) == first
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def wait_for(url, server, log, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=1):
-                return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail(f"{url} does not answer:\n{log.read_text()}")
+    training_run(served, "aaaa")
+    run_id = training_run(served, "bbbb")
+    first = register(served, sft=sft, ppo=ppo, refusals=[])
+    assert first.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
+    version = served.get_model_version("rlhf-policy", "2")
+    assert version.source == f"mlflow-artifacts:/1/{run_id}/artifacts/policy"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", served.tracking_uri)  # as a user of the registry has it
+    champion = download_artifacts("models:/rlhf-policy@champion")
+    assert (Path(champion) / "model.safetensors").read_text() == "weights"
+    assert register(served, sft=sft, ppo=ppo, refusals=[]) == first
 
 
 CONFIG = RegisterConfig(min_win_rate_lower=0.5, max_kl=10.0)

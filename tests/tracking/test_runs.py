@@ -40,11 +40,11 @@ def stage(tmp_path):
 
 
 @pytest.fixture
-def runs(client, tmp_path):
+def runs(client):
     """All runs below the parents, oldest first."""
 
     def find():
-        experiment = experiment_id(client, "rlhf-pipeline", tmp_path)
+        experiment = experiment_id(client, "rlhf-pipeline")
         found = client.search_runs([experiment], order_by=["attributes.start_time ASC"])
         return [run for run in found if "rlhf.stage" in run.data.tags]
 
@@ -52,9 +52,9 @@ def runs(client, tmp_path):
 
 
 @pytest.fixture
-def parents(client, tmp_path):
+def parents(client):
     def find():
-        experiment = experiment_id(client, "rlhf-pipeline", tmp_path)
+        experiment = experiment_id(client, "rlhf-pipeline")
         found = client.search_runs([experiment], order_by=["attributes.start_time ASC"])
         return [run for run in found if "rlhf.stage" not in run.data.tags]
 
@@ -274,7 +274,7 @@ def test_an_interruption_amid_a_database_call_is_not_swallowed(tracker, stage, m
 
 
 def test_an_ambient_run_id_is_harmless(tracker, stage, client, runs, parents, monkeypatch):
-    stranger = client.create_run(experiment_id(client, "other", stage.directory))
+    stranger = client.create_run(experiment_id(client, "other"))
     monkeypatch.setenv("MLFLOW_RUN_ID", stranger.info.run_id)
     tracker.stage_started(stage)
     tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])

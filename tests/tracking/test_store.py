@@ -42,9 +42,9 @@ def test_importing_the_package_does_not_import_mlflow():
 
 
 def test_artifacts_lie_beside_the_database(client, tmp_path):
-    identity = experiment_id(client, "rlhf-pipeline", tmp_path)
+    identity = experiment_id(client, "rlhf-pipeline")
     assert client.get_experiment(identity).artifact_location == f"{tmp_path}/mlartifacts"
-    assert experiment_id(client, "rlhf-pipeline", tmp_path) == identity
+    assert experiment_id(client, "rlhf-pipeline") == identity
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_processes_may_open_an_empty_database_at_once(tmp_path):
     program = (
         "import sys; from pathlib import Path; from rlhf_pipeline.tracking.store import *;"
         "project = Path(sys.argv[1]);"
-        "print(experiment_id(connect(f'sqlite:///{project}/mlflow.db', project), EXPERIMENT, project))"
+        "print(experiment_id(connect(f'sqlite:///{project}/mlflow.db', project), EXPERIMENT))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     environment = {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -65,8 +65,8 @@ def test_processes_may_open_an_empty_database_at_once(tmp_path):
     assert [out for (out, _), _ in finished] == ["1\n", "1\n", "1\n"]  # 0 is MLflow's "Default"
 
 
-def test_find_run_takes_the_newest_finished_run_of_the_recipe(client, tmp_path):
-    experiment = experiment_id(client, "rlhf-pipeline", tmp_path)
+def test_find_run_takes_the_newest_finished_run_of_the_recipe(client):
+    experiment = experiment_id(client, "rlhf-pipeline")
 
     def run(fingerprint, status, start_time):
         made = client.create_run(experiment, start_time=start_time, tags={"rlhf.fingerprint": fingerprint})

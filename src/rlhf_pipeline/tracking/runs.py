@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.stages.events import StageRun, Status
 from rlhf_pipeline.stages.manifest import Manifest
+from rlhf_pipeline.tracking.lineage import log_data_read, log_result
 from rlhf_pipeline.tracking.store import EXPERIMENT, FINGERPRINT_TAG, connect, experiment_id, find_run
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class MlflowTracker:
             if trained is None:
                 child = self._open(run)
                 child.finish("FINISHED", Manifest.read(run.export).metrics, end_time=child.time_ms)
+                trained = child.run_id
             else:
                 client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
+            log_result(client, trained, run)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         """Log new lines of the metrics file; nothing once the store has failed in this stage."""
@@ -89,13 +92,15 @@ class MlflowTracker:
         with self._tolerant(run.stage):
             child = self._children.pop(run.stage, None) or self._open(run)
             child.finish(status, metrics)
+            if status == "FINISHED":
+                log_result(child.client, child.run_id, run)
 
     def _connected(self) -> tuple[MlflowClient, str]:
         """Client and parent run, made at first need: a store that was down at the start may be back a stage later."""
         if self._client is None:
             self._client = connect(self._uri, self._project)
         if self._parent is None:
-            experiment = experiment_id(self._client, EXPERIMENT, self._project)
+            experiment = experiment_id(self._client, EXPERIMENT)
             self._parent = self._client.create_run(experiment, run_name=self._name, tags=self._tags).info.run_id
         return self._client, self._parent
 
@@ -106,7 +111,7 @@ class MlflowTracker:
         unfinished = find_run(client, run.fingerprint, finished=False)
         if unfinished is None:
             began = _milliseconds(records[0]) if records else None
-            experiment = experiment_id(client, EXPERIMENT, self._project)
+            experiment = experiment_id(client, EXPERIMENT)
             tags = {"mlflow.parentRunId": parent, **_tags(run)}
             opened = client.create_run(experiment, start_time=began, tags=tags, run_name=run.stage)
         else:
@@ -114,6 +119,7 @@ class MlflowTracker:
             client.set_tag(unfinished, "mlflow.parentRunId", parent)
             opened = client.get_run(unfinished)
         _log_parameters(client, opened, run)
+        log_data_read(client, opened.info.run_id, run)
         child = _Child(client, opened.info.run_id, logged=_last_step(client, opened))
         child.log(records)
         child.logged = max(child.logged, child.step)

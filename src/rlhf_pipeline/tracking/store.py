@@ -49,17 +49,20 @@ def connect(uri: str, project: Path) -> MlflowClient:
         return MlflowClient(uri)
 
 
-def experiment_id(client: MlflowClient, name: str, project: Path) -> str:
+def experiment_id(client: MlflowClient, name: str) -> str:
     """The experiment of that name, created where there is none.
 
     With a SQLite store its artifacts lie beside the database; MLflow's own default is the current folder.
     """
     from mlflow.exceptions import MlflowException
+    from sqlalchemy import make_url
 
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
-    beside = str(project.resolve() / ARTIFACTS) if client.tracking_uri.startswith("sqlite:") else None
+    beside = None
+    if client.tracking_uri.startswith("sqlite:"):
+        beside = str(Path(make_url(client.tracking_uri).database or "").resolve().parent / ARTIFACTS)
     try:
         return str(client.create_experiment(name, artifact_location=beside))
     except MlflowException:
