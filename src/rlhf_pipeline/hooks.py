@@ -15,9 +15,10 @@ from rich.console import Console
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.preflight import preflight
+from rlhf_pipeline.data.report import print_summary
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.evaluation.report import print_table
-from rlhf_pipeline.stages.events import listening
+from rlhf_pipeline.stages.events import StageRun, Status, listening
 from rlhf_pipeline.stages.launcher import free_port, gpu_count, process_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.tracking.runs import MlflowTracker
@@ -74,6 +75,24 @@ class TrackingHook:
             self._tracker = None
 
 
+class DataSummary:
+    """Says what the data became, as soon as it is prepared."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def stage_started(self, run: StageRun) -> None:
+        """Nothing to say yet."""
+
+    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        """Nothing to say yet."""
+
+    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
+        """Print the split's report in a few lines."""
+        if run.stage == "split" and status == "FINISHED" and not run.cached:
+            print_summary(json.loads((run.export / "report.json").read_text(encoding="utf-8")), self._console)
+
+
 class ProgressHook:
     """Shows the stages while they run, and at the end what came out and where it lies."""
 
@@ -84,7 +103,7 @@ class ProgressHook:
     @hook_impl
     def before_pipeline_run(self) -> None:
         """Follow the stages."""
-        self._listening.enter_context(listening(ProgressDisplay(self._console)))
+        self._listening.enter_context(listening(ProgressDisplay(self._console), DataSummary(self._console)))
 
     @hook_impl
     def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:

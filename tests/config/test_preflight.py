@@ -65,6 +65,27 @@ def test_the_defaults_pass(parameters):
         ("ppo.sampling.top_k", 50, "ppo.sampling.top_k: Extra inputs are not permitted"),
         ("base_model.path", "facebook/opt-125m", "base_model: path and architecture are both set"),
         ("split.sources", [], "split.sources: "),
+        (
+            "split.sources",
+            [{"name": "Anthropic/hh-rhlf"}],
+            "split.sources.0.name: unknown source 'Anthropic/hh-rhlf'. Did",
+        ),
+        ("split.sources", [{"name": "files"}], "split.sources.0.path: 'files' reads files; name one"),
+        (
+            "split.sources",
+            [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],
+            "split.sources.1: 'files' holds plain text; list it in split.pretraining.sources",
+        ),
+        (
+            "split.pretraining",
+            {"sources": [{"name": "Anthropic/hh-rlhf"}], "block_tokens": 64},
+            "split.pretraining.sources.0: 'Anthropic/hh-rlhf' holds examples, not plain text; list it in split.sources",
+        ),
+        (
+            "split.max_response_tokens",
+            200,
+            "split.max_response_tokens: 200 after a prompt of split.max_prompt_tokens 64",
+        ),
         ("register.max_kl", -1, "register.max_kl: Input should be greater than 0"),
     ],
 )
@@ -79,6 +100,11 @@ def test_all_faults_are_named_at_once(parameters):
     with pytest.raises(ConfigError) as refusal:
         preflight(wrong, processes=2, gpus=0)
     assert "sft.epochs" in str(refusal.value) and "ppo.gamma" in str(refusal.value)
+
+
+def test_files_of_text_are_fine_for_pretraining(parameters):
+    text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 64}
+    preflight(changed(parameters, "split.pretraining", text), processes=2, gpus=0)
 
 
 def test_fp16_is_fine_on_a_gpu(parameters):

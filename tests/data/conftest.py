@@ -1,12 +1,29 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_pipeline.config.data import CorpusConfig
-from rlhf_pipeline.data.prepare import corpus
+from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.data import prepare as preparation
+from rlhf_pipeline.data.record_files import RecordsWriter
+from rlhf_pipeline.data.records import PHASES, Example, Message, Record, Unused
+from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
+
+SENTENCES = (
+    "\n\nHuman: What colour is the sky on a clear day?\n\nAssistant: On a clear day the sky is blue.",
+    "\n\nHuman: Where do penguins live?\n\nAssistant: They live on the coasts of the southern half of the world.",
+    "\n\nHuman: Could you name a river in Africa?\n\nAssistant: The Nile, which ends in the Mediterranean Sea.",
+    "\n\nHuman: How many days has a week?\n\nAssistant: A week has seven days, and two of them are the weekend.",
+    "\n\nHuman: Who wrote the play about the prince of Denmark?\n\nAssistant: William Shakespeare wrote it.",
+)
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +38,7 @@ def trained() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus(CorpusConfig(sources=[{"samples": 100}]), seed=0), trainer)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
     return tokenizer
 
 
@@ -31,3 +48,79 @@ def tokenizer(trained: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, pad_token="<|pad|>", eos_token="<|end|>")
     tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
     return tokenizer
+
+
+@pytest.fixture
+def write_records(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows as stage `source` leaves them, with the places "name:0", "name:1" ...; returns their folder."""
+
+    def write(name: str, *rows: Record | Unused) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        counts = RowCounts(rows=len(rows))
+        with RecordsWriter(folder) as writer:
+            for number, row in enumerate(rows):
+                if isinstance(row, Unused):
+                    counts.add_unused(f"{folder.name}:{number}", row)
+                else:
+                    writer.add(f"{folder.name}:{number}", row)
+        counts.write(folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def split_config() -> Callable[..., SplitConfig]:
+    """Configurations with a tenth for validation, a tenth for test, or all for one phase: `only="sft"`."""
+
+    def split_config(*, count: int = 1, texts: int = 0, only: str | None = None, **changes: Any) -> SplitConfig:
+        held_out = 0.1 if only is None else 0
+        values: dict[str, Any] = {
+            "sources": [{"name": "files", "path": f"{index}.jsonl"} for index in range(count)],
+            "max_prompt_tokens": 200,
+            "max_response_tokens": 200,
+            "validation_fraction": held_out,
+            "test_fraction": held_out,
+        }
+        if only is not None:
+            values["weights"] = tuple(int(phase == only) for phase in PHASES)
+        if texts:
+            named = [{"name": "files", "path": f"texts{index}.txt"} for index in range(texts)]
+            values["pretraining"] = {"sources": named, "block_tokens": 4}
+        return SplitConfig(**values | changes)
+
+    return split_config
+
+
+@pytest.fixture
+def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Prepares folders of records into the folder `out`; returns the report as it is read from its file."""
+
+    def prepare(
+        *folders: Path, out: str = "out", seed: int = 0, texts: tuple[Path, ...] = (), **changes: Any
+    ) -> dict[str, Any]:
+        report = preparation.prepare(
+            split_config(count=len(folders), texts=len(texts), **changes),
+            tokenizer,
+            seed,
+            sources=folders,
+            pretraining=texts,
+            output=tmp_path / out,
+            metrics_file=tmp_path / "metrics.jsonl",
+        )
+        return json.loads(json.dumps(report))
+
+    return prepare
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """The rows of a prepared file: `load("sft/train.arrow")`."""
+    return lambda file, out="out": list(Dataset.from_file(str(tmp_path / out / file)))
+
+
+@pytest.fixture
+def ten() -> list[Example]:
+    """Ten distinct prompts: 1/10 each for test and validation, 8/10 by 2:4:4 are 1.6, 3.2, 3.2, so 2, 3, 3 prompts."""
+    return [Example((Message("user", f"Question {n}?"),), f"Right {n}.", f"Wrong {n}.") for n in range(10)]

@@ -2,16 +2,39 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_pipeline.data.records import Message
-from rlhf_pipeline.data.template import plain_text, render, render_prompt
+from rlhf_pipeline.data.template import plain_text, render_prompts, render_responses, render_turns
 from rlhf_pipeline.errors import ArtifactError
 
-QUESTION = (Message("user", "Why?"),)
-DIALOGUE = (Message("system", "Be kind."), Message("user", "Why?"), Message("assistant", "So."), Message("user", "Hm."))
+QUESTION = [{"role": "user", "content": "Why?"}]
+DIALOGUE = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "So."},
+    {"role": "user", "content": "Hm."},
+]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LLAMA_2 = (
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' + messages[0].content + '<</SYS>>' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+    "{% for turn in turns %}{% if turn.role == 'user' %}"
+    "{{ bos_token + '[INST] ' + (system if loop.first else '') + turn.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+FORGETS_THINKING = CHATML.replace(
+    "message.content }}", "message.content if loop.last else message.content.split('</think>')[-1] }}"
+)
+
+
+def render(tokenizer, prompt, response) -> tuple[str, str]:
+    prompts = render_prompts(tokenizer, ["own.jsonl:7"], [prompt])
+    return prompts[0], render_responses(tokenizer, ["own.jsonl:7"], [prompt], prompts, [response])[0]
+
+
+def turns(tokenizer, prompt) -> list[tuple[str, bool]]:
+    return render_turns(tokenizer, "own.jsonl:7", prompt, render_prompts(tokenizer, ["own.jsonl:7"], [prompt])[0])
 
 
 def test_our_template(tokenizer) -> None:
@@ -24,9 +47,21 @@ def test_system_message_and_earlier_turns(tokenizer) -> None:
     assert response == " Well.<|end|>"
 
 
+def test_a_batch_keeps_its_order(tokenizer) -> None:
+    prompts = render_prompts(tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]])
+    assert prompts == ["\n\nHuman: Why?\n\nAssistant:", "Be kind.\n\nHuman: Why?\n\nAssistant:"]
+    responses = render_responses(tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]], prompts, ["1", "2"])
+    assert responses == [" 1<|end|>", " 2<|end|>"]
+
+
+def test_an_empty_batch(tokenizer) -> None:
+    assert render_prompts(tokenizer, [], []) == []
+    assert render_responses(tokenizer, [], [], [], []) == []
+
+
 def test_bos_where_the_tokenizer_has_one(tokenizer) -> None:
     tokenizer.bos_token = "<s>"
-    assert render_prompt(tokenizer, QUESTION) == "<s>\n\nHuman: Why?\n\nAssistant:"
+    assert render(tokenizer, QUESTION, "So.") == ("<s>\n\nHuman: Why?\n\nAssistant:", " So.<|end|>")
 
 
 def test_what_follows_the_eos_is_cut_off(tokenizer) -> None:
@@ -48,7 +83,7 @@ def test_a_template_without_eos_gets_one(tokenizer) -> None:
 
 def test_a_generation_prompt_that_answers_do_not_follow_is_refused(tokenizer) -> None:
     tokenizer.chat_template = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    with pytest.raises(ArtifactError, match=r"not with its own prompt.*<think>"):
+    with pytest.raises(ArtifactError, match=r"own.jsonl:7: .* not with its own prompt.*<think>"):
         render(tokenizer, QUESTION, "Because.")
 
 
@@ -58,17 +93,26 @@ def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer) -> None:
         render(tokenizer, QUESTION, "Because.")
     tokenizer.chat_template = None
     with pytest.raises(ArtifactError, match="no chat template"):
-        render_prompt(tokenizer, QUESTION)
+        render_prompts(tokenizer, ["own.jsonl:7"], [QUESTION])
 
 
-def test_a_template_may_refuse_the_turns(tokenizer) -> None:
+def test_a_template_that_refuses_a_dialogue_amid_a_batch_names_it(tokenizer) -> None:
     tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    with pytest.raises(ArtifactError, match="refuses the turns system, user, assistant, user: no system"):
-        render_prompt(tokenizer, DIALOGUE)
+    with pytest.raises(ArtifactError) as error:
+        render_prompts(tokenizer, ["a:1", "a:2", "a:3"], [QUESTION, DIALOGUE, QUESTION])
+    assert str(error.value) == (
+        "a:2: the tokenizer's chat template refuses the turns system, user, assistant, user: no system"
+    )
+
+
+def test_a_template_that_refuses_an_answer_amid_a_batch_names_its_example(tokenizer) -> None:
+    tokenizer.chat_template = "{{ raise_exception('silence') if messages[-1].content == '' }}"
+    with pytest.raises(ArtifactError, match="a:2: the tokenizer's chat template refuses the turns user, assistant: si"):
+        render_responses(tokenizer, ["a:1", "a:2"], [QUESTION, QUESTION], ["", ""], ["So.", ""])
 
 
 def test_braces_in_the_data_are_data(tokenizer) -> None:
-    assert render(tokenizer, (Message("user", "{{ 1 + 1 }}"),), "{% x %}") == (
+    assert render(tokenizer, [{"role": "user", "content": "{{ 1 + 1 }}"}], "{% x %}") == (
         "\n\nHuman: {{ 1 + 1 }}\n\nAssistant:",
         " {% x %}<|end|>",
     )
@@ -76,3 +120,60 @@ def test_braces_in_the_data_are_data(tokenizer) -> None:
 
 def test_plain_text_has_no_special_tokens() -> None:
     assert plain_text(DIALOGUE) == "Be kind.\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: Hm."
+
+
+class TestTurns:
+    """Each piece of the assistant's is what generation would have written there."""
+
+    def test_a_prompt_without_earlier_turns_is_one_piece(self, tokenizer) -> None:
+        assert turns(tokenizer, DIALOGUE[:2]) == [("Be kind.\n\nHuman: Why?\n\nAssistant:", False)]
+
+    def test_our_template(self, tokenizer) -> None:
+        assert turns(tokenizer, DIALOGUE) == [
+            ("Be kind.\n\nHuman: Why?\n\nAssistant:", False),
+            (" So.<|end|>", True),
+            ("\n\nHuman: Hm.\n\nAssistant:", False),
+        ]
+
+    def test_several_turns_with_the_same_words(self, tokenizer) -> None:
+        prompt = [*DIALOGUE[1:3], *DIALOGUE[1:3], *QUESTION]
+        assert turns(tokenizer, prompt) == [
+            ("\n\nHuman: Why?\n\nAssistant:", False),
+            (" So.<|end|>", True),
+            ("\n\nHuman: Why?\n\nAssistant:", False),
+            (" So.<|end|>", True),
+            ("\n\nHuman: Why?\n\nAssistant:", False),
+        ]
+
+    def test_chatml_s_line_break_belongs_to_the_next_turn(self, tokenizer) -> None:
+        tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|im_end|>"
+        assert turns(tokenizer, DIALOGUE[1:]) == [
+            ("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("So.<|im_end|>", True),
+            ("\n<|im_start|>user\nHm.<|im_end|>\n<|im_start|>assistant\n", False),
+        ]
+
+    def test_llama_2_begins_every_turn_with_bos(self, tokenizer) -> None:
+        tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token = LLAMA_2, "<s>", "</s>"
+        assert turns(tokenizer, DIALOGUE) == [
+            ("<s>[INST] <<SYS>>Be kind.<</SYS>>Why? [/INST]", False),
+            (" So. </s>", True),
+            ("<s>[INST] Hm. [/INST]", False),
+        ]
+
+    def test_a_template_that_rewrites_earlier_turns_is_refused(self, tokenizer) -> None:
+        tokenizer.chat_template, tokenizer.eos_token = FORGETS_THINKING, "<|im_end|>"
+        thinking = [*QUESTION, {"role": "assistant", "content": "<think>hm</think>So."}, *QUESTION]
+        with pytest.raises(ArtifactError) as error:
+            turns(tokenizer, thinking)
+        assert str(error.value) == (
+            "own.jsonl:7: the chat template writes the assistant's turn '<think>hm</think>So.<|im_end|>' in another way "
+            "once the dialogue goes on; set split.sft_loss to 'response', or use a template that does not"
+        )
+        assert turns(tokenizer, DIALOGUE[1:])[1] == ("So.<|im_end|>", True)  # nothing to leave out here
+
+    def test_a_template_that_forgets_earlier_turns_is_refused(self, tokenizer) -> None:
+        from_last_question = "{% for message in messages[(messages | length - 1) // 2 * 2:] %}"
+        tokenizer.chat_template = tokenizer.chat_template.replace("{% for message in messages %}", from_last_question)
+        with pytest.raises(ArtifactError, match=r"' So\.<\|end\|>' in another way"):
+            turns(tokenizer, [*QUESTION, DIALOGUE[2], *QUESTION])

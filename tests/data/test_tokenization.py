@@ -1,122 +1,283 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.config.data import SplitConfig
-from rlhf_pipeline.data.records import Comparison, Message
-from rlhf_pipeline.data.tokenization import control_tokens, tokenize
+from rlhf_pipeline.data.record_files import ExampleBatch
+from rlhf_pipeline.data.tokenization import (
+    Limited,
+    Rendered,
+    Tokenized,
+    encode,
+    limited_answer,
+    limited_prompt,
+    newest,
+    one_ahead,
+    render,
+    tokenize,
+)
 from rlhf_pipeline.errors import ArtifactError, DataError
 
-
-def record(prompt: str = "Why?", chosen: str = "Because.", rejected: str = "No.", place: str = "own.jsonl:7"):
-    return Comparison(place, "jsonl", (Message("user", prompt),), chosen, rejected)
+PROMPT = "\n\nHuman: Why?\n\nAssistant:"
 
 
-def limits(prompt: int = 100, response: int = 100, over_long: str = "error") -> SplitConfig:
-    return SplitConfig(sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, over_long=over_long)
+def batch(*rows: tuple[str, str | None, str | None]) -> ExampleBatch:
+    """Examples own:0, own:1, ... of a question, a chosen and a rejected answer each."""
+    questions, chosen, rejected = map(list, zip(*rows, strict=True))
+    prompts = [[{"role": "user", "content": question}] for question in questions]
+    return ExampleBatch([f"own:{n}" for n in range(len(rows))], prompts, chosen, rejected)
 
 
-def test_ids_stand_for_the_rendered_text(tokenizer) -> None:
-    (one,), dropped = tokenize([record()], tokenizer, limits(), ("chosen", "rejected"))
-    assert tokenizer.decode(one.prompt_ids) == "\n\nHuman: Why?\n\nAssistant:"
-    assert [tokenizer.decode(ids) for ids in one.response_ids] == [" Because.<|end|>", " No.<|end|>"]
-    assert [ids[-1] for ids in one.response_ids] == [1, 1]
-    assert not dropped
+def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokenized]:
+    return tokenize(render(batch(*rows), tokenizer), tokenizer)
 
 
-def test_no_token_crosses_the_boundary(tokenizer) -> None:
-    # ":" and " " meet at the boundary; whatever the response, the prompt's ids stay what generation starts from.
-    rows, _ = tokenize([record(chosen=" :"), record(chosen="(")], tokenizer, limits())
-    assert rows[0].prompt_ids == rows[1].prompt_ids
-    assert rows[0].response_ids != rows[1].response_ids
+def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitConfig:
+    return SplitConfig(sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **over_long)
 
 
-def test_ids_do_not_depend_on_the_batch(tokenizer) -> None:
-    records = [record(prompt="word " * n, chosen="x" * (n + 1), place=f"own.jsonl:{n}") for n in range(5)]
-    together, _ = tokenize(records, tokenizer, limits())
-    apart = [tokenize([one], tokenizer, limits())[0][0] for one in records]
-    assert together == apart
-    assert [one.record.id for one in together] == [f"own.jsonl:{n}" for n in range(5)]
+class TestRender:
+    def test_answers_stay_with_their_prompts(self, tokenizer) -> None:
+        rendered = render(
+            batch(("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")), tokenizer
+        )
+        assert rendered.ids == ["own:0", "own:1", "own:2", "own:3"]
+        assert [text[9:13].rstrip("\n") for text in rendered.prompts] == ["Why?", "Who?", "How?", "So?"]
+        assert rendered.chosen == [" a<|end|>", None, " c<|end|>", None]
+        assert rendered.rejected == [" b<|end|>", None, None, " d<|end|>"]
+        assert rendered.turns == [None, None, None, None]
+
+    def test_turns_only_where_wanted_and_where_there_are_earlier_ones(self, tokenizer) -> None:
+        user, assistant = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+        long = [user, assistant, user]
+        examples = ExampleBatch(["own:0", "own:1", "own:2"], [long, long, [user]], ["a"] * 3, [None] * 3)
+        rendered = render(examples, tokenizer, turns=[False, True, True])
+        pieces = [(PROMPT, False), (" So.<|end|>", True), (PROMPT, False)]
+        assert rendered.turns == [None, pieces, None]
+
+    def test_a_template_error_names_the_record(self, tokenizer) -> None:
+        tokenizer.chat_template = "{{ raise_exception('never') if messages[0].content == 'Who?' }}"
+        with pytest.raises(ArtifactError, match=r"own:1: .*never"):
+            render(batch(("Why?", "a", None), ("Who?", "b", None), ("How?", "c", None)), tokenizer)
+
+    def test_an_error_in_an_answer_names_its_record(self, tokenizer) -> None:
+        tokenizer.chat_template = "{{ raise_exception('silence') if messages[-1].content == '' }}"
+        with pytest.raises(ArtifactError, match=r"own:2: .*silence"):
+            render(batch(("Why?", None, "a"), ("Why?", "a", "b"), ("Why?", "", "c")), tokenizer)
 
 
-def test_only_the_template_writes_special_tokens(tokenizer) -> None:
-    expected = tokenize([record()], tokenizer, limits())
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="$A <|end|>", special_tokens=[("<|end|>", 1)]
+class TestTokenize:
+    def test_ids_stand_for_the_rendered_text(self, tokenizer) -> None:
+        (one,) = tokens(tokenizer, ("Why?", "Because.", "No."))
+        assert one.id == "own:0"
+        assert tokenizer.decode(one.prompt) == PROMPT
+        assert [tokenizer.decode(ids) for ids in (one.chosen, one.rejected)] == [" Because.<|end|>", " No.<|end|>"]
+        assert [ids[-1] for ids in (one.chosen, one.rejected)] == [1, 1]
+        assert one.turns is None
+
+    def test_no_token_crosses_the_boundary(self, tokenizer) -> None:
+        # ":" and " " meet at the boundary; whatever the response, the prompt's ids stay what generation starts from.
+        colon, bracket = tokens(tokenizer, ("Why?", " :", None), ("Why?", "(", None))
+        assert colon.prompt == bracket.prompt
+        assert colon.chosen != bracket.chosen
+
+    def test_ids_do_not_depend_on_the_batch(self, tokenizer) -> None:
+        rows = [("word " * n, "x" * (n + 1), "y" * n if n % 2 else None) for n in range(5)]
+        together = tokens(tokenizer, *rows)
+        alone = [tokens(tokenizer, row)[0] for row in rows]
+        assert [(one.prompt, one.chosen, one.rejected) for one in together] == [
+            (one.prompt, one.chosen, one.rejected) for one in alone
+        ]
+        assert [one.id for one in together] == ["own:0", "own:1", "own:2", "own:3", "own:4"]
+
+    def test_turns_are_the_prompt_with_the_assistant_s_tokens_marked(self, tokenizer) -> None:
+        pieces = [("~~", False), ("~<|end|>", True), ("~~~", False)]
+        rendered = Rendered(["own:0"] * 2, ["~", "~~~"], [None] * 2, [None] * 2, [None, pieces])
+        first, second = tokenize(rendered, tokenizer)
+        tilde = tokenizer.convert_tokens_to_ids("~")
+        assert first.turns is None
+        assert second.turns == (
+            [tilde, tilde, tilde, 1, tilde, tilde, tilde],
+            [False, False, True, True, False, False, False],
+        )
+
+    def test_only_the_template_writes_special_tokens(self, tokenizer) -> None:
+        expected = tokens(tokenizer, ("Why?", "Because.", None))
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="$A <|end|>", special_tokens=[("<|end|>", 1)]
+        )
+        assert tokenizer("a")["input_ids"][-1] == 1
+        assert tokens(tokenizer, ("Why?", "Because.", None)) == expected
+
+    def test_eos_inside_a_response_is_refused(self, tokenizer) -> None:
+        with pytest.raises(ArtifactError, match=r"own:1: .*EOS id 1 .* once, at their end"):
+            tokens(tokenizer, ("Why?", "a", "b"), ("Why?", "a", "a<|end|>b"))
+
+    @pytest.mark.parametrize("response", ["~", "~<|end|>~", "<|end|>~<|end|>"])
+    def test_a_response_holds_eos_once_and_at_its_end(self, tokenizer, response: str) -> None:
+        with pytest.raises(ArtifactError, match="once, at their end"):
+            tokenize(Rendered(["own:0"], ["~"], [None], [response], [None]), tokenizer)
+
+    def test_eos_inside_an_earlier_turn_is_refused(self, tokenizer) -> None:
+        pieces = [("~", False), ("~<|end|>~<|end|>", True), ("~", False)]
+        with pytest.raises(ArtifactError, match=r"own:0: .*EOS id 1 .* once, at their end"):
+            tokenize(Rendered(["own:0"], ["~"], ["~<|end|>"], [None], [pieces]), tokenizer)
+
+    def test_eos_inside_a_prompt_is_the_template_s(self, tokenizer) -> None:
+        pieces = [("~<|end|>~<|end|>", False)]
+        (one,) = tokenize(Rendered(["own:0"], ["~<|end|>"], [None], [None], [pieces]), tokenizer)
+        assert one.prompt[-1] == 1
+
+    def test_an_eos_that_is_no_single_token_is_refused(self, tokenizer) -> None:
+        tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", "'</s>'")
+        tokenizer._special_tokens_map["eos_token"] = (
+            "</s>"  # a name without a token, as a damaged tokenizer file has it
+        )
+        with pytest.raises(ArtifactError, match="Check that the tokenizer reads"):
+            tokens(tokenizer, ("Why?", "Because.", None))
+
+
+class TestEncode:
+    @given(st.lists(st.text(max_size=20) | st.sampled_from(["a<|end|>b", "<|pad|>", " the  week", "\n\nHuman:"])))
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_equals_the_tokenizer_s_own_call(self, tokenizer, texts: list[str]) -> None:
+        expected = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        assert encode(texts, tokenizer) == expected
+
+    def test_truncation_and_padding_from_the_tokenizer_s_file_do_not_count(self, tokenizer) -> None:
+        tokenizer.backend_tokenizer.enable_truncation(2)
+        tokenizer.backend_tokenizer.enable_padding(pad_id=0, length=8)
+        tilde = tokenizer.convert_tokens_to_ids("~")
+        assert encode(["~~~", "~<|end|>"], tokenizer) == [[tilde, tilde, tilde], [tilde, 1]]
+        assert tokenizer(["~~~"], add_special_tokens=False)["input_ids"] == [[tilde, tilde, tilde]]
+
+
+class TestOneAhead:
+    @pytest.mark.parametrize("count", [0, 1, 2, 7])
+    def test_each_item_with_its_result_in_order(self, count: int) -> None:
+        assert list(one_ahead(range(count), lambda item: item * 10)) == [(n, n * 10) for n in range(count)]
+
+    def test_works_while_the_caller_is_busy_and_on_one_item_only(self) -> None:
+        taken, done = [], []
+        free = threading.Semaphore(0)
+
+        def items():
+            for item in range(4):
+                taken.append(item)
+                yield item
+
+        def function(item: int) -> int:
+            assert free.acquire(timeout=10)
+            done.append(item)
+            return item
+
+        stream = one_ahead(items(), function)
+        assert taken == []
+        free.release()
+        assert next(stream) == (0, 0)
+        assert (taken, done) == ([0, 1], [0])  # the second is under way
+        free.release()
+        assert next(stream) == (1, 1)
+        assert (taken, done) == ([0, 1, 2], [0, 1])
+        free.release(2)
+        assert list(stream) == [(2, 2), (3, 3)]
+
+    def test_runs_in_a_thread_of_its_own(self) -> None:
+        (worker,) = {result for _, result in one_ahead([1, 2, 3], lambda _: threading.get_ident())}
+        assert worker != threading.get_ident()
+
+    def test_an_exception_reaches_the_caller_in_its_turn(self) -> None:
+        stream = one_ahead([1, 0, 2], lambda item: 10 // item)
+        assert next(stream) == (1, 10)
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
+
+    def test_an_exception_of_the_items_reaches_the_caller(self) -> None:
+        def items():
+            yield 1
+            raise DataError("no more")
+
+        with pytest.raises(DataError, match="no more"):
+            list(one_ahead(items(), str))
+
+
+class TestLimits:
+    def test_prompt_at_the_limit_passes_and_one_above_fails(self) -> None:
+        assert limited_prompt("own:7", [5, 6, 7], limits(prompt=3), None) == Limited([5, 6, 7])
+        with pytest.raises(DataError) as error:
+            limited_prompt("own:7", [5, 6, 7], limits(prompt=2), None)
+        assert str(error.value) == (
+            "own:7: the prompt has 3 tokens, more than split.max_prompt_tokens=2. Raise split.max_prompt_tokens, or set "
+            "split.over_long_prompts to 'drop' to leave such rows out, or to 'truncate'."
+        )
+
+    def test_answer_at_the_limit_passes_and_one_above_fails(self) -> None:
+        assert limited_answer("own:7", "chosen", [5, 6, 1], limits(response=3)) == Limited([5, 6, 1])
+        with pytest.raises(DataError) as error:
+            limited_answer("own:7", "rejected", [5, 6, 1], limits(response=2))
+        assert str(error.value) == (
+            "own:7: the rejected answer has 3 tokens, more than split.max_response_tokens=2. Raise split.max_response_tokens, or set "
+            "split.over_long_responses to 'drop' to leave such rows out, or to 'truncate'."
+        )
+
+    @pytest.mark.parametrize("over_long", ["drop", "truncate"])
+    def test_what_fits_is_never_touched(self, over_long: str) -> None:
+        config = limits(2, 2, over_long_prompts=over_long, over_long_responses=over_long)
+        assert limited_prompt("own:7", [5, 6], config, 5) == Limited([5, 6])
+        assert limited_answer("own:7", "chosen", [6, 1], config) == Limited([6, 1])
+
+    def test_drop(self) -> None:
+        config = limits(2, 2, over_long_prompts="drop", over_long_responses="drop")
+        assert limited_prompt("own:7", [5, 6, 7], config, None).dropped == "prompt over max_prompt_tokens=2"
+        answer = limited_answer("own:7", "rejected", [5, 6, 1], config)
+        assert answer.dropped == "rejected answer over max_response_tokens=2"
+        assert answer.cut is None
+
+    def test_prompts_and_answers_have_settings_of_their_own(self) -> None:
+        config = limits(1, 1, over_long_prompts="drop")
+        assert limited_prompt("own:7", [5, 6], config, None).dropped
+        with pytest.raises(DataError, match="over_long_responses"):
+            limited_answer("own:7", "chosen", [5, 6], config)
+
+    def test_a_cut_prompt_keeps_its_end_and_a_cut_answer_its_beginning(self) -> None:
+        config = limits(2, 2, over_long_prompts="truncate", over_long_responses="truncate")
+        assert limited_prompt("own:7", [5, 6, 7, 8], config, None) == Limited(
+            [7, 8], cut="prompts cut to max_prompt_tokens=2"
+        )
+        assert limited_answer("own:7", "chosen", [5, 6, 7, 1], config) == Limited(
+            [5, 6], cut="chosen answers cut to max_response_tokens=2, which lost their EOS"
+        )
+
+    # 9 is BOS.
+    @pytest.mark.parametrize(
+        ("ids", "limit", "kept"),
+        [
+            ([9, 5, 6, 7], 3, [9, 6, 7]),
+            ([9, 5, 6, 7], 2, [9, 7]),
+            ([9, 5, 6, 7], 1, [7]),  # a token that is read is worth more than BOS alone
+            ([5, 9, 6, 7], 2, [6, 7]),  # a BOS that does not lead is a token like others
+            ([9, 5, 9, 7], 2, [9, 7]),
+            ([9, 5], 2, [9, 5]),
+        ],
     )
-    assert tokenizer("a")["input_ids"][-1] == 1
-    assert tokenize([record()], tokenizer, limits()) == expected
+    def test_bos_stays(self, ids: list[int], limit: int, kept: list[int]) -> None:
+        assert limited_prompt("own:7", ids, limits(limit, over_long_prompts="truncate"), 9).ids == kept
 
-
-def test_prompts_alone(tokenizer) -> None:
-    (one,), _ = tokenize([record(chosen="x" * 500)], tokenizer, limits(response=1), ())
-    assert one.response_ids == ()
-    assert tokenize([], tokenizer, limits()) == ([], {})
+    def test_newest_chooses_values_by_their_tokens(self) -> None:
+        assert newest([9, 5, 6, 7], ["bos", "a", "b", "c"], 2, bos_id=9) == ["bos", "c"]
+        assert newest([9, 5, 6, 7], ["bos", "a", "b", "c"], 2, bos_id=None) == ["b", "c"]
+        assert newest([9, 5], ["bos", "a"], 2, bos_id=9) == ["bos", "a"]
 
 
 # "~" is one byte that no merge contains, so n of them are n tokens; " " before the first one is one more (" ~" is no
 # merge either) and <|end|> another: n + 2.
-def test_lengths_at_the_limit_pass_and_one_above_fails(tokenizer) -> None:
-    exact = record(chosen="~" * 8)
-    assert len(tokenize([exact], tokenizer, limits(response=10))[0]) == 1
-    with pytest.raises(DataError) as error:
-        tokenize([exact], tokenizer, limits(response=9))
-    assert str(error.value) == (
-        "own.jsonl:7 of jsonl: the chosen answer has 10 tokens, more than max_response_tokens=9. "
-        "Raise max_response_tokens, or set over_long to 'drop' to leave such rows out."
-    )
-
-
-def test_a_long_prompt_names_its_own_limit(tokenizer) -> None:
-    with pytest.raises(
-        DataError, match=r"own.jsonl:7 of jsonl: the prompt has \d+ tokens, more than max_prompt_tokens=9"
-    ):
-        tokenize([record(prompt="~" * 10)], tokenizer, limits(prompt=9))
-
-
-def test_drop_counts_each_row_once_by_its_first_fault(tokenizer) -> None:
-    rows = [
-        record(place="ok:1"),
-        record(prompt="~" * 200, chosen="~" * 200),
-        record(chosen="~" * 200, rejected="~" * 200),
-        record(rejected="~" * 200),
-    ]
-    kept, dropped = tokenize(rows, tokenizer, limits(over_long="drop"), ("chosen", "rejected"))
-    assert [one.record.id for one in kept] == ["ok:1"]
-    assert dropped == {
-        "prompt over max_prompt_tokens=100": 1,
-        "chosen answer over max_response_tokens=100": 1,
-        "rejected answer over max_response_tokens=100": 1,
-    }
-
-
-def test_an_answer_that_only_another_phase_reads_is_not_measured(tokenizer) -> None:
-    kept, _ = tokenize([record(rejected="~" * 200)], tokenizer, limits(), ("chosen",))
-    assert len(kept) == 1
-
-
-def test_eos_inside_a_response_is_refused(tokenizer) -> None:
-    with pytest.raises(ArtifactError, match=r"own.jsonl:7 of jsonl: .*EOS id 1 .* once, at their end"):
-        tokenize([record(chosen="a<|end|>b")], tokenizer, limits())
-
-
-def test_an_eos_that_is_no_single_token_is_refused(tokenizer) -> None:
-    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", "'</s>'")
-    tokenizer._special_tokens_map["eos_token"] = "</s>"  # a name without a token, as a damaged tokenizer file has it
-    with pytest.raises(ArtifactError, match="Check that the tokenizer reads"):
-        tokenize([record()], tokenizer, limits())
-
-
-def test_a_template_error_names_the_record(tokenizer) -> None:
-    tokenizer.chat_template = "{{ raise_exception('never') }}"
-    with pytest.raises(ArtifactError, match=r"own.jsonl:7 of jsonl: .*never"):
-        tokenize([record()], tokenizer, limits())
-
-
-def test_control_tokens(tokenizer) -> None:
-    assert control_tokens(tokenizer) == {"<|pad|>", "<|end|>"}
-    tokenizer.add_special_tokens({"unk_token": "<unk>", "additional_special_tokens": ["<|turn|>"]})
-    assert control_tokens(tokenizer) == {"<|pad|>", "<|end|>", "<|turn|>"}
-    tokenizer.unk_token = "<|end|>"  # GPT-2's unknown token is its EOS
-    assert "<|end|>" in control_tokens(tokenizer)
+def test_eos_counts_as_a_token(tokenizer) -> None:
+    (one,) = tokens(tokenizer, ("Why?", "~" * 8, None))
+    assert limited_answer(one.id, "chosen", one.chosen, limits(response=10)).ids == one.chosen
+    with pytest.raises(DataError, match="the chosen answer has 10 tokens"):
+        limited_answer(one.id, "chosen", one.chosen, limits(response=9))

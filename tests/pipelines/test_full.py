@@ -4,17 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from rlhf_pipeline.config.data import SplitConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.pipelines.data_preparation.nodes import split
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.stages.run import run_stage
 
 pytestmark = pytest.mark.slow
 PROJECT = Path(__file__).parents[2]
-STAGES = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
+STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
 
 
 def metrics_of(stage: Path) -> list[dict[str, float]]:
@@ -119,6 +122,30 @@ def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, nam
         assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-6), name
 
 
+def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
+    """Each dialogue has two assistant turns, "one." and "two three."; with `sft_loss: assistant` all their tokens count."""
+    dialogue = [("user", "Hello {}."), ("assistant", "one."), ("user", "And then?"), ("assistant", "two three.")]
+    rows = [
+        {"talk": [{"from": role, "value": content.format(number)} for role, content in dialogue]}
+        for number in range(40)
+    ]
+    (tmp_path / "talks.json").write_text(json.dumps(rows))
+    parameters = {
+        "sources": [{"name": "files", "path": str(tmp_path / "talks.json"), "columns": {"messages": "talk"}}],
+        "weights": [1, 0, 0], "validation_fraction": 0.2, "test_fraction": 0.1,
+        "max_prompt_tokens": 64, "max_response_tokens": 32,
+    }  # fmt: skip
+    base_model, launch = project.newest("02_base_model/base_model"), LaunchConfig(processes=1)
+    config = SFTConfig(epochs=1, batch_size=4, micro_batch_size_per_gpu=2, optimizer={"learning_rate": 1e-3})
+    tokens = {}
+    for learned in ("assistant", "response"):
+        prepared = split(base_model, SplitConfig(**parameters, sft_loss=learned), launch, 0, tmp_path)
+        job = Job("sft", {"sft": config}, {"examples": prepared / "sft", "base_model": base_model}, 0)
+        tokens[learned] = metrics_of(run_stage(job, launch, tmp_path).parent)[0]["sft/tokens"] / 4
+    count = len(AutoTokenizer.from_pretrained(base_model)(" one.")["input_ids"]) + 1  # and EOS
+    assert tokens["assistant"] == tokens["response"] + count
+
+
 def test_from_ppo_on_only_ppo_trains_again(project):
     before = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
     output = project.kedro("--from-nodes=ppo", params="ppo.kl.coef=0.2")
@@ -135,7 +162,7 @@ def test_from_ppo_on_only_ppo_trains_again(project):
 def test_an_unchanged_run_launches_nothing(project):
     launched = {stage: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(stage)] for stage in STAGES}
     output = project.kedro("--pipelines=full")
-    assert output.count("finished before") == 6
+    assert output.count("finished before") == 8  # base_model and split each ask for the source
     assert {s: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(s)] for s in STAGES} == launched
     assert len(project.client().search_model_versions("name = 'rlhf-policy'")) <= 3  # none was added by this run
 

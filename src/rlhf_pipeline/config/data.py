@@ -4,58 +4,152 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.block import Block, operational
+from rlhf_pipeline.data.records import Phase
+
+
+class ColumnMap(Block):
+    """Which columns of a file of your own hold what. A dot reaches into a nested column: `question.full_text`.
+
+    Name one of: `chosen` and `rejected`; `answers` and `scores`; `response`; `messages`; `text`; or `prompt` alone.
+    """
+
+    prompt: str | None = None
+    """The prompt: a string (one user turn) or a list of messages. May be left out where the answers are lists of messages
+    that begin with it."""
+
+    chosen: str | None = None
+    """The preferred answer: a string, or a list of messages that ends with it."""
+
+    rejected: str | None = None
+    """The other answer, in the same form."""
+
+    answers: tuple[str, str] | None = None
+    """Two columns of answers, to be compared by `scores`."""
+
+    scores: tuple[str, str] | None = None
+    """Two columns of numbers: the answer with the higher one is the chosen one; rows with a tie are passed over."""
+
+    response: str | None = None
+    """A demonstration's answer, in the form of `chosen`."""
+
+    messages: str | None = None
+    """A list of messages whose last one, the assistant's, is a demonstration."""
+
+    text: str | None = None
+    """A document, for `split.pretraining`."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        given = {name for name in type(self).model_fields if getattr(self, name) is not None}
+        forms = [
+            {"prompt", "chosen", "rejected"}, {"chosen", "rejected"}, {"prompt", "answers", "scores"},
+            {"prompt", "response"}, {"response"}, {"messages"}, {"text"}, {"prompt"},
+        ]  # fmt: skip
+        if given not in forms:
+            known = "; ".join(", ".join(sorted(form)) for form in forms)
+            raise ValueError(f"{', '.join(sorted(given)) or 'no column'} is no form of data; name one of: {known}")
+        return self
 
 
 class SourceConfig(Block):
-    """One source of comparisons."""
+    """Where rows are read from."""
 
     name: str = "synthetic"
-    """Key of the source in the registry: the data set's name on the Hugging Face hub, "jsonl" for a file of your own,
-    or "synthetic" (the default, which needs neither network nor files)."""
+    """Key of the source in the registry: the data set's name on the Hugging Face hub, "files" for data of your own, or
+    "synthetic" (the default, which needs neither network nor files)."""
 
-    path: str | None = None
-    """Local .jsonl or .jsonl.gz file in the source's own format, read instead of the hub; `~` is expanded."""
+    path: str | None = operational(None)
+    """Read from here instead of the hub: a .jsonl, .json, .csv, .parquet or .txt file (also .gz), a glob of such files, or
+    a folder written by `save_to_disk`; local or any fsspec URL (s3://...); `~` is expanded. What counts for the cache is
+    the files' names and bytes, not where they lie."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub. None is the newest; name a commit to be able to repeat a run."""
 
-    samples: int | None = Field(default=None, gt=0)
+    subset: str | None = None
+    """Configuration of the data set on the hub. None: the source's usual one."""
+
+    split: str | None = None
+    """Split that is read, on the hub or of a saved DatasetDict. None: the source's usual one, mostly "train"."""
+
+    columns: ColumnMap | None = None
+    """For "files": which columns hold what. None: prompt, chosen and rejected."""
+
+    samples: PositiveInt | None = None
     """How many rows a synthetic source generates (None: 30,000), or at most how many are read of any other (None:
     all)."""
 
     @field_validator("path")
     @classmethod
-    def _known_suffix(cls, path: str | None) -> str | None:
-        if path is not None and not path.endswith((".jsonl", ".jsonl.gz")):
-            raise ValueError(f"{path!r} is neither .jsonl nor .jsonl.gz; convert it to one JSON object a line")
+    def _no_password(cls, path: str | None) -> str | None:
+        if path is not None and "@" in path.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "a URL with a user or password would end up in logs; give the store's keys in the environment"
+            )
         return path
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if self.path is not None and self.revision is not None:
-            raise ValueError("path reads a local file and revision names one on the hub; set only one of them")
+            raise ValueError("path reads files and revision names a state of the hub; set only one of them")
+        if self.columns is not None and self.name != "files":
+            raise ValueError(f"source {self.name!r} knows its columns; remove columns, or name the source 'files'")
         return self
 
+    def label(self) -> str:
+        """How reports call it: its name, and in brackets what of it is read. No query of a signed URL."""
+        path = self.path or ""
+        file = path.partition("?")[0] if path.startswith("http") else path  # elsewhere a question mark is a glob's
+        details = ", ".join(filter(None, (self.subset, self.split, file.rstrip("/").rpartition("/")[2])))
+        return f"{self.name} ({details})" if details else self.name
 
-class CorpusConfig(Block):
-    """What a tokenizer is trained on: all texts of the sources, whatever the split does with them."""
+
+class BlendedSourceConfig(SourceConfig):
+    """One source of the split, and how much of it goes where."""
+
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the source's distinct prompts that is used. A smaller share is part of a larger one."""
+
+    phases: tuple[Phase, ...] | None = Field(default=None, min_length=1)
+    """Phases that may train on it. None: all that it can serve (demonstrations: SFT; comparisons: all three)."""
+
+    def records(self) -> SourceConfig:
+        """What decides the records that are read."""
+        return SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})
+
+
+class PretrainingConfig(Block):
+    """Plain text for PPO's language-model loss (ptx), packed into blocks of equal length."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
-    """What is read, in this order."""
+    """Sources of text. Of "files", the column `text` is read unless `columns` names another one; a .txt file is all text."""
+
+    block_tokens: PositiveInt
+    """Length of a block. Documents are joined by EOS and cut into blocks; the last incomplete one is left out."""
+
+    def records(self) -> list[SourceConfig]:
+        """The sources, each with its columns."""
+        return [
+            source.model_copy(update={"columns": ColumnMap(text="text")})
+            if source.name == "files" and source.columns is None
+            else source
+            for source in self.sources
+        ]
 
 
 class SplitConfig(Block):
     """How the sources become disjoint sets for the three phases, validation and test."""
 
-    sources: tuple[SourceConfig, ...] = Field(min_length=1)
+    sources: tuple[BlendedSourceConfig, ...] = Field(min_length=1)
     """What is read, in this order. A prompt that occurs in several sources lands in one part all the same."""
 
     weights: tuple[float, float, float] = (2, 4, 4)
     """Shares of SFT, reward model and PPO in the distinct prompts that are not held out; only their ratio counts.
-    2, 4, 4 is DeepSpeed-Chat's default, so that results stay comparable."""
+    2, 4, 4 is DeepSpeed-Chat's default, so that results stay comparable. Prompts that not every phase can use are divided
+    among those that can."""
 
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the distinct prompts that validates all three phases and trains none."""
@@ -63,20 +157,30 @@ class SplitConfig(Block):
     test_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the distinct prompts that only the evaluation sees."""
 
-    max_prompt_tokens: int = Field(gt=0)
+    max_prompt_tokens: PositiveInt
     """Longest prompt in tokens, chat template included."""
 
-    max_response_tokens: int = Field(gt=0)
+    max_response_tokens: PositiveInt
     """Longest response in tokens, EOS included."""
 
-    over_long: Literal["error", "drop"] = "error"
-    """What happens to a longer row. "error" names the first one, so that nothing disappears unseen; "drop" leaves such
-    rows out and counts them in the report. Nothing is ever truncated: a cut response would teach the model not to
-    end."""
+    over_long_prompts: Literal["error", "drop", "truncate"] = "error"
+    """What happens to a row with a longer prompt. "error" names the first one, so that nothing disappears unseen; "drop"
+    leaves such rows out; "truncate" keeps the newest tokens (and a leading BOS). The report counts either."""
 
-    max_bad_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of rows that may be unusable (no answer, dialogue that does not parse ...) before the split fails. 0, so
-    that bad rows are looked at once; Anthropic/hh-rlhf needs about 0.01."""
+    over_long_responses: Literal["error", "drop", "truncate"] = "error"
+    """What happens to a row with a longer answer. "truncate" keeps its beginning, without EOS: the model is not taught to
+    end there. The report counts the rows that lost their EOS."""
+
+    sft_loss: Literal["response", "assistant", "all"] = "response"
+    """Tokens that SFT learns: the final response; every assistant turn of the dialogue; or all tokens, the prompt's too
+    (as DeepSpeed-Chat does)."""
+
+    pretraining: PretrainingConfig | None = None
+    """Text for PPO's language-model loss. None: none is prepared."""
+
+    max_bad_fraction: float = operational(0.0, ge=0, le=1)
+    """Fraction of a source's rows that may be unusable (no answer, dialogue that does not parse ...) before the run stops.
+    0, so that bad rows are looked at once; Anthropic/hh-rlhf needs about 0.01."""
 
     @field_validator("weights")
     @classmethod
@@ -96,8 +200,11 @@ class SplitConfig(Block):
 
     @model_validator(mode="after")
     def _distinct_sources(self) -> Self:
-        origins = [(source.name, source.path, source.revision) for source in self.sources]
-        for origin in origins:
-            if origins.count(origin) > 1:
-                raise ValueError(f"source {origin[0]!r} is listed twice with the same path and revision; list it once")
+        for index, source in enumerate(self.sources):
+            if source.records() in self.records()[:index]:
+                raise ValueError(f"source {source.label()!r} is listed twice; list it once")
         return self
+
+    def records(self) -> list[SourceConfig]:
+        """What decides the records of each source, whatever becomes of them."""
+        return [source.records() for source in self.sources]

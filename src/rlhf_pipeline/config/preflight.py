@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.data import SourceConfig, SplitConfig
 from rlhf_pipeline.config.evaluation import EvaluationConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.model import BaseModelConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.registry import RegisterConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError
 
 BLOCKS: dict[str, type[Block]] = {
@@ -50,7 +51,12 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
     }
     faults = [*_unknown(parameters), *_invalid(parameters)]
     if not faults:
-        faults = [*_indivisible(parameters, processes), *_half_precision(parameters, gpus), *_too_long(parameters)]
+        faults = [
+            *_indivisible(parameters, processes),
+            *_half_precision(parameters, gpus),
+            *_misplaced_sources(parameters),
+            *_too_long(parameters),
+        ]
     if faults:
         raise ConfigError("\n".join(["the parameters cannot work:", *(f"  - {fault}" for fault in faults)]))
 
@@ -106,11 +112,44 @@ def _half_precision(parameters: Mapping[str, Any], gpus: int) -> list[str]:
     ]
 
 
+def _misplaced_sources(parameters: Mapping[str, Any]) -> list[str]:
+    split = SplitConfig.model_validate(parameters["split"])
+    pretraining = split.pretraining.records() if split.pretraining is not None else []
+    return [
+        *_source_faults("split.sources", split.records(), wants_text=False),
+        *_source_faults("split.pretraining.sources", pretraining, wants_text=True),
+    ]
+
+
+def _source_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> list[str]:
+    faults = []
+    for index, source in enumerate(sources):
+        try:
+            known = find_source(source.name)
+        except ConfigError as error:
+            faults.append(f"{place}.{index}.name: {error}")
+            continue
+        has_text = known.kind == "text" or (source.columns is not None and source.columns.text is not None)
+        if wants_text and not has_text:
+            faults.append(f"{place}.{index}: {source.name!r} holds examples, not plain text; list it in split.sources")
+        if has_text and not wants_text:
+            faults.append(f"{place}.{index}: {source.name!r} holds plain text; list it in split.pretraining.sources")
+        if known.local_only and source.path is None:
+            faults.append(f"{place}.{index}.path: {source.name!r} reads files; name one")
+    return faults
+
+
 def _too_long(parameters: Mapping[str, Any]) -> list[str]:
     split = SplitConfig.model_validate(parameters["split"])
     architecture = BaseModelConfig.model_validate(parameters["base_model"]).architecture or {}
     positions = architecture.get("max_position_embeddings")
     faults = []
+    if positions is not None and split.max_prompt_tokens + split.max_response_tokens > positions:
+        faults.append(
+            f"split.max_response_tokens: {split.max_response_tokens} after a prompt of split.max_prompt_tokens "
+            f"{split.max_prompt_tokens} exceed the model's {positions} positions "
+            "(base_model.architecture.max_position_embeddings); lower one or raise the other"
+        )
     for block in ("ppo", "evaluate"):
         response = BLOCKS[block].model_validate(parameters[block]).sampling.max_response_tokens  # type: ignore[attr-defined]
         if positions is not None and split.max_prompt_tokens + response > positions:

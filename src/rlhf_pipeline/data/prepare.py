@@ -1,228 +1,277 @@
-"""From sources to the token ids that the stages read, with a report of everything that happened on the way."""
+"""Stage program: the sources' records as disjoint, tokenized sets for the three phases, validation and test.
+
+python -m rlhf_pipeline.data.prepare job.json
+"""
 
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.config.data import CorpusConfig, SourceConfig, SplitConfig
-from rlhf_pipeline.data.records import BadRow, Comparison, Message, normalized_prompt
-from rlhf_pipeline.data.sources.registry import find_source
-from rlhf_pipeline.data.splits import PARTS, Part, assign
-from rlhf_pipeline.data.tables import TABLES, Table, write_table
-from rlhf_pipeline.data.template import plain_text
-from rlhf_pipeline.data.tokenization import Tokenized, control_tokens, tokenize
-from rlhf_pipeline.errors import DataError
+import numpy as np
+import pyarrow as pa
+
+from rlhf_pipeline.config.data import SourceConfig, SplitConfig
+from rlhf_pipeline.data.blend import Blend, blend
+from rlhf_pipeline.data.phase_files import PhaseFile, RowMaker
+from rlhf_pipeline.data.pretraining import pack
+from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
+from rlhf_pipeline.data.report import plot_lengths, render_markdown
+from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.screen import Screen
+from rlhf_pipeline.data.splits import PARTS, Part
+from rlhf_pipeline.data.tables import TABLES
+from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, render, tokenize
+from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.stages.metrics import RowProgress
+from rlhf_pipeline.stages.program import run_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH_ROWS = 1_000
-_SHOWN_BAD_ROWS = 5
+_UNSERVABLE = "none of the phases that may train on the source can use the record"
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A usable row; `origin` names its source in the report, `group` is its prompt's identity."""
+def main(job: LaunchedJob) -> dict[str, float]:
+    """Prepare the data with the base model's tokenizer; each phase's folder carries the token contract."""
+    from transformers import AutoTokenizer
 
-    record: Comparison
-    origin: str
-    group: str
+    base_model = job.inputs["base_model"]
+    config = job.block("split", SplitConfig)
+    report = prepare(
+        config,
+        AutoTokenizer.from_pretrained(base_model),
+        job.seed,
+        sources=_inputs(job, "source"),
+        pretraining=_inputs(job, "pretraining"),
+        output=job.export,
+        metrics_file=job.metrics_file,
+    )
+    (job.export / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (job.export / "report.md").write_text(render_markdown(report), encoding="utf-8")
+    plot_lengths(report, job.export / "lengths.png")
+    contract = TokenContract.read(base_model)
+    for phase in (path for path in job.export.iterdir() if path.is_dir()):
+        contract.write(phase)
+    return headline(report)
 
 
-@dataclass
-class _Written:
-    """What went into one file."""
+def prepare(
+    config: SplitConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    sources: Sequence[Path],
+    pretraining: Sequence[Path],
+    output: Path,
+    metrics_file: Path,
+) -> dict[str, Any]:
+    """Divide the records by prompt, tokenize them, and write the files of `tables.TABLES`; return the report.
 
-    rows: int = 0
-    duplicates_merged: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    lengths: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    groups: set[str] = field(default_factory=set)
-
-
-def prepare(config: SplitConfig, tokenizer: PreTrainedTokenizerBase, seed: int, output: Path) -> dict[str, float]:
-    """Read the sources, split them by prompt, tokenize, and write the files of `tables.TABLES` and report.json.
-
-    The same arguments and sources give the same bytes. `seed` generates synthetic sources and orders the split. The
-    validation files of all three phases come from the same prompts.
-
-    Returns:
-        Metrics: rows, distinct prompts, bad, merged and dropped rows, tokens.
+    The same arguments give the same bytes. `sources` and `pretraining` are folders of records, in the order of the
+    configuration. The validation files of all three phases come from the same prompts. Memory does not grow with the
+    records, but for a few dozen bytes each.
 
     Raises:
-        ConfigError: a source is unknown, or is given a field that it has no use for.
-        DataError: a source cannot be read, too many rows are bad, a text is too long, or a part gets no prompt.
+        DataError: too many rows are bad, a text is too long, or a part gets no prompt.
         ArtifactError: the tokenizer or its chat template is unfit.
     """
-    rows, bad = _read(config, seed, control_tokens(tokenizer))
-    _refuse_bad(rows, bad, config)
-    part_of = assign(
-        {row.group for row in rows},
-        seed=seed,
-        weights=config.weights,
-        validation_fraction=config.validation_fraction,
-        test_fraction=config.test_fraction,
-    )
-    by_part: dict[Part, list[_Row]] = {part: [] for part in PARTS}
-    for row in rows:
-        by_part[part_of[row.group]].append(row)
+    tables = [examples(folder) for folder in sources]
+    counts = [RowCounts.read(folder) for folder in sources]
+    plan = blend(config, tables, seed)
+    chosen = {table.path: plan.rows(table) for table in TABLES}
+    files = {table.path: PhaseFile.open(table, output, chosen[table.path][1]) for table in TABLES}
+    labels = _labels(config.sources)
+    screen = Screen(tokenizer, labels, counts, config.max_bad_fraction)
+    maker = RowMaker(config, tokenizer.bos_token_id)
+    progress = RowProgress(metrics_file, len(plan.parts))
+    lengths = {"prompt": Counter[int](), "response": Counter[int]()}
+    batches = _batches(config, tables, plan, {path: rows for path, (rows, _) in chosen.items()}, screen)
+    rendered = ((batch, render(batch.examples, tokenizer, turns=batch.turns)) for batch in batches)
+    for (batch, _), tokenized in one_ahead(rendered, lambda pair: tokenize(pair[1], tokenizer)):
+        rows = [
+            maker.make(config.sources[batch.source].name, messages, tokens, PARTS[part])
+            for messages, tokens, part in zip(
+                batch.examples.prompts, tokenized, plan.parts[batch.numbers].tolist(), strict=True
+            )
+        ]
+        for path, mask in batch.chosen.items():
+            files[path].add([rows[index] for index in np.flatnonzero(mask)], batch.numbers[mask], config)
+        _measure(lengths, tokenized)
+        progress.at(int(batch.numbers[-1]) + 1)
+    for file in files.values():
+        file.close()
 
-    written = {}
-    for table in TABLES:
-        written[table.path] = _write(table, by_part[table.part], config, tokenizer, output)
     report = {
-        "rows": _rows_by_origin(rows, bad, part_of),
-        "distinct_prompts": {part: len({row.group for row in by_part[part]}) for part in PARTS},
-        "bad_rows": Counter(row.reason for _, row in bad),
-        "files": {path: _describe(counts) for path, counts in written.items()},
-        "overlap": _overlap(written),
-    }
-    (output / "report.json").write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        "sources": _describe_sources(labels, counts, plan),
+        "distinct_prompts": {part: plan.distinct_prompts(part) for part in PARTS},
+        "files": {path: file.describe() for path, file in files.items()},
+        "overlap": _overlap(files, plan),
+        "lengths": {
+            name: {"limit": limit, "counts": dict(sorted(lengths[name].items()))}
+            for name, limit in (("prompt", config.max_prompt_tokens), ("response", config.max_response_tokens))
+        },
+        "pretraining": None,
+        "settings": config.model_dump(
+            mode="json",
+            include={
+                "weights", "validation_fraction", "test_fraction",
+                "over_long_prompts", "over_long_responses", "sft_loss",
+            },
+        ),
+    }  # fmt: skip
+    if config.pretraining is not None:
+        report["pretraining"] = _pretrain(config, tokenizer, pretraining, output)
+    return report
+
+
+def headline(report: dict[str, Any]) -> dict[str, float]:
+    """The report in numbers: rows, distinct prompts, bad, merged and dropped rows, tokens, and the rows of each file."""
+    sources, files = report["sources"].values(), report["files"]
     metrics = {
-        "data/rows": len(rows),
-        "data/distinct_prompts": len(part_of),
-        "data/bad_rows": len(bad),
-        "data/dropped_rows": sum(counts.dropped.total() for counts in written.values()),
-        "data/tokens": sum(sum(lengths) for counts in written.values() for lengths in counts.lengths.values()),
+        "data/rows": sum(source["rows"] for source in sources),
+        "data/bad_rows": sum(sum(source["bad"].values()) for source in sources),
+        "data/duplicates_merged": sum(source["duplicates_merged"] for source in sources),
+        "data/distinct_prompts": sum(report["distinct_prompts"].values()),
+        "data/dropped_rows": sum(sum(file["dropped"].values()) for file in files.values()),
+        "data/truncated_texts": sum(sum(file["truncated"].values()) for file in files.values()),
+        "data/tokens": sum(tokens["total"] for file in files.values() for tokens in file["tokens"].values()),
     }
     metrics |= {
-        f"data/{path.removesuffix('.arrow').replace('/', '_')}_rows": counts.rows for path, counts in written.items()
+        f"data/{path.removesuffix('.arrow').replace('/', '_')}_rows": file["rows"] for path, file in files.items()
     }
+    if report["pretraining"]:
+        metrics["data/pretraining_blocks"] = report["pretraining"]["blocks"]
     return {name: float(value) for name, value in metrics.items()}
 
 
-def corpus(config: CorpusConfig | SplitConfig, seed: int) -> Iterator[str]:
-    """Every prompt and answer of the sources as plain dialogue text, to train a tokenizer on; bad rows are left out."""
-    for source in config.sources:
-        for record in find_source(source.name).read(source, seed):
-            if isinstance(record, Comparison):
-                yield plain_text((*record.prompt, Message("assistant", record.chosen)))
-                yield plain_text((Message("assistant", record.rejected),))
+# --- batches --------------------------------------------------------------------------------------
 
 
-# --- reading --------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Batch:
+    source: int
+    numbers: np.ndarray
+    """Places of the rows in the blend."""
+    examples: ExampleBatch
+    """Without the answers that no file needs."""
+    chosen: dict[str, np.ndarray]
+    """For each file which of the rows it gets."""
+    turns: list[bool] | None
+    """Rows whose earlier assistant turns SFT learns."""
 
 
-def _read(config: SplitConfig, seed: int, forbidden: frozenset[str]) -> tuple[list[_Row], list[tuple[str, BadRow]]]:
-    """Usable rows, and bad rows with their origin."""
-    rows, bad = [], []
-    for source in config.sources:
-        origin = _origin(source)
-        for record in find_source(source.name).read(source, seed):
-            if isinstance(record, Comparison) and (fault := _forged(record, forbidden)):
-                record = fault
-            if isinstance(record, BadRow):
-                bad.append((origin, record))
-            else:
-                rows.append(_Row(record, origin, normalized_prompt(record)))
-    return rows, bad
+def _batches(
+    config: SplitConfig, tables: Sequence[pa.Table], plan: Blend, rows: dict[str, np.ndarray], screen: Screen
+) -> Iterator[_Batch]:
+    """The rows that some file needs, in the order of the sources; `rows` tells for each file which it gets."""
+    needed = np.logical_or.reduce(list(rows.values()))
+    for source, table in enumerate(tables):
+        start = plan.starts[source]
+        for records in table.to_batches():
+            numbers = start + np.flatnonzero(needed[start : start + len(records)])
+            batch = example_batch(records.take(pa.array(numbers - start)))
+            start += len(records)
+            sound = np.array([_passes(screen, source, batch, row) for row in range(len(numbers))], bool)
+            if sound.any():
+                numbers, batch = numbers[sound], batch.subset(np.flatnonzero(sound))
+                chosen = {path: mask[numbers] for path, mask in rows.items()}
+                sft = np.logical_or.reduce([chosen[table.path] for table in TABLES if table.phase == "sft"])
+                turns = sft.tolist() if config.sft_loss == "assistant" else None
+                yield _Batch(source, numbers, _needed_answers(batch, chosen), chosen, turns)
 
 
-def _origin(source: SourceConfig) -> str:
-    return f"{source.name} ({Path(source.path).name})" if source.path else source.name
+def _passes(screen: Screen, source: int, batch: ExampleBatch, row: int) -> bool:
+    answers = (batch.chosen[row] or "", batch.rejected[row] or "")
+    return screen.passes(source, batch.ids[row], [*(turn["content"] for turn in batch.prompts[row]), *answers])
 
 
-def _forged(record: Comparison, forbidden: frozenset[str]) -> BadRow | None:
-    texts = (*(message.content for message in record.prompt), record.chosen, record.rejected)
-    for token in sorted(forbidden):
-        if any(token in text for text in texts):
-            return BadRow(record.id, f"the text contains the tokenizer's control token {token}")
-    return None
+def _needed_answers(batch: ExampleBatch, chosen: dict[str, np.ndarray]) -> ExampleBatch:
+    def only(answer: str, values: list[str | None]) -> list[str | None]:
+        wanted = np.logical_or.reduce([chosen[table.path] for table in TABLES if answer in table.answers])
+        return [value if want else None for value, want in zip(values, wanted.tolist(), strict=True)]
+
+    return replace(batch, chosen=only("chosen", batch.chosen), rejected=only("rejected", batch.rejected))
 
 
-def _refuse_bad(rows: list[_Row], bad: list[tuple[str, BadRow]], config: SplitConfig) -> None:
-    total = len(rows) + len(bad)
-    if len(bad) > config.max_bad_fraction * total:
-        first = "".join(f"\n  {row.place}: {row.reason}" for _, row in bad[:_SHOWN_BAD_ROWS])
-        raise DataError(
-            f"{len(bad)} of {total} rows are unusable, more than max_bad_fraction={config.max_bad_fraction} allows. "
-            f"The first of them:{first}\nCorrect these rows, or set max_bad_fraction to at least "
-            f"{ceil(1_000 * len(bad) / total) / 1_000:g} to leave such rows out."
-        )
+# --- counts ---------------------------------------------------------------------------------------
 
 
-# --- writing --------------------------------------------------------------------------------------
+def _measure(lengths: dict[str, Counter[int]], batch: list[Tokenized]) -> None:
+    lengths["prompt"].update(len(row.prompt) for row in batch)
+    lengths["response"].update(len(ids) for row in batch for ids in (row.chosen, row.rejected) if ids is not None)
 
 
-def _write(
-    table: Table, rows: list[_Row], config: SplitConfig, tokenizer: PreTrainedTokenizerBase, output: Path
-) -> _Written:
-    counts = _Written()
-    if not table.answers:
-        distinct = list({row.group: row for row in reversed(rows)}.values())[::-1]  # of equal prompts the first row
-        counts.duplicates_merged = len(rows) - len(distinct)
-        rows = distinct
-
-    def batches() -> Iterator[list[dict[str, Any]]]:
-        for start in range(0, len(rows), _BATCH_ROWS):
-            batch = rows[start : start + _BATCH_ROWS]
-            kept, dropped = tokenize([row.record for row in batch], tokenizer, config, tuple(table.answers))
-            counts.dropped += dropped
-            _count(counts, kept, table)
-            yield [table.row(tokenized) for tokenized in kept]
-
-    write_table(output / table.path, table.schema, batches())
-    if rows and not counts.rows:
-        raise DataError(
-            f"{table.path}: all {len(rows)} rows were dropped ({dict(counts.dropped)}). "
-            "Raise max_prompt_tokens or max_response_tokens."
-        )
-    return counts
+def _labels(sources: Sequence[SourceConfig]) -> list[str]:
+    """How the report calls each source; one that would be called like an earlier one gets a number."""
+    labels, seen = [source.label() for source in sources], Counter[str]()
+    for index, label in enumerate(labels):
+        seen[label] += 1
+        if seen[label] > 1:
+            labels[index] = f"{label} #{seen[label]}"
+    return labels
 
 
-def _count(counts: _Written, kept: Iterable[Tokenized], table: Table) -> None:
-    for tokenized in kept:
-        counts.rows += 1
-        counts.groups.add(normalized_prompt(tokenized.record))
-        counts.lengths["prompt_ids"].append(len(tokenized.prompt_ids))
-        for column, ids in zip(table.answers.values(), tokenized.response_ids, strict=True):
-            counts.lengths[column].append(len(ids))
+def _describe_sources(labels: Sequence[str], counts: Sequence[RowCounts], plan: Blend) -> dict[str, Any]:
+    described = {}
+    for index, (label, count) in enumerate(zip(labels, counts, strict=True)):
+        parts = plan.parts[plan.starts[index] : plan.starts[index + 1]]
+        described[label] = {
+            "rows": count.rows,
+            "bad": count.bad,
+            "passed_over": count.passed_over + Counter({_UNSERVABLE: plan.unservable[index]}),
+            "left_out_by_fraction": plan.left_out[index],
+            "duplicates_merged": plan.merged[index],
+            "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},
+        }
+    return described
 
 
-# --- reporting ------------------------------------------------------------------------------------
-
-
-def _rows_by_origin(
-    rows: list[_Row], bad: list[tuple[str, BadRow]], part_of: dict[str, Part]
-) -> dict[str, Counter[str]]:
-    """For each source how many rows are bad and how many belong to each part."""
-    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows:
-        counts[row.origin][part_of[row.group]] += 1
-    for origin, _ in bad:
-        counts[origin]["bad"] += 1
-    return counts
-
-
-def _describe(counts: _Written) -> dict[str, Any]:
-    return {
-        "rows": counts.rows,
-        "duplicates_merged": counts.duplicates_merged,
-        "dropped": counts.dropped,
-        "tokens": {column: _lengths(lengths) for column, lengths in counts.lengths.items()},
-    }
-
-
-def _lengths(lengths: list[int]) -> dict[str, int]:
-    """Sum and percentiles (nearest rank: the smallest length that at least p percent of the rows do not exceed)."""
-    ordered = sorted(lengths)
-    ranks = {f"p{percent}": -(-len(ordered) * percent // 100) for percent in (50, 90, 99)}
-    return {"total": sum(ordered), "max": ordered[-1]} | {name: ordered[rank - 1] for name, rank in ranks.items()}
-
-
-def _overlap(written: dict[str, _Written]) -> dict[str, int]:
+def _overlap(files: dict[str, PhaseFile], plan: Blend) -> dict[str, int]:
     """How many prompts each two parts share in what was written: 0, or the split is broken."""
-    groups: defaultdict[Part, set[str]] = defaultdict(set)
-    for table in TABLES:
-        groups[table.part] |= written[table.path].groups
-    overlap = {f"{one} and {other}": len(groups[one] & groups[other]) for one, other in combinations(PARTS, 2)}
+    prompts: dict[Part, np.ndarray] = {}
+    for part in PARTS:
+        written = [rows for file in files.values() if file.table.part == part for rows in file.written]
+        prompts[part] = (
+            np.unique(plan.prompt_keys[np.concatenate(written)].view("V16")) if written else np.empty(0, "V16")
+        )
+    overlap = {
+        f"{one} and {other}": len(np.intersect1d(prompts[one], prompts[other], assume_unique=True))
+        for one, other in combinations(PARTS, 2)
+    }
     if any(overlap.values()):
         raise AssertionError(f"parts share prompts: {overlap}")
     return overlap
+
+
+def _pretrain(
+    config: SplitConfig, tokenizer: PreTrainedTokenizerBase, folders: Sequence[Path], output: Path
+) -> dict[str, Any]:
+    assert config.pretraining is not None
+    counts = [RowCounts.read(folder) for folder in folders]
+    labels = _labels(config.pretraining.sources)
+    screen = Screen(tokenizer, labels, counts, config.max_bad_fraction)
+    packed = pack(folders, tokenizer, config.pretraining.block_tokens, output, screen)
+    described = {
+        label: {"rows": count.rows, "bad": count.bad, "passed_over": count.passed_over}
+        for label, count in zip(labels, counts, strict=True)
+    }
+    return {"sources": described} | packed
+
+
+def _inputs(job: LaunchedJob, kind: str) -> list[Path]:
+    """The inputs `kind_0`, `kind_1`, ... in order."""
+    names = sorted(
+        (name for name in job.inputs if name.startswith(f"{kind}_")), key=lambda name: int(name.rpartition("_")[2])
+    )
+    return [job.inputs[name] for name in names]
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,12 +1,17 @@
-"""What a source yields: a comparison of two answers, or a row that is not one."""
+"""What a source yields: an example, a text, or a row that is neither."""
 
 from __future__ import annotations
 
+import hashlib
 import unicodedata
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Role = Literal["system", "user", "assistant"]
+Phase = Literal["sft", "reward_model", "ppo"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+Conversation = list[dict[str, str]]
+"""Messages in the form that chat templates take: {"role": ..., "content": ...} each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,40 +23,63 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two answers to one prompt; a person, or a known rule, prefers `chosen`."""
-
-    id: str
-    """Where the row came from: "file.jsonl.gz:17" (file and line, from 1), "Anthropic/hh-rlhf:train:17" (the hub's
-    split and row, from 0) or "synthetic:123"."""
-
-    source: str
-    """Name of the source in the registry."""
+class Example:
+    """A prompt with the answers that a source gives to it. Which answers it has decides which phases can use it."""
 
     prompt: tuple[Message, ...]
     """At most one system message, then user and assistant in turn; ends with a user's turn."""
 
-    chosen: str
-    rejected: str
+    chosen: str | None = None
+    """A demonstration; where there is a `rejected`, the answer that a person or a known rule prefers to it."""
+
+    rejected: str | None = None
+
+    @property
+    def phases(self) -> frozenset[Phase]:
+        """A comparison serves all phases, a demonstration SFT only, a bare prompt PPO only."""
+        if self.chosen is None:
+            return frozenset({"ppo"})
+        return frozenset({"sft"}) if self.rejected is None else frozenset(PHASES)
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that cannot be used."""
+class Text:
+    """A document to continue pre-training on."""
 
-    place: str
-    """What would have been the comparison's id."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A row that yields no record."""
 
     reason: str
     """In words that are the same for every row with the same fault, so that rows can be counted by it."""
 
+    bad: bool = True
+    """True: the row is broken, and counts towards `max_bad_fraction`. False: the source knows such rows and passes over
+    them, for example a comparison that ends in a tie."""
 
-def normalized_prompt(record: Comparison) -> str:
-    """A prompt's identity: two records with the same one are about the same prompt and must not be split apart.
+
+Record = Example | Text
+
+
+def normalized_prompt(prompt: tuple[Message, ...]) -> str:
+    """A prompt's identity: two examples with the same one are about the same prompt and must not be split apart.
 
     Roles are kept; contents are compared without regard to case, Unicode compatibility forms (NFKC) and white space.
     """
-    return "\n".join(f"{message.role}: {_normalized(message.content)}" for message in record.prompt)
+    return "\n".join(f"{message.role}: {_normalized(message.content)}" for message in prompt)
+
+
+def key(*parts: str) -> bytes:
+    """16 bytes that identify a sequence of texts: SHA-256 of each part's length and content, cut short."""
+    digest = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode()
+        digest.update(b"%d:" % len(encoded))
+        digest.update(encoded)
+    return digest.digest()[:16]
 
 
 def _normalized(text: str) -> str:

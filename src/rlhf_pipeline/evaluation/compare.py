@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.evaluation import EvaluationConfig
+from rlhf_pipeline.data.judges import JUDGES
 from rlhf_pipeline.data.records import Message
-from rlhf_pipeline.data.sources.registry import SOURCES
 from rlhf_pipeline.evaluation.report import render_markdown
 from rlhf_pipeline.evaluation.statistics import distinct_n, mean_with_interval, win_rate
 from rlhf_pipeline.models.loading import freeze, load_policy, load_scores, load_tokenizer
@@ -120,7 +120,7 @@ def answer(
 
 def judge(source: str, messages: list[dict[str, Any]], response: str) -> float | None:
     """The gold score, where the prompt's source has one."""
-    function = SOURCES[source].judge
+    function = JUDGES.get(source)
     return None if function is None else function(tuple(Message(**message) for message in messages), response)
 
 

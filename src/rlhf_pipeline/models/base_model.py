@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,9 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_pipeline.config.data import CorpusConfig
 from rlhf_pipeline.config.model import BaseModelConfig
-from rlhf_pipeline.data.prepare import corpus
+from rlhf_pipeline.data.corpus import corpus
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.models.token_contract import TokenContract
@@ -35,7 +36,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("base_model", BaseModelConfig)
     torch.manual_seed(job.seed)
     if config.path is None:
-        tokenizer = train_tokenizer(config, job.block("corpus", CorpusConfig), job.seed)
+        tokenizer = train_tokenizer(config, [job.inputs[name] for name in sorted(job.inputs)])
         model = build_model(config, tokenizer)
     else:
         tokenizer = AutoTokenizer.from_pretrained(config.path, revision=config.revision)
@@ -50,8 +51,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return {"base_model/parameters": model.num_parameters(), "base_model/vocab_size": len(tokenizer)}
 
 
-def train_tokenizer(config: BaseModelConfig, sources: CorpusConfig, seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `config.vocab_size` tokens, trained on all texts of the sources."""
+def train_tokenizer(config: BaseModelConfig, sources: Sequence[Path]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `config.vocab_size` tokens, trained on all texts of the sources' records."""
     assert config.vocab_size is not None, "the configuration demands it where there is no path"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,7 +63,7 @@ def train_tokenizer(config: BaseModelConfig, sources: CorpusConfig, seed: int) -
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus(sources, seed), trainer)
+    tokenizer.train_from_iterator(corpus(sources), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN)
 
 

@@ -9,12 +9,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
-from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.models.sequences import Sequences, collate, pad
 from rlhf_pipeline.models.token_contract import TokenContract, common_contract
 from rlhf_pipeline.rl.losses import sft_loss
 from rlhf_pipeline.rl.masking import masked_sum
@@ -29,25 +30,50 @@ from rlhf_pipeline.training.supervised import Sums, fit, optimizer_steps
 
 
 @dataclass(frozen=True)
+class Demonstrations:
+    """Dialogues with the tokens that are learned."""
+
+    sequences: Sequences
+    """The response begins with the first learned token; later turns of the user may follow in it."""
+    loss_mask: Tensor
+    """(B, R) bool; True: learned."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) real tokens of each row."""
+        return self.sequences.lengths
+
+    def rows(self, index: Tensor) -> Demonstrations:
+        """The chosen rows, without the columns that are padding in all of them."""
+        sequences = self.sequences.rows(index)
+        return Demonstrations(sequences, self.loss_mask[index][:, : sequences.response_ids.shape[1]])
+
+    def to(self, device: torch.device) -> Demonstrations:
+        """The same rows on another device."""
+        return Demonstrations(self.sequences.to(device), self.loss_mask.to(device))
+
+
+@dataclass(frozen=True)
 class SFTTask:
-    """Next-token loss on the response's tokens, EOS included."""
+    """Next-token loss on the learned tokens: the response's, EOS included, unless `split.sft_loss` names more."""
 
     contract: TokenContract
     name: str = "sft"
 
-    def collate(self, rows: dict[str, list[Any]]) -> Sequences:
+    def collate(self, rows: dict[str, list[Any]]) -> Demonstrations:
         """Demonstrations as a batch."""
-        return collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id)
+        learned, _ = pad(rows["loss_mask"], False, left=False)
+        return Demonstrations(collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id), learned.bool())
 
-    def weight(self, batch: Sequences) -> Tensor:
-        """Response tokens."""
-        return batch.response_mask.sum().double()
+    def weight(self, batch: Demonstrations) -> Tensor:
+        """Learned tokens."""
+        return batch.loss_mask.sum().double()
 
-    def loss(self, model: nn.Module, batch: Sequences, normalizer: Tensor) -> tuple[Tensor, Sums]:
-        """Mean negative log-likelihood of a response token, over the global batch."""
-        logprobs = response_logprobs(model, batch, vocab_size=self.contract.vocab_size)
-        sums = {"nll": -masked_sum(logprobs, batch.response_mask), "tokens": batch.response_mask.sum()}
-        return sft_loss(logprobs, batch.response_mask, normalizer=normalizer), sums
+    def loss(self, model: nn.Module, batch: Demonstrations, normalizer: Tensor) -> tuple[Tensor, Sums]:
+        """Mean negative log-likelihood of a learned token, over the global batch."""
+        logprobs = response_logprobs(model, batch.sequences, vocab_size=self.contract.vocab_size)
+        sums = {"nll": -masked_sum(logprobs, batch.loss_mask), "tokens": batch.loss_mask.sum()}
+        return sft_loss(logprobs, batch.loss_mask, normalizer=normalizer), sums
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Loss in nats a token, and perplexity."""

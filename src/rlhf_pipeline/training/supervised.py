@@ -22,7 +22,7 @@ Sums = dict[str, Tensor]
 
 
 class Batch(Protocol):
-    """Rows that are trained on together: `Sequences`, or pairs of them."""
+    """Rows that are trained on together: `Demonstrations` or `Pairs`."""
 
     @property
     def lengths(self) -> Tensor:

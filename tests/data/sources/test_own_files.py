@@ -1,68 +1,162 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_pipeline.config.data import SourceConfig
-from rlhf_pipeline.data.records import BadRow, Comparison, Message
-from rlhf_pipeline.data.sources.jsonl import SOURCE
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.config.data import ColumnMap
+from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
+from rlhf_pipeline.data.sources.registry import find_source
+from rlhf_pipeline.data.sources.source import outcome
+
+FILES = find_source("files")
+JSONFILE = find_source("local/jsonfile")
 
 USER = {"role": "user", "content": "Why?"}
+ANSWER = {"role": "assistant", "content": "Because."}
+NO = {"role": "assistant", "content": "No."}
+QUESTION = (Message("user", "Why?"),)
+DIALOGUE = [
+    {"role": "system", "content": "Be kind."},
+    {"from": "human", "value": "Hi"},
+    {"from": "gpt", "value": "Hello"},
+    USER,
+]
+PROMPT = (Message("system", "Be kind."), Message("user", "Hi"), Message("assistant", "Hello"), Message("user", "Why?"))
 
 
-def read(tmp_path: Path, **row: Any) -> Comparison | BadRow:
-    path = tmp_path / "own.jsonl"
-    path.write_text(json.dumps({"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row) + "\n")
-    (only,) = SOURCE.read(SourceConfig(name="jsonl", path=str(path)), 0)
-    return only
+def record(row: dict[str, Any], columns: ColumnMap | None) -> Record | Unused:
+    assert FILES.parser is not None
+    return outcome(FILES.parser(columns), row)
 
 
-def test_a_string_is_one_user_turn(tmp_path: Path) -> None:
-    assert read(tmp_path) == Comparison("own.jsonl:1", "jsonl", (Message("user", "Why?"),), "Because.", "No.")
+def test_without_a_map_the_columns_are_prompt_chosen_and_rejected() -> None:
+    row = {"prompt": "Why?", "chosen": "Because.", "rejected": " No.", "id": 7}
+    assert record(row, None) == Example(QUESTION, "Because.", " No.")
+    assert FILES.columns_read(None) == ("prompt", "chosen", "rejected")
 
 
-def test_a_dialogue(tmp_path: Path) -> None:
-    messages = [{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": "So."}, USER]
-    record = read(tmp_path, prompt=messages)
-    assert isinstance(record, Comparison)
-    assert record.prompt == (
-        Message("system", "Be kind."),
-        Message("user", "Why?"),
-        Message("assistant", "So."),
-        Message("user", "Why?"),
-    )
+COMPARED = Example(PROMPT, "Because.", "No.")
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "expected"),
+    [
+        (
+            {"prompt": "q", "chosen": "c", "rejected": "r"},
+            {"q": "Why?", "c": "Because.", "r": "No."},
+            Example(QUESTION, "Because.", "No."),
+        ),
+        ({"prompt": "q", "chosen": "c", "rejected": "r"}, {"q": DIALOGUE, "c": "Because.", "r": "No."}, COMPARED),
+        ({"prompt": "q", "chosen": "c", "rejected": "r"}, {"q": DIALOGUE, "c": [ANSWER], "r": [NO]}, COMPARED),
+        (
+            {"prompt": "q", "chosen": "c", "rejected": "r"},
+            {"q": "Why?", "c": [USER, ANSWER], "r": "No."},
+            Example(QUESTION, "Because.", "No."),
+        ),
+        ({"chosen": "c", "rejected": "r"}, {"c": [*DIALOGUE, ANSWER], "r": [*DIALOGUE, NO]}, COMPARED),
+        (
+            {"prompt": "q", "answers": ("a", "b"), "scores": ("x", "y")},
+            {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": 1.5},
+            Example(QUESTION, "Because.", "No."),
+        ),
+        (
+            {"prompt": "q", "answers": ("a", "b"), "scores": ("x", "y")},
+            {"q": "Why?", "a": [USER, ANSWER], "b": [NO], "x": "10", "y": "9"},
+            Example(QUESTION, "Because.", "No."),
+        ),
+        ({"prompt": "q", "response": "a"}, {"q": "Why?", "a": "Because."}, Example(QUESTION, "Because.")),
+        ({"response": "a"}, {"a": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
+        ({"messages": "m"}, {"m": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
+        ({"prompt": "q"}, {"q": DIALOGUE}, Example(PROMPT)),
+        ({"text": "t"}, {"t": "Once upon a time"}, Text("Once upon a time")),
+    ],
+)
+def test_every_form(columns: dict[str, Any], row: dict[str, Any], expected: Record) -> None:
+    assert record(row, ColumnMap(**columns)) == expected
+
+
+def test_a_tie_is_passed_over() -> None:
+    columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"))
+    row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": "1.0"}
+    assert record(row, columns) == Unused("the two answers have the same score", bad=False)
+
+
+@pytest.mark.parametrize("score", ["nan", "", None, "high", [1]])
+def test_a_score_that_is_no_number(score: object) -> None:
+    columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"))
+    row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": score}
+    assert record(row, columns) == Unused("column 'y' is not a finite number")
+
+
+def test_dots_reach_into_nested_columns() -> None:
+    columns = ColumnMap(prompt="question.full.text", response="best.answer")
+    row = {"question": {"full": {"text": "Why?"}}, "best": {"answer": "No."}, "best.answer": "Because."}
+    assert record(row, columns) == Example(QUESTION, "Because.")
+
+
+@pytest.mark.parametrize("row", [{}, {"a": None}, {"a": {}}, {"a": {"b": "text"}}, {"a": {"b": {"d": "text"}}}])
+def test_a_path_that_leads_nowhere(row: dict[str, Any]) -> None:
+    assert record(row, ColumnMap(text="a.b.c")) == Unused("column 'a.b.c' is missing")
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": None}, "column 'prompt' is NoneType, not a string"),
-        ({"prompt": ["Why?"]}, "a message of the prompt is not an object with role and content"),
+        ({"prompt": None}, "column 'prompt' is NoneType, not a string or a list of messages"),
+        ({"prompt": ["Why?"]}, "a message in column 'prompt' is not an object with role and content"),
         ({"prompt": [{"role": "user"}]}, "column 'content' is missing"),
-        ({"prompt": [{"role": "human", "content": "a"}]}, "a message's role is not one of system, user, assistant"),
-        ({"prompt": []}, "the prompt does not end with a user's turn"),
-        ({"prompt": [USER, {"role": "assistant", "content": "a"}]}, "the prompt does not end with a user's turn"),
-        ({"prompt": [USER, USER]}, "the prompt's turns are not user and assistant in alternation"),
-        (
-            {"prompt": [USER, {"role": "system", "content": "late"}, USER]},
-            "the prompt's turns are not user and assistant in alternation",
-        ),
-        ({"prompt": " \n"}, "a turn of the prompt is empty"),
-        ({"chosen": ""}, "the chosen answer is empty"),
-        ({"rejected": "  "}, "the rejected answer is empty"),
-        ({"rejected": 7}, "column 'rejected' is int, not a string"),
-        ({"chosen": "No. "}, "the two answers are equal"),
-        ({"chosen": "half \ud83d of a pair"}, "half a surrogate pair, which is no character"),
+        ({"prompt": []}, "column 'prompt' is not a list of messages"),
+        ({"prompt": [USER, ANSWER]}, "the dialogue in column 'prompt' does not end with the user"),
+        ({"chosen": 7}, "column 'chosen' is int, not a string or a list of messages"),
+        ({"chosen": [ANSWER, USER]}, "the dialogue in column 'chosen' does not end with the assistant"),
+        ({"chosen": [USER, USER, ANSWER]}, "the columns hold different prompts"),
+        ({"chosen": [USER, ANSWER], "rejected": [*DIALOGUE, NO]}, "the columns hold different prompts"),
     ],
 )
-def test_bad_rows(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-    assert read(tmp_path, **row) == BadRow("own.jsonl:1", reason)
+def test_bad_rows(row: dict[str, Any], reason: str) -> None:
+    assert record({"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row, None) == Unused(reason)
 
 
-def test_a_path_is_required() -> None:
-    with pytest.raises(ConfigError, match="set its `path`"):
-        SOURCE.read(SourceConfig(name="jsonl"), 0)
+@pytest.mark.parametrize("row", [{"c": "Because.", "r": "No."}, {"c": [ANSWER], "r": [NO]}])
+def test_answers_without_a_prompt(row: dict[str, Any]) -> None:
+    assert record(row, ColumnMap(chosen="c", rejected="r")) == Unused("no column holds the prompt")
+
+
+def test_text_that_is_none() -> None:
+    assert record({"t": None}, ColumnMap(text="t")) == Unused("column 't' is NoneType, not a string")
+
+
+def test_the_columns_that_a_map_needs() -> None:
+    assert FILES.columns_read(ColumnMap(prompt="q.text", answers=("a", "b"), scores=("x", "y"))) == (
+        "q.text", "a", "b", "x", "y",
+    )  # fmt: skip
+    assert JSONFILE.columns_read(None) == ("prompt", "chosen", "rejected")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "turns"),
+    [
+        ("Why?", QUESTION),
+        ("Human: Why? Assistant:", QUESTION),
+        (" Human: Why?\nAssistant: ", QUESTION),
+        ("\n\nHuman: Why?\n\nAssistant:", QUESTION),
+        ("Human: Why?", QUESTION),
+        (
+            "Human: Who?\n\nAssistant: Me. Human: Why? Assistant:",
+            (Message("user", "Who?"), Message("assistant", "Me."), Message("user", "Why?")),
+        ),
+        ("What does Human: mean?", (Message("user", "What does Human: mean?"),)),
+        ("Human:Why?", (Message("user", "Human:Why?"),)),
+    ],
+)
+def test_deepspeed_chats_prompts(prompt: str, turns: tuple[Message, ...]) -> None:
+    assert JSONFILE.parse is not None
+    row = {"prompt": prompt, "chosen": "So. Human: no turn", "rejected": "No."}
+    assert outcome(JSONFILE.parse, row) == Example(turns, "So. Human: no turn", "No.")
+
+
+def test_both_read_files_only() -> None:
+    assert FILES.local_only
+    assert JSONFILE.local_only
+    assert (FILES.kind, JSONFILE.kind) == ("any", "comparisons")

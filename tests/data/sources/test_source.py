@@ -1,54 +1,102 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 
-import datasets
 import pytest
 
-from rlhf_pipeline.config.data import SourceConfig
-from rlhf_pipeline.data.records import BadRow, Comparison, Message
-from rlhf_pipeline.data.sources.registry import find_source
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.data.records import Example, Message, Unused
+from rlhf_pipeline.data.sources.source import (
+    MalformedRowError,
+    PassedOverError,
+    compared,
+    items,
+    messages,
+    number,
+    outcome,
+    preferred,
+    question,
+    text,
+    turns,
+)
 
-HUB = SourceConfig(name="Anthropic/hh-rlhf", revision="0123abc", samples=2)
-ROWS = [
-    {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
-    {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: b"},
-    {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "\n\nHuman: x\n\nAssistant: z"},
-]
-
-
-def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
-
-    def load_dataset(name: str, **options: object) -> datasets.Dataset:
-        asked.update(name=name, **options)
-        return datasets.Dataset.from_list(ROWS)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(find_source(HUB.name).read(HUB, 0)) == [
-        Comparison("Anthropic/hh-rlhf:train:0", "Anthropic/hh-rlhf", (Message("user", "a"),), "b", "c"),
-        BadRow("Anthropic/hh-rlhf:train:1", "the two answers are equal"),
-    ]
-    assert asked == {"name": "Anthropic/hh-rlhf", "revision": "0123abc", "split": "train"}
+ASKED = (Message("user", "Why?"),)
 
 
-def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(name: str, **options: object) -> None:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(
-        DataError, match=r"'Anthropic/hh-rlhf' \(revision 0123abc\) .*no route.* set the source's `path`"
-    ):
-        list(find_source(HUB.name).read(HUB, 0))
+@pytest.mark.parametrize(("value", "expected"), [(3, 3), (-0.5, -0.5), ("2.5", 2.5), (" 4", 4)])
+def test_numbers_also_as_text(value: object, expected: float) -> None:
+    assert number({"a": value}, "a") == expected
 
 
-def test_the_data_layer_imports_nothing_heavy() -> None:
-    program = (
-        "import sys, rlhf_pipeline.data.prepare\n"
-        "heavy = {'datasets', 'deepspeed', 'kedro', 'mlflow', 'torch', 'transformers'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+@pytest.mark.parametrize("value", ["three", "", None, [3], float("inf"), "nan", 10**400])
+def test_no_number(value: object) -> None:
+    with pytest.raises(MalformedRowError, match=r"^column 'a' is not a finite number$"):
+        number({"a": value}, "a")
+
+
+def test_a_missing_number() -> None:
+    with pytest.raises(MalformedRowError, match=r"^column 'a' is missing$"):
+        number({}, "a")
+
+
+def test_items_are_all_of_one_type() -> None:
+    assert items({"a": ["x", "y"]}, "a", str) == ["x", "y"]
+    with pytest.raises(MalformedRowError, match=r"^an item of column 'a' is not a string$"):
+        items({"a": ["x", None]}, "a", str)
+
+
+def test_a_question_of_parts() -> None:
+    assert question("Why?") == ASKED
+    assert question("Why?", " ", "Because\n") == (Message("user", "Why?\n\nBecause\n"),)
+
+
+def test_the_higher_score_is_preferred() -> None:
+    assert preferred(ASKED, ("a", "b"), (2, 1)) == Example(ASKED, "a", "b")
+    assert preferred(ASKED, ("a", "b"), (-1.5, -1)) == Example(ASKED, "b", "a")
+    with pytest.raises(PassedOverError, match=r"^the two answers have the same score$"):
+        preferred(ASKED, ("a", "b"), (1, 1))
+
+
+def test_messages_in_both_customs() -> None:
+    expected = (Message("system", "Be kind."), Message("user", "Why?"), Message("assistant", "So."))
+    contents = [message.content for message in expected]
+    for roles in (("system", "user", "assistant"), ("system", "prompter", "bot"), ("system", "human", "gpt")):
+        openai = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        sharegpt = [{"from": role, "value": content} for role, content in zip(roles, contents, strict=True)]
+        assert messages(openai, "chosen") == messages(sharegpt, "chosen") == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("Why?", "column 'chosen' is not a list of messages"),
+        ([], "column 'chosen' is not a list of messages"),
+        (["Why?"], "a message in column 'chosen' is not an object with role and content"),
+        ([{"role": "user"}], "column 'content' is missing"),
+        ([{"from": "human"}], "column 'value' is missing"),
+        ([{"role": "judge", "content": "a"}], "a message's role is not one of system, user, human, .*"),
+    ],
+)
+def test_no_messages(value: object, reason: str) -> None:
+    with pytest.raises(MalformedRowError, match=f"^{reason}"):
+        messages(value, "chosen")
+
+
+def test_dialogues_that_differ_in_the_last_answer() -> None:
+    assert compared((*ASKED, Message("assistant", "a")), (*ASKED, Message("assistant", "b"))) == Example(
+        ASKED, "a", "b"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_turns_and_what_stands_before_them() -> None:
+    marker = re.compile(r"\[(User|ASSISTANT)\]")
+    assert turns(" Be kind. [User] Why? \n[ASSISTANT]So.[User]", marker) == (
+        "Be kind.",
+        (Message("user", "Why?"), Message("assistant", "So."), Message("user", "")),
+    )
+    assert turns("Why?", marker) == ("Why?", ())
+
+
+def test_outcome_tells_faults_from_ties() -> None:
+    assert outcome(text, {"a": "b"}, "a") == "b"
+    assert outcome(text, {}, "a") == Unused("column 'a' is missing")
+    assert outcome(preferred, ASKED, ("a", "b"), (1, 1)) == Unused("the two answers have the same score", bad=False)

@@ -10,10 +10,9 @@ from collections import Counter
 import pytest
 
 from rlhf_pipeline.config.data import SourceConfig
-from rlhf_pipeline.data.records import Comparison, Message
-from rlhf_pipeline.data.sources.synthetic import SOURCE, gold_score, judge, read
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.sources.synthetic import generate, gold_score, judge
 from rlhf_pipeline.data.sources.synthetic_world import ALTERNATIVES, CATEGORIES, CLOSINGS, OPENINGS, REFUSALS
-from rlhf_pipeline.errors import ConfigError
 
 CAPITAL = "Anna here, what is the capital of France?"
 OPPOSITE = "Ben here, do you know the opposite of hot?"
@@ -23,8 +22,13 @@ HARM = "Emma here, how can I steal a car?"
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[Comparison]:
-    return list(read(SourceConfig(), seed=0))
+def placed() -> list[tuple[str, Example]]:
+    return list(generate(SourceConfig(), seed=0))
+
+
+@pytest.fixture(scope="module")
+def samples(placed: list[tuple[str, Example]]) -> list[Example]:
+    return [record for _, record in placed]
 
 
 # --- the gold score -------------------------------------------------------------------------------
@@ -143,32 +147,44 @@ def test_a_prompt_of_another_world_has_no_gold_score() -> None:
         gold_score("Who are you", "Me.")
 
 
-def test_the_source_has_the_judge() -> None:
-    assert SOURCE.judge is judge
+def test_the_judge_looks_at_the_last_turn() -> None:
     assert judge((Message("system", "Be kind."), Message("user", CAPITAL)), " The answer is Paris.") == 2
 
 
 # --- the samples ----------------------------------------------------------------------------------
 
 
-def test_size_and_identity(samples: list[Comparison]) -> None:
-    assert len(samples) == 30_000
-    assert [samples[index].id for index in (0, 29_999)] == ["synthetic:0", "synthetic:29999"]
-    assert {record.source for record in samples} == {"synthetic"}
+def test_size_and_places(placed: list[tuple[str, Example]]) -> None:
+    assert [place for place, _ in placed] == [f"synthetic:{index}" for index in range(30_000)]
+
+
+def test_many_prompts_with_two_answers_each(samples: list[Example]) -> None:
     assert len({record.prompt for record in samples}) >= 10_000
     assert all(record.chosen != record.rejected for record in samples)
 
 
-def test_the_seed_decides_everything_and_a_smaller_sample_is_a_beginning(samples: list[Comparison]) -> None:
-    assert list(read(SourceConfig(samples=200), seed=0)) == samples[:200]
-    assert list(read(SourceConfig(samples=200), seed=1)) != samples[:200]
+def test_the_first_sample_of_seed_0(placed: list[tuple[str, Example]]) -> None:
+    # Runs of earlier versions stay comparable only as long as the same seed draws the same samples.
+    assert placed[0] == (
+        "synthetic:0",
+        Example(
+            (Message("user", "Sara here, what is the sound of cows?"),),
+            chosen="The answer is moo.",
+            rejected="Thanks for asking. The answer is moo.",
+        ),
+    )
+
+
+def test_the_seed_decides_everything_and_a_smaller_sample_is_a_beginning(placed: list[tuple[str, Example]]) -> None:
+    assert list(generate(SourceConfig(samples=200), seed=0)) == placed[:200]
+    assert list(generate(SourceConfig(samples=200), seed=1)) != placed[:200]
 
 
 def test_no_process_differs_from_another() -> None:
     program = (
         "from rlhf_pipeline.config.data import SourceConfig\n"
-        "from rlhf_pipeline.data.sources.synthetic import read\n"
-        "print(list(read(SourceConfig(samples=50), seed=3)))"
+        "from rlhf_pipeline.data.sources.synthetic import generate\n"
+        "print(list(generate(SourceConfig(samples=50), seed=3)))"
     )
     printed = {
         subprocess.run(
@@ -183,13 +199,13 @@ def test_no_process_differs_from_another() -> None:
 def test_a_default_sample_takes_less_than_a_second_and_a_half_of_cpu() -> None:
     def cpu_seconds() -> float:
         started = time.process_time()
-        assert sum(1 for _ in read(SourceConfig(), seed=5)) == 30_000
+        assert sum(1 for _ in generate(SourceConfig(), seed=5)) == 30_000
         return time.process_time() - started
 
     assert any(cpu_seconds() < 1.5 for _ in range(3))  # a busy machine may spoil one measurement
 
 
-def test_sentences_are_short_and_words_few(samples: list[Comparison]) -> None:
+def test_sentences_are_short_and_words_few(samples: list[Example]) -> None:
     prompts = [record.prompt[0].content.split() for record in samples]
     responses = [text.split() for record in samples for text in (record.chosen, record.rejected)]
     assert {len(words) for words in prompts} <= set(range(8, 12))
@@ -198,14 +214,14 @@ def test_sentences_are_short_and_words_few(samples: list[Comparison]) -> None:
     assert len(vocabulary) < 200
 
 
-def test_categories_are_even(samples: list[Comparison]) -> None:
+def test_categories_are_even(samples: list[Example]) -> None:
     assert [len(category.items) for category in CATEGORIES] == [5, 4, 5, 5, 5]
     # A fifth of 30,000 each; the standard deviation of a count is sqrt(30,000 * 0.2 * 0.8) = 69, four of them are 277.
     for category in ("capital of", "opposite of", "colour of", "sound of"):
         assert abs(sum(category in record.prompt[0].content for record in samples) - 6000) < 277
 
 
-def test_preferences_follow_bradley_terry(samples: list[Comparison]) -> None:
+def test_preferences_follow_bradley_terry(samples: list[Example]) -> None:
     margins = [abs(judge(r.prompt, r.chosen) - judge(r.prompt, r.rejected)) for r in samples]
     agree = [judge(r.prompt, r.chosen) > judge(r.prompt, r.rejected) for r in samples]
     expected = [1 / (1 + math.exp(-margin)) for margin in margins if margin]
@@ -214,14 +230,14 @@ def test_preferences_follow_bradley_terry(samples: list[Comparison]) -> None:
     assert abs(sum(agree) - sum(expected)) < 4 * deviation
 
 
-def test_a_tie_of_gold_is_a_coin_flip(samples: list[Comparison]) -> None:
+def test_a_tie_of_gold_is_a_coin_flip(samples: list[Example]) -> None:
     # The order of the alphabet has nothing to do with the draw, so it names one of the two tied texts at random.
     ties = [r.chosen < r.rejected for r in samples if judge(r.prompt, r.chosen) == judge(r.prompt, r.rejected)]
     assert len(ties) > 2_000
     assert abs(sum(ties) - len(ties) / 2) < 4 * math.sqrt(len(ties)) / 2
 
 
-def test_rates_of_the_candidates(samples: list[Comparison]) -> None:
+def test_rates_of_the_candidates(samples: list[Example]) -> None:
     # 0.5 right, 0.1 refused, 0.2 off the topic, 0.2 wrong; 0.5 complying, 0.3 refusing, 0.2 kind.
     # That two candidates differ removes some
     # pairs of equal right answers, which moves each rate by less than 0.015; sampling by less than 0.01.
@@ -243,9 +259,3 @@ def test_rates_of_the_candidates(samples: list[Comparison]) -> None:
         total = seen[harmful].total()
         assert {kind: seen[harmful][kind] / total for kind in rates} == pytest.approx(rates, abs=0.025)
         assert set(seen[harmful]) == set(rates)
-
-
-@pytest.mark.parametrize("field", ["path", "revision"])
-def test_it_reads_no_file_and_no_hub(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"'synthetic' has no use for {field}: 'a.jsonl'"):
-        next(read(SourceConfig(**{field: "a.jsonl"}), seed=0))

@@ -1,45 +1,115 @@
-"""A file of your own: one object a line with `prompt`, `chosen` and `rejected`.
-
-`prompt` is a string (one user turn) or a list of {"role": "system" | "user" | "assistant", "content": "..."}.
-"""
+"""Data of your own, in files: the configuration says which columns hold what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast, get_args
+import re
+from collections.abc import Callable
+from typing import Any
 
-from rlhf_pipeline.config.data import SourceConfig
-from rlhf_pipeline.data.records import BadRow, Comparison, Message, Role
-from rlhf_pipeline.data.sources.source import Answers, MalformedRowError, Row, Source, reader, text
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.config.data import ColumnMap
+from rlhf_pipeline.data.records import Example, Message, Record, Role, Text
+from rlhf_pipeline.data.sources.source import (
+    MalformedRowError,
+    Row,
+    Source,
+    columns_of,
+    messages,
+    number,
+    preferred,
+    text,
+    turns,
+)
 
-_NAME = "jsonl"
-_ROLES = get_args(Role)
+_TURN = re.compile(r"(?:^|\s)(Human|Assistant):(?=\s|$)")
 
-
-def parse(row: Row) -> Answers:
-    """Prompt and answers exactly as written."""
-    if isinstance(row.get("prompt"), list):
-        prompt = tuple(_message(message) for message in row["prompt"])
-    else:
-        prompt = (Message("user", text(row, "prompt")),)
-    return Answers(prompt, text(row, "chosen"), text(row, "rejected"))
-
-
-def read(config: SourceConfig, seed: int) -> Iterator[Comparison | BadRow]:
-    """The file's rows; ConfigError without a `path`."""
-    if config.path is None:
-        raise ConfigError(f"source {_NAME!r} reads a local file: set its `path` to a .jsonl or .jsonl.gz file.")
-    return reader(_NAME, parse)(config, seed)
+Dialogue = tuple[Message, ...]
 
 
-def _message(message: Any) -> Message:
-    if not isinstance(message, dict):
-        raise MalformedRowError("a message of the prompt is not an object with role and content")
-    role = text(message, "role")
-    if role not in _ROLES:
-        raise MalformedRowError(f"a message's role is not one of {', '.join(_ROLES)}")
-    return Message(cast(Role, role), text(message, "content"))
+def parser(columns: ColumnMap | None) -> Callable[[Row], Record]:
+    """How a row becomes a record under a column map; without one the columns are prompt, chosen and rejected."""
+    named = columns or ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
+    return lambda row: _record({column: _reached(row, column) for column in columns_of(named)}, named)
 
 
-SOURCE = Source(_NAME, read, "a local file with the columns prompt, chosen and rejected")
+def parse_jsonfile(row: Row) -> Example:
+    """DeepSpeed-Chat's own format: the prompt is written "Human: ... Assistant:", and the answers continue it. A prompt
+    that does not start with a turn is one user turn as a whole."""
+    written = text(row, "prompt")
+    before, prompt = turns(written, _TURN)
+    if before or not prompt:
+        prompt = (Message("user", written),)
+    elif prompt[-1] == Message("assistant", ""):
+        prompt = prompt[:-1]
+    return Example(prompt, text(row, "chosen"), text(row, "rejected"))
+
+
+def _record(row: Row, named: ColumnMap) -> Record:
+    """The record in a row that holds the map's columns by their full names."""
+    if named.text is not None:
+        return Text(text(row, named.text))
+    columns = named.answers or [
+        column for column in (named.chosen, named.rejected, named.response, named.messages) if column is not None
+    ]
+    answers = [_dialogue(row[column], column, "assistant") for column in columns]
+    prompt = _agreed(
+        () if named.prompt is None else _dialogue(row[named.prompt], named.prompt, "user"),
+        *(dialogue[:-1] for dialogue in answers),
+    )
+    said = [dialogue[-1].content for dialogue in answers]
+    if named.scores is None:
+        return Example(prompt, *said)
+    return preferred(prompt, (said[0], said[1]), (number(row, named.scores[0]), number(row, named.scores[1])))
+
+
+def _dialogue(value: Any, column: str, role: Role) -> Dialogue:
+    """A string as one message of that role; a list of messages, which must end with one."""
+    if isinstance(value, str):
+        return (Message(role, value),)
+    if not isinstance(value, list):
+        raise MalformedRowError(f"column {column!r} is {type(value).__name__}, not a string or a list of messages")
+    dialogue = messages(value, column)
+    if dialogue[-1].role != role:
+        raise MalformedRowError(f"the dialogue in column {column!r} does not end with the {role}")
+    return dialogue
+
+
+def _agreed(*prompts: Dialogue) -> Dialogue:
+    """The one prompt that the columns hold; some may leave it out."""
+    found = [prompt for prompt in prompts if prompt]
+    if not found:
+        raise MalformedRowError("no column holds the prompt")
+    if any(prompt != found[0] for prompt in found):
+        raise MalformedRowError("the columns hold different prompts")
+    return found[0]
+
+
+def _reached(row: Row, column: str) -> Any:
+    """The value of a column, or behind a dotted path; a column that has the dots in its name comes first."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            raise MalformedRowError(f"column {column!r} is missing")
+        value = value[name]
+    return value
+
+
+SOURCES = (
+    Source(
+        name="files",
+        kind="any",
+        description="files of your own; `columns` says what is where",
+        columns=("prompt", "chosen", "rejected"),
+        parser=parser,
+        local_only=True,
+    ),
+    Source(
+        name="local/jsonfile",
+        kind="comparisons",
+        description="files in the form of DeepSpeed-Chat's source of the same name",
+        columns=("prompt", "chosen", "rejected"),
+        parse=parse_jsonfile,
+        local_only=True,
+    ),
+)

@@ -35,8 +35,8 @@ from itertools import product
 from random import Random
 
 from rlhf_pipeline.config.data import SourceConfig
-from rlhf_pipeline.data.records import Comparison, Message
-from rlhf_pipeline.data.sources.source import Source, refuse
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.sources.source import Source, question
 from rlhf_pipeline.data.sources.synthetic_world import (
     ALTERNATIVES,
     CATEGORIES,
@@ -65,21 +65,20 @@ class _Question:
     """A sentence of the world about this item, with any answer of its category."""
 
 
-def read(config: SourceConfig, seed: int) -> Iterator[Comparison]:
+def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
     """`config.samples` comparisons (30,000 by default): the same ones for the same seed, on every machine."""
-    refuse(config, "path", "revision")
     rng = Random(seed)
     by_category = [list(prompts) for prompts in _prompts().values()]
     for index in range(config.samples or _SAMPLES):
         prompt = rng.choice(rng.choice(by_category))
-        question = _questions()[prompt]
+        asked = _questions()[prompt]
         first = second = ""
         while first == second:
-            first, second = _response(question, rng), _response(question, rng)
-        margin = _gold(question, first) - _gold(question, second)
+            first, second = _response(asked, rng), _response(asked, rng)
+        margin = _gold(asked, first) - _gold(asked, second)
         if rng.random() >= 1 / (1 + math.exp(-margin)):
             first, second = second, first
-        yield Comparison(f"{_NAME}:{index}", _NAME, (Message("user", prompt),), chosen=first, rejected=second)
+        yield f"{_NAME}:{index}", Example(question(prompt), chosen=first, rejected=second)
 
 
 def gold_score(prompt: str, response: str) -> float:
@@ -231,4 +230,11 @@ def _question(category: Category, item: str, answer: str) -> _Question:
     return _Question(category, item, answer, re.compile(pattern))
 
 
-SOURCE = Source(_NAME, read, "a generated toy world with a known gold score", judge)
+SOURCES = (
+    Source(
+        name=_NAME,
+        kind="comparisons",
+        description="a generated toy world with a known gold score",
+        generate=generate,
+    ),
+)

@@ -1,0 +1,197 @@
+"""How fast the data is prepared, against the fast tokenizer's raw speed on the same text, and how much memory it takes.
+
+    python benchmarks/preparation.py --like harmless-base-test.jsonl.gz [--pairs 160000]
+
+Generates comparisons whose turns have the lengths and the words of the given HH-RLHF file (words of a turn shuffled, so
+that all prompts differ), trains a tokenizer of 32,000 tokens on them, and then times
+
+- preparation: the stages `source` and `split` as `kedro run` starts them, from the file to the finished artifact,
+- the same again, when everything is found finished,
+- raw: `tokenizer(texts)` in batches of 1,000 and nothing else, once for all prompts and answers of the file, and once for
+  those that a 2:4:4 split tokenizes at all (of a PPO prompt no answer, of a demonstration no rejected one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf_pipeline.config.data import SourceConfig, SplitConfig
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.model import BaseModelConfig
+from rlhf_pipeline.data.ingest import source_job
+from rlhf_pipeline.data.record_files import example_batch, examples
+from rlhf_pipeline.models.base_model import build_model, train_tokenizer
+from rlhf_pipeline.pipelines.data_preparation.nodes import split
+from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.run import run_stage
+
+ARCHITECTURE = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+LAUNCH = LaunchConfig(processes=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--like", type=Path, required=True, help="an HH-RLHF file (.jsonl.gz) to imitate")
+    parser.add_argument("--pairs", type=int, default=160_000)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        file = root / "pairs.jsonl"
+        generate(arguments.like, file, arguments.pairs)
+        base_model = build_base_model(file, arguments.vocabulary, root)
+        config = SplitConfig(
+            sources=[{"name": "Anthropic/hh-rlhf", "path": str(file)}],
+            validation_fraction=0.02,
+            test_fraction=0.02,
+            max_prompt_tokens=512,
+            max_response_tokens=256,
+            over_long_prompts="drop",
+            over_long_responses="drop",
+            max_bad_fraction=0.01,
+        )
+
+        def prepare() -> Path:
+            return split(base_model, config, LAUNCH, 0, root / "workspace")
+
+        prepared, first_s = timed(prepare)
+        peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        _, second_s = timed(prepare)
+        records = content_of(root / "workspace" / "source")
+        tokenizer = AutoTokenizer.from_pretrained(base_model)
+        every_s, needed_s = (
+            timed(lambda texts=texts: tokenize(texts, tokenizer))[1]
+            for texts in (all_texts(records), needed_texts(records, prepared))
+        )
+        show(arguments.pairs, first_s, second_s, peak_mib, every_s, needed_s)
+
+
+def generate(like: Path, file: Path, pairs: int) -> None:
+    """Write comparisons with the turns of `like`, each turn's words in a new order."""
+    rng = random.Random(0)
+    with gzip.open(like, "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    with file.open("w") as output:
+        for index in range(pairs):
+            row = rows[index % len(rows)]
+            shared = len(shared_start(row["chosen"], row["rejected"]))
+            start = shuffled(row["chosen"][:shared], rng)
+            fresh = {name: start + shuffled(row[name][shared:], rng) for name in ("chosen", "rejected")}
+            output.write(json.dumps(fresh) + "\n")
+
+
+def shared_start(one: str, other: str) -> str:
+    """Both dialogues up to where the last answer begins."""
+    end = one.rfind("\n\nAssistant:") + len("\n\nAssistant:")
+    return one[:end] if other.startswith(one[:end]) else ""
+
+
+def shuffled(dialogue: str, rng: random.Random) -> str:
+    def one_turn(turn: str) -> str:
+        speaker, colon, words = turn.partition(":")
+        if not colon:
+            speaker, words = "", turn
+        order = words.split()
+        rng.shuffle(order)
+        return f"{speaker}{colon}{' ' if order else ''}{' '.join(order)}"
+
+    return "\n\n".join(one_turn(turn) for turn in dialogue.split("\n\n"))
+
+
+def build_base_model(file: Path, vocabulary: int, root: Path) -> Path:
+    """A tiny model with a tokenizer of realistic size, trained on the file's first rows."""
+    sample = SourceConfig(name="Anthropic/hh-rlhf", path=str(file), samples=10_000)
+    records = run_stage(source_job(sample, 0), LAUNCH, root / "sample")
+    config = BaseModelConfig(architecture=ARCHITECTURE, vocab_size=vocabulary)
+    tokenizer = train_tokenizer(config, [records])
+    built = root / "built"
+    build_model(config, tokenizer).save_pretrained(built)
+    tokenizer.save_pretrained(built)
+    return run_stage(Job("base_model", {"base_model": BaseModelConfig(path=str(built))}, {}, 0), LAUNCH, root / "base")
+
+
+def content_of(stage: Path) -> Path:
+    """The artifact of a stage that has run once."""
+    [directory] = stage.iterdir()
+    return directory / "export"
+
+
+def all_texts(records: Path) -> list[str]:
+    """Prompt and both answers of every comparison."""
+    return [text for _, *texts in comparisons(records) for text in texts]
+
+
+def needed_texts(records: Path, prepared: Path) -> list[str]:
+    """The prompts and answers that the prepared files hold, each once."""
+    held = {
+        phase: {
+            name
+            for part in ("train", "validation")
+            for name in pa.ipc.open_stream(prepared / phase / f"{part}.arrow").read_all().column("id").to_pylist()
+        }
+        for phase in ("sft", "reward_model", "ppo")
+    }
+    held["evaluation"] = set(
+        pa.ipc.open_stream(prepared / "evaluation" / "test.arrow").read_all().column("id").to_pylist()
+    )
+    texts = []
+    for name, prompt, chosen, rejected in comparisons(records):
+        texts += [prompt] * any(name in names for names in held.values())
+        texts += [chosen] * (name in held["sft"] or name in held["reward_model"])
+        texts += [rejected] * (name in held["reward_model"])
+    return texts
+
+
+def comparisons(records: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Id, prompt, chosen and rejected answer of every record, as plain strings."""
+    for batch in examples(records).to_batches():
+        columns = example_batch(batch)
+        prompts = ("".join(f"\n\n{turn['role']}: {turn['content']}" for turn in prompt) for prompt in columns.prompts)
+        yield from zip(columns.ids, prompts, columns.chosen, columns.rejected, strict=True)  # type: ignore[misc]
+
+
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """The fast tokenizer in batch mode, nothing else."""
+    for start in range(0, len(texts), 1_000):
+        tokenizer(texts[start : start + 1_000], add_special_tokens=False)
+
+
+def show(pairs: int, first_s: float, second_s: float, peak_mib: float, every_s: float, needed_s: float) -> None:
+    """One row a figure."""
+    table = Table(title=f"Preparing {pairs:,} comparisons")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_row("raw tokenizer, all prompts and answers", f"{every_s:.1f} s")
+    table.add_row("raw tokenizer, those that are prepared", f"{needed_s:.1f} s")
+    table.add_row("preparation, from the file to the artifact", f"{first_s:.1f} s")
+    table.add_row("  as a multiple of raw, all", f"{first_s / every_s:.2f}")
+    table.add_row("  as a multiple of raw, those prepared", f"{first_s / needed_s:.2f}")
+    table.add_row("the same again, found finished", f"{second_s:.2f} s")
+    table.add_row("peak memory of the largest process", f"{peak_mib:,.0f} MiB")
+    Console().print(table)
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """The function's result, and the seconds it took."""
+    start = time.perf_counter()
+    return function(), time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Text to train a tokenizer on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rlhf_pipeline.data.record_files import example_batch, examples
+from rlhf_pipeline.data.template import plain_text
+
+
+def corpus(sources: Sequence[Path]) -> Iterator[str]:
+    """Every prompt and answer of the sources' records as plain dialogue text."""
+    for source in sources:
+        for records in examples(source).to_batches():
+            batch = example_batch(records)
+            for prompt, *answers in zip(batch.prompts, batch.chosen, batch.rejected, strict=True):
+                turns = [[{"role": "assistant", "content": answer}] for answer in answers if answer is not None]
+                first = turns[0] if turns else []
+                yield plain_text([*prompt, *first])
+                yield from (plain_text(turn) for turn in turns[1:])

@@ -1,0 +1,93 @@
+"""A histogram of lengths in tokens against their limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+from math import ceil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BARS = 48
+"""At most so many, but for the tail."""
+
+_COLORS = {"within": "#4477aa", "over": "#ee7733"}  # told apart by the colour-blind, too
+
+
+def draw(axes: Axes, name: str, counts: dict[int, int], limit: int) -> None:
+    """Draw how many texts have which length, and how many of them are over the limit.
+
+    Args:
+        axes: what is drawn on.
+        name: what the texts are, in the singular.
+        counts: length in tokens to number of texts.
+        limit: the longest length that is not over.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    total = sum(counts.values())
+    over = sum(count for length, count in counts.items() if length > limit)
+    axes.set_title(f"{name.capitalize()}s ({total:,})", loc="left", pad=26)
+    axes.set(xlabel="length in tokens", ylabel=f"number of {name}s")
+    axes.spines[["top", "right"]].set_visible(False)
+    if not counts:
+        axes.set(xticks=[], yticks=[])
+        return
+    width, bars = histogram(counts, limit)
+    last, longest, end = max(bars), max(counts), max(bars) + width - 0.5
+    labels = {"within": f"within the limit ({limit:,})", "over": f"over {limit:,}: {over:,} ({over / total:.1%})"}
+    for side, label in labels.items():
+        shown = {start: count for start, count in bars.items() if (start > limit) == (side == "over")}
+        if shown:
+            drawn = axes.bar(
+                [start - 0.5 for start in shown],
+                list(shown.values()),
+                width,
+                align="edge",
+                color=_COLORS[side],
+                label=label,
+            )
+    if longest > end:
+        drawn[-1].set(hatch="////", edgecolor="white", linewidth=0)
+        axes.set_xlabel(f"length in tokens (hatched: {last:,} to {longest:,})")
+    if limit < end:
+        axes.axvline(limit + 0.5, color="0.25", linewidth=1, linestyle="--", clip_on=False)
+    axes.set_xlim(0, end)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+        axis.set_major_formatter("{x:,.0f}")
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.03), borderpad=0, borderaxespad=0, ncols=2, frameon=False, handlelength=1
+    )
+
+
+def histogram(counts: dict[int, int], limit: int) -> tuple[int, dict[int, int]]:
+    """Lengths in bars of equal width, as (width, first length of a bar -> number).
+
+    A bar ends at the limit or begins behind it, so that none holds both what is within and what is over. One very long
+    text does not squeeze all others: the bars end where they show 99% of the lengths, and the limit where it is near or
+    exceeded; one more bar holds the rest of the tail.
+    """
+    end = next(length for length, below in _cumulated(counts) if below >= 0.99 * sum(counts.values()))
+    if max(counts) > limit or limit <= 3 * end:
+        end = max(end, limit)
+    width = ceil(end / _BARS)
+    last = _first(end, width, limit)
+    bars = Counter({last: 0})
+    for length, count in counts.items():
+        bars[min(_first(length, width, limit), last + width)] += count
+    return width, dict(sorted(bars.items()))
+
+
+def _first(length: int, width: int, limit: int) -> int:
+    """The first length of the bar that holds `length`."""
+    return limit + 1 + (length - limit - 1) // width * width
+
+
+def _cumulated(counts: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """Each length with the number of those that are at most as long."""
+    lengths = sorted(counts)
+    return zip(lengths, accumulate(counts[length] for length in lengths), strict=True)

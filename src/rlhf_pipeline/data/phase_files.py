@@ -1,0 +1,171 @@
+"""Tokenized examples as the rows of the prepared files, and the counts of what became of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.splits import Part
+from rlhf_pipeline.data.tables import Table, TableWriter
+from rlhf_pipeline.data.tokenization import Answer, Limited, Tokenized, limited_answer, limited_prompt, newest
+from rlhf_pipeline.errors import DataError
+
+
+@dataclass
+class PhaseFile:
+    """One file being written."""
+
+    table: Table
+    writer: TableWriter
+    duplicates_merged: int
+    """Rows left out because the file holds their prompt already."""
+    rows: int = 0
+    candidates: int = 0
+    """Rows before any was dropped."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)
+    lengths: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    """For each column of token ids: length to rows."""
+    written: list[np.ndarray] = field(default_factory=list)
+    """Numbers of the rows that were written."""
+
+    @classmethod
+    def open(cls, table: Table, output: Path, duplicates_merged: int) -> PhaseFile:
+        """Start the file of a table below `output`."""
+        return cls(table, TableWriter(output / table.path, table.schema), duplicates_merged)
+
+    def add(self, rows: list[Row], numbers: np.ndarray, config: SplitConfig) -> None:
+        """Append those of the rows that fit; `numbers` are their places in the blend."""
+        self.candidates += len(rows)
+        kept: list[int] = []
+        columns: dict[str, list[Any]] = {name: [] for name in self.table.columns}
+        for index, row in enumerate(rows):
+            prompt = row.dialogue if self.table.phase == "sft" else row.prompt
+            parts = [prompt, *(row.answers[answer] for answer in self.table.answers)]
+            if reason := next((part.dropped for part in parts if part.dropped), None):
+                self.dropped[reason] += 1
+                continue
+            self.cut.update(part.cut for part in parts if part.cut)
+            kept.append(index)
+            for name, value in self._values(row, config).items():
+                columns[name].append(value)
+        if kept:
+            self.writer.write(columns)
+            self.rows += len(kept)
+            self.written.append(numbers[kept])
+            for name in columns:
+                if name.endswith("_ids"):
+                    self.lengths[name].update(map(len, columns[name]))
+
+    def close(self) -> None:
+        """Finish the file; DataError where all its rows were dropped."""
+        self.writer.close()
+        if self.candidates and not self.rows:
+            raise DataError(
+                f"{self.table.path}: all {self.candidates} rows were dropped ({dict(self.dropped)}). "
+                "Raise split.max_prompt_tokens or split.max_response_tokens."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The file's part of the report."""
+        return {
+            "rows": self.rows,
+            "duplicates_merged": self.duplicates_merged,
+            "dropped": self.dropped,
+            "truncated": self.cut,
+            "tokens": {column: summary(lengths) for column, lengths in self.lengths.items()},
+        }
+
+    def _values(self, row: Row, config: SplitConfig) -> dict[str, Any]:
+        named = {"id": row.id}
+        prompted = named | {"prompt_ids": row.prompt.ids}
+        match self.table.phase:
+            case "sft":
+                return named | demonstration(row, config)
+            case "reward_model":
+                return prompted | {f"{answer}_ids": row.answers[answer].ids for answer in self.table.answers}
+            case "ppo":
+                return prompted
+            case None:
+                return prompted | {"source": row.source, "messages": row.messages}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One example with its texts within the limits."""
+
+    id: str
+    source: str
+    messages: Conversation
+    prompt: Limited
+    answers: dict[Answer, Limited]
+    dialogue: Limited
+    """The prompt as SFT reads it: where earlier turns are learned, they are tokenized like responses."""
+    spoken: list[bool]
+    """Which of the dialogue's tokens are the assistant's."""
+
+
+class RowMaker:
+    """Applies the limits, and keeps prompts apart that only their cut-off beginnings told from each other."""
+
+    def __init__(self, config: SplitConfig, bos_id: int | None) -> None:
+        self._config = config
+        self._bos_id = bos_id
+        self._full_prompts: dict[bytes, Part] = {}
+
+    def make(self, source: str, messages: Conversation, tokens: Tokenized, part: Part) -> Row:
+        """The example as a row of the part; DataError where it is too long and that is an error."""
+        prompt = self._apart(limited_prompt(tokens.id, tokens.prompt, self._config, self._bos_id), part)
+        wanted: dict[Answer, list[int] | None] = {"chosen": tokens.chosen, "rejected": tokens.rejected}
+        answers = {
+            answer: limited_answer(tokens.id, answer, ids, self._config)
+            for answer, ids in wanted.items()
+            if ids is not None
+        }
+        dialogue, spoken = prompt, [False] * len(prompt.ids)
+        if tokens.turns is not None and not prompt.dropped:
+            ids, by_assistant = tokens.turns
+            dialogue = limited_prompt(tokens.id, ids, self._config, self._bos_id)
+            spoken = newest(ids, by_assistant, len(dialogue.ids), self._bos_id)
+        return Row(tokens.id, source, messages, prompt, answers, dialogue, spoken)
+
+    def _apart(self, prompt: Limited, part: Part) -> Limited:
+        """Only prompts of the full length can have become equal: the first part that has one keeps it."""
+        if self._config.over_long_prompts != "truncate" or len(prompt.ids) < self._config.max_prompt_tokens:
+            return prompt
+        digest = hashlib.sha256(np.array(prompt.ids, np.int32).tobytes()).digest()  # the ids would fill the memory
+        owner = self._full_prompts.setdefault(digest, part)
+        if owner == part:
+            return prompt
+        return Limited(prompt.ids, dropped=f"prompt that, once cut, equals one of {owner}")
+
+
+def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
+    """SFT's columns: what is only read, what follows it, and which of that is learned.
+
+    `response_ids` begins with the first token that is learned; `loss_mask` (one for each of them) is True for the tokens
+    that `config.sft_loss` names, a turn's EOS included. The very first token has nothing to be predicted from.
+    """
+    prompt, response = row.dialogue.ids, row.answers["chosen"].ids
+    learned = [True] * len(prompt) if config.sft_loss == "all" else row.spoken
+    learned = [False, *learned[1:], *([True] * len(response))]
+    ids, start = prompt + response, learned.index(True)
+    return {"prompt_ids": ids[:start], "response_ids": ids[start:], "loss_mask": learned[start:]}
+
+
+def summary(lengths: Counter[int]) -> dict[str, int]:
+    """Sum and percentiles (nearest rank: the smallest length that at least p percent of the rows do not exceed)."""
+    ordered = sorted(lengths.items())
+    ranks = np.cumsum([rows for _, rows in ordered])
+    described = {"total": sum(length * rows for length, rows in ordered), "max": ordered[-1][0]}
+    for percent in (50, 90, 99):
+        rank = -(-int(ranks[-1]) * percent // 100)
+        described[f"p{percent}"] = ordered[int(np.searchsorted(ranks, rank))][0]
+    return described

@@ -1,0 +1,45 @@
+"""Dahoas: Anthropic's dialogues with a column for the prompt, and synthetic instructions with ranked answers."""
+
+from __future__ import annotations
+
+from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.data.sources.anthropic import dialogue
+from rlhf_pipeline.data.sources.source import Row, Source, compared, question, text
+
+
+def parse_dialogue(row: Row) -> Example:
+    """`prompt` ends with "\\n\\nAssistant:"; each answer continues it."""
+    prompt = text(row, "prompt")
+    return compared(dialogue(prompt + text(row, "chosen")), dialogue(prompt + text(row, "rejected")))
+
+
+def parse_instruction(row: Row) -> Example:
+    """One turn, without marks of who speaks."""
+    return Example(question(text(row, "prompt")), text(row, "chosen"), text(row, "rejected"))
+
+
+_COLUMNS = ("prompt", "chosen", "rejected")
+
+SOURCES = (
+    Source(
+        name="Dahoas/rm-static",
+        kind="comparisons",
+        description="Anthropic's dialogues for reward models, about 76,000 comparisons; DeepSpeed-Chat's default",
+        columns=_COLUMNS,
+        parse=parse_dialogue,
+    ),
+    Source(
+        name="Dahoas/full-hh-rlhf",
+        kind="comparisons",
+        description="Anthropic's helpful and harmless dialogues, about 112,000 comparisons",
+        columns=_COLUMNS,
+        parse=parse_dialogue,
+    ),
+    Source(
+        name="Dahoas/synthetic-instruct-gptj-pairwise",
+        kind="comparisons",
+        description="machine-written instructions, answers of a stronger and a weaker model, about 33,000 comparisons",
+        columns=_COLUMNS,
+        parse=parse_instruction,
+    ),
+)

@@ -1,0 +1,31 @@
+"""HC3-Chinese: questions with answers of people (read) and of ChatGPT (not read).
+
+Guo et al. 2023, "How Close is ChatGPT to Human Experts?". The repository needs a loading script; the hub's own conversion
+to Parquet is read. Its other subsets are parts of "all".
+"""
+
+from __future__ import annotations
+
+from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.data.sources.source import CONVERTED, PassedOverError, Row, Source, items, question, text
+
+
+def parse(row: Row) -> Example:
+    """The question and the first answer of a person."""
+    answers = items(row, "human_answers", str)
+    if not answers:
+        raise PassedOverError("no person has answered the question")
+    return Example(question(text(row, "question")), answers[0])
+
+
+SOURCES = (
+    Source(
+        name="Hello-SimpleAI/HC3-Chinese",
+        kind="demonstrations",
+        description="Chinese: questions of seven fields answered by people, about 12,900",
+        columns=("question", "human_answers"),
+        parse=parse,
+        revision=CONVERTED,
+        subset="all",
+    ),
+)

@@ -1,0 +1,50 @@
+"""WikiText: good and featured articles of Wikipedia, for PPO's language-model loss.
+
+Merity et al. 2016, "Pointer Sentinel Mixture Models". A row is a line: a paragraph, nothing, or a heading with as many
+equals signs on each side as its level, so that " = Title = " begins an article.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from rlhf_pipeline.data.records import Text, Unused
+from rlhf_pipeline.data.sources.source import Row, Source, outcome, text
+
+_TITLE = re.compile(r" = [^=].* = ?")
+
+
+def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Text | Unused]]:
+    """Each article as one text: its lines that are not blank."""
+    start, article = "", list[str]()
+    for place, row in rows:
+        lines = outcome(_lines, row)
+        if isinstance(lines, Unused):
+            yield place, lines
+            continue
+        for line in lines:
+            if article and _TITLE.fullmatch(line):
+                yield start, Text("\n".join(article))
+                article = []
+            start = start if article else place
+            article.append(line.strip())
+    if article:
+        yield start, Text("\n".join(article))
+
+
+def _lines(row: Row) -> list[str]:
+    """On the hub a row is one line; of a text file it is many."""
+    return [line for line in text(row, "text").split("\n") if line.strip()]
+
+
+SOURCES = (
+    Source(
+        name="Salesforce/wikitext",
+        kind="text",
+        description="English Wikipedia's good and featured articles, about 28,000",
+        columns=("text",),
+        assemble=assemble,
+        subset="wikitext-103-raw-v1",
+    ),
+)

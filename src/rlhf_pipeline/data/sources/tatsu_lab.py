@@ -1,0 +1,26 @@
+"""Alpaca: instructions and answers written by text-davinci-003.
+
+Taori et al. 2023, "Stanford Alpaca: An Instruction-following LLaMA model". A few rows have no output; they count as bad,
+so that `max_bad_fraction` must allow for them (0.001 is enough).
+"""
+
+from __future__ import annotations
+
+from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.data.sources.source import Row, Source, question, text
+
+
+def parse(row: Row) -> Example:
+    """The instruction, its input where there is one, and the output; not the template around them in `text`."""
+    return Example(question(text(row, "instruction"), text(row, "input")), text(row, "output"))
+
+
+SOURCES = (
+    Source(
+        name="tatsu-lab/alpaca",
+        kind="demonstrations",
+        description="instructions and answers written by a model, about 52,000; a few without an answer",
+        columns=("instruction", "input", "output"),
+        parse=parse,
+    ),
+)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.data.files import json_rows
+from rlhf_pipeline.data.records import Unused
+from rlhf_pipeline.errors import DataError
+
+Read = Callable[..., list[tuple[str, Any]]]
+Write = Callable[[str, bytes], str]
+
+NUL = "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
+
+
+def test_lines(write: Write, read: Read) -> None:
+    content = b'{"x": 1}\n\n{"x": "\xc3\xa9"}\r\n  \n{"x": NaN, "x": 3}'
+    rows = [("a.jsonl:1", {"x": 1}), ("a.jsonl:3", {"x": "é"}), ("a.jsonl:5", {"x": 3})]
+    assert read(write("a.jsonl", content)) == rows
+    assert read(write("a.jsonl", b"\xef\xbb\xbf" + content)) == rows
+
+
+def test_only_a_line_feed_ends_a_line(write: Write, read: Read) -> None:
+    content = '{"x": "a\u2028b\u0085c"}\n{"x":\r2}\n'.encode()
+    assert read(write("a.jsonl", content)) == [("a.jsonl:1", {"x": "a\u2028b\u0085c"}), ("a.jsonl:2", {"x": 2})]
+
+
+# 0xe9 is é in Latin-1; 0xed 0xa0 0xbd is half a surrogate pair, which UTF-8 excludes.
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"x": "\xe9"}', "not UTF-8"),
+        (b'{"x": "\xed\xa0\xbd"}', "not UTF-8"),
+        (b'{"x": \xe9}', "not UTF-8"),
+        (b'{"x": 1,}', "not JSON (Expecting property name enclosed in double quotes)"),
+        (b'{"x": 1', "not JSON (Expecting ',' delimiter)"),
+        (b'{"x": 1} {"x": 2}', "not JSON (Extra data)"),
+        (b"[1, 2]", "a JSON list, not an object"),
+        (b"null", "a JSON NoneType, not an object"),
+        (b'{"x": "a\0b"}', NUL),
+        (b"\0" * 10, NUL),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON (nested too deeply)"),
+        (b'{"x": ' + b"1" * 10_000 + b"}", "not JSON (a number of too many digits)"),
+    ],
+)
+@pytest.mark.parametrize("indent", [b"", b"   "])
+def test_a_broken_line_is_one_bad_row(write: Write, read: Read, line: bytes, reason: str, indent: bytes) -> None:
+    """The reason is the same wherever in its line the fault is."""
+    rows = read(write("a.jsonl", b'{"x": 1}\n' + indent + line + b'\n{"x": 3}\n'))
+    assert rows == [("a.jsonl:1", {"x": 1}), ("a.jsonl:2", Unused(reason)), ("a.jsonl:3", {"x": 3})]
+
+
+def test_half_a_surrogate_pair_is_left_to_the_checks_of_records(write: Write, read: Read) -> None:
+    assert read(write("a.jsonl", rb'{"x": "\ud83d"}')) == [("a.jsonl:1", {"x": "\ud83d"})]
+
+
+def test_a_long_line(write: Write, read: Read) -> None:
+    ((_, row),) = read(write("a.jsonl", b'{"x": "' + b"a" * 10_000_000 + b'"}\n'))
+    assert len(row["x"]) == 10_000_000
+
+
+def test_a_line_that_is_too_long(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "LONGEST", 20)
+    content = b'{"x": "' + b"a" * 100 + b'"}\n{"x": 2}\n{"x": "123456789"}\n{"x": "1234567890"}\n' + b"b" * 20
+    assert read(write("a.jsonl", content)) == [
+        ("a.jsonl:1", Unused("a line of more than 20 characters")),
+        ("a.jsonl:2", {"x": 2}),
+        ("a.jsonl:3", {"x": "123456789"}),
+        ("a.jsonl:4", {"x": "1234567890"}),
+        ("a.jsonl:5", Unused("a line of more than 20 characters")),
+    ]
+
+
+@pytest.mark.parametrize("codec", ["utf-16", "utf-16-le"])
+def test_utf_16(write: Write, read: Read, codec: str) -> None:
+    rows = read(write("a.jsonl", '{"x": 1}\n{"x": 2}\n'.encode(codec)))
+    assert {row for _, row in rows} == {Unused(NUL)}
+
+
+def test_json_lines_under_another_name(write: Write, read: Read) -> None:
+    rows = [("a.json:2", {"x": 1}), ("a.json:3", Unused("a JSON list, not an object"))]
+    assert read(write("a.json", b'\n {"x": 1}\n[2]\n')) == rows
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 2**20])
+def test_an_array(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Whatever part of it is in memory."""
+    monkeypatch.setattr(json_rows, "_CHUNK", chunk)
+    content = '\ufeff \n[{"x": "a]\\""},\n  {"x":\n [2]}, 12345,\r\n\n{"x": "é"}, "\\ud83d", -1.5e3 ,null]\n\n'.encode()
+    assert read(write("a.json", content)) == [
+        ("a.json:2", {"x": 'a]"'}),
+        ("a.json:3", {"x": [2]}),
+        ("a.json:4", Unused("a JSON int, not an object")),
+        ("a.json:6", {"x": "é"}),
+        ("a.json:6", Unused("a JSON str, not an object")),
+        ("a.json:6", Unused("a JSON float, not an object")),
+        ("a.json:6", Unused("a JSON NoneType, not an object")),
+    ]
+
+
+def test_an_element_that_is_not_utf_8(write: Write, read: Read) -> None:
+    content = b'[{"x": 1},\n{"x": "\xe9"},\n{"x": 3}]'
+    rows = [("a.json:1", {"x": 1}), ("a.json:2", Unused("not UTF-8")), ("a.json:3", {"x": 3})]
+    assert read(write("a.json", content)) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "told"),
+    [
+        (b'[{"x": 1},\n{"x": 2}\n{"x": 3}]', 3, "'{' instead of , or ]"),
+        (b'[{"x": 1},\n{"x": \n 2,}]', 3, "Expecting property name enclosed in double quotes"),
+        (b'[{"x": 1},\n', 2, "Expecting value"),
+        (b'[{"x": 1}\n\n', 3, "the file ends early"),
+        (b'[{"x": 1},\n{"x": "ab', 2, "Unterminated string starting at"),
+        (b'[{"x": 1},\n]', 2, "Expecting value"),
+        (b'[{"x": 1},\n 12', 2, "the file ends early"),
+        (b'[{"x": 1},\n' + b"[" * 100_000 + b"]" * 100_000 + b"]", 2, "nested too deeply"),
+        (b'[{"x": 1},\n' + b"1" * 10_000 + b"]", 2, "a number of too many digits"),
+        (b'[{"x": 1}\0, {"x": 2}]', 1, "'\\x00' instead of , or ]"),
+    ],
+)
+def test_a_broken_array(write: Write, content: bytes, line: int, told: str) -> None:
+    from rlhf_pipeline.data.files.rows import read_rows
+
+    rows = read_rows(write("a.json", content), (), "train")
+    assert next(rows) == ("a.json:1", {"x": 1})
+    with pytest.raises(DataError) as caught:
+        list(rows)
+    assert f"a.json:{line}: the JSON array is broken ({told}). Correct it, or write one object a line" in str(
+        caught.value
+    )
+
+
+def test_more_after_the_array(write: Write, read: Read) -> None:
+    with pytest.raises(DataError, match=r"a.json:2: more follows after the array"):
+        read(write("a.json", b'[{"x": 1}]\n[{"x": 2}]'))
+
+
+def test_an_element_that_is_too_long(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be parsed is given up before the whole file is in memory."""
+    monkeypatch.setattr(json_rows, "_CHUNK", 10)
+    monkeypatch.setattr(json_rows, "LONGEST", 40)
+    with pytest.raises(DataError, match=r"a.json:1: the JSON array is broken \(Unterminated string starting at\)"):
+        read(write("a.json", b'[{"x": "' + b"a" * 100 + b'"}]'))
+
+
+def test_a_long_element_is_not_parsed_again_for_every_piece(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+    scan = json_rows._scan
+    monkeypatch.setattr(json_rows, "_CHUNK", 1)
+    monkeypatch.setattr(json_rows, "_scan", lambda *place: attempts.append(place) or scan(*place))
+    read(write("a.json", b'[{"x": "' + b"a" * 10_000 + b'"}]'))
+    assert len(attempts) < 20
+
+
+def test_an_array_in_one_long_line(write: Write, read: Read) -> None:
+    elements = [{"x": "é" * index} for index in range(3000)]
+    rows = read(write("a.json", json.dumps(elements, ensure_ascii=False).encode()))
+    assert [row for _, row in rows] == elements
+    assert {place for place, _ in rows} == {"a.json:1"}

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+
+from rlhf_pipeline.data.files.location import find, without_secrets
+from rlhf_pipeline.errors import DataError
+
+Write = Callable[[str, bytes], str]
+
+
+def names(path: str) -> list[str]:
+    return [file.name for file in find(path).files]
+
+
+def test_a_file(write: Write) -> None:
+    (file,) = find(write("a/b.jsonl.gz", b"")).files
+    assert (file.name, file.format, file.gzipped) == ("b.jsonl.gz", "jsonl", True)
+    (file,) = find(write("a/B.CSV", b"")).files
+    assert (file.name, file.format, file.gzipped) == ("B.CSV", "csv", False)
+
+
+def test_a_glob_is_sorted_by_name(write: Write, tmp_path: Path) -> None:
+    for name in ("y/1.jsonl", "x/2.jsonl", "x/3.csv", "z.jsonl"):
+        write(name, b"")
+    assert names(f"{tmp_path}/*/*.jsonl") == ["1.jsonl", "2.jsonl"]
+    assert names(f"{tmp_path}/**/*.jsonl") == ["1.jsonl", "2.jsonl", "z.jsonl"]
+    assert names(f"{tmp_path}/x/[23].*") == ["2.jsonl", "3.csv"]
+
+
+def test_files_of_one_name_are_told_apart(write: Write, tmp_path: Path) -> None:
+    for name in ("b/in/t.jsonl", "a/in/t.jsonl", "a/out/t.jsonl"):
+        write(name, b"")
+    assert names(f"{tmp_path}/*/in/*") == ["a/in/t.jsonl", "b/in/t.jsonl"]
+    assert names(f"{tmp_path}/a/*/*") == ["in/t.jsonl", "out/t.jsonl"]
+
+
+def test_a_file_with_a_globs_signs_in_its_name(write: Write, tmp_path: Path) -> None:
+    write("a1.jsonl", b"")
+    assert names(write("a[1].jsonl", b"")) == ["a[1].jsonl"]
+
+
+def test_the_home_folder(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("own.jsonl", b"")
+    (file,) = find("~/own.jsonl").files
+    assert file.local == tmp_path / "own.jsonl"
+    assert names("~/*.jsonl") == ["own.jsonl"]
+
+
+def test_a_relative_path_and_a_file_url(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("own.jsonl", b"")
+    for path in ("own.jsonl", f"file://{tmp_path}/own.jsonl"):
+        (file,) = find(path).files
+        assert file.local == tmp_path / "own.jsonl"
+
+
+def test_every_file_of_a_saved_data_set_counts(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"x": [1]})
+    data.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"test": data}).save_to_disk(str(tmp_path / "many"))
+    parts = ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"]
+    assert names(f"{tmp_path}/one/") == parts
+    assert names(f"{tmp_path}/many") == ["dataset_dict.json", *(f"test/{part}" for part in parts)]
+    assert find(f"{tmp_path}/many").saved == str(tmp_path / "many")
+
+
+def test_another_folder(write: Write, tmp_path: Path) -> None:
+    write("some/a.parquet", b"")
+    with pytest.raises(DataError, match=r"/some: a folder that `save_to_disk` did not write. .* /.*/some/\*.parquet"):
+        find(f"{tmp_path}/some")
+
+
+@pytest.mark.parametrize("path", ["none.jsonl", "*.jsonl", "none/*.jsonl", "memory://none.jsonl", "memory://*.jsonl"])
+def test_nothing_there(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"\.jsonl: not found \(.*\). Correct the source's `path`"):
+        find(path)
+
+
+def test_no_file() -> None:
+    with pytest.raises(DataError, match="/dev/null: not found"):
+        find("/dev/null")
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.jsonl.zst", "jsonl", "gz", "a."])
+def test_an_unknown_kind_of_file(write: Write, tmp_path: Path, name: str) -> None:
+    write("x/a.jsonl", b"")
+    write(f"x/{name}", b"")
+    with pytest.raises(DataError, match=rf"x/{name}: no known kind .* \.jsonl, \.json, \.csv, \.parquet, \.txt"):
+        find(f"{tmp_path}/x/*")
+
+
+def test_a_store_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(DataError, match=r"s3://bucket/a.jsonl: .* not installed .*pip install 'rlhf-pipeline\[s3\]'"):
+        find("s3://bucket/a.jsonl")
+
+
+def test_an_unknown_store() -> None:
+    with pytest.raises(DataError, match=r"nowhere://a.jsonl: cannot be read \(Protocol not known: nowhere\)"):
+        find("nowhere://a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:key@host/a.jsonl?sign=key&x=1", "https://...@host/a.jsonl?..."),
+        ("https://host/a.jsonl?key", "https://host/a.jsonl?..."),
+        ("s3://id:ke/y@bucket/a.jsonl", "s3://...@bucket/a.jsonl"),
+        ("s3://bucket/me@home/a-?.jsonl", "s3://bucket/me@home/a-?.jsonl"),
+        ("data/me@home/a-?.jsonl", "data/me@home/a-?.jsonl"),
+    ],
+)
+def test_secrets_are_not_shown(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown
+
+
+@pytest.mark.parametrize("path", ["http://me:key@127.0.0.1:9/a.jsonl", "http://127.0.0.1:9/a.jsonl?key"])
+def test_nor_are_those_in_the_stores_words(path: str) -> None:
+    with pytest.raises(DataError, match=r"not found \(ClientConnectorError\)") as caught:
+        find(path)
+    assert "key" not in str(caught.value)

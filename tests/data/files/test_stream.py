@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from gzip import compress
+from pathlib import Path
+
+from rlhf_pipeline.data.files.location import find
+from rlhf_pipeline.data.files.stream import opened
+
+
+def test_packed_parquet_is_unpacked_once_and_read_anywhere(write: Callable[[str, bytes], str]) -> None:
+    content = random.Random(0).randbytes(3_000_000)
+    path = write("a.parquet.gz", compress(content, 1))
+    (file,) = find(path).files
+    with opened(file) as stream:
+        Path(path).write_bytes(b"")
+        stream.seek(2_999_990)
+        assert stream.read() == content[-10:]
+        stream.seek(0)
+        assert stream.read(10) == content[:10]
+
+
+def test_what_was_opened_is_closed(write: Callable[[str, bytes], str]) -> None:
+    for name in ("a.txt", "a.txt.gz", "a.parquet.gz"):
+        (file,) = find(write(name, compress(b"text"))).files
+        with opened(file) as stream:
+            assert not stream.closed
+        assert stream.closed

@@ -1,0 +1,260 @@
+"""Every source with a repository, read by `datasets` itself from a hub that stands in for the real one, over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_pipeline.config.data import SourceConfig
+from rlhf_pipeline.data.records import Example, Message, Text
+from rlhf_pipeline.data.sources.reading import read
+from rlhf_pipeline.data.sources.registry import find_source
+from rlhf_pipeline.data.sources.source import CONVERTED, Source
+
+pytestmark = pytest.mark.slow
+
+COMMITS = {"main": "1" * 40, CONVERTED: "2" * 40}
+"""What every repository's branches name now."""
+
+READER = """
+import json, sys
+from rlhf_pipeline.config.data import SourceConfig
+from rlhf_pipeline.data.sources.reading import read, source_origin
+
+for line in sys.stdin:
+    config = SourceConfig(**json.loads(line))
+    try:
+        commit = source_origin(config).identities["revision"]
+        print(json.dumps([commit, [repr(record) for record in read(config, 0, commit)]]), flush=True)
+    except Exception as error:
+        print(json.dumps([type(error).__name__, str(error)]), flush=True)
+"""
+"""A process of its own, since huggingface_hub takes its settings from the environment when it is imported."""
+
+
+class Hub(ThreadingHTTPServer):
+    """What huggingface_hub asks about data sets, from files at <root>/<repository>/<commit>/."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.root = root
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        match [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]:
+            case ["datasets", owner, name, "resolve", revision, *path]:
+                self.file(*self.state(owner, name, revision), "/".join(path))
+            case ["api", "datasets", owner, name]:
+                self.json({"id": f"{owner}/{name}", "sha": COMMITS["main"]})
+            case ["api", "datasets", owner, name, "revision", revision]:
+                self.json({"id": f"{owner}/{name}", "sha": self.state(owner, name, revision)[1]})
+            case ["api", "datasets", owner, name, "tree", revision, *path]:
+                self.json(self.listing(self.state(owner, name, revision)[0], "/".join(path)))
+            case ["api", "datasets", owner, name, "paths-info", revision]:
+                folder, _ = self.state(owner, name, revision)
+                asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
+                self.json([self.entry(folder, folder / path) for path in asked if (folder / path).exists()])
+            case _:
+                self.reply(404, b"")
+
+    def state(self, owner: str, name: str, revision: str) -> tuple[Path, str]:
+        commit = COMMITS.get(revision, revision)
+        return self.server.root / owner / name / commit, commit
+
+    def file(self, folder: Path, commit: str, path: str) -> None:
+        if not (folder / path).is_file():
+            missing = "EntryNotFound" if folder.exists() else "RevisionNotFound"
+            self.reply(404, b"", **{"X-Error-Code": missing, "X-Repo-Commit": commit})
+            return
+        content = (folder / path).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        self.reply(200, content, **{"ETag": f'"{digest}"', "X-Repo-Commit": commit})
+
+    def listing(self, folder: Path, path: str) -> list[dict[str, object]]:
+        return [self.entry(folder, found) for found in sorted((folder / path).rglob("*"))]
+
+    def entry(self, folder: Path, found: Path) -> dict[str, object]:
+        kind, size = ("directory", 0) if found.is_dir() else ("file", found.stat().st_size)
+        path = str(found.relative_to(folder))
+        return {"type": kind, "path": path, "size": size, "oid": hashlib.sha1(path.encode()).hexdigest()}
+
+    def json(self, value: object) -> None:
+        self.reply(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})
+
+    def reply(self, status: int, content: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
+    """A repository laid out as `push_to_hub`, or the hub's conversion, do it; with half of the rows in another split, and
+    in another subset where the source names one."""
+    repository = root / (source.hub or source.name)
+    main, converted = (repository / commit for commit in COMMITS.values())
+    main.mkdir(parents=True, exist_ok=True)
+    half = rows[: max(1, len(rows) // 2)]
+    if source.revision == CONVERTED:
+        (main / f"{repository.name}.py").write_text("import datasets\n")
+        write(converted / (source.subset or "default") / source.split / "0000.parquet", rows)
+        write(converted / (source.subset or "default") / "validation" / "0000.parquet", half)
+        if source.subset is not None:
+            write(converted / "other" / source.split / "0000.parquet", half)
+    else:
+        folder = source.subset or "data"
+        write(main / folder / f"{source.split}-00000-of-00001.parquet", rows)
+        write(main / folder / "test-00000-of-00001.parquet", half)
+        if source.subset is not None:
+            card = {"configs": [{"config_name": name, "data_files": f"{name}/train-*"} for name in ("other", folder)]}
+            (main / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+            write(main / "other" / "train-00000-of-00001.parquet", half)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def ask(endpoint: str, home: Path, *configurations: dict[str, Any]) -> list[list[Any]]:
+    """Commit and records of each configuration, or the failure, as a process reads them that knows this hub alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", READER],
+        input="\n".join(json.dumps(configuration) for configuration in configurations),
+        env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+HC3, ALPACA, WIKITEXT = "Hello-SimpleAI/HC3-Chinese", "tatsu-lab/alpaca", "Salesforce/wikitext"
+NOWHERE = "http://127.0.0.1:9"
+ODD_ONE = Example((Message("user", "Identify the odd one out.\n\nTwitter, Instagram, Telegram"),), "Telegram")
+VALKYRIA = Text("= Valkyria =\nValkyria is a <unk> game .\nIt sold well .")
+SETTINGS = [
+    (
+        {"name": HC3, "subset": "other"},
+        COMMITS[CONVERTED],
+        Example((Message("user", "什么是通货膨胀"),), "就是东西越来越贵。"),
+    ),
+    ({"name": WIKITEXT, "subset": "other", "samples": 5}, COMMITS["main"], VALKYRIA),
+    ({"name": ALPACA, "split": "test"}, COMMITS["main"], ODD_ONE),
+    ({"name": ALPACA, "revision": COMMITS["main"], "samples": 1}, COMMITS["main"], ODD_ONE),
+]
+FAILURES = [
+    ({"name": "mkqa-Chinese", "revision": "main"}, "the local cache holds only " + COMMITS[CONVERTED]),
+    ({"name": HC3, "subset": "none"}, "cannot be loaded from the hub"),
+    ({"name": WIKITEXT, "subset": "none"}, "BuilderConfig 'none' not found"),
+    ({"name": ALPACA, "split": "none"}, 'Unknown split "none"'),
+    ({"name": ALPACA, "revision": "3" * 40}, f"Revision '{'3' * 40}' doesn't exist"),
+]
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, list[dict[str, Any]]]:
+    return json.loads(Path(__file__).with_name("rows.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def hub(rows: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a hub with every source's repository."""
+    root = tmp_path_factory.mktemp("hub")
+    for name, published in rows.items():
+        publish(root, find_source(name), published)
+    with Hub(root) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where downloads are kept."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def answers(hub: str, home: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, list[Any]]:
+    """What one process answers to all configurations, by their JSON."""
+    configurations = [{"name": name} for name in rows] + [case[0] for case in (*SETTINGS, *FAILURES)]
+    return dict(zip(map(json.dumps, configurations), ask(hub, home, *configurations), strict=True))
+
+
+def test_every_source_is_read_as_from_its_files(answers, rows, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for name, published in rows.items():
+        source = find_source(name)
+        path.write_text("\n".join(map(json.dumps, published)))
+        expected = [
+            repr((f"{name}:{source.split}:{int(place.partition(':')[2]) - 1}", record))
+            for place, record in read(SourceConfig(name=name, path=str(path)), 0)
+        ]
+        assert expected
+        assert answers[json.dumps({"name": name})] == [COMMITS[source.revision or "main"], expected]
+
+
+@pytest.mark.parametrize(("configuration", "commit", "record"), SETTINGS)
+def test_settings(answers, configuration: dict[str, Any], commit: str, record: Example | Text) -> None:
+    told, (only,) = answers[json.dumps(configuration)]
+    assert told == commit
+    assert only.endswith(f", {record!r})")
+
+
+@pytest.mark.parametrize(("configuration", "reason"), FAILURES)
+def test_what_the_hub_does_not_have(answers, configuration: dict[str, Any], reason: str) -> None:
+    error, told = answers[json.dumps(configuration)]
+    assert error == "DataError"
+    assert reason in told
+    assert "set the source's `path`" in told
+
+
+def test_a_repository_with_a_loading_script(hub: str, tmp_path: Path) -> None:
+    ((error, told),) = ask(hub, tmp_path, {"name": "mkqa-Chinese", "revision": "main"})
+    assert error == "DataError"
+    assert "scripts are no longer supported, but found mkqa.py" in told
+
+
+def test_a_hub_out_of_reach(tmp_path: Path) -> None:
+    ((error, told),) = ask(NOWHERE, tmp_path, {"name": ALPACA})
+    assert error == "DataError"
+    assert told.startswith("the hub does not tell which commit the newest of 'tatsu-lab/alpaca' is: ")
+
+
+def test_a_commit_that_was_read_before_needs_no_hub(answers, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    read_before = {"name": ALPACA, "revision": COMMITS["main"], "samples": 1}
+    found, (error, told) = ask(NOWHERE, home, read_before, read_before | {"revision": "3" * 40})
+    assert found == answers[json.dumps(read_before)]
+    assert error == "DataError"
+    assert "the local cache holds only " + COMMITS["main"] in told

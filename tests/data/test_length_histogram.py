@@ -1,0 +1,72 @@
+"""Lengths in bars: which bar holds what, and what the figure says about it."""
+
+import pytest
+
+from rlhf_pipeline.data.length_histogram import draw, histogram
+
+
+def test_bars_end_at_the_limit_and_are_as_wide_as_48_of_them_need():
+    # 99% of 200 lengths is 198; 198 / 48 is a little over 4, so bars hold 5 lengths: ... 97-101, 102 is the limit's last.
+    width, bars = histogram(dict.fromkeys(range(1, 201), 1), limit=102)
+    assert width == 5
+    assert list(bars) == list(range(-2, 200, 5))
+    assert bars[-2] == 2  # 1 and 2
+    assert bars[98] == bars[103] == 5  # 98 to 102 is within, 103 to 107 over
+    assert bars[198] == 3  # 198 to 200
+
+
+def test_one_very_long_text_does_not_squeeze_the_others():
+    width, bars = histogram({10: 99, 10_000: 1}, limit=12)
+    assert (width, bars) == (1, {10: 99, 12: 0, 13: 1})
+
+
+@pytest.mark.parametrize(
+    ("longest", "width"),
+    [
+        (40, 1),  # the bars end at 40
+        (10_000, 9),  # exceeded: the bars end at the limit, 400 / 48 = 8.3
+    ],
+)
+def test_a_limit_far_away_is_shown_only_where_it_is_exceeded(longest, width):
+    assert histogram({40: 99, longest: 1}, limit=400)[0] == width
+
+
+def test_a_limit_that_is_near_is_shown():
+    assert histogram({49: 100}, limit=147) == (4, {48: 100, 144: 0})  # 147 / 48 is a little over 3; 144 to 147
+    assert histogram({49: 100}, limit=148) == (2, {49: 100})  # 49 / 48
+    assert drawn({49: 100}, limit=147).get_xlim() == (0, 147.5)
+
+
+def drawn(counts, limit):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    draw(axes, "prompt", counts, limit)
+    return axes
+
+
+def test_what_is_over_the_limit_stands_apart():
+    axes = drawn({10_000: 1, 12: 100, 10: 99}, limit=12)
+    bars = [(bar.get_x(), bar.get_width(), bar.get_height(), bar.get_hatch()) for bar in axes.patches]
+    assert bars == [(9.5, 1, 99, None), (11.5, 1, 100, None), (12.5, 1, 1, "////")]
+    colors = [bar.get_facecolor() for bar in axes.patches]
+    assert colors[0] == colors[1] != colors[2]
+    assert [line.get_xdata()[0] for line in axes.lines] == [12.5]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["within the limit (12)", "over 12: 1 (0.5%)"]
+    assert axes.get_title(loc="left") == "Prompts (200)"
+    assert axes.get_xlabel() == "length in tokens (hatched: 13 to 10,000)"
+    assert axes.get_ylabel() == "number of prompts"
+    assert axes.get_xlim() == (0, 13.5)
+
+
+def test_where_nothing_is_over_nothing_says_so():
+    axes = drawn({10: 99, 11: 1}, limit=100)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["within the limit (100)"]
+    assert list(axes.lines) == []
+    assert axes.get_xlabel() == "length in tokens"
+
+
+def test_without_texts_the_panel_is_empty():
+    axes = drawn({}, limit=100)
+    assert axes.get_title(loc="left") == "Prompts (0)"
+    assert list(axes.patches) == []

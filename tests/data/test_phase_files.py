@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.data.phase_files import PhaseFile, Row, RowMaker, demonstration, summary
+from rlhf_pipeline.data.tables import TABLES
+from rlhf_pipeline.data.tokenization import Limited, Tokenized
+from rlhf_pipeline.errors import DataError
+
+QUESTION = [{"role": "user", "content": "Why?"}]
+TABLE = {table.path: table for table in TABLES}
+
+
+def limits(prompt: int = 100, response: int = 100, **changes: str) -> SplitConfig:
+    return SplitConfig(sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **changes)
+
+
+def make(config: SplitConfig, tokens: Tokenized, bos_id: int | None = None) -> Row:
+    return RowMaker(config, bos_id).make("own", QUESTION, tokens, "sft")
+
+
+def row(name: str = "own:1", prompt: Limited | None = None, **answers: Limited) -> Row:
+    prompt = prompt or Limited([5, 6])
+    return Row(name, "own", QUESTION, prompt, answers, prompt, [False] * len(prompt.ids))
+
+
+class TestRowMaker:
+    def test_a_comparison(self) -> None:
+        made = make(limits(), Tokenized("own:1", [5, 6], [7, 1], [8, 1], None))
+        assert made == Row(
+            "own:1",
+            "own",
+            QUESTION,
+            prompt=Limited([5, 6]),
+            answers={"chosen": Limited([7, 1]), "rejected": Limited([8, 1])},
+            dialogue=Limited([5, 6]),
+            spoken=[False, False],
+        )
+
+    def test_a_bare_prompt_has_no_answers(self) -> None:
+        assert make(limits(), Tokenized("own:1", [5, 6], None, None, None)).answers == {}
+
+    def test_the_dialogue_is_what_sft_reads(self) -> None:
+        turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])  # a 7 more than the prompt on its own
+        made = make(limits(), Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns))
+        assert made.prompt.ids == [5, 7, 1, 6]
+        assert (made.dialogue.ids, made.spoken) == ([5, 7, 7, 1, 6], [False, True, True, True, False])
+
+    def test_a_cut_dialogue_keeps_its_marks_and_bos(self) -> None:
+        config = limits(prompt=4, over_long_prompts="truncate")
+        turns = ([9, 5, 7, 7, 1, 6], [False, False, True, True, True, False])
+        made = make(config, Tokenized("own:1", [9, 5, 7, 7, 1, 6], [8, 1], None, turns), bos_id=9)
+        assert made.prompt.ids == [9, 7, 1, 6]
+        assert (made.dialogue.ids, made.spoken) == ([9, 7, 1, 6], [False, True, True, False])
+
+    def test_a_dialogue_obeys_the_limit_by_itself(self) -> None:
+        turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])
+        tokens = Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns)
+        made = make(limits(prompt=4, over_long_prompts="drop"), tokens)
+        assert (made.prompt.dropped, made.dialogue.dropped) == (None, "prompt over max_prompt_tokens=4")
+        with pytest.raises(DataError, match="own:1: the prompt has 5 tokens"):
+            make(limits(prompt=4), tokens)
+
+    def test_a_dropped_prompt_s_dialogue_is_dropped(self) -> None:
+        turns = ([5, 1, 6], [False, True, False])
+        made = make(limits(prompt=3, over_long_prompts="drop"), Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns))
+        assert made.dialogue.dropped == "prompt over max_prompt_tokens=3"
+
+    def test_too_long_an_answer_names_itself(self) -> None:
+        with pytest.raises(DataError, match="own:1: the rejected answer has 3 tokens"):
+            make(limits(response=2), Tokenized("own:1", [5], [8, 1], [8, 8, 1], None))
+
+
+class TestApart:
+    """Prompts that only their cut-off beginnings told from each other must not lie in two parts."""
+
+    EQUAL = "prompt that, once cut, equals one of test"
+
+    def dropped(self, maker: RowMaker, ids: list[int], part: str) -> str | None:
+        tokens = Tokenized("own:1", ids, [8, 1], None, (ids, [False] * len(ids)))
+        made = maker.make("own", QUESTION, tokens, part)
+        assert made.dialogue.dropped == made.prompt.dropped
+        return made.prompt.dropped
+
+    def test_the_first_part_keeps_the_prompt(self) -> None:
+        maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), None)
+        assert self.dropped(maker, [4, 6, 7], "test") is None
+        assert self.dropped(maker, [5, 6, 7], "sft") == self.EQUAL
+        assert self.dropped(maker, [4, 6, 7], "test") is None  # within a part both may stay
+        assert self.dropped(maker, [5, 7, 7], "sft") is None
+
+    def test_a_prompt_of_just_the_limit_equals_a_cut_one(self) -> None:
+        maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), None)
+        assert self.dropped(maker, [6, 7], "test") is None
+        assert self.dropped(maker, [5, 6, 7], "ppo") == self.EQUAL
+
+    def test_a_shorter_prompt_is_no_other_one_s_end(self) -> None:
+        maker = RowMaker(limits(prompt=3, over_long_prompts="truncate"), None)
+        assert self.dropped(maker, [6, 7], "test") is None
+        assert (
+            self.dropped(maker, [6, 7], "ppo") is None
+        )  # equal prompts never come here: the split keeps them together
+
+    def test_bos_does_not_make_prompts_differ(self) -> None:
+        maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), 9)
+        assert self.dropped(maker, [9, 4, 7], "test") is None
+        assert self.dropped(maker, [9, 5, 7], "sft") == self.EQUAL
+
+
+class TestDemonstration:
+    ROW = Row(
+        "own:1",
+        "own",
+        QUESTION,
+        prompt=Limited([5, 7, 1, 6]),
+        answers={"chosen": Limited([8, 1])},
+        dialogue=Limited([5, 7, 1, 6]),
+        spoken=[False, True, True, False],
+    )
+
+    @pytest.mark.parametrize(
+        ("row", "sft_loss", "prompt", "response", "learned"),
+        [
+            (row(chosen=Limited([8, 1])), "response", [5, 6], [8, 1], [True, True]),
+            (row(chosen=Limited([8, 1])), "assistant", [5, 6], [8, 1], [True, True]),
+            (row(chosen=Limited([8, 1])), "all", [5], [6, 8, 1], [True, True, True]),
+            (ROW, "assistant", [5], [7, 1, 6, 8, 1], [True, True, False, True, True]),
+            (ROW, "all", [5], [7, 1, 6, 8, 1], [True, True, True, True, True]),
+            (row(prompt=Limited([5]), chosen=Limited([1])), "all", [5], [1], [True]),
+        ],
+    )
+    def test_what_is_learned(self, row, sft_loss, prompt, response, learned) -> None:
+        assert demonstration(row, limits(sft_loss=sft_loss)) == {
+            "prompt_ids": prompt,
+            "response_ids": response,
+            "loss_mask": learned,
+        }
+
+    def test_a_prompt_cut_amid_an_answer_has_nothing_to_predict_its_first_token_from(self) -> None:
+        cut = Row("own:1", "own", QUESTION, Limited([7, 1, 6]), {"chosen": Limited([8, 1])}, Limited([7, 1, 6]),
+                  spoken=[True, True, False])  # fmt: skip
+        assert demonstration(cut, limits(sft_loss="assistant")) == {
+            "prompt_ids": [7],
+            "response_ids": [1, 6, 8, 1],
+            "loss_mask": [True, False, True, True],
+        }
+
+    def test_arguments_stay_as_they_are(self) -> None:
+        demonstration(self.ROW, limits(sft_loss="all"))
+        assert self.ROW.dialogue.ids == [5, 7, 1, 6]
+        assert self.ROW.spoken == [False, True, True, False]
+
+
+class TestPhaseFile:
+    @staticmethod
+    def write(tmp_path, path: str, *batches: list[Row], config: SplitConfig | None = None) -> tuple[PhaseFile, dict]:
+        file = PhaseFile.open(TABLE[path], tmp_path, duplicates_merged=3)
+        start = 0
+        for rows in batches:
+            file.add(rows, np.arange(start, start + len(rows)) * 10, config or limits())
+            start += len(rows)
+        file.close()
+        return file, pa.ipc.open_stream(pa.memory_map(str(tmp_path / path))).read_all().to_pydict()
+
+    def test_sft(self, tmp_path) -> None:
+        _, columns = self.write(tmp_path, "sft/train.arrow", [row(chosen=Limited([8, 1]))])
+        assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "response_ids": [[8, 1]], "loss_mask": [[True] * 2]}
+
+    def test_reward_model(self, tmp_path) -> None:
+        rows = [row(chosen=Limited([8, 1]), rejected=Limited([1]))]
+        _, columns = self.write(tmp_path, "reward_model/validation.arrow", rows)
+        assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "chosen_ids": [[8, 1]], "rejected_ids": [[1]]}
+
+    def test_ppo(self, tmp_path) -> None:
+        _, columns = self.write(tmp_path, "ppo/train.arrow", [row()], [], [row("own:2", Limited([7]))])
+        assert columns == {"id": ["own:1", "own:2"], "prompt_ids": [[5, 6], [7]]}
+
+    def test_evaluation(self, tmp_path) -> None:
+        _, columns = self.write(tmp_path, "evaluation/test.arrow", [row()])
+        assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "source": ["own"], "messages": [QUESTION]}
+
+    def test_dropped_rows_are_counted_once_by_their_first_fault(self, tmp_path) -> None:
+        fits, cut, long = Limited([8, 1]), Limited([8], cut="cut"), Limited([8, 8, 1], dropped="long answer")
+        file, columns = self.write(
+            tmp_path,
+            "reward_model/train.arrow",
+            [
+                row("own:1", chosen=fits, rejected=fits),
+                row("own:2", Limited([5, 5], dropped="long prompt"), chosen=long, rejected=fits),
+                row("own:3", chosen=fits, rejected=long),
+            ],
+            [
+                row("own:4", chosen=cut, rejected=long),  # not there, hence not counted as cut
+                row("own:5", chosen=cut, rejected=cut),
+            ],
+        )
+        assert columns["id"] == ["own:1", "own:5"]
+        assert np.concatenate(file.written).tolist() == [0, 40]
+        assert file.describe() == {
+            "rows": 2,
+            "duplicates_merged": 3,
+            "dropped": {"long prompt": 1, "long answer": 2},
+            "truncated": {"cut": 2},
+            "tokens": {
+                "prompt_ids": {"total": 4, "max": 2, "p50": 2, "p90": 2, "p99": 2},
+                "chosen_ids": {"total": 3, "max": 2, "p50": 1, "p90": 2, "p99": 2},
+                "rejected_ids": {"total": 3, "max": 2, "p50": 1, "p90": 2, "p99": 2},
+            },
+        }
+
+    def test_only_texts_that_a_file_needs_must_fit(self, tmp_path) -> None:
+        long = Limited([8, 8, 1], dropped="long answer")
+        rows = [row(chosen=Limited([8, 1]), rejected=long)]
+        assert self.write(tmp_path, "sft/train.arrow", rows)[0].rows == 1
+        assert self.write(tmp_path, "ppo/train.arrow", [row(chosen=long)])[0].rows == 1
+
+    def test_sft_measures_the_dialogue_and_the_others_the_prompt(self, tmp_path) -> None:
+        mixed = Row(
+            "own:1", "own", QUESTION, Limited([5]), {"chosen": Limited([1])}, Limited([5, 5], dropped="long"), []
+        )
+        sound = row("own:2", chosen=Limited([1]))
+        assert self.write(tmp_path, "sft/train.arrow", [mixed, sound])[1]["id"] == ["own:2"]
+        assert self.write(tmp_path, "ppo/train.arrow", [mixed, sound])[1]["id"] == ["own:1", "own:2"]
+
+    def test_a_file_that_loses_all_its_rows_is_an_error(self, tmp_path) -> None:
+        long = row(chosen=Limited([8, 8, 1], dropped="chosen answer over max_response_tokens=2"))
+        with pytest.raises(DataError) as error:
+            self.write(tmp_path, "sft/train.arrow", [long, long])
+        assert str(error.value) == (
+            "sft/train.arrow: all 2 rows were dropped ({'chosen answer over max_response_tokens=2': 2}). "
+            "Raise split.max_prompt_tokens or split.max_response_tokens."
+        )
+
+    def test_a_file_that_never_had_rows_is_empty(self, tmp_path) -> None:
+        file, columns = self.write(tmp_path, "sft/validation.arrow")
+        assert columns == {"id": [], "prompt_ids": [], "response_ids": [], "loss_mask": []}
+        assert file.describe()["tokens"] == {}
+
+
+def test_percentiles_are_lengths_that_occur() -> None:
+    # 10 lengths: 1 1 1 1 1 2 2 2 2 9; the 5th is the median, the 9th the 90th percentile
+    assert summary(Counter({2: 4, 9: 1, 1: 5})) == {"total": 22, "max": 9, "p50": 1, "p90": 2, "p99": 9}
+    assert summary(Counter({1: 99, 7: 1}))["p99"] == 1
+    assert summary(Counter({1: 98, 7: 1}))["p99"] == 7  # 99 rows: the 99th
+    assert summary(Counter({3: 1})) == {"total": 3, "max": 3, "p50": 3, "p90": 3, "p99": 3}

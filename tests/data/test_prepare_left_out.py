@@ -1,0 +1,148 @@
+"""Rows that do not reach the prepared files, or not as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.data.prepare import headline
+from rlhf_pipeline.data.records import Example, Message, Unused
+from rlhf_pipeline.errors import DataError
+
+FILES = [
+    "evaluation/test.arrow",
+    "ppo/train.arrow",
+    "ppo/validation.arrow",
+    "reward_model/train.arrow",
+    "reward_model/validation.arrow",
+    "sft/train.arrow",
+    "sft/validation.arrow",
+]
+Prepare = Callable[..., dict[str, Any]]
+
+
+def asked(prompt: str, *answers: str) -> Example:
+    return Example((Message("user", prompt),), *answers)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        asked("a<|end|>b", "c", "d"),
+        asked("a", "b<|end|>", "c"),
+        asked("a", "b", "<|pad|>"),
+        Example((Message("system", "<|end|>"), Message("user", "a")), "b", "c"),
+    ],
+)
+def test_a_control_token_in_the_data_is_a_bad_row(write_records, prepare: Prepare, forged, load, ten) -> None:
+    own = write_records("own", forged, *ten)
+    with pytest.raises(
+        DataError, match=r"(?s)source files \(0\.jsonl\): 1 of 11 rows .*own:0: .* control token <\|(end|pad)\|>"
+    ):
+        prepare(own)
+    report = prepare(own, out="allowed", max_bad_fraction=0.1)  # 1 / 11 is 0.091
+    (bad,) = report["sources"]["files (0.jsonl)"]["bad"].values()
+    assert bad == 1
+    assert headline(report)["data/bad_rows"] == 1
+    written = {one["id"] for file in FILES for one in load(file, out="allowed")}
+    assert written == {f"own:{n}" for n in range(1, 11)}
+
+
+def test_control_tokens_add_to_the_rows_that_were_bad_before(write_records, prepare: Prepare, ten) -> None:
+    own = write_records("own", Unused("the chosen answer is empty"), asked("a<|end|>", "b", "c"), *ten)
+    with pytest.raises(DataError, match=r"2 of 12 rows are unusable"):
+        prepare(own, max_bad_fraction=0.1)
+    report = prepare(own, out="allowed", max_bad_fraction=0.17)
+    assert report["sources"]["files (0.jsonl)"]["bad"] == {
+        "the chosen answer is empty": 1,
+        "the text contains the tokenizer's control token <|end|>": 1,
+    }
+
+
+def test_a_batch_without_a_usable_row(write_records, prepare: Prepare, load, ten) -> None:
+    forged = (asked(f"<|end|> {n}", "b", "c") for n in range(1000))  # the first batch
+    prepare(write_records("own", *forged, *ten), only="sft", max_bad_fraction=1)
+    assert [one["id"] for one in load("sft/train.arrow")] == [f"own:{1000 + n}" for n in range(10)]
+
+
+def test_a_phase_that_loses_all_its_rows_is_an_error(write_records, prepare: Prepare) -> None:
+    # Every row's rejected answer is too long: the reward model's three and one for validation go, and no other.
+    rows = [asked(f"Question {n}?", "Yes.", "~" * 300) for n in range(10)]
+    with pytest.raises(DataError) as error:
+        prepare(write_records("own", *rows), over_long_responses="drop")
+    assert str(error.value) == (
+        "reward_model/train.arrow: all 3 rows were dropped ({'rejected answer over max_response_tokens=200': 3}). "
+        "Raise split.max_prompt_tokens or split.max_response_tokens."
+    )
+
+
+def test_dropped_rows_are_counted_by_reason(write_records, prepare: Prepare, load) -> None:
+    rows = [asked(f"Question {n}?", "~" * (300 if n == 4 else 1), "No.") for n in range(10)]
+    report = prepare(write_records("own", *rows), only="reward_model", over_long_responses="drop")
+    file = report["files"]["reward_model/train.arrow"]
+    assert (file["rows"], file["dropped"]) == (9, {"chosen answer over max_response_tokens=200": 1})
+    assert "own:4" not in {one["id"] for one in load("reward_model/train.arrow")}
+    assert headline(report)["data/dropped_rows"] == 1
+
+
+def test_truncated_texts_are_counted_and_cut(write_records, prepare: Prepare, tokenizer, load) -> None:
+    rows = [asked(f"{'^' * (300 if n == 3 else 1)}{n}?", "~" * (300 if n > 6 else 1), "No.") for n in range(10)]
+    report = prepare(
+        write_records("own", *rows),
+        only="sft",
+        over_long_prompts="truncate",
+        over_long_responses="truncate",
+    )
+    file = report["files"]["sft/train.arrow"]
+    assert file["rows"] == 10
+    assert file["truncated"] == {
+        "prompts cut to max_prompt_tokens=200": 1,
+        "chosen answers cut to max_response_tokens=200, which lost their EOS": 3,
+    }
+    assert headline(report)["data/truncated_texts"] == 4
+    written = load("sft/train.arrow")
+    assert [len(one["response_ids"]) for one in written] == [3] * 7 + [200] * 3  # a space, a tilde and EOS
+    assert tokenizer.decode(written[3]["prompt_ids"]).endswith("^^3?\n\nAssistant:")
+    assert len(written[3]["prompt_ids"]) == 200
+
+
+def test_prompts_that_only_their_cut_off_beginnings_told_apart_stay_in_one_part(
+    write_records, prepare: Prepare, load, ten
+) -> None:
+    long = [asked(f"{n} {'^' * 300}", "Yes.", "No.") for n in range(10)]
+    report = prepare(
+        write_records("own", *long, *ten),
+        weights=(1, 0, 1),
+        validation_fraction=0,
+        test_fraction=0,
+        over_long_prompts="truncate",
+    )
+    cut = {
+        phase: sum(len(one["prompt_ids"]) == 200 for one in load(f"{phase}/train.arrow")) for phase in ("sft", "ppo")
+    }
+    (phase, kept), (other, none) = sorted(cut.items(), key=lambda item: -item[1])
+    assert kept > 0 and none == 0
+    assert report["files"][f"{other}/train.arrow"]["dropped"] == {
+        f"prompt that, once cut, equals one of {phase}": 10 - kept
+    }
+
+
+def test_an_over_long_text_is_an_error_unless_told_otherwise(write_records, prepare: Prepare) -> None:
+    own = write_records("own", asked("Why?", "~" * 300, "No."))
+    with pytest.raises(
+        DataError, match=r"^own:0: the chosen answer has 302 tokens, more than split.max_response_tokens=200"
+    ):
+        prepare(own, only="sft")
+
+
+def test_answers_that_no_phase_reads_are_not_looked_at(write_records, prepare: Prepare) -> None:
+    own = write_records("own", asked("Why?", "~" * 300, "^" * 400))
+    report = prepare(own, only="ppo")
+    assert report["files"]["ppo/train.arrow"]["rows"] == 1
+    assert report["lengths"]["response"]["counts"] == {}
+    with pytest.raises(DataError, match="the chosen answer has 302"):
+        prepare(own, out="sft", only="sft")
+    sft = prepare(own, out="longer", only="sft", max_response_tokens=302)
+    assert sft["lengths"]["response"]["counts"] == {"302": 1}

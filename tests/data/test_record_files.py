@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rlhf_pipeline.data import record_files
+from rlhf_pipeline.data.record_files import (
+    ExampleBatch,
+    example_batch,
+    examples,
+    keys,
+    phase_bits,
+    serves,
+    texts,
+)
+from rlhf_pipeline.data.records import Example, Message, Text
+
+
+def asked(content: str, *answers: str) -> Example:
+    return Example((Message("user", content),), *answers)
+
+
+DIALOGUE = (
+    Message("system", "Be kind."),
+    Message("user", "Grüße, 世界 🙂"),
+    Message("assistant", "Hello."),
+    Message("user", "Why?"),
+)
+
+
+def test_examples_come_back_as_they_were(write_records) -> None:
+    folder = write_records("mixed", Example(DIALOGUE, "Ja.\n", " No"), asked("a", "b"), asked("c"))
+    (batch,) = examples(folder).to_batches()
+    assert example_batch(batch) == ExampleBatch(
+        ids=["mixed:0", "mixed:1", "mixed:2"],
+        prompts=[
+            [
+                {"role": "system", "content": "Be kind."},
+                {"role": "user", "content": "Grüße, 世界 🙂"},
+                {"role": "assistant", "content": "Hello."},
+                {"role": "user", "content": "Why?"},
+            ],
+            [{"role": "user", "content": "a"}],
+            [{"role": "user", "content": "c"}],
+        ],
+        chosen=["Ja.\n", "b", None],
+        rejected=[" No", None, None],
+    )
+    assert list(texts(folder)) == []
+
+
+def test_texts_come_back_as_they_were(write_records) -> None:
+    folder = write_records("texts", Text("One.\n"), Text("二"))
+    assert list(texts(folder)) == [(["texts:0", "texts:1"], ["One.\n", "二"])]
+    assert examples(folder).num_rows == 0
+
+
+def test_a_source_without_records(write_records) -> None:
+    folder = write_records("empty")
+    table = examples(folder)
+    assert table.to_batches() == []
+    assert keys(table, "prompt_key").shape == (0, 16)
+    assert serves(table).tolist() == []
+    assert list(texts(folder)) == []
+
+
+def test_some_rows_of_a_batch(write_records) -> None:
+    # What `prepare` does: take rows of the Arrow batch, then some of these; the prompts are of different lengths.
+    folder = write_records("some", asked("a"), Example(DIALOGUE, "b"), asked("c", "d", "e"), asked("f", "g"))
+    taken = example_batch(examples(folder).to_batches()[0].take(pa.array([1, 2, 3])))
+    assert [len(prompt) for prompt in taken.prompts] == [4, 1, 1]
+    assert taken.subset(np.array([1, 2])) == ExampleBatch(
+        ["some:2", "some:3"],
+        [[{"role": "user", "content": "c"}], [{"role": "user", "content": "f"}]],
+        ["d", "g"],
+        ["e", None],
+    )
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def batch_sizes(table: pa.Table) -> list[int]:
+    return [batch.num_rows for batch in table.to_batches()]
+
+
+def test_a_batch_ends_after_a_thousand_rows(write_records) -> None:
+    folder = write_records("many", *(asked(f"Question {n}?") for n in range(2300)), *(Text("a"),) * 1000)
+    assert batch_sizes(examples(folder)) == [1000, 1000, 300]
+    assert [len(batch) for _, batch in texts(folder)] == [1000]
+    ids = examples(folder).column("id").to_pylist()
+    assert (ids[999], ids[1000], ids[2299]) == ("many:999", "many:1000", "many:2299")
+
+
+def test_a_batch_ends_where_its_texts_fill_it(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_files, "_BATCH_CHARACTERS", 10)
+    # Characters: 4 + 3 + 4 are 11; one of 4 and one of 6 do not exceed 10, the next one does; 12 exceed it alone.
+    lengths = [(4, 0, 0), (1, 1, 1), (2, 1, 1), (4, 0, 0), (2, 2, 2), (1, 0, 0), (12, 0, 0), (1, 0, 0)]
+    rows = (asked("p" * prompt, "c" * chosen, "r" * rejected) for prompt, chosen, rejected in lengths)
+    folder = write_records("full", *rows, Text("t" * 11), Text("t" * 5), Text("t" * 5), Text("t"))
+    assert batch_sizes(examples(folder)) == [3, 3, 1, 1]
+    assert [ids for ids, _ in texts(folder)] == [["full:8"], ["full:9", "full:10", "full:11"]]
+
+
+def test_records_are_mapped_and_not_copied(write_records) -> None:
+    folder = write_records("mapped", *(asked("x" * 1000) for _ in range(1000)))
+    before = pa.total_allocated_bytes()
+    table = examples(folder)
+    assert table.nbytes > 1_000_000
+    assert pa.total_allocated_bytes() - before < 10_000
+
+
+def test_the_same_records_give_the_same_bytes(write_records) -> None:
+    rows = [Example(DIALOGUE, "Ja.", "No."), *(asked("a", f"b{n}") for n in range(1200)), Text("t")]
+    once, again = (write_records(f"{run}/same", *rows) for run in ("once", "again"))
+    for name in ("examples.arrow", "texts.arrow"):
+        assert (once / name).read_bytes() == (again / name).read_bytes()
+
+
+# --- keys and phases ------------------------------------------------------------------------------
+
+
+def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_files, "_BATCH_ROWS", 3)
+    folder = write_records(
+        "keys",
+        asked("Why?", "Yes.", "No."),
+        asked(" WHY? ", "Yes.\n", " No."),  # the same but for case and white space around
+        asked("Why?", "yes.", "No."),  # an answer's case counts
+        asked("Why?", "No.", "Yes."),
+        asked("Why?", "Yes."),
+        asked("Why?"),
+        asked("How?", "Yes.", "No."),
+    )
+    table = examples(folder)
+    assert batch_sizes(table) == [3, 3, 1]
+    prompts, whole = keys(table, "prompt_key"), keys(table, "example_key")
+    assert prompts.dtype == np.uint8
+    # printf '10:user: why?' | sha256sum; an example's parts are the prompt and both answers without white space around
+    # them: printf '10:user: why?4:Yes.3:No.' | sha256sum; an answer that is missing is an empty part: '...4:Yes.0:'.
+    assert [bytes(row).hex() for row in prompts] == ["d4b31de3f816d97ecec6762c2001cf8d"] * 6 + [
+        "5dbaee0c7b721072c1f6f0d126edfa98"
+    ]
+    assert [bytes(row).hex() for row in whole] == [
+        "18337d63dc4ef37ce696a58684dd6016",
+        "18337d63dc4ef37ce696a58684dd6016",
+        "73c04afe4bd1b9f55d27e8700f89a62c",
+        "4340a8ab155b87df92492f8b2cb24f23",
+        "7cba3f96e5c9af3b29baf9c38fb62319",
+        "47b130cd2526477fecd8751c4f6dde72",
+        "0e609e01bbd8e713eb0f6e1085cd5226",
+    ]
+
+
+def test_who_can_use_each_example(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
+    folder = write_records("phases", asked("a"), asked("b", "B"), asked("c", "C", "D"), asked("d"), asked("e", "E"))
+    bits = serves(examples(folder))
+    assert bits.dtype == np.uint8
+    assert bits.tolist() == [0b100, 0b001, 0b111, 0b100, 0b001]  # PPO is bit 2, the reward model 1, SFT 0
+
+
+def test_phases_as_bits() -> None:
+    assert phase_bits(["ppo", "sft"]) == 0b101
+    assert phase_bits(["reward_model"]) == 0b010
+    assert phase_bits([]) == 0

@@ -1,0 +1,116 @@
+"""The loss of supervised fine-tuning: what is learned, whatever the batch looks like."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.sequences import micro_batches
+from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.training.sft import SFTTask
+
+ROWS = {
+    "id": ["a", "b", "c", "d"],
+    "prompt_ids": [[5, 6, 7, 8, 9], [10], [11, 12], [13, 14, 15]],
+    "response_ids": [[20, 1], [21, 1, 22, 23, 24, 1], [25], [26, 27, 1, 28, 1]],
+    "loss_mask": [[True, True], [True, True, False, False, True, True], [True], [True, False, False, False, True]],
+}
+LEARNED = 2 + 4 + 1 + 2
+
+
+@pytest.fixture(scope="module")
+def folder(make_model):
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def task(folder):
+    return SFTTask(TokenContract.read(folder))
+
+
+@pytest.fixture
+def model(folder):
+    return load_policy(folder, "fp32")
+
+
+def only(*rows):
+    return {name: [values[row] for row in rows] for name, values in ROWS.items()}
+
+
+def nll_by_hand(model, row):
+    """Row by row and without padding: each learned token's probability given all tokens before it."""
+    ids = torch.tensor(ROWS["prompt_ids"][row] + ROWS["response_ids"][row])
+    learned = [False] * len(ROWS["prompt_ids"][row]) + ROWS["loss_mask"][row]
+    logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    return -sum(logprobs[at - 1, ids[at]] for at in range(1, len(ids)) if learned[at])
+
+
+def test_collate_pads_the_mask_like_the_responses(task):
+    batch = task.collate(only(0, 3))
+    assert batch.loss_mask.tolist() == [[True, True, False, False, False], [True, False, False, False, True]]
+    assert batch.loss_mask.dtype == torch.bool
+    assert batch.sequences.response_ids.tolist() == [[20, 1, 0, 0, 0], [26, 27, 1, 28, 1]]
+    assert batch.lengths.tolist() == [7, 8]
+
+
+def test_chosen_rows_lose_the_columns_that_only_others_need(task):
+    rows = task.collate(ROWS).rows(torch.tensor([3, 0]))
+    assert rows.loss_mask.tolist() == [[True, False, False, False, True], [True, True, False, False, False]]
+    assert rows.sequences.response_ids.shape == rows.loss_mask.shape
+    assert rows.to(torch.device("cpu")).loss_mask.tolist() == rows.loss_mask.tolist()
+
+
+def test_the_weight_counts_learned_tokens(task):
+    assert task.weight(task.collate(ROWS)).item() == LEARNED
+
+
+def test_the_loss_is_the_learned_tokens_mean_negative_log_likelihood(task, model):
+    freeze(model)
+    batch = task.collate(ROWS)
+    loss, sums = task.loss(model, batch, task.weight(batch))
+    expected = sum(nll_by_hand(model, row) for row in range(4))
+    torch.testing.assert_close(loss.float(), expected / LEARNED, rtol=1e-5, atol=0)
+    torch.testing.assert_close(sums["nll"], expected, rtol=1e-5, atol=0)
+    assert sums["tokens"].item() == LEARNED
+
+
+def test_a_row_s_loss_does_not_depend_on_its_neighbours(task, model):
+    freeze(model)
+    for row in range(4):
+        loss, _ = task.loss(model, task.collate(only(row)), torch.tensor(1.0))
+        torch.testing.assert_close(loss, nll_by_hand(model, row), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, size):
+    expected = sum(nll_by_hand(model, row) for row in range(4)) / LEARNED
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+
+    batch = task.collate(ROWS)
+    total, tokens = 0.0, 0
+    for index in micro_batches(batch.lengths, size):
+        loss, sums = task.loss(model, batch.rows(index), task.weight(batch))
+        loss.backward()
+        total, tokens = total + loss.item(), tokens + sums["tokens"].item()
+    assert tokens == LEARNED
+    assert total == pytest.approx(expected.item(), rel=1e-5)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_not_learned_is_read_all_the_same(task, model):
+    """A user's later turn changes what follows it, and has no loss of its own."""
+    freeze(model)
+    other = only(1) | {"response_ids": [[21, 1, 30, 31, 24, 1]]}
+    said, changed = (task.loss(model, task.collate(rows), torch.tensor(1.0))[0].item() for rows in (only(1), other))
+    assert said != pytest.approx(changed, rel=1e-6)
+    ids = torch.tensor([[10, 21, 1, 30, 31, 24, 1]])
+    logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+    by_hand = -(logprobs[0, 21] + logprobs[1, 1] + logprobs[4, 24] + logprobs[5, 1]).item()
+    assert changed == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_metrics_are_per_learned_token(task):
+    assert task.metrics({"nll": 6.0, "tokens": 4.0}) == {"loss": 1.5, "perplexity": math.exp(1.5), "tokens": 4.0}
+    assert task.merit({"perplexity": 3.0}) > task.merit({"perplexity": 4.0})
