@@ -130,6 +130,11 @@ class TestSourceConfig:
         assert SourceConfig(name="stanfordnlp/SHP", subset="askbaking").label() == "stanfordnlp/SHP (askbaking)"
         assert SourceConfig(name="files", path="a/saved", split="test").label() == "files (test, saved)"
 
+    def test_path_and_hub_do_not_mix(self) -> None:
+        for field in ("revision", "subset"):
+            with pytest.raises(ValidationError, match=f"path reads files and {field} is about the hub"):
+                SourceConfig(name="stanfordnlp/SHP", path="own.jsonl", **{field: "x"})
+
     def test_no_password_in_a_path(self) -> None:
         assert SourceConfig(name="files", path="s3://bucket/a@b.csv").path == "s3://bucket/a@b.csv"
         with pytest.raises(ValidationError, match="give the store's keys in the environment"):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -37,12 +37,14 @@ def make(write_records) -> Make:
     """Blends sources, each given as its examples, or as these with the source's settings."""
     blends = count()
 
-    def make(*sources: list[Example] | Source, seed: int = 0, **split: Any) -> Blend:
+    def make(*sources: list[Example] | Source, seed: int = 0, unsound: Sequence[int] = (), **split: Any) -> Blend:
         pairs = [source if isinstance(source, tuple) else (source, {}) for source in sources]
         named = [{"name": "files", "path": f"{index}.jsonl"} | config for index, (_, config) in enumerate(pairs)]
         config = SplitConfig(sources=named, max_prompt_tokens=1, max_response_tokens=1, **split)
         folders = [write_records(f"{next(blends)}/{index}", *rows) for index, (rows, _) in enumerate(pairs)]
-        return blend(config, [examples(folder) for folder in folders], seed)
+        tables = [examples(folder) for folder in folders]
+        sound = [np.array([row not in unsound for row in range(table.num_rows)], bool) for table in tables]
+        return blend(config, tables, sound, seed)
 
     return make
 
@@ -259,3 +261,11 @@ def test_sft_and_reward_model_read_every_row(make: Make) -> None:
     plan = make(source, **NOTHING_HELD_OUT, weights=(0, 1, 0))
     assert rows(plan, "reward_model/train.arrow") == [0, 1, 2]
     assert duplicates(plan, "reward_model/train.arrow") == 0
+
+
+def test_rows_that_may_not_be_used_are_no_rows_at_all(make) -> None:
+    """The first of two rows of one prompt is unsound: the prompt is the other one's, and an earlier copy merges nothing."""
+    plan = make(compared("a", "a", "b"), compared("a"), unsound=[0], **NOTHING_HELD_OUT, weights=(0, 0, 1))
+    assert parts(plan) == [UNUSED, "ppo", "ppo", UNUSED]
+    assert rows(plan, "ppo/train.arrow") == [1, 2]
+    assert (plan.merged, plan.unservable, plan.left_out) == ([0, 0], [0, 0], [0, 0])

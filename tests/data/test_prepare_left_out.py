@@ -146,3 +146,13 @@ def test_answers_that_no_phase_reads_are_not_looked_at(write_records, prepare: P
         prepare(own, out="sft", only="sft")
     sft = prepare(own, out="longer", only="sft", max_response_tokens=302)
     assert sft["lengths"]["response"]["counts"] == {"302": 1}
+
+
+def test_a_phase_without_a_row_to_validate_on_is_refused(write_records, prepare: Prepare) -> None:
+    """Of two comparisons 0.4 are held out, 0.8 are for SFT and 0.8 for the reward model: none, one and one."""
+    comparisons = [asked(f"Compared {n}?", "Yes.", "No.") for n in range(2)]
+    few = write_records("few", *comparisons, *(asked(f"Shown {n}?", "So.") for n in range(10)))
+    with pytest.raises(
+        DataError, match=r"^reward_model/validation\.arrow gets no row\. Add data that reward_model can use"
+    ):
+        prepare(few, weights=(1, 1, 0), validation_fraction=0.2, test_fraction=0)

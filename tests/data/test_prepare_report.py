@@ -32,7 +32,7 @@ def asked(prompt: str, *answers: str) -> Example:
     return Example((Message("user", prompt),), *answers)
 
 
-def test_token_counts_and_percentiles(write_records, prepare: Prepare, load, ten) -> None:
+def test_token_counts_and_percentiles(write_records, prepare: Prepare, load) -> None:
     # "~" is a token by itself, " " and <|end|> are two more: responses of 3 to 12 tokens, all in SFT's training set.
     # Nearest rank of ten values: p50 the 5th (7), p90 the 9th (11), p99 the 10th (12); their sum is 75.
     rows = [asked(f"Question {n}?", "~" * (n + 1), "No.") for n in range(10)]

@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,31 +20,31 @@ from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages.run import run_stage
 
-Prepare = Callable[..., dict[str, Any]]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])}
 
 
-def asked(prompt: str, *answers: str) -> Example:
-    return Example((Message("user", prompt),), *answers)
-
-
 @pytest.mark.slow
-def test_the_stage_writes_data_report_and_token_contract(write_records, tokenizer, tmp_path: Path, load) -> None:
+def test_the_stage_writes_data_report_and_token_contract(
+    write_records, split_config, tokenizer, load, tmp_path: Path
+) -> None:
     base_model = tmp_path / "base_model"
     tokenizer.save_pretrained(base_model)
     contract = TokenContract.of(tokenizer)
     contract.write(base_model)
     inputs = {"base_model": base_model, "pretraining_0": write_records("texts", Text("~~~~"))}
     # Twelve sources of a prompt each, in their own order and not in that of their names' letters.
-    inputs |= {f"source_{n}": write_records(f"own{n}", asked(f"Question {n}?", "Yes.", "No.")) for n in range(12)}
+    inputs |= {
+        f"source_{n}": write_records(f"own{n}", Example((Message("user", f"Question {n}?"),), "Yes.", "No."))
+        for n in range(12)
+    }
     for folder in inputs.values():
         Manifest("", "", 0, {}, {}, {}, {}, file_entries(folder)).write(folder)
     export = run_stage(
-        Job("split", {"split": config(own=12, texts=1, only="sft")}, inputs, 0),
+        Job("split", {"split": split_config(count=12, texts=1, only="sft")}, inputs, 0),
         LaunchConfig(),
         tmp_path / "workspace",
     )
-    assert [one["id"] for one in load(export, "sft/train.arrow")] == [f"own{n}:0" for n in range(12)]
+    assert [one["id"] for one in load("sft/train.arrow", out=export)] == [f"own{n}:0" for n in range(12)]
     folders = {"sft", "reward_model", "ppo", "evaluation", "pretraining"}
     assert {path.name for path in export.iterdir() if path.is_dir()} == folders
     assert all(TokenContract.read(export / folder) == contract for folder in folders)
@@ -63,7 +61,6 @@ import resource, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from rlhf_pipeline.config.data import SplitConfig
-from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.data.prepare import prepare
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message

@@ -1,26 +1,12 @@
 from __future__ import annotations
 
-import pytest
-
-from rlhf_pipeline.data.records import Example, Message, key, normalized_prompt
+from rlhf_pipeline.data.records import Message, key, normalized_prompt
 
 QUESTION = (Message("user", "Why?"),)
 
 
 def identity(*turns: tuple[str, str]) -> str:
     return normalized_prompt(tuple(Message(*turn) for turn in turns))
-
-
-@pytest.mark.parametrize(
-    ("example", "phases"),
-    [
-        (Example(QUESTION), {"ppo"}),
-        (Example(QUESTION, "Because."), {"sft"}),
-        (Example(QUESTION, "Because.", "No."), {"sft", "reward_model", "ppo"}),
-    ],
-)
-def test_the_answers_decide_what_an_example_serves(example: Example, phases: set[str]) -> None:
-    assert example.phases == phases
 
 
 # --- which prompts are the same -------------------------------------------------------------------

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from rlhf_pipeline.data.record_files import examples
+from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.screen import Screen, control_tokens
 from rlhf_pipeline.errors import DataError
@@ -72,3 +74,32 @@ def test_rows_that_were_bad_before_count_as_well(tokenizer) -> None:
     counts.bad["no answer"] = 1
     with pytest.raises(DataError, match="source own: 2 of 4 rows are unusable"):
         screen(tokenizer, counts, max_bad_fraction=0.25).passes(0, "own:1", ["<|end|>"])
+
+
+def test_examples_are_screened_in_every_text(tokenizer, write_records) -> None:
+    turns = (
+        Message("system", "Be kind."),
+        Message("user", "Why?<|end|>"),
+        Message("assistant", "So."),
+        Message("user", "Hm."),
+    )
+    rows = [
+        Example((Message("user", "Why?"),), "Because.", "No."),
+        Example(turns, "Because.", "No."),
+        Example((Message("user", "Why?"),), "<|pad|>Because."),
+        Example((Message("user", "Why?"),)),
+        Example((Message("user", "Why?"),), "Because.", "No.<|end|>"),
+    ]
+    counts = [RowCounts(), RowCounts(rows=5)]
+    sound = screen(tokenizer, *counts).sound(1, examples(write_records("own", *rows)))
+    assert sound.tolist() == [True, False, False, True, False]
+    assert [place for place, _ in counts[1].first_bad] == ["own:1", "own:2", "own:4"]
+    assert counts[1].bad == {
+        "the text contains the tokenizer's control token <|end|>": 2,
+        "the text contains the tokenizer's control token <|pad|>": 1,
+    }
+    assert screen(tokenizer, *counts).sound(0, examples(write_records("empty"))).tolist() == []
+    with pytest.raises(DataError, match=r"source other: 1 of 5 rows are unusable"):
+        screen(tokenizer, RowCounts(), RowCounts(rows=5), max_bad_fraction=0.0).sound(
+            1, examples(write_records("b", *rows))
+        )

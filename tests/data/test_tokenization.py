@@ -221,8 +221,8 @@ class TestLimits:
         with pytest.raises(DataError) as error:
             limited_answer("own:7", "rejected", [5, 6, 1], limits(response=2))
         assert str(error.value) == (
-            "own:7: the rejected answer has 3 tokens, more than split.max_response_tokens=2. Raise split.max_response_tokens, or set "
-            "split.over_long_responses to 'drop' to leave such rows out, or to 'truncate'."
+            "own:7: the rejected answer has 3 tokens, more than split.max_response_tokens=2. Raise "
+            "split.max_response_tokens, or set split.over_long_responses to 'drop' to leave such rows out, or to 'truncate'."
         )
 
     @pytest.mark.parametrize("over_long", ["drop", "truncate"])

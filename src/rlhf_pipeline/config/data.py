@@ -93,8 +93,9 @@ class SourceConfig(Block):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if self.path is not None and self.revision is not None:
-            raise ValueError("path reads files and revision names a state of the hub; set only one of them")
+        for field in ("revision", "subset"):
+            if self.path is not None and getattr(self, field) is not None:
+                raise ValueError(f"path reads files and {field} is about the hub; set only one of them")
         if self.columns is not None and self.name != "files":
             raise ValueError(f"source {self.name!r} knows its columns; remove columns, or name the source 'files'")
         return self

@@ -54,11 +54,12 @@ class Blend:
         return len(np.unique(first_rows(chosen)))
 
 
-def blend(config: SplitConfig, sources: Sequence[pa.Table], seed: int) -> Blend:
+def blend(config: SplitConfig, sources: Sequence[pa.Table], sound: Sequence[np.ndarray], seed: int) -> Blend:
     """Take each source's fraction, leave out what an earlier source has as well, and split the rest by prompt.
 
     Rows that a source repeats within itself stay: two annotators who agree are two judgements. A row that several sources
-    have serves every phase that one of them may serve.
+    have serves every phase that one of them may serve. `sound` (a (N,) bool for each source) leaves out rows that may not
+    be used at all.
 
     Raises:
         DataError: a part gets no prompt, or some prompts serve no phase that has a weight.
@@ -66,7 +67,8 @@ def blend(config: SplitConfig, sources: Sequence[pa.Table], seed: int) -> Blend:
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
     prompts, bits = _joined(sources, "prompt_key"), _servable(config, sources)
     taken = _taken(config, sources, seed)
-    usable = taken & (bits > 0)
+    allowed = taken & np.concatenate(sound)
+    usable = allowed & (bits > 0)
     candidates = np.flatnonzero(usable)
     own_start = np.repeat(starts[:-1], np.diff(starts))[candidates]
     earliest = candidates[first_rows(_joined(sources, "example_key")[candidates])]
@@ -88,7 +90,7 @@ def blend(config: SplitConfig, sources: Sequence[pa.Table], seed: int) -> Blend:
         prompts,
         starts.tolist(),
         left_out=_per_source(np.flatnonzero(~taken), starts),
-        unservable=_per_source(np.flatnonzero(taken & (bits == 0)), starts),
+        unservable=_per_source(np.flatnonzero(allowed & (bits == 0)), starts),
         merged=_per_source(repeated, starts),
     )
 

@@ -21,12 +21,14 @@ from rlhf_pipeline.data.blend import Blend, blend
 from rlhf_pipeline.data.phase_files import PhaseFile, RowMaker
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
+from rlhf_pipeline.data.records import PHASES
 from rlhf_pipeline.data.report import plot_lengths, render_markdown
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.screen import Screen
 from rlhf_pipeline.data.splits import PARTS, Part
 from rlhf_pipeline.data.tables import TABLES
 from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, render, tokenize
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.metrics import RowProgress
@@ -84,15 +86,15 @@ def prepare(
     """
     tables = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
-    plan = blend(config, tables, seed)
-    chosen = {table.path: plan.rows(table) for table in TABLES}
-    files = {table.path: PhaseFile.open(table, output, chosen[table.path][1]) for table in TABLES}
     labels = _labels(config.sources)
     screen = Screen(tokenizer, labels, counts, config.max_bad_fraction)
+    plan = blend(config, tables, [screen.sound(index, table) for index, table in enumerate(tables)], seed)
+    chosen = {table.path: plan.rows(table) for table in TABLES}
+    files = {table.path: PhaseFile.open(table, output, chosen[table.path][1]) for table in TABLES}
     maker = RowMaker(config, tokenizer.bos_token_id)
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths = {"prompt": Counter[int](), "response": Counter[int]()}
-    batches = _batches(config, tables, plan, {path: rows for path, (rows, _) in chosen.items()}, screen)
+    batches = _batches(config, tables, plan, {path: rows for path, (rows, _) in chosen.items()})
     rendered = ((batch, render(batch.examples, tokenizer, turns=batch.turns)) for batch in batches)
     for (batch, _), tokenized in one_ahead(rendered, lambda pair: tokenize(pair[1], tokenizer)):
         rows = [
@@ -107,6 +109,7 @@ def prepare(
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
+    _refuse_empty(files, config)
 
     report = {
         "sources": _describe_sources(labels, counts, plan),
@@ -168,7 +171,7 @@ class _Batch:
 
 
 def _batches(
-    config: SplitConfig, tables: Sequence[pa.Table], plan: Blend, rows: dict[str, np.ndarray], screen: Screen
+    config: SplitConfig, tables: Sequence[pa.Table], plan: Blend, rows: dict[str, np.ndarray]
 ) -> Iterator[_Batch]:
     """The rows that some file needs, in the order of the sources; `rows` tells for each file which it gets."""
     needed = np.logical_or.reduce(list(rows.values()))
@@ -178,18 +181,11 @@ def _batches(
             numbers = start + np.flatnonzero(needed[start : start + len(records)])
             batch = example_batch(records.take(pa.array(numbers - start)))
             start += len(records)
-            sound = np.array([_passes(screen, source, batch, row) for row in range(len(numbers))], bool)
-            if sound.any():
-                numbers, batch = numbers[sound], batch.subset(np.flatnonzero(sound))
+            if len(numbers):
                 chosen = {path: mask[numbers] for path, mask in rows.items()}
                 sft = np.logical_or.reduce([chosen[table.path] for table in TABLES if table.phase == "sft"])
                 turns = sft.tolist() if config.sft_loss == "assistant" else None
                 yield _Batch(source, numbers, _needed_answers(batch, chosen), chosen, turns)
-
-
-def _passes(screen: Screen, source: int, batch: ExampleBatch, row: int) -> bool:
-    answers = (batch.chosen[row] or "", batch.rejected[row] or "")
-    return screen.passes(source, batch.ids[row], [*(turn["content"] for turn in batch.prompts[row]), *answers])
 
 
 def _needed_answers(batch: ExampleBatch, chosen: dict[str, np.ndarray]) -> ExampleBatch:
@@ -231,6 +227,18 @@ def _describe_sources(labels: Sequence[str], counts: Sequence[RowCounts], plan: 
             "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},
         }
     return described
+
+
+def _refuse_empty(files: dict[str, PhaseFile], config: SplitConfig) -> None:
+    """DataError where a phase that has a weight could not train, or not be validated, for want of rows."""
+    for phase, weight in zip(PHASES, config.weights, strict=True):
+        for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
+            path = f"{phase}/{part}.arrow"
+            if weight > 0 and fraction > 0 and not files[path].rows:
+                raise DataError(
+                    f"{path} gets no row. Add data that {phase} can use, raise split.validation_fraction, or set the "
+                    "phase's weight in split.weights to 0."
+                )
 
 
 def _overlap(files: dict[str, PhaseFile], plan: Blend) -> dict[str, int]:

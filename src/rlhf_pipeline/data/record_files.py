@@ -43,11 +43,6 @@ class ExampleBatch:
     chosen: list[str | None]
     rejected: list[str | None]
 
-    def subset(self, rows: np.ndarray) -> ExampleBatch:
-        """The examples at these places."""
-        columns = (self.ids, self.prompts, self.chosen, self.rejected)
-        return ExampleBatch(*([column[row] for row in rows] for column in columns))  # type: ignore[arg-type]
-
 
 class RecordsWriter:
     """Writes records in batches. `with RecordsWriter(folder) as writer: writer.add(place, record)`."""
@@ -148,7 +143,10 @@ def keys(table: pa.Table, column: str) -> np.ndarray:
 
 
 def serves(table: pa.Table) -> np.ndarray:
-    """The phases that each example can serve as (N,) uint8: bit i stands for PHASES[i]. See `Example.phases`."""
+    """The phases that each example can serve as (N,) uint8: bit i stands for PHASES[i].
+
+    A comparison serves all phases, a demonstration SFT only, a bare prompt PPO only.
+    """
     has_chosen = table.column("chosen").is_valid().to_numpy()
     has_rejected = table.column("rejected").is_valid().to_numpy()
     comparison, demonstration, prompt = phase_bits(PHASES), phase_bits(("sft",)), phase_bits(("ppo",))

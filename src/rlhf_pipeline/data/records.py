@@ -34,13 +34,6 @@ class Example:
 
     rejected: str | None = None
 
-    @property
-    def phases(self) -> frozenset[Phase]:
-        """A comparison serves all phases, a demonstration SFT only, a bare prompt PPO only."""
-        if self.chosen is None:
-            return frozenset({"ppo"})
-        return frozenset({"sft"}) if self.rejected is None else frozenset(PHASES)
-
 
 @dataclass(frozen=True, slots=True)
 class Text:

@@ -36,7 +36,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("base_model", BaseModelConfig)
     torch.manual_seed(job.seed)
     if config.path is None:
-        tokenizer = train_tokenizer(config, [job.inputs[name] for name in sorted(job.inputs)])
+        tokenizer = train_tokenizer(config, list(job.inputs.values()))
         model = build_model(config, tokenizer)
     else:
         tokenizer = AutoTokenizer.from_pretrained(config.path, revision=config.revision)

@@ -160,7 +160,7 @@ def test_damage_anywhere(tmp_path: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([f"a.{suffix}{gz}" for suffix in FILES for gz in ("", ".gz")]))
     content = bytearray(packed(name, FILES[name.split(".")[1]]))
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(content) - 1))
+        at = data.draw(st.integers(0, len(content)))
         content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     path = tmp_path / name
     path.write_bytes(content)

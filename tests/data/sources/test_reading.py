@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import huggingface_hub
 import pytest
 
@@ -193,6 +194,14 @@ def test_a_generated_source_has_no_origin_and_no_use_for_one() -> None:
     for field in ("path", "revision", "subset", "split"):
         with pytest.raises(ConfigError, match=rf"source 'synthetic' has no use for {field}: 'x'\. Remove it"):
             source_origin(SourceConfig(**{field: "x"}))
+
+
+def test_a_split_is_for_saved_data_sets(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"split 'test' is for folders written by `save_to_disk`.*own\.jsonl is none"):
+        source_origin(SourceConfig(name="files", path=str(tmp_path / "own.jsonl"), split="test"))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list([{"prompt": "a"}])}).save_to_disk(tmp_path / "saved")
+    assert source_origin(SourceConfig(name="files", path=str(tmp_path / "saved"), split="test")).files
 
 
 def test_files_need_a_path() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from rlhf_pipeline.config.data import SourceConfig
+from rlhf_pipeline.data.files.location import find
 from rlhf_pipeline.data.files.origin import Origin, origin
 from rlhf_pipeline.data.files.rows import read_rows
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
@@ -30,6 +31,11 @@ def source_origin(config: SourceConfig) -> Origin:
         _refuse(config, "path", "revision", "subset", "split")
         return Origin({}, {})
     if config.path is not None:
+        if config.split is not None and find(config.path).saved is None:
+            raise ConfigError(
+                f"source {config.name!r}: split {config.split!r} is for folders written by `save_to_disk`, and "
+                f"{config.path} is none. Remove `split`, and name the split's own files in `path`."
+            )
         return origin(config.path)
     if source.local_only:
         raise ConfigError(
