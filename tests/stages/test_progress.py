@@ -58,8 +58,8 @@ def test_a_source_is_named_and_its_rows_need_no_end(monkeypatch):
         lambda d: d.stage_started(reading),
     )  # fmt: skip
     assert lines == [
-        "source files: step 100/?  ",
-        "source files: step 300/?  ",
+        "source files: step 100/?",
+        "source files: step 300/?",
         "source files: running as abcdef01 in ws/source/abc",
     ]
 

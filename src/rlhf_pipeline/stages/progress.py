@@ -99,7 +99,7 @@ class ProgressDisplay:
         return "  ".join(f"{name} {value:.3f}" for name, value in self._shown.items())
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text.rstrip(), highlight=False, soft_wrap=True)
 
 
 def _title(run: StageRun) -> str:
