@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.data import prepare as module
-from rlhf_pipeline.data.prepare import headline
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
+from rlhf_pipeline.data.tally import headline
 
 FILES = [
     "evaluation/test.arrow",

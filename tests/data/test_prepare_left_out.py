@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.data.prepare import headline
 from rlhf_pipeline.data.records import Example, Message, Unused
+from rlhf_pipeline.data.tally import headline
 from rlhf_pipeline.errors import DataError
 
 FILES = [

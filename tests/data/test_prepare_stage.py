@@ -12,9 +12,9 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.data import prepare as module
-from rlhf_pipeline.data.prepare import headline
 from rlhf_pipeline.data.records import Example, Message, Text
 from rlhf_pipeline.data.report import render_markdown
+from rlhf_pipeline.data.tally import headline
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.manifest import Manifest, file_entries, verify

@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
 from rlhf_pipeline.config.data import SourceConfig, SplitConfig
-from rlhf_pipeline.data.blend import Blend, blend
+from rlhf_pipeline.data.batches import needed_batches
+from rlhf_pipeline.data.blend import blend
 from rlhf_pipeline.data.phase_files import PhaseFile, RowMaker
 from rlhf_pipeline.data.pretraining import pack
-from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
+from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import PHASES
 from rlhf_pipeline.data.report import plot_lengths, render_markdown
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.screen import Screen
-from rlhf_pipeline.data.splits import PARTS, Part
+from rlhf_pipeline.data.splits import PARTS
 from rlhf_pipeline.data.tables import TABLES
-from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, render, tokenize
+from rlhf_pipeline.data.tally import Lengths, headline, tally
+from rlhf_pipeline.data.tokenization import one_ahead, render, tokenize
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
@@ -36,8 +35,6 @@ from rlhf_pipeline.stages.program import run_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_UNSERVABLE = "none of the phases that may train on the source can use the record"
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -93,8 +90,8 @@ def prepare(
     files = {table.path: PhaseFile.open(table, output, chosen[table.path][1]) for table in TABLES}
     maker = RowMaker(config, tokenizer.bos_token_id)
     progress = RowProgress(metrics_file, len(plan.parts))
-    lengths = {"prompt": Counter[int](), "response": Counter[int]()}
-    batches = _batches(config, tables, plan, {path: rows for path, (rows, _) in chosen.items()})
+    lengths = Lengths()
+    batches = needed_batches(config, tables, plan, {path: rows for path, (rows, _) in chosen.items()})
     rendered = ((batch, render(batch.examples, tokenizer, turns=batch.turns)) for batch in batches)
     for (batch, _), tokenized in one_ahead(rendered, lambda pair: tokenize(pair[1], tokenizer)):
         rows = [
@@ -105,103 +102,16 @@ def prepare(
         ]
         for path, mask in batch.chosen.items():
             files[path].add([rows[index] for index in np.flatnonzero(mask)], batch.numbers[mask], config)
-        _measure(lengths, tokenized)
+        lengths.add(tokenized)
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
     _refuse_empty(files, config)
 
-    report = {
-        "sources": _describe_sources(labels, counts, plan),
-        "distinct_prompts": {part: plan.distinct_prompts(part) for part in PARTS},
-        "files": {path: file.describe() for path, file in files.items()},
-        "overlap": _overlap(files, plan),
-        "lengths": {
-            name: {"limit": limit, "counts": dict(sorted(lengths[name].items()))}
-            for name, limit in (("prompt", config.max_prompt_tokens), ("response", config.max_response_tokens))
-        },
-        "pretraining": None,
-        "settings": config.model_dump(
-            mode="json",
-            include={
-                "weights", "validation_fraction", "test_fraction",
-                "over_long_prompts", "over_long_responses", "sft_loss",
-            },
-        ),
-    }  # fmt: skip
+    report = tally(config, labels, counts, plan, files, lengths)
     if config.pretraining is not None:
         report["pretraining"] = _pretrain(config, tokenizer, pretraining, output)
     return report
-
-
-def headline(report: dict[str, Any]) -> dict[str, float]:
-    """The report in numbers: rows, distinct prompts, bad, merged and dropped rows, tokens, and the rows of each file."""
-    sources, files = report["sources"].values(), report["files"]
-    metrics = {
-        "data/rows": sum(source["rows"] for source in sources),
-        "data/bad_rows": sum(sum(source["bad"].values()) for source in sources),
-        "data/duplicates_merged": sum(source["duplicates_merged"] for source in sources),
-        "data/distinct_prompts": sum(report["distinct_prompts"].values()),
-        "data/dropped_rows": sum(sum(file["dropped"].values()) for file in files.values()),
-        "data/truncated_texts": sum(sum(file["truncated"].values()) for file in files.values()),
-        "data/tokens": sum(tokens["total"] for file in files.values() for tokens in file["tokens"].values()),
-    }
-    metrics |= {
-        f"data/{path.removesuffix('.arrow').replace('/', '_')}_rows": file["rows"] for path, file in files.items()
-    }
-    if report["pretraining"]:
-        metrics["data/pretraining_blocks"] = report["pretraining"]["blocks"]
-    return {name: float(value) for name, value in metrics.items()}
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Batch:
-    source: int
-    numbers: np.ndarray
-    """Places of the rows in the blend."""
-    examples: ExampleBatch
-    """Without the answers that no file needs."""
-    chosen: dict[str, np.ndarray]
-    """For each file which of the rows it gets."""
-    turns: list[bool] | None
-    """Rows whose earlier assistant turns SFT learns."""
-
-
-def _batches(
-    config: SplitConfig, tables: Sequence[pa.Table], plan: Blend, rows: dict[str, np.ndarray]
-) -> Iterator[_Batch]:
-    """The rows that some file needs, in the order of the sources; `rows` tells for each file which it gets."""
-    needed = np.logical_or.reduce(list(rows.values()))
-    for source, table in enumerate(tables):
-        start = plan.starts[source]
-        for records in table.to_batches():
-            numbers = start + np.flatnonzero(needed[start : start + len(records)])
-            batch = example_batch(records.take(pa.array(numbers - start)))
-            start += len(records)
-            if len(numbers):
-                chosen = {path: mask[numbers] for path, mask in rows.items()}
-                sft = np.logical_or.reduce([chosen[table.path] for table in TABLES if table.phase == "sft"])
-                turns = sft.tolist() if config.sft_loss == "assistant" else None
-                yield _Batch(source, numbers, _needed_answers(batch, chosen), chosen, turns)
-
-
-def _needed_answers(batch: ExampleBatch, chosen: dict[str, np.ndarray]) -> ExampleBatch:
-    def only(answer: str, values: list[str | None]) -> list[str | None]:
-        wanted = np.logical_or.reduce([chosen[table.path] for table in TABLES if answer in table.answers])
-        return [value if want else None for value, want in zip(values, wanted.tolist(), strict=True)]
-
-    return replace(batch, chosen=only("chosen", batch.chosen), rejected=only("rejected", batch.rejected))
-
-
-# --- counts ---------------------------------------------------------------------------------------
-
-
-def _measure(lengths: dict[str, Counter[int]], batch: list[Tokenized]) -> None:
-    lengths["prompt"].update(len(row.prompt) for row in batch)
-    lengths["response"].update(len(ids) for row in batch for ids in (row.chosen, row.rejected) if ids is not None)
 
 
 def _labels(sources: Sequence[SourceConfig]) -> list[str]:
@@ -214,21 +124,6 @@ def _labels(sources: Sequence[SourceConfig]) -> list[str]:
     return labels
 
 
-def _describe_sources(labels: Sequence[str], counts: Sequence[RowCounts], plan: Blend) -> dict[str, Any]:
-    described = {}
-    for index, (label, count) in enumerate(zip(labels, counts, strict=True)):
-        parts = plan.parts[plan.starts[index] : plan.starts[index + 1]]
-        described[label] = {
-            "rows": count.rows,
-            "bad": count.bad,
-            "passed_over": count.passed_over + Counter({_UNSERVABLE: plan.unservable[index]}),
-            "left_out_by_fraction": plan.left_out[index],
-            "duplicates_merged": plan.merged[index],
-            "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},
-        }
-    return described
-
-
 def _refuse_empty(files: dict[str, PhaseFile], config: SplitConfig) -> None:
     """DataError where a phase that has a weight could not train, or not be validated, for want of rows."""
     for phase, weight in zip(PHASES, config.weights, strict=True):
@@ -239,23 +134,6 @@ def _refuse_empty(files: dict[str, PhaseFile], config: SplitConfig) -> None:
                     f"{path} gets no row. Add data that {phase} can use, raise split.validation_fraction, or set the "
                     "phase's weight in split.weights to 0."
                 )
-
-
-def _overlap(files: dict[str, PhaseFile], plan: Blend) -> dict[str, int]:
-    """How many prompts each two parts share in what was written: 0, or the split is broken."""
-    prompts: dict[Part, np.ndarray] = {}
-    for part in PARTS:
-        written = [rows for file in files.values() if file.table.part == part for rows in file.written]
-        prompts[part] = (
-            np.unique(plan.prompt_keys[np.concatenate(written)].view("V16")) if written else np.empty(0, "V16")
-        )
-    overlap = {
-        f"{one} and {other}": len(np.intersect1d(prompts[one], prompts[other], assume_unique=True))
-        for one, other in combinations(PARTS, 2)
-    }
-    if any(overlap.values()):
-        raise AssertionError(f"parts share prompts: {overlap}")
-    return overlap
 
 
 def _pretrain(

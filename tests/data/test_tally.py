@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline.data import prepare as module
-from rlhf_pipeline.data.prepare import headline
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.report import plot_lengths, render_markdown
 from rlhf_pipeline.data.splits import PARTS
+from rlhf_pipeline.data.tally import headline
 
 FILES = [
     "evaluation/test.arrow",
