@@ -36,19 +36,19 @@ class Family:
         Raises:
             ValueError: a field is not the family's, is the tokenizer's, or is given under both of its names.
         """
+        wanted = {name: value for name, value in architecture.items() if value is not None or name in self.defaults}
+        known = [field for field in self.defaults if field not in FROM_TOKENIZER]
+        if unknown := [name for name in wanted if self.aliases.get(name, name) not in self.defaults]:
+            named = ", ".join(f"{name}{suggestion(name, [*known, *self.aliases])}" for name in unknown)
+            raise ValueError(
+                f"{self.model_type} has no field {named}; known are {', '.join(known)}; set to null what another "
+                "environment gives"
+            )
         fields: dict[str, Any] = {}
-        for name, value in architecture.items():
+        for name, value in wanted.items():
             own = self.aliases.get(name, name)
-            if value is None and name not in self.defaults:
-                continue
             if own in FROM_TOKENIZER:
                 raise ValueError(f"{name} comes from the tokenizer; leave it out (base_model.vocab_size sets its size)")
-            if own not in self.defaults:
-                known = [field for field in self.defaults if field not in FROM_TOKENIZER]
-                raise ValueError(
-                    f"{self.model_type} has no field {name}{suggestion(name, [*known, *self.aliases])}; known are "
-                    f"{', '.join(known)}; set it to null where another environment gives it"
-                )
             if own in fields:
                 raise ValueError(f"{own} is given twice, as {own} and under another name; set one of them to null")
             fields[own] = value

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -88,7 +87,5 @@ def _dropout_rates(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
         (path, module, name)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if ("drop" in name or (name == "p" and isinstance(module, _DropoutNd)))
-        and isinstance(value, float)
-        and value > 0
+        if ("drop" in name or name == "p") and isinstance(value, float) and value > 0
     ]
