@@ -45,36 +45,61 @@ def tokenizer():
     return made
 
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROTARY = SIZES | {"intermediate_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}
+ARCHITECTURES = {
+    "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 128, "init_std": 0.2,
+                    "attention_dropout": 0.1, "layerdrop": 0.1},
+    "llama": ROTARY | {"attention_dropout": 0.1},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2},
+    "gpt_neox": ROTARY | {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2,
+              "attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "qwen2": ROTARY | {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_dropout": 0.1},
+    "qwen3": ROTARY | {"num_key_value_heads": 2, "head_dim": 16, "attention_dropout": 0.1},
+    "mistral": ROTARY | {"num_key_value_heads": 2, "attention_dropout": 0.1},
+}  # fmt: skip
+"""A tiny one of each family, in its own words: dropout as far as it has it, and weights that are large enough for a wrong
+position or a wrong mask to show."""
+
+
+@pytest.fixture(scope="session", params=ARCHITECTURES)
+def family(request):
+    """Each model type in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def architecture():
+    """Fields of a tiny model, by model type, as `base_model.architecture` takes them."""
+    return lambda model_type: {"model_type": model_type, **ARCHITECTURES[model_type]}
+
+
 @pytest.fixture(scope="session")
 def make_model(tokenizer, tmp_path_factory):
-    """Checkpoint folders of tiny random models, by model type and seed."""
+    """Checkpoint folders of tiny random models, by model type and seed; a wide one has padded vocabulary rows."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from rlhf_pipeline.config.model import BaseModelConfig
+    from rlhf_pipeline.models.base_model import as_loaded
     from rlhf_pipeline.models.token_contract import TokenContract
-
-    fields = {
-        "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-        "opt": {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "word_embed_proj_dim": 32, "dropout": 0.1},
-        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
-    }  # fmt: skip
 
     def make(model_type: str = "llama", seed: int = 0, vocabulary: int | None = None) -> Path:
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(
-            model_type,
-            vocab_size=vocabulary or len(tokenizer),
-            max_position_embeddings=128,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            **fields[model_type],
-        )
         folder = tmp_path_factory.mktemp(model_type)
+        fields = {"model_type": model_type, **ARCHITECTURES[model_type]}
+        own = as_loaded(tokenizer, BaseModelConfig(architecture=fields, vocab_size=300), folder)
+        config = AutoConfig.for_model(
+            **fields,
+            vocab_size=vocabulary or len(own),
+            pad_token_id=own.pad_token_id,
+            eos_token_id=own.eos_token_id,
+            bos_token_id=None,
+        )
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        TokenContract.of(tokenizer).write(folder)
+        own.save_pretrained(folder)
+        TokenContract.of(own).write(folder)
         return folder
 
     return make

@@ -86,6 +86,11 @@ def test_the_defaults_pass(parameters):
             200,
             "split.max_response_tokens: 200 after a prompt of split.max_prompt_tokens 64",
         ),
+        (
+            "base_model.architecture.hiden_size",
+            64,
+            "base_model.architecture: llama has no field hiden_size (did you mean hidden_size?); known are hidden_size, ",
+        ),
         ("register.max_kl", -1, "register.max_kl: Input should be greater than 0"),
     ],
 )
@@ -93,6 +98,32 @@ def test_each_fault_is_named(parameters, place, value, message):
     with pytest.raises(ConfigError) as refusal:
         preflight(changed(parameters, place, value), processes=2, gpus=0)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "positions"),
+    [
+        ({"model_type": "gpt2", "n_positions": 120}, 120),
+        ({"model_type": "gpt2", "max_position_embeddings": 120}, 120),
+        *(({"model_type": name, "max_position_embeddings": 120}, 120) for name in ("opt", "llama", "gpt_neox", "qwen2",
+                                                                                   "qwen3", "mistral")),
+        ({"model_type": "gpt2"}, 1024),
+        ({"model_type": "opt"}, 2048),
+    ],
+)  # fmt: skip
+def test_prompt_and_response_must_fit_the_positions_of_every_family(parameters, architecture, positions):
+    """A prompt of 64 tokens: the response may have positions - 64, and no more."""
+    parameters = changed(parameters, "base_model.architecture", architecture)
+    preflight(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 64), processes=2, gpus=0)
+    with pytest.raises(
+        ConfigError, match=rf"evaluate\.sampling\.max_response_tokens: .* the model's {positions} positions"
+    ):
+        preflight(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63), processes=2, gpus=0)
+
+
+def test_bloom_has_no_limit_of_positions(parameters):
+    parameters = changed(parameters, "base_model.architecture", {"model_type": "bloom"})
+    preflight(changed(parameters, "evaluate.sampling.max_response_tokens", 10**6), processes=2, gpus=0)
 
 
 def test_all_faults_are_named_at_once(parameters):

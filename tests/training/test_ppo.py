@@ -2,7 +2,6 @@
 
 import copy
 import json
-import socket
 
 import numpy as np
 import pyarrow as pa
@@ -17,27 +16,7 @@ from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo, update
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
-from rlhf_pipeline.training.engine import join
 from rlhf_pipeline.training.metrics import MetricsWriter
-
-
-@pytest.fixture(scope="module")
-def world(request):
-    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        for name, value in {
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }.items():
-            patch.setenv(name, str(value))
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        yield join(0, timeout_s=60)
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

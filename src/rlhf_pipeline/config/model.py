@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from rlhf_pipeline.config.architecture import find_family
 from rlhf_pipeline.config.block import Block
 
 
@@ -20,10 +21,34 @@ class BaseModelConfig(Block):
 
     architecture: dict[str, Any] | None = None
     """Fields of a Hugging Face model configuration, `model_type` among them (`llama`, `opt`, ...): a model with random
-    weights is built from it. It has never seen text, so it only serves worlds as small as the synthetic one."""
+    weights is built from it. It has never seen text, so it only serves worlds as small as the synthetic one. Null takes
+    back a field that another environment gave for another family."""
 
     vocab_size: int | None = Field(default=None, ge=300)
     """Tokens of the byte-level BPE tokenizer trained on the sources' texts for a built model; 256 of them are bytes."""
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that a built model has positions for; None if there is no such limit, or a checkpoint has to tell."""
+        return None if self.architecture is None else _value(self.architecture, "max_position_embeddings")
+
+    @field_validator("architecture")
+    @classmethod
+    def _known_fields(cls, architecture: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Under the family's own names."""
+        if architecture is None:
+            return None
+        if not isinstance(model_type := architecture.get("model_type"), str):
+            raise ValueError("architecture has no model_type; name a Hugging Face one, such as llama or opt")
+        given = {name: value for name, value in architecture.items() if name != "model_type"}
+        architecture = {"model_type": model_type, **find_family(model_type).given(given)}
+        heads, shared = (_value(architecture, name) for name in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+            raise ValueError(
+                f"num_key_value_heads {shared} does not divide num_attention_heads {heads}; set it to {heads}, or to a "
+                "divisor for grouped queries"
+            )
+        return architecture
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -31,6 +56,8 @@ class BaseModelConfig(Block):
             raise ValueError("path and architecture are both set; set the other one to null")
         if self.path is None and (self.architecture is None or self.vocab_size is None):
             raise ValueError("set path (a Hugging Face id or folder), or architecture and vocab_size to build a model")
-        if self.architecture is not None and "model_type" not in self.architecture:
-            raise ValueError("architecture has no model_type; name a Hugging Face one, such as llama or opt")
         return self
+
+
+def _value(architecture: dict[str, Any], name: str) -> Any:
+    return find_family(architecture["model_type"]).value(architecture, name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.architecture import suggestion
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.data import SourceConfig, SplitConfig
 from rlhf_pipeline.config.evaluation import EvaluationConfig
@@ -64,12 +64,7 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
 def _unknown(parameters: Mapping[str, Any]) -> list[str]:
     known = [*BLOCKS, "seed"]
     extra = [name for name in parameters if name not in known and name not in ("root",)]
-    return [f"{name}: no such parameter{_suggestion(name, known)}; known are {', '.join(known)}" for name in extra]
-
-
-def _suggestion(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return [f"{name}: no such parameter{suggestion(name, known)}; known are {', '.join(known)}" for name in extra]
 
 
 def _invalid(parameters: Mapping[str, Any]) -> list[str]:
@@ -141,24 +136,19 @@ def _source_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: b
 
 def _too_long(parameters: Mapping[str, Any]) -> list[str]:
     split = SplitConfig.model_validate(parameters["split"])
-    architecture = BaseModelConfig.model_validate(parameters["base_model"]).architecture or {}
-    positions = architecture.get("max_position_embeddings")
-    faults = []
-    if positions is not None and split.max_prompt_tokens + split.max_response_tokens > positions:
-        faults.append(
-            f"split.max_response_tokens: {split.max_response_tokens} after a prompt of split.max_prompt_tokens "
-            f"{split.max_prompt_tokens} exceed the model's {positions} positions "
-            "(base_model.architecture.max_position_embeddings); lower one or raise the other"
-        )
+    positions = BaseModelConfig.model_validate(parameters["base_model"]).positions
+    if positions is None:
+        return []
+    responses = {"split.max_response_tokens": split.max_response_tokens}
     for block in ("ppo", "evaluate"):
-        response = BLOCKS[block].model_validate(parameters[block]).sampling.max_response_tokens  # type: ignore[attr-defined]
-        if positions is not None and split.max_prompt_tokens + response > positions:
-            faults.append(
-                f"{block}.sampling.max_response_tokens: {response} after a prompt of split.max_prompt_tokens "
-                f"{split.max_prompt_tokens} exceed the model's {positions} positions "
-                "(base_model.architecture.max_position_embeddings); lower one or raise the other"
-            )
-    return faults
+        sampling = BLOCKS[block].model_validate(parameters[block]).sampling  # type: ignore[attr-defined]
+        responses[f"{block}.sampling.max_response_tokens"] = sampling.max_response_tokens
+    return [
+        f"{place}: {response} after a prompt of split.max_prompt_tokens {split.max_prompt_tokens} exceed the model's "
+        f"{positions} positions (max_position_embeddings in base_model.architecture); lower one or raise the other"
+        for place, response in responses.items()
+        if split.max_prompt_tokens + response > positions
+    ]
 
 
 def _leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -20,7 +21,8 @@ from transformers import (
 from rlhf_pipeline.config.model import BaseModelConfig
 from rlhf_pipeline.data.corpus import corpus
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
@@ -36,7 +38,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("base_model", BaseModelConfig)
     torch.manual_seed(job.seed)
     if config.path is None:
-        tokenizer = train_tokenizer(config, list(job.inputs.values()))
+        trained = train_tokenizer(config, list(job.inputs.values()))
+        tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
     else:
         tokenizer = AutoTokenizer.from_pretrained(config.path, revision=config.revision)
@@ -47,7 +50,13 @@ def main(job: LaunchedJob) -> dict[str, float]:
     model.config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(job.export)
     tokenizer.save_pretrained(job.export)
-    TokenContract.of(tokenizer).write(job.export)
+    contract = TokenContract.of(tokenizer)
+    if TokenContract.of(load_tokenizer(job.export)) != contract:
+        raise ArtifactError(
+            f"the tokenizer of {config.path or 'base_model.architecture'} is another one after it is saved and loaded: "
+            f"transformers rebuilds it by the model type {model.config.model_type}; give it a tokenizer of that type"
+        )
+    contract.write(job.export)
     return {"base_model/parameters": model.num_parameters(), "base_model/vocab_size": len(tokenizer)}
 
 
@@ -67,6 +76,17 @@ def train_tokenizer(config: BaseModelConfig, sources: Sequence[Path]) -> PreTrai
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN)
 
 
+def as_loaded(tokenizer: PreTrainedTokenizerBase, config: BaseModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer as `AutoTokenizer` gives it back from a checkpoint of this family, by way of `folder`.
+
+    For most it is the same. Beside a Qwen2 model, Qwen2's normalizer, pre-tokenizer and `<|endoftext|>` take the place of
+    what was saved, and everyone who loads the checkpoint gets them.
+    """
+    assert config.architecture is not None, "the configuration demands it where there is no path"
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, config=AutoConfig.for_model(config.architecture["model_type"]))
+
+
 def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A model with random weights, its vocabulary and special tokens taken from the tokenizer."""
     fields = dict(config.architecture or {})
@@ -79,7 +99,7 @@ def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
     }
     try:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=torch.float32)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"base_model.architecture cannot be built: {error}") from error
 
 

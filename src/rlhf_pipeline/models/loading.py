@@ -67,14 +67,25 @@ def freeze(model: M) -> M:
 
 def assert_no_dropout(model: nn.Module) -> None:
     """Raise `AssertionError` if a forward pass could differ from the next: a policy ratio would not start at 1."""
-    active = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    active = [f"{path}.{name}" for path, _, name in _dropout_rates(model)]
     assert not active, f"dropout is active in {', '.join(active)}"
 
 
 def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch off dropout, in modules and in the functional calls that read the configuration."""
-    for module in model.modules():
-        for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    for _, module, name in _dropout_rates(model):
+        setattr(module, name, 0.0)
     return model
+
+
+def _dropout_rates(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Path, module and attribute of every rate above 0 by which activations or layers are dropped.
+
+    It is `p` of a dropout module. Modules that call the function keep it under a name of the family's choice: `dropout`
+    and `layerdrop` in OPT, `hidden_dropout` in BLOOM, `attention_dropout` in Llama.
+    """
+    return [
+        (path, module, name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if ("drop" in name or name == "p") and isinstance(value, float) and value > 0
+    ]

@@ -1,0 +1,58 @@
+"""Models built from their configuration, with the tokenizer that belongs to them."""
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rlhf_pipeline.config.model import BaseModelConfig
+from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.models import base_model
+from rlhf_pipeline.models.base_model import as_loaded, build_model
+from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.stages.job import LaunchedJob
+
+
+def test_every_family_is_built_with_the_tokenizer_that_loads_beside_it(tokenizer, architecture, family, tmp_path):
+    config = BaseModelConfig(architecture=architecture(family), vocab_size=300)
+    own = as_loaded(tokenizer, config, tmp_path)
+    model = build_model(config, own)
+    model.save_pretrained(tmp_path)
+    own.save_pretrained(tmp_path)
+
+    loaded = load_tokenizer(tmp_path)
+    assert TokenContract.of(loaded) == TokenContract.of(own)
+    assert (own.pad_token_id, own.eos_token_id) == (0, 1)
+    ids = loaded("snow is  white, 123")["input_ids"]
+    assert loaded.decode(ids) == "snow is  white, 123" and max(ids) < 288
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.model_type == family
+    assert (again.config.hidden_size, again.config.num_hidden_layers, again.config.num_attention_heads) == (32, 2, 4)
+    assert again.get_input_embeddings().num_embeddings == len(loaded) == (289 if family == "qwen2" else 288)
+    assert (again.config.pad_token_id, again.config.eos_token_id, again.config.bos_token_id) == (0, 1, None)
+
+
+@pytest.mark.parametrize(("value", "reason"), [("64", "expected int, got str"), (None, "got NoneType"), (33, "33")])
+def test_a_value_that_cannot_be_is_named(tokenizer, architecture, value, reason):
+    config = BaseModelConfig(architecture=architecture("llama") | {"hidden_size": value}, vocab_size=300)
+    with pytest.raises(ConfigError, match=rf"(?s)base_model\.architecture cannot be built: .*{reason}"):
+        build_model(config, tokenizer)
+
+
+def run(folder):
+    block = {"architecture": {"model_type": "qwen2", "num_key_value_heads": 4, "num_attention_heads": 4, "hidden_size": 32,
+                              "intermediate_size": 64, "num_hidden_layers": 1}, "vocab_size": 300}  # fmt: skip
+    job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, {}, folder, 60.0)
+    base_model.main(job)
+    return job.export
+
+
+def test_the_exported_contract_is_that_of_the_tokenizer_that_loads(tmp_path):
+    export = run(tmp_path)
+    assert TokenContract.read(export) == TokenContract.of(load_tokenizer(export))
+
+
+def test_a_tokenizer_that_does_not_survive_saving_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(base_model, "as_loaded", lambda tokenizer, *_: tokenizer)
+    with pytest.raises(ArtifactError, match=r"base_model\.architecture is another one after it is saved and loaded"):
+        run(tmp_path)

@@ -1,0 +1,140 @@
+"""What must hold in every family of models, whatever it does about positions, dropout, ties and caches.
+
+The other side of each comparison is Hugging Face's own forward pass over one row, without padding, mask or positions.
+"""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_pipeline.config.ppo import SamplingConfig
+from rlhf_pipeline.models.forward import response_logits, response_logprobs, response_values, sequence_scores
+from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.training.checkpoint import save_model
+from rlhf_pipeline.training.rollout import generate, uniform_draws
+
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]
+RESPONSES = [[13, 1], [14, 15, 16, 1], [17, 18, 19]]
+ROWS = list(zip(PROMPTS, RESPONSES, strict=True))
+BATCH = collate(PROMPTS, RESPONSES, pad_id=0)
+WIDE = 320
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_model, family):
+    """A policy whose embedding has some thirty rows more than there are tokens."""
+    return make_model(family, vocabulary=WIDE)
+
+
+@pytest.fixture(scope="module")
+def contract(checkpoint):
+    return TokenContract.read(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint):
+    return freeze(load_policy(checkpoint, "fp32"))
+
+
+@pytest.fixture(scope="module")
+def scorer(checkpoint):
+    model = load_scores(checkpoint, "fp32", new_head=True)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.classifier.score.weight)
+    return freeze(model)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_logprobs_are_those_of_each_row_alone(policy, contract):
+    ours = response_logprobs(policy, BATCH, vocab_size=contract.vocab_size)
+    for i, (prompt, response) in enumerate(ROWS):
+        logits = policy(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        theirs = logits[:, : contract.vocab_size].log_softmax(-1)[range(len(response)), response]
+        close(ours[i, : len(response)], theirs)
+
+
+def test_values_and_scores_are_those_of_each_row_alone(scorer):
+    """The value before a token is the scalar at the token before it; the score is the scalar at the last token."""
+    values, scores = response_values(scorer, BATCH), sequence_scores(scorer, BATCH)
+    for i, (prompt, response) in enumerate(ROWS):
+        ids = torch.tensor([prompt + response])
+        scalars = scorer.classifier.score(scorer.classifier.base_model(input_ids=ids)[0])[0, :, 0]
+        close(values[i, : len(response)], scalars[len(prompt) - 1 : -1])
+        close(scores[i], scorer.classifier(input_ids=ids).logits[0, 0])
+
+
+def test_logits_of_the_kept_columns_are_those_of_all(policy):
+    everything = policy(**BATCH.model_inputs()).logits
+    close(response_logits(policy, BATCH), everything[:, -5:-1])
+
+
+def test_dropout_is_off_however_the_family_keeps_it(checkpoint, scorer):
+    def drops(model):
+        model.train()
+        passes = [model(**BATCH.model_inputs(), output_hidden_states=True).hidden_states[-1] for _ in range(8)]
+        return any(not torch.equal(one, passes[0]) for one in passes)
+
+    untouched = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert drops(untouched)
+    with pytest.raises(AssertionError, match="dropout is active in "):
+        assert_no_dropout(untouched)
+
+    policy = load_policy(checkpoint, "fp32")
+    assert not drops(policy)
+    assert_no_dropout(policy)
+    assert_no_dropout(scorer)
+    assert not drops(load_scores(checkpoint, "fp32", new_head=True).classifier)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_generation_is_sampling_token_by_token(policy, contract, temperature):
+    """Each row alone, without padding and cache: the first token whose distribution function exceeds the draw."""
+    sampling = SamplingConfig(max_response_tokens=16, batch_size_per_gpu=3, temperature=temperature)
+    draws = uniform_draws(3, 1, np.arange(3), 16)
+    rollout = generate(policy, PROMPTS, draws, sampling, contract)
+    for i, prompt in enumerate(PROMPTS):
+        ids = list(prompt)
+        for draw in draws[i].tolist():
+            logits = policy(input_ids=torch.tensor([ids])).logits[0, -1, : contract.vocab_size].double().numpy()
+            weights = np.exp(logits / temperature)
+            ids.append(int(np.argmax(weights.cumsum() > draw * weights.sum())))
+            if ids[-1] == 1:
+                break
+        assert rollout.response_ids[i, rollout.response_mask[i]].tolist() == ids[len(prompt) :]
+
+
+def test_padded_vocabulary_rows_are_never_sampled(policy, contract):
+    """The draws are beyond what the real tokens have of the probability of all rows."""
+    probabilities = policy(torch.tensor([[5]])).logits[0, -1].softmax(-1)
+    assert len(probabilities) == WIDE
+    draws = torch.tensor([[probabilities[: contract.vocab_size].sum().item() + 1e-6, 0.5]], dtype=torch.float64)
+    sampling = SamplingConfig(max_response_tokens=2, batch_size_per_gpu=1)
+    assert generate(policy, [[5]], draws, sampling, contract).response_ids.max() < contract.vocab_size
+
+
+def test_a_saved_policy_is_the_same_policy(policy, checkpoint, contract, tmp_path):
+    expected = response_logits(policy, BATCH)
+    save_model(policy, load_tokenizer(checkpoint), tmp_path / "saved")
+    again = freeze(load_policy(tmp_path / "saved", "fp32"))
+    assert torch.equal(response_logits(again, BATCH), expected)
+    assert TokenContract.read(tmp_path / "saved") == contract
+    tied = again.get_output_embeddings().weight is again.get_input_embeddings().weight
+    assert tied == (again.config.model_type in ("opt", "gpt2", "bloom", "qwen2"))
+
+
+def test_a_saved_scorer_is_the_same_scorer_for_others_too(scorer, checkpoint, tmp_path):
+    expected = sequence_scores(scorer, BATCH)
+    save_model(scorer, load_tokenizer(checkpoint), tmp_path / "saved")
+    again = freeze(load_scores(tmp_path / "saved", "fp32"))
+    assert torch.equal(sequence_scores(again, BATCH), expected)
+
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    ids = torch.tensor([prompt + response + [0] * (7 - len(prompt + response)) for prompt, response in ROWS])
+    logits = classifier(input_ids=ids, attention_mask=(ids != 0).long()).logits
+    close(expected, logits[:, 0])
