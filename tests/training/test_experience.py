@@ -16,8 +16,8 @@ NAN = float("nan")
 # Two responses each to the prompts a and b, in the order a, b, a, b.
 MASK = torch.tensor([[True, True], [True, False], [True, False], [True, True]])
 LOGPROBS = torch.tensor([[1.0, 2.0], [0.0, NAN], [2.0, NAN], [1.0, -1.0]])  # the reference's are 0
-SCORES = torch.tensor([3.3, 1.0, 1.2, 2.0])
-# Less 0.1 for each nat of KL, 3, 0, 2 and 0 by k1: returns 3, 1, 1, 2.
+SCORES = torch.tensor([3.3, 1.5, 1.2, 2.0])
+# Less 0.1 for each nat of KL, 3, 0, 2 and 0 by k1: returns 3, 1.5, 1, 2.
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ def experience_of(ranks: int, values: bool, **options) -> list[Experience]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # a: 3 - 1, 1 - 3; b: 1 - 2, 2 - 1.
-        ({"advantage": "rloo"}, [2.0, -1.0, -2.0, 1.0]),
-        # Means 2 and 1.5.
-        ({"advantage": "grpo", "scale_by_group_std": False}, [1.0, -0.5, -1.0, 0.5]),
-        # Standard deviations 1.4142136 and 0.7071068: 1 / 1.4143136, 0.5 / 0.7072068.
-        ({"advantage": "grpo"}, [0.7070568, -0.7070068, -0.7070568, 0.7070068]),
-        # Mean 7 / 4.
-        ({"advantage": "reinforce"}, [1.25, -0.75, -0.75, 0.25]),
-        ({"advantage": "reinforce", "reinforce_baseline": "none"}, [3.0, 1.0, 1.0, 2.0]),
+        # a: 3 - 1, 1 - 3; b: 1.5 - 2, 2 - 1.5.
+        ({"advantage": "rloo"}, [2.0, -0.5, -2.0, 0.5]),
+        # Means 2 and 1.75.
+        ({"advantage": "grpo", "scale_by_group_std": False}, [1.0, -0.25, -1.0, 0.25]),
+        # Standard deviations 1.4142136 and 0.3535534: 1 / 1.4143136, 0.25 / 0.3536534.
+        ({"advantage": "grpo"}, [0.7070568, -0.7069069, -0.7070568, 0.7069069]),
+        # Mean 7.5 / 4.
+        ({"advantage": "reinforce"}, [1.125, -0.375, -0.875, 0.125]),
+        ({"advantage": "reinforce", "reinforce_baseline": "none"}, [3.0, 1.5, 1.0, 2.0]),
         # k2: 1/2 + 4/2, 0, 4/2, 1/2 + 1/2 nats.
-        ({"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"estimator": "k2"}}, [3.05, 1.0, 1.0, 1.9]),
+        ({"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"estimator": "k2"}}, [3.05, 1.5, 1.0, 1.9]),
     ],
 )
 def test_advantages_without_a_critic(ranks, options, expected):
@@ -90,18 +90,18 @@ def test_advantages_without_a_critic(ranks, options, expected):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_whitened_rewards_keep_their_mean(ranks):
-    """Rewards -0.1, 3.1; 1; 1; -0.1, 2.1: mean 7/6, variance 16.04/6 - 49/36 = 1.3122222, deviation 1.1455227.
+    """Rewards -0.1, 3.1; 1.5; 1; -0.1, 2.1: mean 1.25, variance 17.29/6 - 1.5625 = 1.3191667, deviation 1.1485498.
 
-    Scaled about the mean: 0.0609123, 2.8543970; 1.0211727; 1.0211727; 0.0609123, 1.9814330. Values are 0 and lambda is 1,
-    so a return is the sum of the rewards to come: 0.0609123 + 2.8543970 and 0.0609123 + 1.9814330 in the first column.
+    Scaled about the mean: 0.0746047, 2.8607268; 1.4676658; 1.0323342; 0.0746047, 1.9900637. Values are 0 and lambda is 1,
+    so a return is the sum of the rewards to come: 0.0746047 + 2.8607268 and 0.0746047 + 1.9900637 in the first column.
     """
-    expected = torch.tensor([[2.9153093, 2.8543970], [1.0211727, 0.0], [1.0211727, 0.0], [2.0423453, 1.9814330]])
+    expected = torch.tensor([[2.9353316, 2.8607268], [1.4676658, 0.0], [1.0323342, 0.0], [2.0646684, 1.9900637]])
     for rank, experience in enumerate(experience_of(ranks, values=True, whiten_rewards=True, lam=1.0)):
         torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_the_option_rewards_are_as_they_are(ranks):
-    expected = torch.tensor([[3.0, 3.1], [1.0, 0.0], [1.0, 0.0], [2.0, 2.1]])
+    expected = torch.tensor([[3.0, 3.1], [1.5, 0.0], [1.0, 0.0], [2.0, 2.1]])
     for rank, experience in enumerate(experience_of(ranks, values=True, lam=1.0)):
         torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)
