@@ -55,6 +55,12 @@ def test_the_defaults_pass(parameters):
             "sft.batch_size: 1 rows cannot be shared evenly by 2 ranks (launch.processes); use 2 or 2",
         ),
         (
+            "ppo.responses_per_prompt",
+            64,
+            "ppo.rollout_batch_size: 64 responses, 64 to a prompt (ppo.responses_per_prompt), answer 1 prompts, which cannot "
+            "be shared evenly by 2 ranks (launch.processes); use a multiple of 128",
+        ),
+        (
             "ppo.actor.deepspeed.precision",
             "fp16",
             "ppo.actor.deepspeed.precision: fp16 needs a GPU, and there is none here",

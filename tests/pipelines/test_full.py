@@ -122,6 +122,24 @@ def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, nam
         assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-6), name
 
 
+def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
+    """RLOO, two responses to a prompt, two pooled batches of 16, two epochs: the actor trains, nothing like a critic does."""
+    done = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
+    inputs = {name: Path(path) for name, path in done["inputs"].items()}
+    changes = {"advantage": "rloo", "critic": None, "responses_per_prompt": 2, "rollout_batches": 2, "ppo_epochs": 2}
+    job = Job("ppo", {"ppo": PPOConfig.model_validate(done["config"]["ppo"] | changes)}, inputs, done["seed"])
+    lines = {}
+    for ranks in (1, 2):
+        export = run_stage(job, LaunchConfig(processes=ranks), tmp_path / str(ranks))
+        lines[ranks] = metrics_of(export.parent)
+    assert content_digest(export) != content_digest(inputs["sft_model"])
+    assert lines[2][0]["policy/approx_kl"] > 0.0  # the second minibatch met a policy that had moved
+    assert lines[2][-1]["objective/kl_k3"] > 1e-6
+    assert not any("value" in name or "critic" in name for line in lines[2] for name in line)
+    for name in ("objective/score", "objective/kl", "policy/loss", "policy/entropy", "rollout/response_tokens"):
+        assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-5, abs=1e-6), name
+
+
 def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
     """Each dialogue has two assistant turns, "one." and "two three."; with `sft_loss: assistant` all their tokens count."""
     dialogue = [("user", "Hello {}."), ("assistant", "one."), ("user", "And then?"), ("assistant", "two three.")]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_pipeline.rl.advantages import gae
+from rlhf_pipeline.rl.advantages import gae, group_relative, leave_one_out, to_tokens
 
 NAN = float("nan")
 # gamma 1, lam 0.5.
@@ -79,3 +79,56 @@ def test_a_gap_in_the_response_is_refused():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"values is \(3, 2\), mask is \(3, 3\)"):
         gae(REWARDS, VALUES[:, :2], MASK, gamma=1.0, lam=0.5)
+
+
+# --- without a critic: three responses to each of two prompts, a prompt a column ---
+
+GROUPS = torch.tensor([[1.0, 4.0], [2.0, 4.0], [6.0, 4.0]])
+# 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2.
+LEAVE_ONE_OUT = torch.tensor([[-3.0, 0.0], [-1.5, 0.0], [4.5, 0.0]])
+# Mean 3; the deviations -2, -1, 3 have the standard deviation sqrt(14 / 2) = 2.6457513, and 2.6458513 with 1e-4 added.
+GROUP_RELATIVE = torch.tensor([[-0.7559003, 0.0], [-0.3779502, 0.0], [1.1338505, 0.0]])
+
+
+def test_leave_one_out_compares_with_the_other_responses():
+    torch.testing.assert_close(leave_one_out(GROUPS), LEAVE_ONE_OUT)
+
+
+def test_group_relative_compares_with_all_responses_in_units_of_their_deviation():
+    torch.testing.assert_close(group_relative(GROUPS, scale=True), GROUP_RELATIVE, rtol=1e-6, atol=0)
+
+
+def test_group_relative_without_scale_is_centred():
+    expected = torch.tensor([[-2.0, 0.0], [-1.0, 0.0], [3.0, 0.0]])
+    torch.testing.assert_close(group_relative(GROUPS, scale=False), expected)
+
+
+def test_rounding_between_equal_responses_is_no_advantage():
+    # Half of 1e-7 over 7.1e-8 + 1e-4: 0.0005, where without the constant it were 0.7.
+    advantages = group_relative(torch.tensor([[0.0], [1e-7]]), scale=True)
+    assert advantages.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_a_rank_gets_the_advantages_of_its_prompts(column: int):
+    mine = slice(column, column + 1)
+    torch.testing.assert_close(leave_one_out(GROUPS[:, mine]), LEAVE_ONE_OUT[:, mine])
+    torch.testing.assert_close(group_relative(GROUPS[:, mine], scale=True), GROUP_RELATIVE[:, mine], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one response", "no groups"])
+def test_a_group_has_two_responses_at_least(returns):
+    for function in (leave_one_out, lambda r: group_relative(r, scale=True)):
+        with pytest.raises(ValueError, match="it must be \\(K, G\\) with K >= 2"):
+            function(returns)
+
+
+def test_a_response_gives_its_advantage_to_each_of_its_tokens():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    advantages = to_tokens(torch.tensor([2.0, -1.0]), mask)
+    torch.testing.assert_close(advantages, torch.tensor([[2.0, 2.0, 2.0], [-1.0, 0.0, 0.0]]))
+
+
+def test_there_must_be_one_advantage_a_response():
+    with pytest.raises(ValueError, match=r"advantages is \(2, 1\), mask is \(2, 3\)"):
+        to_tokens(torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool))

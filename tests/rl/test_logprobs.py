@@ -92,8 +92,23 @@ def test_entropy_is_that_of_the_sampled_distribution(chunk_rows: int):
     torch.testing.assert_close(entropy, torch.tensor([[1.0397208], [0.0]]))
 
 
-def test_entropy_is_a_metric_without_gradient():
-    assert not entropy_of(torch.zeros(1, 1, 4, requires_grad=True)).requires_grad
+@pytest.mark.parametrize("chunk_rows", [1, 2])
+def test_gradient_of_the_entropy(chunk_rows: int):
+    logits = logits_of([4.0, 1.0, 1.0, 1000.0], [1.0, 1.0, 1.0, 1000.0]).requires_grad_()
+    entropy = entropy_of(logits, temperature=2.0, vocab_size=3, chunk_rows=chunk_rows)
+    (entropy * torch.tensor([[-2.0], [1.0]])).sum().backward()
+    # p = [2, 1, 1] / 4, ln p = -0.6931472, -1.3862944, H = 1.0397208: -p (ln p + H) = -0.1732868, 0.0866434, 0.0866434,
+    # over the temperature 2 and times -2. A uniform distribution is the summit: 0.
+    expected = torch.tensor([[[0.1732868, -0.0866434, -0.0866434, 0.0]], [[0.0, 0.0, 0.0, 0.0]]])
+    torch.testing.assert_close(logits.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_entropy_keeps_no_float32_logits_for_the_backward_pass():
+    logits = torch.zeros(4, 3, 50, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        entropy_of(logits, chunk_rows=2)
+    assert [tensor.dtype for tensor in kept] == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long])

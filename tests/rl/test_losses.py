@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.losses import pairwise_loss, policy_loss, sft_loss, value_loss
+from rlhf_pipeline.rl.losses import entropy_loss, pairwise_loss, policy_loss, sft_loss, value_loss
 
 NAN = float("nan")
 MASK = torch.tensor([[True, True, False], [True, False, False], [True, True, False]])
@@ -101,6 +101,38 @@ def test_policy_loss_on_both_sides_of_the_clip(ratio, advantage, expected_loss, 
     )
     torch.testing.assert_close(loss, torch.tensor(expected_loss), rtol=1e-5, atol=0)
     torch.testing.assert_close(gradient, torch.tensor([[expected_gradient]]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "expected_loss", "expected_gradient"),
+    [
+        (5.0, -2.0, None, 10.0, 10.0),
+        (5.0, -2.0, 3.0, 6.0, 0.0),  # max(min(-10, -2.4), 3 * -2): beyond the second bound, no pull
+        (2.0, -2.0, 3.0, 4.0, 4.0),  # max(-4, -6): within it
+        (5.0, 2.0, 3.0, -2.4, 0.0),  # min(10, 1.2 * 2), and not 3 * 2: a good token has the one bound
+    ],
+)
+def test_dual_clip_bounds_the_pull_of_a_bad_token(ratio, advantage, dual_clip, expected_loss, expected_gradient):
+    # The second column is padding.
+    logprobs = torch.tensor([[-3.0 + math.log(ratio), NAN]], requires_grad=True)
+    loss = policy_loss(
+        logprobs,
+        torch.tensor([[-3.0, NAN]]),
+        torch.tensor([[advantage, NAN]]),
+        torch.tensor([[True, False]]),
+        clip_range=0.2,
+        normalizer=1,
+        dual_clip=dual_clip,
+    )
+    loss, gradient = value_and_gradient(loss, logprobs)
+    torch.testing.assert_close(loss, torch.tensor(expected_loss), rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient, torch.tensor([[expected_gradient, 0.0]]), rtol=1e-5, atol=0)
+
+
+def test_dual_clip_must_exceed_the_ratio_one():
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"dual_clip is 1\.0; it must be above 1, or None for off"):
+        policy_loss(x, x, x, torch.tensor([[True]]), clip_range=0.2, normalizer=1, dual_clip=1.0)
 
 
 # Ratios 1.5, 0.5; 1.1; 1, 0.5 with advantages 2, 2; 2; 3, -2: the surrogates 2.4, 1; 2.2; 3, -1.6 sum to 7.
@@ -246,3 +278,19 @@ def test_only_the_trained_quantity_gets_a_gradient():
         loss(trained, *constants, torch.tensor([[True]]), clip_range=0.2, normalizer=1).backward()
     assert trained.grad is not None
     assert [constant.grad for constant in constants] == [None, None]
+
+
+# --- entropy_loss: 5 real tokens, 1 + 2 + 4 + 3 + 5 = 15 nats ---
+
+
+def test_entropy_loss_is_the_negative_mean_over_real_tokens():
+    entropy = -SFT_LOGPROBS.clone().requires_grad_()
+    loss, gradient = value_and_gradient(entropy_loss(entropy, MASK, normalizer=5), entropy)
+    torch.testing.assert_close(loss, torch.tensor(-3.0))
+    torch.testing.assert_close(gradient, torch.tensor([[-0.2, -0.2, 0.0], [-0.2, 0.0, 0.0], [-0.2, -0.2, 0.0]]))
+
+
+def test_entropy_loss_adds_up_over_ranks():
+    parts = [entropy_loss(-SFT_LOGPROBS[rows], MASK[rows], normalizer=5) for rows in (slice(2), slice(2, 3))]
+    # (1 + 2 + 4) / 5 and (3 + 5) / 5
+    torch.testing.assert_close(torch.stack(parts), torch.tensor([-1.4, -1.6]))

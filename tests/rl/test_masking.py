@@ -71,6 +71,14 @@ def test_a_rank_whitens_by_the_moments_of_all_ranks():
     torch.testing.assert_close(whiten(X[:1], MASK[:1], MOMENTS), WHITENED[:1], rtol=1e-6, atol=1e-7)
 
 
+def test_whiten_may_keep_the_mean():
+    # Mean 4, variance 4: -1 and 1, and 4 again. The second row is another rank's.
+    x, mask = torch.tensor([[2.0, float("nan")], [6.0, 99.0]]), torch.tensor([[True, False], [True, False]])
+    moments, expected = masked_moments(x, mask), torch.tensor([[3.0, 0.0], [5.0, 0.0]])
+    torch.testing.assert_close(whiten(x, mask, moments, shift_mean=False), expected)
+    torch.testing.assert_close(whiten(x[:1], mask[:1], moments, shift_mean=False), expected[:1])
+
+
 def test_whiten_survives_a_mean_far_from_zero():
     # Mean 10000.5, variance 0.25: +-0.5 / 0.5. In float32 the squares, about 1e8, are rounded to multiples of 8.
     x, mask = torch.tensor([[10000.0, 10001.0]]), torch.tensor([[True, True]])

@@ -17,6 +17,7 @@ from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo, update
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.rollout import generate
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,7 @@ def run(config, inputs, world, folder, seed=1):
     before = {
         name: copy.deepcopy(module(models, name).state_dict())
         for name in ("actor", "reference", "critic", "reward_model")
+        if getattr(models, name) is not None
     }
     best = BestCheckpoint(job, world, load_tokenizer(inputs["sft_model"]))
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
@@ -121,6 +123,69 @@ def test_micro_batches_do_not_change_the_result(trained, inputs, world, tmp_path
 def test_minibatches_and_epochs_take_their_optimizer_steps(inputs, world, tmp_path):
     models = run(config(minibatch_size=4, ppo_epochs=3), inputs, world, tmp_path)[0]
     assert models.actor.global_steps == models.critic.global_steps == 2 * 3 * 2  # rollouts x epochs x minibatches
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "grpo", "reinforce"])
+def test_without_a_critic_the_actor_trains_alone(inputs, world, tmp_path, advantage):
+    alone = config(advantage=advantage, critic=None, responses_per_prompt=2, rollout_batches=2, minibatch_size=8)
+    models, before, lines, _ = run(alone, inputs, world, tmp_path)
+    assert models.critic is None and models.actor.global_steps == 2 * 2
+    assert not any(torch.equal(module(models, "actor").state_dict()[key], old) for key, old in before["actor"].items())
+    assert not any("value" in name or "critic" in name for line in lines for name in line)
+
+
+def test_rows_that_are_compared_answer_one_prompt(inputs, world, tmp_path, monkeypatch):
+    """Eight responses, two to a prompt: rows 0 and 4, 1 and 5, ... share a prompt, and no other two do."""
+    seen = []
+    monkeypatch.setattr(
+        ppo, "generate", lambda policy, prompts, *a: seen.append(prompts) or generate(policy, prompts, *a)
+    )
+    alone = config(advantage="rloo", critic=None, responses_per_prompt=2, steps=1, evaluations=1)
+    run(alone, inputs, world, tmp_path)
+    asked = seen[0]
+    assert asked[:4] == asked[4:]
+    assert len({tuple(prompt) for prompt in asked}) == 4
+
+
+def test_pooled_batches_are_one_large_batch(trained, inputs, world, tmp_path):
+    pooled = run(config(rollout_batch_size=2, rollout_batches=4), inputs, world, tmp_path)
+    after, expected = module(pooled[0], "actor").state_dict(), module(trained[0], "actor").state_dict()
+    assert all(torch.equal(after[key], value) for key, value in expected.items())
+    assert pooled[0].actor.global_steps == trained[0].actor.global_steps == 2
+
+
+def test_the_critic_can_train_alone_at_first(inputs, world, tmp_path):
+    models, _, lines, _ = run(config(critic_warmup_steps=1, ppo_epochs=2), inputs, world, tmp_path)
+    assert (models.actor.global_steps, models.critic.global_steps) == (2, 4)
+    assert "value/loss" in lines[0] and not any("policy" in name or "actor" in name for name in lines[0])
+    assert lines[1]["policy/loss"] != 0.0
+    # The first step left the actor at the reference, so the second one's samples have no KL yet.
+    assert lines[1]["objective/kl"] == pytest.approx(0.0, abs=1e-6)
+    # Both cosines end with the last step, though the actor took half as many.
+    assert lines[1]["optim/actor_lr"] == pytest.approx(0.0) and lines[1]["optim/critic_lr"] == pytest.approx(0.0)
+
+
+def test_an_update_stops_when_the_policy_has_moved_too_far(inputs, world, tmp_path):
+    """In the first epoch the policy is still the one that sampled; in the second its KL is beyond any small bound."""
+    stopped = config(ppo_epochs=4, kl={"stop_update": 1e-8})
+    models, _, lines, _ = run(stopped, inputs, world, tmp_path)
+    assert [line["policy/epochs"] for line in lines] == [2, 2]
+    assert models.actor.global_steps == models.critic.global_steps == 2 * 2
+    assert lines[-1]["optim/actor_lr"] == pytest.approx(0.0)  # the schedule ends with the last step all the same
+
+
+def test_an_entropy_bonus_keeps_the_policy_undecided(trained, inputs, world, tmp_path):
+    bonus = run(config(entropy_coef=10.0), inputs, world, tmp_path)[2]
+    assert bonus[0]["policy/entropy"] == trained[2][0]["policy/entropy"]
+    assert bonus[1]["policy/entropy"] > trained[2][1]["policy/entropy"] + 1e-4
+
+
+def test_the_dual_clip_reaches_the_loss(inputs, world, tmp_path, monkeypatch):
+    seen = []
+    original = update.policy_loss
+    monkeypatch.setattr(update, "policy_loss", lambda *a, **k: seen.append(k["dual_clip"]) or original(*a, **k))
+    run(config(dual_clip=3.0, steps=1, evaluations=1), inputs, world, tmp_path)
+    assert set(seen) == {3.0}
 
 
 def test_training_stops_beyond_the_kl_bound_and_exports_nothing_from_there(inputs, world, tmp_path):

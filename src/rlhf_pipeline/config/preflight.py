@@ -96,7 +96,19 @@ def _indivisible(parameters: Mapping[str, Any], processes: int) -> list[str]:
                 f"{place}: {size} rows cannot be shared evenly by {processes} ranks (launch.processes); "
                 f"use {size - size % processes or processes} or {size - size % processes + processes}"
             )
-    return faults
+    return faults or _split_groups(PPOConfig.model_validate(parameters["ppo"]), processes)
+
+
+def _split_groups(ppo: PPOConfig, processes: int) -> list[str]:
+    """All responses to a prompt are one rank's: it compares them."""
+    unit = processes * ppo.responses_per_prompt
+    if not ppo.rollout_batch_size % unit:
+        return []
+    return [
+        f"ppo.rollout_batch_size: {ppo.rollout_batch_size} responses, {ppo.responses_per_prompt} to a prompt "
+        f"(ppo.responses_per_prompt), answer {ppo.rollout_batch_size // ppo.responses_per_prompt} prompts, which cannot be "
+        f"shared evenly by {processes} ranks (launch.processes); use a multiple of {unit}"
+    ]
 
 
 def _half_precision(parameters: Mapping[str, Any], gpus: int) -> list[str]:

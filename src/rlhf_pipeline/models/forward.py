@@ -6,7 +6,6 @@ here, so the temperature, the padded vocabulary and the positions are the same i
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.models.sequences import Sequences
@@ -30,12 +29,10 @@ def response_logprobs(policy: nn.Module, batch: Sequences, *, vocab_size: int, t
 def response_logprobs_and_entropy(
     policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each response token and, without gradient, the entropy of its distribution; (B, R) each."""
+    """Log-probability of each response token and the entropy of its distribution; (B, R) each."""
     logits = response_logits(policy, batch)
     logprobs = logprobs_of(logits, batch.response_ids, temperature=temperature, vocab_size=vocab_size)
-    with torch.no_grad():
-        entropy = entropy_of(logits, temperature=temperature, vocab_size=vocab_size)
-    return logprobs, entropy
+    return logprobs, entropy_of(logits, temperature=temperature, vocab_size=vocab_size)
 
 
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:

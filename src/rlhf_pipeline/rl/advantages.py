@@ -1,6 +1,6 @@
-"""Advantage estimation.
+"""Advantage estimation: token by token with a critic, or one number a response without.
 
-Shapes: B sequences, R response tokens (right-padded). A mask is bool, True = real token.
+Shapes: B sequences, R response tokens (right-padded), G prompts with K responses each. A mask is bool, True = real token.
 """
 
 from __future__ import annotations
@@ -49,3 +49,78 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         backwards.append(advantage)
     advantages = torch.stack(backwards[::-1], dim=1)
     return advantages, advantages + values
+
+
+@torch.no_grad()
+def leave_one_out(returns: Tensor) -> Tensor:
+    """RLOO: each response against the mean of the other responses to its prompt.
+
+        A_i = R_i - sum_{j != i} R_j / (K - 1)
+
+    Source: Ahmadian et al., https://arxiv.org/abs/2402.14740, equation 8; R includes the KL penalty, as there.
+
+    Args:
+        returns: (K, G), the responses to one prompt in a column.
+
+    Returns:
+        (K, G) float32, no gradient.
+
+    Raises:
+        ValueError: not two-dimensional, or K < 2.
+    """
+    _check_groups(returns)
+    others = returns.shape[0] - 1
+    return returns.float() - (returns.sum(dim=0) - returns).float() / others
+
+
+@torch.no_grad()
+def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
+    """GRPO: each response against the mean of all responses to its prompt, in units of their standard deviation.
+
+        A_i = (R_i - mean(R)) / (std(R) + 1e-4)         std divides by K - 1; without `scale`, A_i = R_i - mean(R)
+
+    Source: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1.2; Liu et al., https://arxiv.org/abs/2503.20783, for
+    the form without scale. The paper names neither the divisor nor the constant; these are TRL's. The constant keeps
+    rounding between equal responses from becoming an advantage.
+
+    Args:
+        returns: (K, G), the responses to one prompt in a column.
+        scale: divide by the standard deviation.
+
+    Returns:
+        (K, G) float32, no gradient; 0 where all responses to a prompt are worth the same.
+
+    Raises:
+        ValueError: not two-dimensional, or K < 2.
+    """
+    _check_groups(returns)
+    returns = returns.float()
+    centred = returns - returns.mean(dim=0)
+    return centred / (returns.std(dim=0) + 1e-4) if scale else centred
+
+
+@torch.no_grad()
+def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
+    """A response's advantage for each of its tokens: the response is one action.
+
+    Args:
+        advantages: (B,).
+        mask: (B, R) bool.
+
+    Returns:
+        (B, R) float32, 0 in padding, no gradient.
+
+    Raises:
+        ValueError: a shape or the mask's dtype is wrong.
+    """
+    if advantages.shape != mask.shape[:1]:
+        raise ValueError(
+            f"advantages is {tuple(advantages.shape)}, mask is {tuple(mask.shape)}; there must be one a row"
+        )
+    check_shapes(mask)
+    return torch.where(mask, advantages.unsqueeze(1), 0.0).float()
+
+
+def _check_groups(returns: Tensor) -> None:
+    if returns.dim() != 2 or returns.shape[0] < 2:
+        raise ValueError(f"returns is {tuple(returns.shape)}; it must be (K, G) with K >= 2 responses to each prompt")

@@ -42,7 +42,6 @@ def logprobs_of(
     return _ChosenLogprobs.apply(logits, ids, temperature, vocab_size, chunk_rows)
 
 
-@torch.no_grad()
 def entropy_of(
     logits: Tensor, *, temperature: float = 1.0, vocab_size: int | None = None, chunk_rows: int = 8
 ) -> Tensor:
@@ -51,11 +50,10 @@ def entropy_of(
     Arguments and errors are those of `logprobs_of`; logits must be finite.
 
     Returns:
-        (B, R) float32, no gradient.
+        (B, R) float32, differentiable once.
     """
     vocab_size = _checked_vocab_size(logits, temperature, vocab_size)
-    log_ps = (_log_softmax(chunk, temperature, vocab_size) for chunk in logits.split(chunk_rows))
-    return torch.cat([-(log_p.exp() * log_p).sum(-1) for log_p in log_ps])
+    return _Entropy.apply(logits, temperature, vocab_size, chunk_rows)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -92,6 +90,33 @@ class _ChosenLogprobs(torch.autograd.Function):
             p = _log_softmax(chunk, ctx.temperature, ctx.vocab_size).exp()
             target[..., : ctx.vocab_size] = (-scale * p).scatter_add(-1, chosen, scale)
         return grad_logits, None, None, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    """As `_ChosenLogprobs`: what is kept are the logits, which that keeps too."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, temperature: float, vocab_size: int, chunk_rows: int) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.temperature, ctx.vocab_size, ctx.chunk_rows = temperature, vocab_size, chunk_rows
+        log_ps = (_log_softmax(chunk, temperature, vocab_size) for chunk in logits.split(chunk_rows))
+        return torch.cat([_entropy(log_p) for log_p in log_ps])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """d H / d logits = -p * (log p + H) / temperature."""
+        (logits,) = ctx.saved_tensors
+        grad_logits = torch.zeros_like(logits)
+        tensors = (logits, grad.unsqueeze(-1) / ctx.temperature, grad_logits)
+        for chunk, scale, target in zip(*(x.split(ctx.chunk_rows) for x in tensors), strict=True):
+            log_p = _log_softmax(chunk, ctx.temperature, ctx.vocab_size)
+            target[..., : ctx.vocab_size] = -scale * log_p.exp() * (log_p + _entropy(log_p).unsqueeze(-1))
+        return grad_logits, None, None, None
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def _log_softmax(logits: Tensor, temperature: float, vocab_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The four losses of RLHF.
+"""The losses of RLHF.
 
 Shapes: B sequences, R response tokens, N comparisons. A mask is bool, True = real token.
 
@@ -65,15 +65,19 @@ def policy_loss(
     *,
     clip_range: float,
     normalizer: float | Tensor,
+    dual_clip: float | None = None,
     log_ratio_clamp: float = 20.0,
 ) -> Tensor:
     """PPO's clipped surrogate, negated.
 
         ratio_t = exp(logprobs_t - old_logprobs_t)
-        L = -sum_t min(ratio_t * A_t, clip(ratio_t, 1 - clip_range, 1 + clip_range) * A_t) / normalizer
+        surrogate_t = min(ratio_t * A_t, clip(ratio_t, 1 - clip_range, 1 + clip_range) * A_t)
+        surrogate_t = max(surrogate_t, dual_clip * A_t)                 where A_t < 0, if dual_clip is set
+        L = -sum_t surrogate_t / normalizer
 
-    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7. Departs from it in bounding the log ratio, so
-    that one token cannot make the loss infinite; beyond the bound a token has no gradient.
+    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; dual clip: Ye et al.,
+    https://arxiv.org/abs/1912.09729, equation 5. Departs from it in bounding the log ratio, so that one token cannot make
+    the loss infinite; beyond the bound a token has no gradient.
 
     Args:
         logprobs: (B, R), the only argument that gets a gradient.
@@ -81,7 +85,40 @@ def policy_loss(
         advantages: (B, R).
         mask: (B, R) bool.
         normalizer: real tokens.
+        dual_clip: ratio from which on a bad token is pulled back no further, > 1; None = off.
         log_ratio_clamp: bound on |logprobs - old_logprobs|.
+
+    Returns:
+        0-dim float32.
+
+    Raises:
+        ValueError: a shape is wrong, or dual_clip is not above 1.
+    """
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}; it must be above 1, or None for off")
+    # Masked before exp: in the backward pass 0 times the exp of garbage would be NaN.
+    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.detach().float(), 0.0)
+    ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
+    clipped_ratio = ratio.clamp(1 - clip_range, 1 + clip_range)
+    advantages = torch.where(mask, advantages.detach().float(), 0.0)
+    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    if dual_clip is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
+    return -surrogate.sum() / normalizer
+
+
+def entropy_loss(entropy: Tensor, mask: Tensor, *, normalizer: float | Tensor) -> Tensor:
+    """Mean entropy of the policy, negated: a bonus for staying undecided.
+
+        L = -sum_t H_t / normalizer
+
+    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9, whose c_2 is the caller's weight.
+
+    Args:
+        entropy: (B, R), in nats.
+        mask: (B, R) bool.
+        normalizer: real tokens.
 
     Returns:
         0-dim float32.
@@ -89,13 +126,7 @@ def policy_loss(
     Raises:
         ValueError: a shape is wrong.
     """
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    # Masked before exp: in the backward pass 0 times the exp of garbage would be NaN.
-    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.detach().float(), 0.0)
-    ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
-    clipped_ratio = ratio.clamp(1 - clip_range, 1 + clip_range)
-    advantages = torch.where(mask, advantages.detach().float(), 0.0)
-    return -torch.minimum(ratio * advantages, clipped_ratio * advantages).sum() / normalizer
+    return -masked_sum(entropy.float(), mask) / normalizer
 
 
 def value_loss(

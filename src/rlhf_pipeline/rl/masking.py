@@ -86,10 +86,10 @@ def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
 
 
-def whiten(x: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Shift and scale to mean 0 and variance 1 over the global masked batch.
 
-        (x - mean) / sqrt(variance + 1e-8)         population variance
+        (x - mean) / sqrt(variance + 1e-8)         population variance; + mean where `shift_mean` is false
 
     Moments are passed in because a rank that whitens by its own gives its gradient another scale than its peers'.
     A batch of one real token, or of equal ones, becomes 0.
@@ -98,10 +98,12 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
         x: (B, R).
         mask: (B, R) bool.
         moments: (3,) float64, `masked_moments` summed over every micro batch and rank.
+        shift_mean: False scales only, and the mean stays what it is.
 
     Returns:
         (B, R) float32, 0 in padding.
     """
     check_shapes(mask, x=x)
     mean, variance = mean_and_variance(moments)
-    return torch.where(mask, (x.double() - mean) / (variance + 1e-8).sqrt(), 0.0).float()
+    white = (x.double() - mean) / (variance + 1e-8).sqrt()
+    return torch.where(mask, white if shift_mean else white + mean, 0.0).float()

@@ -120,6 +120,12 @@ def optimizer_step(
     engine.step()
 
 
+def skip_optimizer_steps(engine: deepspeed.DeepSpeedEngine, count: int) -> None:
+    """Move the learning rate on as if `count` optimizer steps had been taken: its schedule still ends with the last step."""
+    for _ in range(count):
+        engine.lr_scheduler.step()
+
+
 def require_finite(metrics: dict[str, float], step: int) -> None:
     """Raise `StageError` that names the first metric that is not a finite number."""
     for name, value in metrics.items():

@@ -17,24 +17,24 @@ from rlhf_pipeline.models.forward import response_logprobs, response_values, seq
 from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.models.sequences import Sequences, micro_batches
 from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.rl.advantages import gae
+from rlhf_pipeline.rl.advantages import gae, group_relative, leave_one_out, to_tokens
 from rlhf_pipeline.rl.kl import kl_estimate
-from rlhf_pipeline.rl.masking import masked_moments, masked_sum, whiten
+from rlhf_pipeline.rl.masking import masked_moments, masked_sum, mean_and_variance, whiten
 from rlhf_pipeline.rl.rewards import per_token_rewards, shaped_scores
 from rlhf_pipeline.training.engine import World
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout as the four models see it."""
+    """A rollout as the models see it."""
 
     rollout: Sequences
     logprobs: Tensor
     """(B, R) log pi_old(token), of the actor that sampled."""
     ref_logprobs: Tensor
     """(B, R) log pi_ref(token)."""
-    values: Tensor
-    """(B, R) V of the state before each token."""
+    values: Tensor | None
+    """(B, R) V of the state before each token; None without a critic."""
     scores: Tensor
     """(B,) the reward model's raw score."""
     ended: Tensor
@@ -60,12 +60,12 @@ class Experience:
     rollout: Sequences
     old_logprobs: Tensor
     """(B, R)."""
-    old_values: Tensor
-    """(B, R)."""
     advantages: Tensor
-    """(B, R), white over the global rollout."""
-    returns: Tensor
-    """(B, R), the critic's target."""
+    """(B, R)."""
+    old_values: Tensor | None = None
+    """(B, R); None without a critic."""
+    returns: Tensor | None = None
+    """(B, R), the critic's target; None without one."""
 
     @property
     def lengths(self) -> Tensor:
@@ -76,19 +76,26 @@ class Experience:
         """The chosen rows, without the columns that are padding in all of them."""
         rollout = self.rollout.rows(index)
         width = rollout.response_ids.shape[1]
-        tensors = (self.old_logprobs, self.old_values, self.advantages, self.returns)
-        return Experience(rollout, *(tensor[index, :width] for tensor in tensors))
+        return self._with(rollout, lambda tensor: tensor[index, :width])
 
     def to(self, device: torch.device) -> Experience:
         """The same experience on another device."""
-        tensors = (self.old_logprobs, self.old_values, self.advantages, self.returns)
-        return Experience(self.rollout.to(device), *(tensor.to(device) for tensor in tensors))
+        return self._with(self.rollout.to(device), lambda tensor: tensor.to(device))
 
     def minibatches(self, size: int) -> Iterator[Experience]:
         """Consecutive blocks of `size` rows. Rows are in the random order of the prompts already, and a block of the
         global rollout is the union of the ranks' blocks whatever their number."""
         for index in torch.arange(len(self.rollout)).split(size):
             yield self.rows(index)
+
+    def _with(self, rollout: Sequences, function: Callable[[Tensor], Tensor]) -> Experience:
+        return Experience(
+            rollout,
+            function(self.old_logprobs),
+            function(self.advantages),
+            None if self.old_values is None else function(self.old_values),
+            None if self.returns is None else function(self.returns),
+        )
 
 
 @torch.no_grad()
@@ -103,7 +110,7 @@ def score(
     temperature: float,
     micro_batch_size: int,
 ) -> Scored:
-    """One forward pass of each model over the rollout. Without a critic, values are zero."""
+    """One forward pass of each model over the rollout."""
     device = reference.device
 
     def run(function: Callable[[Sequences], Tensor]) -> Tensor:
@@ -112,12 +119,11 @@ def score(
     def logprobs(policy: nn.Module) -> Tensor:
         return run(lambda b: response_logprobs(policy, b, vocab_size=contract.vocab_size, temperature=temperature))
 
-    actor_logprobs = logprobs(actor)
     return Scored(
         rollout=rollout,
-        logprobs=actor_logprobs,
+        logprobs=logprobs(actor),
         ref_logprobs=logprobs(reference),
-        values=torch.zeros_like(actor_logprobs) if critic is None else run(lambda b: response_values(critic, b)),
+        values=None if critic is None else run(lambda b: response_values(critic, b)),
         scores=run(lambda b: sequence_scores(reward_model, b)),
         ended=(rollout.response_ids == contract.eos_id).any(1),
     )
@@ -126,7 +132,11 @@ def score(
 def make_experience(
     scored: Scored, config: PPOConfig, *, kl_coef: float, score_mean: float, world: World
 ) -> Experience:
-    """Rewards, advantages and returns of a scored rollout; advantages are whitened over all ranks."""
+    """Rewards, advantages and returns of a scored rollout, by moments and means over all ranks' rows.
+
+    The KL penalty is part of the reward, whatever the estimator. GAE's advantages are whitened; those without a critic
+    are in units of the score, or for GRPO of its deviation, as in their papers.
+    """
     mask = scored.rollout.response_mask
     shaped = shaped_scores(
         scored.scores,
@@ -135,10 +145,42 @@ def make_experience(
         clip=config.score_clip,
         missing_eos_score=config.missing_eos_score,
     )
-    rewards = per_token_rewards(shaped, scored.logprobs, scored.ref_logprobs, mask, kl_coef=kl_coef)
+    rewards = per_token_rewards(
+        shaped, scored.logprobs, scored.ref_logprobs, mask, kl_coef=kl_coef, estimator=config.kl.estimator
+    )
+    if scored.values is None:
+        advantages = to_tokens(response_advantages(rewards.sum(1), config, world), mask)
+        return Experience(scored.rollout, scored.logprobs, advantages)
+    if config.whiten_rewards:
+        rewards = whiten(rewards, mask, _moments(rewards, mask, world), shift_mean=False)
     advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
-    moments = world.sum(masked_moments(advantages, mask).to(world.device)).cpu()
-    return Experience(scored.rollout, scored.logprobs, scored.values, whiten(advantages, mask, moments), returns)
+    white = whiten(advantages, mask, _moments(advantages, mask, world))
+    return Experience(scored.rollout, scored.logprobs, white, scored.values, returns)
+
+
+def response_advantages(returns: Tensor, config: PPOConfig, world: World) -> Tensor:
+    """Advantage of each response from its return, both (B,): its rewards, KL penalty included, summed.
+
+    Rows lie as `training.ppo` samples them: a first response to every prompt, then a second to every one, and so on.
+    """
+    match config.advantage:
+        case "rloo":
+            return leave_one_out(returns.view(config.responses_per_prompt, -1)).flatten()
+        case "grpo":
+            groups = returns.view(config.responses_per_prompt, -1)
+            return group_relative(groups, scale=config.scale_by_group_std).flatten()
+        case "reinforce" if config.reinforce_baseline == "none":
+            return returns
+        case "reinforce":
+            mean, _ = mean_and_variance(_moments(returns, torch.ones_like(returns, dtype=torch.bool), world))
+            return returns - mean.float()
+        case _:
+            raise ValueError(f"advantage {config.advantage} needs a critic's values")
+
+
+def _moments(x: Tensor, mask: Tensor, world: World) -> Tensor:
+    """`masked_moments` over all ranks, on the CPU."""
+    return world.sum(masked_moments(x, mask).to(world.device)).cpu()
 
 
 def by_micro_batches(

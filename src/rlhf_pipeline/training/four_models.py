@@ -1,4 +1,4 @@
-"""PPO's four models in one record."""
+"""PPO's models in one record: four, or three where the advantage needs no critic."""
 
 from __future__ import annotations
 
@@ -23,26 +23,34 @@ class FourModels:
     """The policy in training."""
     reference: PreTrainedModel
     """Its frozen start."""
-    critic: DeepSpeedEngine
-    """The value model in training."""
+    critic: DeepSpeedEngine | None
+    """The value model in training; None where `ppo.advantage` has none."""
     reward_model: TokenScores
     """The frozen judge."""
     contract: TokenContract
-    """What all four mean by a token."""
+    """What all of them mean by a token."""
 
     def __post_init__(self) -> None:
-        for model in (self.actor.module, self.reference, self.critic.module, self.reward_model):
+        critic = [] if self.critic is None else [self.critic.module]
+        for model in (self.actor.module, self.reference, self.reward_model, *critic):
             assert_no_dropout(model)
 
 
 def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> FourModels:
     """Actor and reference from the SFT model, critic and reward model from the reward model."""
     sft_model, reward_model = job.inputs["sft_model"], job.inputs["reward_model"]
-    updates = config.steps * config.ppo_epochs * (config.rollout_batch_size // config.minibatch_size)
+    updates = config.ppo_epochs * config.updates_per_epoch
+    actor_steps = config.steps - config.critic_warmup_steps
     return FourModels(
-        actor=train_engine(load_policy(sft_model, config.actor.deepspeed.precision), config.actor, updates),
+        actor=train_engine(
+            load_policy(sft_model, config.actor.deepspeed.precision), config.actor, actor_steps * updates
+        ),
         reference=freeze(load_policy(sft_model, config.reference.precision)).to(world.device),
-        critic=train_engine(load_scores(reward_model, config.critic.deepspeed.precision), config.critic, updates),
+        critic=None
+        if config.critic is None
+        else train_engine(
+            load_scores(reward_model, config.critic.deepspeed.precision), config.critic, config.steps * updates
+        ),
         reward_model=freeze(load_scores(reward_model, config.reward_model.precision)).to(world.device),
         contract=contract,
     )

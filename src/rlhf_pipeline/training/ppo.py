@@ -2,9 +2,9 @@
 
     deepspeed --module rlhf_pipeline.training.ppo job.json
 
-Four models: the actor trains, the reference is its frozen start, the critic trains, the reward model is frozen. Departures
-from InstructGPT: no pre-training loss; advantages are whitened; a cut response gets a fixed score; training stops at a KL
-bound, and the best held-out checkpoint within the bound is exported, not the last.
+Four models: the actor trains, the reference is its frozen start, the critic trains, the reward model is frozen. Advantages
+other than GAE's have no critic. Departures from InstructGPT: no pre-training loss; advantages are whitened; a cut response
+gets a fixed score; training stops at a KL bound, and the best held-out checkpoint within the bound is exported, not the last.
 """
 
 from __future__ import annotations
@@ -74,20 +74,22 @@ def train(
     kl_coef = config.kl.coef
     for step in range(1, config.steps + 1):
         start = time.monotonic()
-        rows = own_share(step_rows(prompts.num_rows, config.rollout_batch_size, step - 1, seed), world)
-        slots = own_share(np.arange(config.rollout_batch_size), world)
+        asked = step_rows(prompts.num_rows, config.prompts_per_step, step - 1, seed)
+        # All prompts once, then all again: the ranks divide the prompts, so a rank has all responses to each of its own.
+        rows = own_share(np.tile(asked, config.responses_per_prompt), world)
+        slots = own_share(np.arange(config.responses_per_step), world)
         scored = roll_out(models, columns(prompts, rows)["prompt_ids"], config, seed=seed, step=step, slots=slots)
         generated = time.monotonic()
         experience = make_experience(
             scored, config, kl_coef=kl_coef, score_mean=models.reward_model.score_mean, world=world
         )
-        stats = learn(models, experience, config, world)
+        stats = learn(models, experience, config, world, train_actor=step > config.critic_warmup_steps)
         metrics = rollout_metrics(scored, models.reward_model.score_mean, world) | stats
         metrics |= {"objective/kl_coef": kl_coef, "time/rollout_s": generated - start}
         kl = metrics["objective/kl"]
         if config.kl.target is not None:
             kl_coef = adapted_kl_coef(
-                kl_coef, kl, target=config.kl.target, horizon=config.kl.horizon, batch_size=config.rollout_batch_size
+                kl_coef, kl, target=config.kl.target, horizon=config.kl.horizon, batch_size=config.responses_per_step
             )
         beyond = config.kl.maximum is not None and kl > config.kl.maximum
         if step in evaluated and not beyond:
@@ -115,7 +117,7 @@ def roll_out(
     """Responses to this rank's prompts, as the models see them.
 
     Args:
-        models: the four models.
+        models: who takes part.
         prompts: token ids.
         config: sampling and batch sizes.
         seed, step, slots: the randomness; a slot is a row's number in the global batch.

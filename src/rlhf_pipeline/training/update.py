@@ -8,37 +8,63 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.models.forward import response_logprobs_and_entropy, response_values
 from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
-from rlhf_pipeline.rl.losses import policy_loss, value_loss
+from rlhf_pipeline.rl.losses import entropy_loss, policy_loss, value_loss
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.training.engine import World, optimizer_step
+from rlhf_pipeline.training.engine import World, optimizer_step, skip_optimizer_steps
 from rlhf_pipeline.training.experience import Experience
 from rlhf_pipeline.training.four_models import FourModels
 
 
-def learn(models: FourModels, experience: Experience, config: PPOConfig, world: World) -> dict[str, float]:
+def learn(
+    models: FourModels, experience: Experience, config: PPOConfig, world: World, *, train_actor: bool
+) -> dict[str, float]:
     """All optimizer steps of one rollout; return their metrics, each a mean over the tokens of all epochs."""
+    engines = {"actor": models.actor if train_actor else None, "critic": models.critic}
+    trained = {name: engine for name, engine in engines.items() if engine is not None}
     totals: dict[str, Tensor] = {}
-    for _ in range(config.ppo_epochs):
+    metrics: dict[str, float] = {}
+    for epoch in range(1, config.ppo_epochs + 1):
+        before = dict(totals)
         for minibatch in experience.minibatches(config.minibatch_size // world.size):
-            update(models, minibatch, config, world, totals)
+            update(models, minibatch, config, world, totals, train_actor=train_actor)
+        if train_actor and config.kl.stop_update is not None:
+            metrics["policy/epochs"] = epoch
+            if _approx_kl(totals, before, world) > config.kl.stop_update:
+                for engine in trained.values():
+                    skip_optimizer_steps(engine, (config.ppo_epochs - epoch) * config.updates_per_epoch)
+                break
     sums = world.sums(totals)
     tokens = sums.pop("tokens")
-    moments = value_sums(experience.old_values, experience.returns, experience.rollout.response_mask)
-    norms = {"actor": models.actor.get_global_grad_norm(), "critic": models.critic.get_global_grad_norm()}
-    return {
-        **{name: value / tokens for name, value in sums.items()},
-        "value/explained_variance": float(explained_variance(world.sum(moments.to(world.device)))),
-        "optim/actor_lr": models.actor.get_lr()[0],
-        "optim/critic_lr": models.critic.get_lr()[0],
-        **{f"optim/{name}_grad_norm": float(norm) for name, norm in norms.items() if norm is not None},
-    }
+    metrics |= {name: value / tokens for name, value in sums.items()}
+    if experience.old_values is not None and experience.returns is not None:
+        moments = value_sums(experience.old_values, experience.returns, experience.rollout.response_mask)
+        metrics["value/explained_variance"] = float(explained_variance(world.sum(moments.to(world.device))))
+    for name, engine in trained.items():
+        metrics[f"optim/{name}_lr"] = engine.get_lr()[0]
+        norm = engine.get_global_grad_norm()
+        if norm is not None:
+            metrics[f"optim/{name}_grad_norm"] = float(norm)
+    return metrics
+
+
+def _approx_kl(totals: dict[str, Tensor], before: dict[str, Tensor], world: World) -> float:
+    """Mean `policy/approx_kl` of what was added to `totals` since `before`: one number on all ranks, so that they agree."""
+    sums = world.sums({name: totals[name] - before.get(name, 0) for name in ("policy/approx_kl", "tokens")})
+    return sums["policy/approx_kl"] / sums["tokens"]
 
 
 def update(
-    models: FourModels, minibatch: Experience, config: PPOConfig, world: World, totals: dict[str, Tensor]
+    models: FourModels,
+    minibatch: Experience,
+    config: PPOConfig,
+    world: World,
+    totals: dict[str, Tensor],
+    *,
+    train_actor: bool,
 ) -> None:
-    """One optimizer step of the actor and one of the critic; adds the sums of their metrics to `totals`."""
-    normalizer = world.sum(minibatch.rollout.response_mask.sum().double().to(world.device))
+    """One optimizer step of each model that trains; adds the sums of their metrics to `totals`."""
+    tokens = minibatch.rollout.response_mask.sum().double().to(world.device)
+    normalizer = world.sum(tokens)
     pieces = [minibatch.rows(i) for i in micro_batches(minibatch.lengths, config.micro_batch_size_per_gpu)]
 
     def add(sums: dict[str, Tensor]) -> None:
@@ -55,15 +81,24 @@ def update(
             temperature=config.sampling.temperature,
         )
         loss = policy_loss(
-            logprobs, piece.old_logprobs, piece.advantages, mask, clip_range=config.clip_range, normalizer=normalizer
+            logprobs,
+            piece.old_logprobs,
+            piece.advantages,
+            mask,
+            clip_range=config.clip_range,
+            normalizer=normalizer,
+            dual_clip=config.dual_clip,
         )
         diagnostics = policy_diagnostics(logprobs.detach(), piece.old_logprobs, mask, clip_range=config.clip_range)
-        add({name if name == "tokens" else f"policy/{name}": value for name, value in diagnostics.items()})
+        add({f"policy/{name}": value for name, value in diagnostics.items() if name != "tokens"})
         add({"policy/loss": loss * normalizer, "policy/entropy": masked_sum(entropy, mask)})
+        if config.entropy_coef > 0:
+            loss = loss + config.entropy_coef * entropy_loss(entropy, mask, normalizer=normalizer)
         return loss
 
     def critic_loss(piece: Experience) -> Tensor:
         piece = piece.to(world.device)
+        assert models.critic is not None and piece.old_values is not None and piece.returns is not None
         loss = value_loss(
             response_values(models.critic, piece.rollout),
             piece.old_values,
@@ -75,5 +110,8 @@ def update(
         add({"value/loss": loss * normalizer})
         return loss
 
-    optimizer_step(models.actor, world, pieces, actor_loss)
-    optimizer_step(models.critic, world, pieces, critic_loss)
+    add({"tokens": tokens})
+    if train_actor:
+        optimizer_step(models.actor, world, pieces, actor_loss)
+    if models.critic is not None:
+        optimizer_step(models.critic, world, pieces, critic_loss)
