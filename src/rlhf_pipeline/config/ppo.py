@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_pipeline.config.block import Block, operational
-from rlhf_pipeline.config.training import Precision, TrainedModelConfig
+from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
 
 
 class SamplingConfig(Block):
@@ -38,13 +38,6 @@ class KLConfig(Block):
     maximum: PositiveFloat | None = None
     """KL above which training stops; a checkpoint above it is never the best. Past a point, the reward model's score
     keeps rising while true quality falls (Gao et al. 2022). None: no bound."""
-
-
-class FrozenModelConfig(Block):
-    """One model that only infers. It takes no DeepSpeed engine: at stage 0 there is nothing to shard."""
-
-    precision: Precision = "fp32"
-    """Precision of the weights and activations."""
 
 
 class PPOConfig(Block):
