@@ -97,11 +97,13 @@ def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, size
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_the_reference_gets_no_gradient(start, model):
+def test_the_reference_gets_no_gradient_and_keeps_no_activations(start, model):
     """Not even where its parameters would take one."""
-    reference = load_policy(start, "fp32")
+    reference, recorded = load_policy(start, "fp32"), []
+    reference.register_forward_hook(lambda module, inputs, output: recorded.append(output.logits.requires_grad))
     task = DPOTask(TokenContract.read(start), reference, BETA, 0.0)
     task.loss(model, task.collate(ROWS), torch.tensor(3.0))[0].backward()
+    assert recorded == [False]
     assert all(parameter.grad is None for parameter in reference.parameters())
     assert all(parameter.grad is not None for parameter in model.parameters())
 
