@@ -101,7 +101,7 @@ def test_one_rank_and_two_ranks_start_alike(by_dpo, tmp_path):
     job = Job("dpo", {"dpo": DPOConfig.model_validate(done["config"]["dpo"])}, inputs, done["seed"])
     run_stage(job, LaunchConfig(processes=1), tmp_path)
     one, two = metrics_of(next((tmp_path / "dpo").iterdir())), metrics_of(by_dpo.recipes("dpo")[0])
-    for step in (0, 1):
+    for step in (0, 1, 2):
         assert one[step]["dpo/loss"] == pytest.approx(two[step]["dpo/loss"], rel=1e-5)
-    assert one[1]["dpo/margin"] != 0.0
-    assert one[1]["dpo/margin"] == pytest.approx(two[1]["dpo/margin"], rel=1e-3)
+    assert one[2]["dpo/margin"] != 0.0
+    assert one[2]["dpo/margin"] == pytest.approx(two[2]["dpo/margin"], rel=1e-3)  # a small difference of large sums
