@@ -110,14 +110,16 @@ class ProgressHook:
         """Print the comparison, the registered versions, and the places of all results of this run."""
         self._listening.close()
         results = {name: catalog.load(name) for name in sorted(pipeline.all_outputs())}
-        if "evaluation" in results:
-            print_table(json.loads((results["evaluation"] / "evaluation.json").read_text()), self._console)
+        for name in results:
+            if name.endswith("evaluation"):
+                print_table(json.loads((results[name] / "evaluation.json").read_text()), self._console)
         self._say("")
         for name, place in results.items():
             if isinstance(place, Path):
                 self._say(f"{name:>15}  {place}")
-        if "registration" in results:
-            self._say("\n".join(_registration(results["registration"])))
+        for name in results:
+            if name.endswith("registration"):
+                self._say("\n".join(_registration(results[name])))
 
     @hook_impl
     def on_pipeline_error(self) -> None:

@@ -50,6 +50,14 @@ def test_the_defaults_pass(parameters):
             "sft.batch_size: 33 rows cannot be shared evenly by 2 ranks (launch.processes); use 32 or 34",
         ),
         (
+            "dpo.batch_size",
+            33,
+            "dpo.batch_size: 33 rows cannot be shared evenly by 2 ranks (launch.processes); use 32 or 34",
+        ),
+        ("dpo.beta", 0, "dpo.beta: Input should be greater than 0, is 0"),
+        ("dpo.label_smoothing", 0.5, "dpo.label_smoothing: Input should be less than 0.5, is 0.5"),
+        ("dpo.reference", {"precision": "fp16"}, "dpo.reference.precision: fp16 needs a GPU"),
+        (
             "sft.batch_size",
             1,
             "sft.batch_size: 1 rows cannot be shared evenly by 2 ranks (launch.processes); use 2 or 2",

@@ -9,6 +9,7 @@ from rich.console import Console
 from rlhf_pipeline.evaluation.report import print_table, render_markdown
 
 EVALUATION = {
+    "candidate": "ppo",
     "prompts": 400,
     "decoding": {"temperature": 0.7, "max_response_tokens": 64},
     "judge": "gold",
@@ -140,6 +141,21 @@ def test_the_markdown():
 
 def test_the_terminal():
     assert printed(EVALUATION) == TERMINAL
+
+
+def test_another_candidate_is_called_by_its_name():
+    evaluation = deepcopy(EVALUATION)
+    evaluation["candidate"] = "dpo"
+    evaluation["policies"]["dpo"] = evaluation["policies"].pop("ppo")
+    for sample in evaluation["samples"]:
+        for name in ("ppo", "ppo_score", "ppo_gold"):
+            sample[name.replace("ppo", "dpo")] = sample.pop(name)
+    leans = "{} and the reward model learned from the same comparisons, so this judge leans towards it."
+    trained = "{} was trained to please the reward model, so this judge leans towards it."
+    assert render_markdown(evaluation) == MARKDOWN.replace(trained.format("PPO"), leans.format("DPO")).replace(
+        "PPO", "DPO"
+    )
+    assert printed(evaluation).startswith("DPO against SFT\n") and "PPO" not in printed(evaluation)
 
 
 def test_without_a_judge_nothing_speaks_of_gold():

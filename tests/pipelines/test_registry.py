@@ -11,6 +11,7 @@ from rlhf_pipeline.stages.job import PROGRAMS
 
 PROJECT = Path(__file__).parents[2]
 ORDER = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate", "register"]
+BY_DPO = {"base_model", "split", "sft", "reward_model", "dpo", "evaluate_dpo", "register_dpo"}
 
 
 def test_the_nodes_run_from_left_to_right():
@@ -26,8 +27,18 @@ def test_what_follows_ppo_is_ppo_evaluate_and_register():
     assert [node.name for node in register_pipelines()["full"].from_nodes("ppo").nodes] == ORDER[4:]
 
 
+def test_dpo_takes_ppo_s_place():
+    dpo = register_pipelines()["dpo"]
+    assert {node.name for node in dpo.nodes} == BY_DPO
+    assert [node.name for node in dpo.from_nodes("dpo").nodes] == ["dpo", "evaluate_dpo", "register_dpo"]
+    assert dpo.all_outputs() == {
+        "base_model", "prepared_data", "sft_model", "reward_model", "dpo_model", "dpo_evaluation", "dpo_registration",
+    }  # fmt: skip
+
+
 def test_each_launched_node_has_a_program_that_exists():
     assert [name for name in ORDER if name in PROGRAMS] == ORDER[:-1]
+    assert BY_DPO - PROGRAMS.keys() == {"register_dpo"}
     for program in PROGRAMS.values():
         path = PROJECT / "src" / (program.module.replace(".", "/") + ".py")
         assert "run_program(main)" in path.read_text(), path
@@ -42,7 +53,8 @@ def test_every_environment_s_catalog_and_parameters_serve_every_node(env, monkey
     with KedroSession.create(PROJECT, env=env) as session:
         context = session.load_context()
         catalog = context.catalog
-        free = register_pipelines()["full"].inputs() | register_pipelines()["full"].all_outputs()
+        pipelines = register_pipelines().values()
+        free = {name for pipeline in pipelines for name in pipeline.inputs() | pipeline.all_outputs()}
         assert [name for name in sorted(free) if name not in catalog] == []
         preflight(catalog.load("parameters"), processes=2, gpus=0)
 

@@ -11,6 +11,7 @@ from rlhf_pipeline.rl.masking import (
     check_shapes,
     masked_mean,
     masked_moments,
+    masked_row_sums,
     masked_sum,
     mean_and_variance,
     whiten,
@@ -35,6 +36,12 @@ def test_sum_and_mean_are_of_real_tokens():
 def test_sum_of_nothing_is_zero_and_mean_of_nothing_is_nan():
     assert masked_sum(X, NOTHING) == 0
     assert masked_mean(X, NOTHING).isnan()
+
+
+def test_row_sums_are_of_each_row_s_real_tokens():
+    torch.testing.assert_close(masked_row_sums(X, MASK), torch.tensor([3.0, 3.0, 6.0]))
+    torch.testing.assert_close(masked_row_sums(X[2:, :1], MASK[2:, :1]), torch.tensor([6.0]))  # no padding, one row
+    assert torch.equal(masked_row_sums(X, NOTHING), torch.zeros(3))
 
 
 def test_gradient_is_zero_in_padding():
@@ -106,7 +113,7 @@ def test_a_mask_of_numbers_is_refused():
         check_shapes(MASK.long(), x=X)
 
 
-@pytest.mark.parametrize("function", [masked_sum, masked_mean, masked_moments])
+@pytest.mark.parametrize("function", [masked_sum, masked_row_sums, masked_mean, masked_moments])
 def test_reductions_check_shapes(function):
     with pytest.raises(ValueError, match=r"x is \(3, 2\)"):
         function(X[:, :2], MASK)

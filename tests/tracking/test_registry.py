@@ -45,7 +45,7 @@ def trained(client):
 
 
 def test_a_promoted_candidate(client, sft, ppo, trained):
-    registration = register(client, sft=sft, ppo=ppo, refusals=[])
+    registration = register(client, sft=sft, candidate=ppo, refusals=[])
     assert json.loads(json.dumps(asdict(registration))) == {
         "model": "rlhf-policy",
         "versions": {"sft": "1", "ppo": "2"},
@@ -67,58 +67,68 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
     assert client.get_run(trained["ppo"]).data.metrics == {"eval/score": 2.0, "eval/kl": 0.5}
 
 
+def test_a_candidate_goes_by_the_stage_that_trained_it(client, sft, tmp_path):
+    dpo = Policy(checkpoint(tmp_path / "dpo_model" / "v1", "dpo", "dddd"), {"eval/score": 3.0})
+    trained = {"sft": training_run(client, "aaaa"), "dpo": training_run(client, "dddd")}
+    registration = register(client, sft=sft, candidate=dpo, refusals=[])
+    assert registration.versions == {"sft": "1", "dpo": "2"}
+    assert registration.runs == trained
+    assert registration.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
+    assert client.get_model_version("rlhf-policy", "2").tags["rlhf.stage"] == "dpo"
+
+
 def test_a_first_candidate_that_is_refused_is_no_champion(client, sft, ppo, trained):
-    registration = register(client, sft=sft, ppo=ppo, refusals=["worse"])
+    registration = register(client, sft=sft, candidate=ppo, refusals=["worse"])
     assert registration.aliases == {"sft-baseline": "1", "candidate": "2"}
     assert registration.refusals == ["worse"]
 
 
 def test_a_refused_candidate_leaves_the_champion_where_it_was(client, sft, ppo, trained, tmp_path):
-    register(client, sft=sft, ppo=ppo, refusals=[])
+    register(client, sft=sft, candidate=ppo, refusals=[])
     training_run(client, "cccc")
     worse = Policy(checkpoint(tmp_path / "ppo_model" / "v2", "ppo", "cccc"), {})
-    registration = register(client, sft=sft, ppo=worse, refusals=["worse"])
+    registration = register(client, sft=sft, candidate=worse, refusals=["worse"])
     assert registration.aliases == {"sft-baseline": "1", "candidate": "3", "champion": "2"}
 
 
 def test_registering_again_changes_nothing(client, sft, ppo, trained, tmp_path):
-    first = register(client, sft=sft, ppo=ppo, refusals=[])
+    first = register(client, sft=sft, candidate=ppo, refusals=[])
     republished = shutil.copytree(ppo.checkpoint, tmp_path / "ppo_model" / "v2")  # another Kedro version, same bytes
-    assert register(client, sft=sft, ppo=replace(ppo, checkpoint=republished), refusals=[]) == first
+    assert register(client, sft=sft, candidate=replace(ppo, checkpoint=republished), refusals=[]) == first
     assert len(client.search_model_versions("name = 'rlhf-policy'")) == 2
     assert len(client.get_metric_history(trained["ppo"], "eval/score")) == 1
 
 
 def test_a_version_whose_checkpoint_is_gone_is_not_reused(client, sft, ppo, trained, tmp_path):
-    register(client, sft=sft, ppo=ppo, refusals=[])
+    register(client, sft=sft, candidate=ppo, refusals=[])
     republished = shutil.move(ppo.checkpoint, tmp_path / "ppo_model" / "v2")
-    registration = register(client, sft=sft, ppo=replace(ppo, checkpoint=republished), refusals=[])
+    registration = register(client, sft=sft, candidate=replace(ppo, checkpoint=republished), refusals=[])
     assert registration.versions == {"sft": "1", "ppo": "3"}
     assert client.get_model_version_by_alias("rlhf-policy", "champion").source == str(republished)
 
 
 def test_the_same_recipe_with_other_bytes_is_another_version(client, sft, ppo, trained, tmp_path):
-    register(client, sft=sft, ppo=ppo, refusals=[])
+    register(client, sft=sft, candidate=ppo, refusals=[])
     other = checkpoint(tmp_path / "ppo_model" / "v2", "ppo", "bbbb", weights="other weights")
-    registration = register(client, sft=sft, ppo=replace(ppo, checkpoint=other), refusals=[])
+    registration = register(client, sft=sft, candidate=replace(ppo, checkpoint=other), refusals=[])
     assert registration.versions == {"sft": "1", "ppo": "3"}
 
 
 def test_a_changed_evaluation_is_what_the_run_shows(client, sft, ppo, trained):
-    register(client, sft=sft, ppo=ppo, refusals=[])
-    register(client, sft=sft, ppo=replace(ppo, metrics={"eval/score": 3.0, "eval/kl": 0.5}), refusals=[])
+    register(client, sft=sft, candidate=ppo, refusals=[])
+    register(client, sft=sft, candidate=replace(ppo, metrics={"eval/score": 3.0, "eval/kl": 0.5}), refusals=[])
     assert client.get_run(trained["ppo"]).data.metrics == {"eval/score": 3.0, "eval/kl": 0.5}
 
 
 def test_a_policy_without_a_training_run_is_refused(client, sft, ppo):
     training_run(client, "aaaa")
     with pytest.raises(StageError, match=r"no finished run of .*/ppo_model/v1 \(stage ppo, fingerprint bbbb\).*kedro"):
-        register(client, sft=sft, ppo=ppo, refusals=[])
+        register(client, sft=sft, candidate=ppo, refusals=[])
 
 
 def test_a_refusal_of_the_store_names_it(client, sft, ppo):
-    with pytest.raises(StageError, match=r"MLflow at sqlite:.* did not register a/b: .*kedro run --nodes=register"):
-        register(client, sft=sft, ppo=ppo, refusals=[], model="a/b")
+    with pytest.raises(StageError, match=r"MLflow at sqlite:.* did not register a/b: .*repeat the `kedro run`"):
+        register(client, sft=sft, candidate=ppo, refusals=[], model="a/b")
 
 
 @pytest.mark.slow
@@ -127,14 +137,14 @@ def test_through_a_server_the_checkpoint_is_uploaded_once(served, sft, ppo, monk
 
     training_run(served, "aaaa")
     run_id = training_run(served, "bbbb")
-    first = register(served, sft=sft, ppo=ppo, refusals=[])
+    first = register(served, sft=sft, candidate=ppo, refusals=[])
     assert first.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
     version = served.get_model_version("rlhf-policy", "2")
     assert version.source == f"mlflow-artifacts:/1/{run_id}/artifacts/policy"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", served.tracking_uri)  # as a user of the registry has it
     champion = download_artifacts("models:/rlhf-policy@champion")
     assert (Path(champion) / "model.safetensors").read_text() == "weights"
-    assert register(served, sft=sft, ppo=ppo, refusals=[]) == first
+    assert register(served, sft=sft, candidate=ppo, refusals=[]) == first
 
 
 CONFIG = RegisterConfig(min_win_rate_lower=0.5, max_kl=10.0)

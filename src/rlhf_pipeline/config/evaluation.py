@@ -1,4 +1,4 @@
-"""The comparison of the PPO policy with the SFT baseline."""
+"""The comparison of a candidate policy, PPO or DPO, with the SFT baseline."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_pipeline.config.block import Block, operational
-from rlhf_pipeline.config.training import Precision, TrainedModelConfig
+from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
 
 
 class SamplingConfig(Block):
@@ -46,13 +46,6 @@ class KLConfig(Block):
     stop_update: PositiveFloat | None = None
     """Mean KL a token, of the policy that sampled to the one in training (`policy/approx_kl`), over an epoch, above which
     the step's other epochs are left out. The learning rates move on as if they had been taken. None: no bound."""
-
-
-class FrozenModelConfig(Block):
-    """One model that only infers. It takes no DeepSpeed engine: at stage 0 there is nothing to shard."""
-
-    precision: Precision = "fp32"
-    """Precision of the weights and activations."""
 
 
 class PPOConfig(Block):

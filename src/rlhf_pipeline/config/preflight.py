@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.architecture import suggestion
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.data import SourceConfig, SplitConfig
+from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluation import EvaluationConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.model import BaseModelConfig
@@ -26,12 +27,19 @@ BLOCKS: dict[str, type[Block]] = {
     "sft": SFTConfig,
     "reward_model": RewardModelConfig,
     "ppo": PPOConfig,
+    "dpo": DPOConfig,
     "evaluate": EvaluationConfig,
     "register": RegisterConfig,
 }
 """Every top-level parameter that is a block; `seed` is the only one that is not."""
 
-BATCH_SIZES = ("sft.batch_size", "reward_model.batch_size", "ppo.rollout_batch_size", "ppo.minibatch_size")
+BATCH_SIZES = (
+    "sft.batch_size",
+    "reward_model.batch_size",
+    "ppo.rollout_batch_size",
+    "ppo.minibatch_size",
+    "dpo.batch_size",
+)
 """Global batch sizes, each shared out evenly among the ranks."""
 
 

@@ -11,8 +11,8 @@ class RegisterConfig(Block):
     """The model registry's part of the parameters: a name, and the promotion gate."""
 
     model: str = Field(default="rlhf-policy", min_length=1, pattern=r"^[^/:]+$")
-    """Name of the registered model. SFT baseline and PPO policy are versions of this one model, so that they compare
-    side by side. MLflow allows neither slash nor colon."""
+    """Name of the registered model. SFT baseline and candidates (PPO, DPO) are versions of this one model, so that they
+    compare side by side. MLflow allows neither slash nor colon."""
 
     min_win_rate_lower: float = Field(default=0.5, ge=0, lt=1)
     """The lower end of the 95% interval on the win rate against SFT must be above this. 0.5 asks for a policy that is

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and reward modelling, and the blocks that they share with PPO."""
+"""Supervised fine-tuning and reward modelling, and the blocks that they share with PPO and DPO."""
 
 from __future__ import annotations
 
@@ -62,17 +62,24 @@ class TrainedModelConfig(Block):
         return self
 
 
+class FrozenModelConfig(Block):
+    """One model that only infers. It takes no DeepSpeed engine: at stage 0 there is nothing to shard."""
+
+    precision: Precision = "fp32"
+    """Precision of the weights and activations."""
+
+
 class SupervisedConfig(TrainedModelConfig):
-    """What SFT and reward modelling have in common: passes over a fixed data set."""
+    """What SFT, reward modelling and DPO have in common: passes over a fixed data set."""
 
     epochs: PositiveFloat
     """Passes over the training rows; fractions allowed."""
 
     batch_size: PositiveInt
-    """Rows (SFT) or comparisons (reward model) in one optimizer step, over all ranks and accumulation steps."""
+    """Rows (SFT) or comparisons (reward model, DPO) in one optimizer step, over all ranks and accumulation steps."""
 
     micro_batch_size_per_gpu: PositiveInt
-    """Rows in one forward pass on one rank; gradient accumulation follows from it."""
+    """Rows or comparisons in one forward pass on one rank; gradient accumulation follows from it."""
 
     evaluations: PositiveInt = 4
     """Evaluations on the held-out rows, evenly spaced, the last one after the last step. The best checkpoint among them

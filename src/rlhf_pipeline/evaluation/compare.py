@@ -1,4 +1,4 @@
-"""Stage program: SFT and PPO side by side on held-out prompts.
+"""Stage program: a candidate policy and the SFT baseline side by side on held-out prompts.
 
     deepspeed --module rlhf_pipeline.evaluation.compare job.json
 
@@ -34,7 +34,7 @@ from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share
 
-POLICIES = ("sft", "ppo")
+BASELINE = "sft"
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,15 @@ def main(job: LaunchedJob) -> dict[str, float]:
     rows = own_share(np.arange(min(config.prompts, table.num_rows)), world)
     tokenizer = load_tokenizer(job.inputs["sft_model"])
     policies = {
-        name: freeze(load_policy(job.inputs[f"{name}_model"], config.precision)).to(world.device) for name in POLICIES
+        name: freeze(load_policy(job.inputs[f"{name}_model"], config.precision)).to(world.device)
+        for name in (BASELINE, candidate_of(job))
     }
     reward_model = freeze(load_scores(job.inputs["reward_model"], config.precision)).to(world.device)
-    writer = MetricsWriter(job.metrics_file, world, len(POLICIES))
+    writer = MetricsWriter(job.metrics_file, world, len(policies))
     answers: dict[str, list[Answer]] = {}
     for step, (name, policy) in enumerate(policies.items(), start=1):
         own = answer(
-            policy, policies["sft"], reward_model, columns(table, rows), rows,
+            policy, policies[BASELINE], reward_model, columns(table, rows), rows,
             config=config, contract=contract, tokenizer=tokenizer, seed=job.seed,
         )  # fmt: skip
         answers[name] = gather(own, world)
@@ -78,6 +79,12 @@ def main(job: LaunchedJob) -> dict[str, float]:
     if world.rank == 0:
         write(evaluation, answers, job.export)
     return headline(evaluation)
+
+
+def candidate_of(job: LaunchedJob) -> str:
+    """Which policy is compared with the baseline: "ppo" where the job's further input is `ppo_model`."""
+    (name,) = job.inputs.keys() - {"prompts", f"{BASELINE}_model", "reward_model"}
+    return name.removesuffix("_model")
 
 
 def answer(
@@ -132,31 +139,40 @@ def gather(own: list[Answer], world: World) -> list[Answer]:
 
 
 def compare(answers: dict[str, list[Answer]], config: EvaluationConfig) -> dict[str, Any]:
-    """Both policies' metrics, the win rates of PPO over SFT, and pairs of answers to read."""
-    sft, ppo = answers["sft"], answers["ppo"]
-    judged = all(answer.gold_score is not None for answer in sft)
+    """Both policies' metrics, the win rates of the candidate over the baseline, and pairs of answers to read.
+
+    Args:
+        answers: the baseline's by its name, then the candidate's by its name.
+        config: the decoding, and how many pairs to show.
+    """
+    baseline, candidate = answers
+    judged = all(answer.gold_score is not None for answer in answers[baseline])
     measures = ["score", "gold_score"] if judged else ["score"]
-    wins = {m: win_rate([getattr(a, m) for a in ppo], [getattr(a, m) for a in sft]) for m in measures}
+    wins = {
+        m: win_rate([getattr(a, m) for a in answers[candidate]], [getattr(a, m) for a in answers[baseline]])
+        for m in measures
+    }
     return {
-        "prompts": len(sft),
+        "candidate": candidate,
+        "prompts": len(answers[baseline]),
         "decoding": {
             "temperature": config.sampling.temperature,
             "max_response_tokens": config.sampling.max_response_tokens,
         },
         "judge": "gold" if judged else None,
-        "policies": {name: summary(answers[name]) for name in POLICIES},
+        "policies": {name: summary(given) for name, given in answers.items()},
         "win_rates": {m.removesuffix("_score"): asdict(rate) for m, rate in wins.items()},
         "samples": [
             {
                 "prompt": a.prompt,
-                "sft": a.response,
-                "ppo": b.response,
-                "sft_score": a.score,
-                "ppo_score": b.score,
-                "sft_gold": a.gold_score,
-                "ppo_gold": b.gold_score,
+                baseline: a.response,
+                candidate: b.response,
+                f"{baseline}_score": a.score,
+                f"{candidate}_score": b.score,
+                f"{baseline}_gold": a.gold_score,
+                f"{candidate}_gold": b.gold_score,
             }
-            for a, b in list(zip(sft, ppo, strict=True))[: config.samples]
+            for a, b in list(zip(answers[baseline], answers[candidate], strict=True))[: config.samples]
         ],
     }
 
@@ -180,7 +196,7 @@ def summary(answers: list[Answer]) -> dict[str, float]:
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The evaluation as flat metrics: `sft/...`, `ppo/...`, `win_rate/...`."""
+    """The evaluation as flat metrics: `sft/...`, `ppo/...` (or another candidate's name), `win_rate/...`."""
     policies = {
         f"{name}/{key}": value for name, metrics in evaluation["policies"].items() for key, value in metrics.items()
     }
@@ -197,7 +213,7 @@ def write(evaluation: dict[str, Any], answers: dict[str, list[Answer]], export: 
     export.mkdir(exist_ok=True)
     (export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
     (export / "report.md").write_text(render_markdown(evaluation))
-    lines = [json.dumps({"policy": name} | asdict(a)) for name in POLICIES for a in answers[name]]
+    lines = [json.dumps({"policy": name} | asdict(a)) for name, given in answers.items() for a in given]
     (export / "answers.jsonl").write_text("\n".join(lines) + "\n")
 
 

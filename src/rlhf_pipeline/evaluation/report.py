@@ -1,8 +1,9 @@
-"""The evaluation's report: SFT beside PPO, the win rate in plain words, and pairs of answers to read.
+"""The evaluation's report: SFT beside the candidate, PPO or DPO; the win rate in plain words, and pairs of answers to read.
 
-The evaluation is a dict of JSON types: "prompts" (their number) and "decoding", shared by both policies; "policies",
-where a metric `m` of "sft" or "ppo" may have its 95% interval beside it as `m_lower` and `m_upper`; "win_rates" of PPO
-by "score" (the reward model) and by "gold" (the judge, where there is one); "samples", pairs of answers with scores.
+The evaluation is a dict of JSON types: "candidate", "ppo" or "dpo"; "prompts" (their number) and "decoding", shared by
+both policies; "policies", where a metric `m` of "sft" or the candidate may have its 95% interval beside it as `m_lower`
+and `m_upper`; "win_rates" of the candidate by "score" (the reward model) and by "gold" (the judge, where there is one);
+"samples", pairs of answers with scores.
 """
 
 from __future__ import annotations
@@ -29,41 +30,52 @@ METRICS = {
 JUDGES = {"score": "the reward model", "gold": "the gold judge"}
 
 CAVEATS = {
-    "score": "PPO was trained to please the reward model, so this judge leans towards it.",
-    "gold": "PPO never saw this judge's scores.",
+    "ppo": {
+        "score": "PPO was trained to please the reward model, so this judge leans towards it.",
+        "gold": "PPO never saw this judge's scores.",
+    },
+    "dpo": {
+        "score": "DPO and the reward model learned from the same comparisons, so this judge leans towards it.",
+        "gold": "DPO never saw this judge's scores.",
+    },
 }
+"""What to bear in mind about a candidate's win rate by a judge."""
 
 ABSENT = "-"
 
 
 def render_markdown(evaluation: dict[str, Any]) -> str:
     """The whole report as Markdown; text from models is shown as it is, never interpreted."""
-    lines = ["# PPO against SFT", "", _setting(evaluation), ""]
-    lines += ["| | SFT | PPO | difference |", "|:---|---:|---:|---:|"]
-    lines += [f"| {' | '.join(row)} |" for row in _rows(evaluation["policies"])]
+    candidate = evaluation["candidate"]
+    name = candidate.upper()
+    lines = [f"# {name} against SFT", "", _setting(evaluation), ""]
+    lines += [f"| | SFT | {name} | difference |", "|:---|---:|---:|---:|"]
+    lines += [f"| {' | '.join(row)} |" for row in _rows(evaluation["policies"], candidate)]
     lines += ["", "Intervals are 95%.", "", "## Which answer is better?", ""]
     for judge, rate in evaluation["win_rates"].items():
-        lines += [f"**{_verdict(judge, rate)}** {_win_rate(judge, rate)}", ""]
-    lines += ["## Samples", "", "| | prompt | SFT | PPO |", "|---:|:---|:---|:---|"]
+        lines += [f"**{_verdict(judge, rate, candidate)}** {_win_rate(judge, rate, candidate)}", ""]
+    lines += ["## Samples", "", f"| | prompt | SFT | {name} |", "|---:|:---|:---|:---|"]
     for number, sample in enumerate(evaluation["samples"], start=1):
-        answers = [f"{_cell(sample[name])}<br>({_scores(sample, name)})" for name in ("sft", "ppo")]
+        answers = [f"{_cell(sample[name])}<br>({_scores(sample, name)})" for name in ("sft", candidate)]
         lines.append(f"| {number} | {_cell(sample['prompt'])} | {' | '.join(answers)} |")
     return "\n".join(lines) + "\n"
 
 
 def print_table(evaluation: dict[str, Any], console: Console) -> None:
     """The comparison and the win rates for a terminal of 80 columns; the samples are left to the report."""
-    table = Table(box=box.SIMPLE_HEAD, title="PPO against SFT", title_justify="left", pad_edge=False)
+    candidate = evaluation["candidate"]
+    name = candidate.upper()
+    table = Table(box=box.SIMPLE_HEAD, title=f"{name} against SFT", title_justify="left", pad_edge=False)
     table.add_column("")
-    for name in ("SFT", "PPO", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in _rows(evaluation["policies"]):
+    for column in ("SFT", name, "difference"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in _rows(evaluation["policies"], candidate):
         table.add_row(*map(Text, row))  # Text: an interval's brackets are no markup
     console.print(table)
     console.print(Text(f"{_setting(evaluation)} Intervals are 95%."))
     for judge, rate in evaluation["win_rates"].items():
         console.print()
-        console.print(Text.assemble((_verdict(judge, rate), "bold"), " ", _win_rate(judge, rate)))
+        console.print(Text.assemble((_verdict(judge, rate, candidate), "bold"), " ", _win_rate(judge, rate, candidate)))
 
 
 def _setting(evaluation: dict[str, Any]) -> str:
@@ -71,15 +83,15 @@ def _setting(evaluation: dict[str, Any]) -> str:
     return f"Both answered the same {evaluation['prompts']} held-out prompts ({decoding})."
 
 
-def _rows(policies: dict[str, dict[str, float]]) -> list[tuple[str, str, str, str]]:
-    """(metric, SFT, PPO, difference) for every metric that either policy has; unknown ones last, by their own names."""
-    sft, ppo = policies["sft"], policies["ppo"]
-    present = {name: None for name in (*sft, *ppo) if not name.endswith(("_lower", "_upper"))}
+def _rows(policies: dict[str, dict[str, float]], candidate: str) -> list[tuple[str, str, str, str]]:
+    """(metric, SFT, candidate, difference) for every metric that either policy has; unknown ones last, by their own names."""
+    sft, other = policies["sft"], policies[candidate]
+    present = {name: None for name in (*sft, *other) if not name.endswith(("_lower", "_upper"))}
     rows = []
     for name in [*filter(present.__contains__, METRICS), *(name for name in present if name not in METRICS)]:
         label, form = METRICS.get(name, (name, ".4g"))
-        difference = f"{ppo[name] - sft[name]:+{form}}" if name in sft and name in ppo else ABSENT
-        rows.append((label, _value(sft, name, form), _value(ppo, name, form), difference))
+        difference = f"{other[name] - sft[name]:+{form}}" if name in sft and name in other else ABSENT
+        rows.append((label, _value(sft, name, form), _value(other, name, form), difference))
     return rows
 
 
@@ -90,22 +102,23 @@ def _value(metrics: dict[str, float], name: str, form: str) -> str:
     return f"{metrics[name]:{form}}" + (f" [{', '.join(interval)}]" if interval else "")
 
 
-def _verdict(judge: str, rate: dict[str, float]) -> str:
+def _verdict(judge: str, rate: dict[str, float], candidate: str) -> str:
     if rate["lower"] > 0.5:
-        found = "PPO is better"
+        found = f"{candidate.upper()} is better"
     elif rate["upper"] < 0.5:
-        found = "PPO is worse"
+        found = f"{candidate.upper()} is worse"
     else:
         found = "no difference is shown"
     return f"By {JUDGES[judge]}, {found}."
 
 
-def _win_rate(judge: str, rate: dict[str, float]) -> str:
+def _win_rate(judge: str, rate: dict[str, float], candidate: str) -> str:
     where = "above" if rate["lower"] > 0.5 else "below" if rate["upper"] < 0.5 else "on both sides of"
     return (
-        f"It prefers PPO's answer to SFT's on {rate['rate']:.1%} of {rate['n']} prompts: {rate['wins']} wins, "
-        f"{rate['ties']} ties (each counts half), {rate['losses']} losses. With 95% confidence the true rate is "
-        f"between {rate['lower']:.1%} and {rate['upper']:.1%}, {where} the 50% of two equal policies. {CAVEATS[judge]}"
+        f"It prefers {candidate.upper()}'s answer to SFT's on {rate['rate']:.1%} of {rate['n']} prompts: "
+        f"{rate['wins']} wins, {rate['ties']} ties (each counts half), {rate['losses']} losses. "
+        f"With 95% confidence the true rate is between {rate['lower']:.1%} and {rate['upper']:.1%}, "
+        f"{where} the 50% of two equal policies. {CAVEATS[candidate][judge]}"
     )
 
 

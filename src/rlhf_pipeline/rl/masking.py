@@ -58,6 +58,19 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0).sum()
 
 
+def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of each row's x over its real tokens, (B,): of log-probabilities, that of the whole response.
+
+    Padding is as in `masked_sum`; a row without a real token sums to 0.
+
+    Args:
+        x: (B, R).
+        mask: (B, R) bool.
+    """
+    check_shapes(mask, x=x)
+    return torch.where(mask, x, 0.0).sum(-1)
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of x over real tokens: a 0-dim tensor; NaN where the mask is empty, as `torch.mean` of nothing."""
     return masked_sum(x, mask) / mask.sum()

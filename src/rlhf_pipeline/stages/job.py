@@ -33,7 +33,9 @@ PROGRAMS: dict[str, Program] = {
     "sft": Program("rlhf_pipeline.training.sft", distributed=True),
     "reward_model": Program("rlhf_pipeline.training.reward_model", distributed=True),
     "ppo": Program("rlhf_pipeline.training.ppo", distributed=True),
+    "dpo": Program("rlhf_pipeline.training.dpo", distributed=True),
     "evaluate": Program("rlhf_pipeline.evaluation.compare", distributed=True),
+    "evaluate_dpo": Program("rlhf_pipeline.evaluation.compare", distributed=True),
 }
 
 

@@ -25,7 +25,9 @@ HEADLINES = {
     "sft": ("sft/loss", "validation/perplexity"),
     "reward_model": ("reward_model/loss", "reward_model/accuracy", "validation/accuracy"),
     "ppo": ("objective/score", "objective/kl", "validation/score"),
+    "dpo": ("dpo/loss", "dpo/accuracy", "validation/accuracy"),
     "evaluate": ("sft/score", "ppo/score"),
+    "evaluate_dpo": ("sft/score", "dpo/score"),
 }
 """The numbers of each stage worth a glance; the rest is in MLflow."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def log_data_read(client: MlflowClient, run_id: str, run: StageRun) -> None:
     """Log the stage's inputs that are data: records of sources, and folders of the prepared data."""
-    contexts = {"source": "source", "split": "evaluation" if run.stage == "evaluate" else "training"}
+    contexts = {"source": "source", "split": "evaluation" if run.stage.startswith("evaluate") else "training"}
     read = []
     for name, path in run.paths.items():
         artifact = artifact_of(path)

@@ -1,4 +1,4 @@
-"""The model registry: SFT baseline and PPO policy as versions of one model, and who is the champion."""
+"""The model registry: SFT baseline and candidate policies as versions of one model, and who is the champion."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Registration:
 
     model: str
     versions: dict[str, str]
-    """"sft" and "ppo" to version."""
+    """"sft" and the candidate's stage, "ppo" or "dpo", to version."""
     runs: dict[str, str]
-    """"sft" and "ppo" to the id of the run that trained it."""
+    """"sft" and the candidate's stage to the id of the run that trained it."""
     aliases: dict[str, str]
     """All of the model's aliases to version; "champion" is absent until a candidate was promoted."""
     refusals: list[str]
@@ -48,7 +48,7 @@ class Registration:
 
 
 def gate(metrics: dict[str, float], config: RegisterConfig) -> list[str]:
-    """The reasons not to promote a PPO policy; empty: promote.
+    """The reasons not to promote a candidate; empty: promote.
 
     Args:
         metrics: must hold "eval/win_rate_lower", the lower end of the 95% interval on the win rate against SFT, and
@@ -75,7 +75,7 @@ def gate(metrics: dict[str, float], config: RegisterConfig) -> list[str]:
 
 
 def register(
-    client: MlflowClient, *, sft: Policy, ppo: Policy, refusals: list[str], model: str = "rlhf-policy"
+    client: MlflowClient, *, sft: Policy, candidate: Policy, refusals: list[str], model: str = "rlhf-policy"
 ) -> Registration:
     """Register both policies, by reference where the store is local, and move the aliases.
 
@@ -92,20 +92,21 @@ def register(
 
     try:
         _create_model(client, model)
-        policies = {"sft": sft, "ppo": ppo}
+        policies = {Manifest.read(policy.checkpoint).stage: policy for policy in (sft, candidate)}
         runs = {stage: _training_run(client, policy) for stage, policy in policies.items()}
         versions = {stage: _version(client, model, policy, runs[stage]) for stage, policy in policies.items()}
         for stage, policy in policies.items():
             _log_evaluation(client, runs[stage], policy.metrics)
-        moved = {"sft-baseline": versions["sft"], "candidate": versions["ppo"]}
-        moved |= {} if refusals else {"champion": versions["ppo"]}
+        baseline_version, candidate_version = versions.values()
+        moved = {"sft-baseline": baseline_version, "candidate": candidate_version}
+        moved |= {} if refusals else {"champion": candidate_version}
         for alias, version in moved.items():
             client.set_registered_model_alias(model, alias, version)
         aliases = {alias: str(version) for alias, version in client.get_registered_model(model).aliases.items()}
     except MlflowException as error:
         raise StageError(
             f"MLflow at {client.tracking_uri} did not register {model}: {error}; "
-            "the checkpoints are finished, run `kedro run --nodes=register` once it answers"
+            "the checkpoints are finished; once it answers, repeat the `kedro run`: no finished stage is trained again"
         ) from error
     compare = compare_path(model, {versions[stage]: runs[stage] for stage in policies})
     return Registration(model, versions, runs, aliases, list(refusals), compare)
@@ -139,7 +140,7 @@ def _training_run(client: MlflowClient, policy: Policy) -> str:
     if run_id is None:
         raise StageError(
             f"MLflow at {client.tracking_uri} has no finished run of {policy.checkpoint} (stage {manifest.stage}, "
-            f"fingerprint {manifest.fingerprint[:16]}); run `kedro run --to-nodes=register`: "
+            f"fingerprint {manifest.fingerprint[:16]}); repeat the `kedro run` from its first node on: "
             "finished stages are not trained again, and the missing run is filled in from disk"
         )
     return run_id
@@ -178,30 +179,30 @@ def _log_evaluation(client: MlflowClient, run_id: str, metrics: dict[str, float]
 
 
 def register_evaluated(
-    sft_model: Path, ppo_model: Path, evaluation: Path, config: RegisterConfig, project: Path
+    sft_model: Path, candidate_model: Path, evaluation: Path, config: RegisterConfig, project: Path
 ) -> Registration:
     """Register the policies of an evaluation, with its metrics; the gate reads the gold win rate if there is one.
 
     Args:
-        sft_model, ppo_model: published checkpoints.
+        sft_model, candidate_model: published checkpoints.
         evaluation: the published comparison of the two.
         config: the registered model's name and the gate.
         project: where the tracking database lies, unless MLFLOW_TRACKING_URI names another store.
     """
     compared = json.loads((evaluation / "evaluation.json").read_text())
-    rates = compared["win_rates"]
+    candidate, rates = compared["candidate"], compared["win_rates"]
     measure = "gold" if "gold" in rates else "score"
     policies = {
         name: {f"eval/{key}": value for key, value in metrics.items()} for name, metrics in compared["policies"].items()
     }
-    policies["ppo"] |= {
+    policies[candidate] |= {
         f"eval/win_rate{suffix}": rates[measure][key]
         for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
     }
     return register(
         connect(tracking_uri(project), project),
         sft=Policy(sft_model, policies["sft"]),
-        ppo=Policy(ppo_model, policies["ppo"]),
-        refusals=gate(policies["ppo"], config),
+        candidate=Policy(candidate_model, policies[candidate]),
+        refusals=gate(policies[candidate], config),
         model=config.model,
     )

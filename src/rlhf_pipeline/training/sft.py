@@ -22,11 +22,8 @@ from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.serving import write_mlmodel
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
-from rlhf_pipeline.training.checkpoint import BestCheckpoint
-from rlhf_pipeline.training.engine import join, train_engine
-from rlhf_pipeline.training.metrics import MetricsWriter
-from rlhf_pipeline.training.rows import load_rows
-from rlhf_pipeline.training.supervised import Sums, fit, optimizer_steps
+from rlhf_pipeline.training.engine import join
+from rlhf_pipeline.training.supervised import Sums, train
 
 
 @dataclass(frozen=True)
@@ -88,22 +85,16 @@ class SFTTask:
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train, and export the checkpoint with the lowest held-out perplexity."""
     config = job.block("sft", SFTConfig)
-    world = join(job.seed, timeout_s=job.collective_timeout_s)
     task = SFTTask(common_contract(job.inputs))
-    training = load_rows(job.inputs["examples"] / "train.arrow", world)
-    validation = load_rows(job.inputs["examples"] / "validation.arrow", world)
-    steps = optimizer_steps(config, training.num_rows)
-    engine = train_engine(load_policy(job.inputs["base_model"], config.deepspeed.precision), config, steps)
-    best = BestCheckpoint(job, world, load_tokenizer(job.inputs["base_model"]))
-    writer = MetricsWriter(job.metrics_file, world, steps)
-    fit(
-        engine, task, config, training=training, validation=validation,
-        world=world, seed=job.seed, writer=writer, best=best,
+    world = join(job.seed, timeout_s=job.collective_timeout_s)
+    base_model = job.inputs["base_model"]
+    metrics = train(
+        job, config, task, load_policy(base_model, config.deepspeed.precision), world,
+        rows=job.inputs["examples"], tokenizer=load_tokenizer(base_model),
     )  # fmt: skip
-    best.finish(engine.module)
     if world.rank == 0:
         write_mlmodel(job.export)
-    return best.metrics
+    return metrics
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The loop that SFT and reward modelling share: passes over a fixed data set, held-out evaluation, best checkpoint."""
+"""What SFT, reward modelling and DPO share: passes over a fixed data set, held-out evaluation, best checkpoint."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -10,13 +11,15 @@ import pyarrow as pa
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.models.sequences import micro_batches
+from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
-from rlhf_pipeline.training.engine import World, optimizer_step
+from rlhf_pipeline.training.engine import World, optimizer_step, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
-from rlhf_pipeline.training.rows import columns, own_share, step_rows
+from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 
 Sums = dict[str, Tensor]
 
@@ -36,7 +39,7 @@ class Batch(Protocol):
 
 
 class Task(Protocol):
-    """What distinguishes one supervised stage from the other."""
+    """What distinguishes one supervised stage from another."""
 
     @property
     def name(self) -> str:
@@ -56,6 +59,43 @@ class Task(Protocol):
 
     def merit(self, metrics: dict[str, float]) -> float:
         """How good a model with these held-out metrics is; higher is better."""
+
+
+def train(
+    job: LaunchedJob,
+    config: SupervisedConfig,
+    task: Task,
+    model: nn.Module,
+    world: World,
+    *,
+    rows: Path,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, float]:
+    """Train the model on prepared rows, and export the evaluated checkpoint of the highest merit.
+
+    Args:
+        job: where metrics and checkpoints go, and the seed.
+        config: the stage's parameters.
+        task: what is learned.
+        model: where training starts.
+        world: the ranks.
+        rows: folder with `train.arrow` and `validation.arrow`.
+        tokenizer: stored with each checkpoint.
+
+    Returns:
+        The metrics of the exported checkpoint's step.
+    """
+    training, validation = load_rows(rows / "train.arrow", world), load_rows(rows / "validation.arrow", world)
+    steps = optimizer_steps(config, training.num_rows)
+    engine = train_engine(model, config, steps)
+    best = BestCheckpoint(job, world, tokenizer)
+    writer = MetricsWriter(job.metrics_file, world, steps)
+    fit(
+        engine, task, config, training=training, validation=validation,
+        world=world, seed=job.seed, writer=writer, best=best,
+    )  # fmt: skip
+    best.finish(engine.module)
+    return best.metrics
 
 
 def optimizer_steps(config: SupervisedConfig, rows: int) -> int:

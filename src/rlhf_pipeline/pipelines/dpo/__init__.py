@@ -1,0 +1,3 @@
+"""Direct preference optimization."""
+
+from .pipeline import create_pipeline as create_pipeline

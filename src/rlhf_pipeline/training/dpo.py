@@ -1,0 +1,109 @@
+"""Stage program: direct preference optimization of the SFT model on comparisons.
+
+    deepspeed --module rlhf_pipeline.training.dpo job.json
+
+Two models: the policy trains, the reference is its frozen start. Both read the same micro batch, so the reference's
+log-probabilities cost a forward pass and no storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.models.forward import response_logprobs
+from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
+from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.models.token_contract import TokenContract, common_contract
+from rlhf_pipeline.rl.losses import dpo_loss
+from rlhf_pipeline.rl.masking import masked_row_sums
+from rlhf_pipeline.serving import write_mlmodel
+from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.training.engine import join
+from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
+from rlhf_pipeline.training.supervised import Sums, train
+
+
+@dataclass(frozen=True)
+class DPOTask:
+    """Bradley-Terry loss on the policy's implicit rewards: how much likelier it makes an answer than the reference does."""
+
+    contract: TokenContract
+    reference: nn.Module
+    """The frozen model that the policy starts from."""
+    beta: float
+    label_smoothing: float
+    name: str = "dpo"
+
+    def collate(self, rows: dict[str, list[Any]]) -> Pairs:
+        """Comparisons as a batch."""
+        return Pairs.collate(rows, self.contract.pad_id)
+
+    def weight(self, batch: Pairs) -> Tensor:
+        """Comparisons."""
+        return torch.tensor(len(batch), dtype=torch.float64)
+
+    def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
+        """Mean negative log-likelihood of the preferences, over the global batch."""
+        with torch.no_grad():
+            ref_chosen, ref_rejected = chosen_and_rejected(self.logprobs(self.reference, batch.answers))
+        chosen, rejected = chosen_and_rejected(self.logprobs(model, batch.answers))
+        loss, chosen_rewards, rejected_rewards = dpo_loss(
+            chosen, rejected, ref_chosen, ref_rejected,
+            beta=self.beta, label_smoothing=self.label_smoothing, normalizer=normalizer,
+        )  # fmt: skip
+        return loss, {
+            **ranking_sums(chosen_rewards, rejected_rewards),
+            "loss": loss * normalizer,
+            "rejected": rejected_rewards.double().sum(),
+        }
+
+    def logprobs(self, policy: nn.Module, answers: Sequences) -> Tensor:
+        """Log-probability of each whole answer, EOS included, (2N,)."""
+        logprobs = response_logprobs(policy, answers, vocab_size=self.contract.vocab_size)
+        return masked_row_sums(logprobs, answers.response_mask)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Loss, accuracy of the implicit rewards (a tie counts half), their mean margin, and their means.
+
+        Rewards are beta times a log ratio: a chosen reward below 0 says that the policy makes the chosen answers, too,
+        less likely than the reference does.
+        """
+        pairs = sums["pairs"]
+        return {
+            "loss": sums["loss"] / pairs,
+            "accuracy": sums["correct"] / pairs,
+            "margin": sums["margin"] / pairs,
+            "chosen_reward": sums["chosen"] / pairs,
+            "rejected_reward": sums["rejected"] / pairs,
+        }
+
+    def merit(self, metrics: dict[str, float]) -> float:
+        """Lower held-out loss is better: unlike accuracy, it also punishes confident errors."""
+        return -metrics["loss"]
+
+
+def main(job: LaunchedJob) -> dict[str, float]:
+    """Train, and export the checkpoint with the lowest held-out loss."""
+    config = job.block("dpo", DPOConfig)
+    contract = common_contract(job.inputs)
+    world = join(job.seed, timeout_s=job.collective_timeout_s)
+    sft_model = job.inputs["sft_model"]
+    reference = freeze(load_policy(sft_model, config.reference.precision)).to(world.device)
+    task = DPOTask(contract, reference, config.beta, config.label_smoothing)
+    metrics = train(
+        job, config, task, load_policy(sft_model, config.deepspeed.precision), world,
+        rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model),
+    )  # fmt: skip
+    if world.rank == 0:
+        write_mlmodel(job.export)
+    return metrics
+
+
+if __name__ == "__main__":
+    run_program(main)

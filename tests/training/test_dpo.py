@@ -1,0 +1,130 @@
+"""The loss of DPO: whole answers under the policy and under its frozen start, whatever the batch looks like."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.sequences import micro_batches
+from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.training.dpo import DPOTask
+
+ROWS = {
+    "id": ["a", "b", "c"],
+    "prompt_ids": [[5, 6, 7, 8, 9], [10], [11, 12]],
+    "chosen_ids": [[20, 1], [21, 22, 23, 24, 1], [25, 1]],
+    "rejected_ids": [[30, 31, 32, 1], [1], [33, 34, 35, 36, 37, 38, 1]],
+}
+BETA = 0.5
+
+
+@pytest.fixture(scope="module")
+def start(make_model):
+    return make_model("llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def task(start):
+    return DPOTask(TokenContract.read(start), freeze(load_policy(start, "fp32")), BETA, 0.0)
+
+
+@pytest.fixture
+def model(make_model):
+    """A policy that has moved: the same tokens, other weights."""
+    return load_policy(make_model("llama", seed=2), "fp32")
+
+
+def only(*rows):
+    return {name: [values[row] for row in rows] for name, values in ROWS.items()}
+
+
+def reward_by_hand(model, reference, row, answer):
+    """Without padding: beta times the sum over the answer of what the policy adds to each token's log-probability."""
+    prompt = ROWS["prompt_ids"][row]
+    ids = torch.tensor(prompt + ROWS[f"{answer}_ids"][row])
+    log_ratios = model(ids[None]).logits[0].log_softmax(-1) - reference(ids[None]).logits[0].log_softmax(-1)
+    return BETA * sum(log_ratios[at - 1, ids[at]] for at in range(len(prompt), len(ids)))
+
+
+def loss_by_hand(model, reference, row):
+    margin = reward_by_hand(model, reference, row, "chosen") - reward_by_hand(model, reference, row, "rejected")
+    return torch.log1p(torch.exp(-margin))
+
+
+def test_a_policy_that_is_the_reference_starts_at_log_2_and_at_chance(task, start):
+    batch = task.collate(ROWS)
+    loss, sums = task.loss(load_policy(start, "fp32"), batch, task.weight(batch))
+    assert loss.item() == pytest.approx(0.6931472, rel=1e-6)
+    metrics = task.metrics({name: value.item() for name, value in sums.items()})
+    assert metrics.pop("loss") == pytest.approx(0.6931472, rel=1e-6)
+    assert metrics == {"accuracy": 0.5, "margin": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
+
+
+def test_the_loss_is_the_mean_over_comparisons(task, model):
+    freeze(model)
+    batch = task.collate(ROWS)
+    assert task.weight(batch).item() == 3
+    loss, sums = task.loss(model, batch, task.weight(batch))
+    expected = sum(loss_by_hand(model, task.reference, row) for row in range(3))
+    torch.testing.assert_close(loss.float(), expected / 3, rtol=1e-5, atol=0)
+    torch.testing.assert_close(sums["loss"].float(), expected, rtol=1e-5, atol=0)
+    for name in ("chosen", "rejected"):
+        rewards = sum(reward_by_hand(model, task.reference, row, name) for row in range(3))
+        torch.testing.assert_close(sums[name].float(), rewards, rtol=1e-4, atol=1e-6)
+
+
+def test_a_comparison_s_loss_does_not_depend_on_its_neighbours(task, model):
+    freeze(model)
+    for row in range(3):
+        loss, _ = task.loss(model, task.collate(only(row)), torch.tensor(1.0))
+        torch.testing.assert_close(loss, loss_by_hand(model, task.reference, row), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, size):
+    expected = sum(loss_by_hand(model, task.reference, row) for row in range(3)) / 3
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    batch = task.collate(ROWS)
+    total, metric = 0.0, 0.0
+    for index in micro_batches(batch.lengths, size):
+        loss, sums = task.loss(model, batch.rows(index), task.weight(batch))
+        loss.backward()
+        total, metric = total + loss.item(), metric + sums["loss"].item() / 3
+    assert total == pytest.approx(expected.item(), rel=1e-5)
+    assert metric == pytest.approx(expected.item(), rel=1e-5)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_the_reference_gets_no_gradient_and_keeps_no_activations(start, model):
+    """Not even where its parameters would take one."""
+    reference, recorded = load_policy(start, "fp32"), []
+    reference.register_forward_hook(lambda module, inputs, output: recorded.append(output.logits.requires_grad))
+    task = DPOTask(TokenContract.read(start), reference, BETA, 0.0)
+    task.loss(model, task.collate(ROWS), torch.tensor(3.0))[0].backward()
+    assert recorded == [False]
+    assert all(parameter.grad is None for parameter in reference.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_label_smoothing_reaches_the_loss(task, model):
+    """0.8 of the loss, and 0.2 of the loss with the answers exchanged."""
+    freeze(model)
+    rows = only(2)
+    exchanged = rows | {"chosen_ids": rows["rejected_ids"], "rejected_ids": rows["chosen_ids"]}
+    smoothed = DPOTask(task.contract, task.reference, BETA, 0.2)
+    there, back, both = (
+        one.loss(model, one.collate(given), torch.tensor(1.0))[0].item()
+        for one, given in ((task, rows), (task, exchanged), (smoothed, rows))
+    )
+    assert there != pytest.approx(back, rel=1e-2)
+    assert both == pytest.approx(0.8 * there + 0.2 * back, rel=1e-5)
+
+
+def test_metrics_are_per_comparison_and_the_lowest_loss_is_the_best(task):
+    sums = {"pairs": 4.0, "loss": 2.0, "correct": 3.0, "margin": 6.0, "chosen": -2.0, "rejected": -8.0}
+    assert task.metrics(sums) == {
+        "loss": 0.5, "accuracy": 0.75, "margin": 1.5, "chosen_reward": -0.5, "rejected_reward": -2.0,
+    }  # fmt: skip
+    assert task.merit({"loss": math.log(2)}) < task.merit({"loss": 0.5})

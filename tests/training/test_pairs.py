@@ -1,0 +1,56 @@
+"""Comparisons as batches, and how scores rank them."""
+
+import torch
+
+from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
+
+ROWS = {
+    "prompt_ids": [[5, 6, 7], [8], [9, 10]],
+    "chosen_ids": [[20, 1], [21, 22, 23, 1], [24, 1]],
+    "rejected_ids": [[30, 31, 1], [1], [32, 33, 34, 35, 1]],
+}
+
+
+def texts(pairs):
+    """Prompt and answer of each row, without padding."""
+    answers = pairs.answers
+    return [
+        (
+            answers.prompt_ids[row][answers.prompt_mask[row]].tolist(),
+            answers.response_ids[row][answers.response_mask[row]].tolist(),
+        )
+        for row in range(len(answers))
+    ]
+
+
+def test_answers_lie_side_by_side_after_their_prompt():
+    pairs = Pairs.collate(ROWS, pad_id=0)
+    assert len(pairs) == 3
+    assert texts(pairs) == [
+        ([5, 6, 7], [20, 1]), ([5, 6, 7], [30, 31, 1]),
+        ([8], [21, 22, 23, 1]), ([8], [1]),
+        ([9, 10], [24, 1]), ([9, 10], [32, 33, 34, 35, 1]),
+    ]  # fmt: skip
+
+
+def test_a_pair_is_as_long_as_its_longer_answer():
+    assert Pairs.collate(ROWS, pad_id=0).lengths.tolist() == [6, 5, 7]
+
+
+def test_chosen_pairs_stay_pairs():
+    picked = Pairs.collate(ROWS, pad_id=0).rows(torch.tensor([1, 0])).to(torch.device("cpu"))
+    assert texts(picked) == [([8], [21, 22, 23, 1]), ([8], [1]), ([5, 6, 7], [20, 1]), ([5, 6, 7], [30, 31, 1])]
+    assert picked.answers.response_ids.shape == (4, 4)  # the columns that only the third pair needs are gone
+
+
+def test_numbers_of_answers_part_into_chosen_and_rejected():
+    chosen, rejected = chosen_and_rejected(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert (chosen.tolist(), rejected.tolist()) == ([1.0, 3.0], [2.0, 4.0])
+
+
+def test_a_tie_counts_half():
+    """Margins 2, 0, -3, 0: one ranked as preferred and two ties."""
+    sums = ranking_sums(torch.tensor([3.0, 1.0, 0.0, 5.0]), torch.tensor([1.0, 1.0, 3.0, 5.0]))
+    assert {name: value.item() for name, value in sums.items()} == {
+        "pairs": 4.0, "correct": 2.0, "margin": -1.0, "chosen": 9.0,
+    }  # fmt: skip
