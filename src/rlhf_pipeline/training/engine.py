@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -49,6 +50,7 @@ def join(seed: int, *, timeout_s: float) -> World:
     # The shared-memory op serves tensor-parallel inference only, needs a compiler, and leaves 69 MB a rank in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
+    atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -56,6 +58,12 @@ def join(seed: int, *, timeout_s: float) -> World:
         torch.cuda.set_device(device)
     torch.manual_seed(seed)
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+
+
+def _leave() -> None:
+    """Close the connections while the interpreter still lives: their threads may abort a process that ends before them."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def train_engine(model: nn.Module, config: TrainedModelConfig, total_steps: int) -> deepspeed.DeepSpeedEngine:
