@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
+
+from rlhf_pipeline.stages.launcher import free_port
 
 PROJECT = Path(__file__).parents[1]
 SHARED_DATA = PROJECT.parent / "shared" / "data"
@@ -103,6 +108,34 @@ def make_model(tokenizer, tmp_path_factory):
         return folder
 
     return make
+
+
+@pytest.fixture
+def start_server(tmp_path):
+    """Starts a program on a free port and waits until it answers at a path; returns its address. It ends with the test."""
+    log, started = tmp_path / "server.log", []
+
+    def start(command: list[str], answers_at: str, environment: dict[str, str], timeout_s: float = 60.0) -> str:
+        port = free_port(None)
+        with log.open("w") as output:
+            server = subprocess.Popen(
+                [*command, "--port", str(port), "--workers", "1"],
+                env=os.environ | environment, stdout=output, stderr=output, start_new_session=True, cwd=tmp_path,
+            )  # fmt: skip
+        started.append(server)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and server.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{answers_at}", timeout=1):
+                    return f"http://127.0.0.1:{port}"
+            except OSError:
+                time.sleep(0.2)
+        pytest.fail(f"the server at port {port} does not answer:\n{log.read_text()}")
+
+    yield start
+    for server in started:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 class Project:

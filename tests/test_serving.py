@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -150,43 +148,17 @@ def test_a_request_without_prompts_is_refused(served):
 
 
 @pytest.mark.slow
-def test_mlflow_serves_the_directory(policy, served, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_mlflow_serves_the_directory(policy, served, start_server):
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", str(policy), "--env-manager", "local"]
-    environment = os.environ | {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true"}
     # The server is started by a script of the environment's bin folder.
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            [*command, "--port", str(port), "--workers", "1"],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd=tmp_path,
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/ping", server, tmp_path / "server.log")
-        body = {"dataframe_records": [{"prompt": "a b c"}], "params": {"max_new_tokens": 5}}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as response:
-            answer = json.load(response)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    address = start_server(
+        command, "/ping", {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true", "PATH": path}, timeout_s=90.0
+    )
+    body = {"dataframe_records": [{"prompt": "a b c"}], "params": {"max_new_tokens": 5}}
+    request = urllib.request.Request(
+        f"{address}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        answer = json.load(response)
     assert answer == {"predictions": served.predict(prompts("a b c"), {"max_new_tokens": 5})}
-
-
-def wait_for(url, server, log, timeout_s=90.0):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=1):
-                return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail(f"{url} does not answer:\n{log.read_text()}")

@@ -1,13 +1,7 @@
 """A real MLflow database for each test; creating its tables takes seconds, so they are created once and copied."""
 
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 
 import pytest
 
@@ -33,30 +27,9 @@ def client(uri, tmp_path):
 
 
 @pytest.fixture
-def served(uri, tmp_path):
+def served(uri, start_server, tmp_path):
     """A client of a real tracking server, which keeps artifacts in a folder of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    command += ["--artifacts-destination", str(tmp_path / "served"), "--port", str(port), "--workers", "1"]
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", server, tmp_path / "server.log")
-        yield connect(f"http://127.0.0.1:{port}", tmp_path)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def wait_for(url, server, log, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=1):
-                return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail(f"{url} does not answer:\n{log.read_text()}")
+    command += ["--artifacts-destination", str(tmp_path / "served")]
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
+    return connect(start_server(command, "/health", environment), tmp_path)

@@ -98,7 +98,10 @@ def test_an_unknown_kind_of_file(write: Write, tmp_path: Path, name: str) -> Non
 
 def test_a_store_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(DataError, match=r"s3://bucket/a.jsonl: .* not installed .*pip install 'rlhf-pipeline\[s3\]'"):
+    with pytest.raises(
+        DataError,
+        match=r"s3://bucket/a.jsonl: .* not installed .*pip install --constraint constraints\.txt --editable '\.\[s3\]'$",
+    ):
         find("s3://bucket/a.jsonl")
 
 

@@ -134,7 +134,10 @@ def without_secrets(url: str) -> str:
 def _reason(error: Exception, told: str) -> str:
     match error:
         case ImportError():
-            return f"its store needs a package that is not installed ({told}). S3: pip install 'rlhf-pipeline[s3]'."
+            install = ".venv/bin/pip install --constraint constraints.txt --editable '.[s3]'"
+            return (
+                f"its store needs a package that is not installed ({told}). For S3, in the project's folder: {install}"
+            )
         case FileNotFoundError():
             return f"not found ({told}). Correct the source's `path`; a relative one starts at the current folder."
         case PermissionError():
