@@ -48,6 +48,13 @@ class KLConfig(Block):
     the step's other epochs are left out. The learning rates move on as if they had been taken. None: no bound."""
 
 
+class EMAConfig(Block):
+    """An exponential moving average of the actor's weights, in fp32: a checkpoint of its own beside the actor's."""
+
+    decay: float = Field(default=0.992, gt=0, lt=1)
+    """Weight of the average so far at each optimizer step; it remembers about 1 / (1 - decay) of them. DeepSpeed-Chat's."""
+
+
 class PPOConfig(Block):
     """Proximal policy optimization (Schulman et al. 2017) on the reward model's score."""
 
@@ -130,6 +137,9 @@ class PPOConfig(Block):
 
     critic_warmup_steps: NonNegativeInt = 0
     """gae only: first steps in which the critic alone trains, so that the actor never follows an untrained one."""
+
+    ema: EMAConfig | None = None
+    """An average of the actor's weights over its optimizer steps, evaluated and exported beside it. None: none is kept."""
 
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL is measured to."""

@@ -10,6 +10,8 @@ gets a fixed score; training stops at a KL bound, and the best held-out checkpoi
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +36,10 @@ from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.sharding import for_generation, is_sharded
 from rlhf_pipeline.training.update import learn
 
-VALIDATION = 2**31
+VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
+"""Prefixes of held-out metrics: the actor's, and those of the average of its weights."""
+
+HELD_OUT = 2**31
 """Stands for the step in the random draws of held-out responses: the same at every evaluation, unlike any step's."""
 
 
@@ -47,18 +52,31 @@ def main(job: LaunchedJob) -> dict[str, float]:
     store_settings(models.deepspeed_settings(), job)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
-    best = BestCheckpoint(job, world, load_tokenizer(job.inputs["sft_model"]))
+    tokenizer = load_tokenizer(job.inputs["sft_model"])
+    best = {VALIDATION: BestCheckpoint(job, world, tokenizer)}
+    if models.ema is not None:
+        best[VALIDATION_EMA] = BestCheckpoint(job, world, tokenizer, variant="ema")
     writer = MetricsWriter(job.metrics_file, world, config.steps)
     train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best)
-    if best.merit is None:
-        raise StageError(
-            f"no evaluated actor stayed within ppo.kl.maximum {config.kl.maximum}; lower ppo.actor.optimizer.learning_rate, "
-            "raise ppo.kl.coef, or evaluate more often (ppo.evaluations)"
-        )
-    best.finish(models.actor)
-    if world.rank == 0:
-        write_mlmodel(job.export)
-    return best.metrics
+    for name, kept in best.items():
+        if kept.merit is None:
+            raise StageError(
+                f"no actor stayed within ppo.kl.maximum {config.kl.maximum} ({name}/kl); lower "
+                "ppo.actor.optimizer.learning_rate, raise ppo.kl.coef, or evaluate more often (ppo.evaluations)"
+            )
+        with candidates(models)[name]():
+            kept.finish(models.actor)
+        if world.rank == 0:
+            write_mlmodel(kept.export)
+    return best[VALIDATION].metrics
+
+
+def candidates(models: FourModels) -> dict[str, Callable[[], AbstractContextManager[object]]]:
+    """The policies that are evaluated and may be exported, by the prefix of their metrics: what makes them the actor's."""
+    found: dict[str, Callable[[], AbstractContextManager[object]]] = {VALIDATION: nullcontext}
+    if models.ema is not None:
+        found[VALIDATION_EMA] = models.ema.in_place
+    return found
 
 
 def train(
@@ -70,9 +88,9 @@ def train(
     world: World,
     seed: int,
     writer: MetricsWriter,
-    best: BestCheckpoint,
+    best: dict[str, BestCheckpoint],
 ) -> None:
-    """Roll out, score, learn; evaluate on the way and offer actors within the KL bound to `best`."""
+    """Roll out, score, learn; evaluate on the way and offer the policies within the KL bound to `best`."""
     evaluated = {round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)}
     kl_coef = config.kl.coef
     for step in range(1, config.steps + 1):
@@ -94,10 +112,12 @@ def train(
             )
         beyond = config.kl.maximum is not None and kl > config.kl.maximum
         if step in evaluated and not beyond:
-            held_out = evaluate(models, validation, config, world, seed)
-            metrics |= {f"validation/{name.split('/')[1]}": value for name, value in held_out.items()}
-            if config.kl.maximum is None or held_out["objective/kl"] <= config.kl.maximum:
-                best.offer(models.actor, held_out["objective/score"], {"step": step} | metrics)
+            for prefix, as_actor in candidates(models).items():
+                with as_actor():
+                    held_out = evaluate(models, validation, config, world, seed)
+                    metrics |= {f"{prefix}/{name.split('/')[1]}": value for name, value in held_out.items()}
+                    if config.kl.maximum is None or held_out["objective/kl"] <= config.kl.maximum:
+                        best[prefix].offer(models.actor, held_out["objective/score"], {"step": step} | metrics)
         metrics["time/step_s"] = time.monotonic() - start
         if beyond or step in evaluated or step % config.log_every == 0:
             writer.write(step, metrics)
@@ -159,7 +179,7 @@ def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world:
     """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
     slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
     prompts = columns(validation, slots)["prompt_ids"]
-    scored = roll_out(models, prompts, config, seed=seed, step=VALIDATION, slots=slots, with_values=False)
+    scored = roll_out(models, prompts, config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
     return rollout_metrics(scored, models.score_mean, world)
 
 

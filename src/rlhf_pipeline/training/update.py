@@ -113,5 +113,7 @@ def update(
     add({"tokens": tokens})
     if train_actor:
         optimizer_step(models.actor, world, pieces, actor_loss)
+        if models.ema is not None:
+            models.ema.update()
     if models.critic is not None:
         optimizer_step(models.critic, world, pieces, critic_loss)
