@@ -56,7 +56,7 @@ def test_the_defaults_pass(parameters):
         ),
         ("dpo.beta", 0, "dpo.beta: Input should be greater than 0, is 0"),
         ("dpo.label_smoothing", 0.5, "dpo.label_smoothing: Input should be less than 0.5, is 0.5"),
-        ("dpo.reference", {"precision": "fp16"}, "dpo.reference.precision: fp16 needs a GPU"),
+        ("dpo.reference.deepspeed", {"precision": "fp16"}, "dpo.reference.deepspeed.precision: fp16 needs a GPU"),
         (
             "sft.batch_size",
             1,

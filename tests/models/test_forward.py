@@ -31,11 +31,6 @@ def test_padded_vocabulary_rows_have_no_probability(make_model):
     torch.testing.assert_close(response_logprobs(wide, batch, vocab_size=288)[0, 0], expected)
 
 
-def test_a_new_head_scores_zero(make_model):
-    model = load_scores(make_model(), "fp32", new_head=True)
-    assert sequence_scores(model, collate(PROMPTS, RESPONSES, 0)).tolist() == [0, 0, 0]
-
-
 def test_a_language_model_is_no_reward_model(make_model):
     with pytest.raises(ArtifactError, match=r"is not a reward model: it has no weights for score\.weight"):
         load_scores(make_model(), "fp32")

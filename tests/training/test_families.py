@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rlhf_pipeline.training.engine import train_engine
 from rlhf_pipeline.training.experience import make_experience
 from rlhf_pipeline.training.four_models import load_four_models
 from rlhf_pipeline.training.ppo import roll_out, rollout_metrics
-from rlhf_pipeline.training.reward_model import RewardModelTask
+from rlhf_pipeline.training.reward_model import RewardModelTask, untrained
 from rlhf_pipeline.training.sft import SFTTask
 from rlhf_pipeline.training.supervised import train_step
 from rlhf_pipeline.training.update import learn
@@ -48,7 +49,7 @@ def names(model):
 
 
 def test_sft(checkpoint, contract, world):
-    engine = train_engine(load_policy(checkpoint, "fp32"), SFTConfig.model_validate(SUPERVISED), total_steps=1)
+    engine = train_engine(partial(load_policy, checkpoint), SFTConfig.model_validate(SUPERVISED), total_steps=1)
     before = copy.deepcopy(engine.module.state_dict())
     task = SFTTask(contract)
     responses = [[20, 1], [21, 22, 1], [23]]
@@ -63,8 +64,7 @@ def test_sft(checkpoint, contract, world):
 def test_reward_model(checkpoint, contract, world):
     """The head starts at zero, so the first gradient stops there. The second reaches everything but the last bias, which
     shifts all scores alike: a comparison does not see it."""
-    model = load_scores(checkpoint, "fp32", new_head=True)
-    engine = train_engine(model, RewardModelConfig.model_validate(SUPERVISED), total_steps=2)
+    engine = train_engine(partial(untrained, checkpoint), RewardModelConfig.model_validate(SUPERVISED), total_steps=2)
     task = RewardModelTask(contract)
     batch = task.collate(
         {"prompt_ids": PROMPTS, "chosen_ids": [[20, 1], [21, 1], [22, 1]], "rejected_ids": [[23, 24, 1], [25], [26, 1]]}

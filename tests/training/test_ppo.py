@@ -4,14 +4,12 @@ import copy
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import store_score_mean
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo, update
@@ -21,24 +19,8 @@ from rlhf_pipeline.training.rollout import generate
 
 
 @pytest.fixture(scope="module")
-def inputs(make_model, tmp_path_factory):
-    """A policy, a reward model with a random head, and eight prompts."""
-    sft = make_model("llama", seed=1)
-    reward = tmp_path_factory.mktemp("reward")
-    model = load_scores(sft, "fp32", new_head=True)
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.classifier.score.weight)
-    model.classifier.save_pretrained(reward)
-    load_tokenizer(sft).save_pretrained(reward)
-    TokenContract.read(sft).write(reward)
-    store_score_mean(reward, 0.1)
-    prompts = tmp_path_factory.mktemp("prompts")
-    TokenContract.read(sft).write(prompts)
-    table = pa.table({"id": [str(i) for i in range(8)], "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]})
-    for name in ("train", "validation"):
-        with pa.OSFile(str(prompts / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    return {"prompts": prompts, "sft_model": sft, "reward_model": reward}
+def inputs(ppo_inputs):
+    return ppo_inputs
 
 
 def config(**changes) -> PPOConfig:
@@ -138,7 +120,7 @@ def test_rows_that_are_compared_answer_one_prompt(inputs, world, tmp_path, monke
     """Eight responses, two to a prompt: rows 0 and 4, 1 and 5, ... share a prompt, and no other two do."""
     seen = []
     monkeypatch.setattr(
-        ppo, "generate", lambda policy, prompts, *a: seen.append(prompts) or generate(policy, prompts, *a)
+        ppo, "generate", lambda policy, prompts, *a, **k: seen.append(prompts) or generate(policy, prompts, *a, **k)
     )
     alone = config(advantage="rloo", critic=None, responses_per_prompt=2, steps=1, evaluations=1)
     run(alone, inputs, world, tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveFloat
+from typing import Self
+
+from pydantic import Field, PositiveFloat, model_validator
 
 from rlhf_pipeline.config.training import FrozenModelConfig, SupervisedConfig
 
@@ -19,3 +21,8 @@ class DPOConfig(SupervisedConfig):
 
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the policy starts from and is leashed to."""
+
+    @model_validator(mode="after")
+    def _offload(self) -> Self:
+        self.reference.require_offload_possible("reference", self)
+        return self

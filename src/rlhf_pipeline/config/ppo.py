@@ -137,6 +137,10 @@ class PPOConfig(Block):
     critic: TrainedModelConfig | None = None
     """The value model; starts from the reward model. Required by gae, refused otherwise."""
 
+    gather_for_generation: bool = True
+    """Where the actor is at ZeRO stage 3: gather its weights once for each generated batch, which takes the whole model
+    on every GPU. False: gather each layer at every token, far slower."""
+
     critic_warmup_steps: NonNegativeInt = 0
     """gae only: first steps in which the critic alone trains, so that the actor never follows an untrained one."""
 
@@ -201,6 +205,12 @@ class PPOConfig(Block):
                 raise ValueError(
                     f"{name} {value} has no effect with advantage {self.advantage}; it belongs to {advantage}: leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _offload(self) -> Self:
+        self.reference.require_offload_possible("reference", self.actor)
+        self.reward_model.require_offload_possible("reward_model", self.critic)
         return self
 
     @model_validator(mode="after")

@@ -37,13 +37,46 @@ class OptimizerConfig(Block):
 
 
 class DeepSpeedConfig(Block):
-    """One model's place in DeepSpeed."""
+    """The place in DeepSpeed of one model that trains."""
 
-    zero_stage: Literal[0, 1, 2] = 1
-    """ZeRO stage: 0 replicates everything, 1 shards optimizer states over the ranks, 2 gradients as well."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage: 0 replicates everything, 1 shards optimizer states over the ranks, 2 gradients as well, 3 weights too."""
 
     precision: Precision = "fp32"
     """Weights and activations; the optimizer keeps fp32 master weights in any case. fp16 needs a GPU."""
+
+    offload_optimizer: bool = False
+    """Keep optimizer states in main memory and step on the CPU; from stage 1 on. On a GPU this takes DeepSpeed's CPU
+    Adam, which is compiled at its first use and needs a C++ compiler."""
+
+    offload_parameters: bool = False
+    """Keep weights in main memory and fetch each layer's for its turn; stage 3 only."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.zero_stage == 0 and self.precision != "fp32":
+            raise ValueError(
+                f"zero_stage 0 with precision {self.precision} takes a spurious first Adam step in DeepSpeed; use zero_stage 1"
+            )
+        if self.zero_stage == 0 and self.offload_optimizer:
+            raise ValueError("offload_optimizer has no effect at zero_stage 0; use zero_stage 1 or higher")
+        if self.zero_stage != 3 and self.offload_parameters:
+            raise ValueError(f"offload_parameters has no effect at zero_stage {self.zero_stage}; use zero_stage 3")
+        return self
+
+
+class FrozenDeepSpeedConfig(Block):
+    """The place in DeepSpeed of one model that only infers. It has weights alone, so there are two ways to hold them."""
+
+    zero_stage: Literal[0, 3] | None = None
+    """0: whole on every rank, without a DeepSpeed engine; 3: sharded over the ranks. None: 3 where the model that it
+    accompanies is at 3, else 0. The reference accompanies the actor, the reward model the critic."""
+
+    precision: Precision = "fp32"
+    """Weights and activations. fp16 needs a GPU."""
+
+    offload_parameters: bool = False
+    """Keep weights in main memory and fetch each layer's for its turn; stage 3 only."""
 
 
 class TrainedModelConfig(Block):
@@ -52,21 +85,25 @@ class TrainedModelConfig(Block):
     optimizer: OptimizerConfig
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
 
-    @model_validator(mode="after")
-    def _master_weights(self) -> Self:
-        if self.deepspeed.zero_stage == 0 and self.deepspeed.precision != "fp32":
-            raise ValueError(
-                f"deepspeed.zero_stage 0 with precision {self.deepspeed.precision} takes a spurious first Adam step in "
-                "DeepSpeed; use zero_stage 1"
-            )
-        return self
+    gradient_checkpointing: bool = False
+    """Keep one activation a layer and compute the others again in the backward pass: less memory, about a third more time."""
 
 
 class FrozenModelConfig(Block):
-    """One model that only infers. It takes no DeepSpeed engine: at stage 0 there is nothing to shard."""
+    """One model that only infers."""
 
-    precision: Precision = "fp32"
-    """Precision of the weights and activations."""
+    deepspeed: FrozenDeepSpeedConfig = FrozenDeepSpeedConfig()
+
+    def zero_stage(self, accompanied: TrainedModelConfig | None) -> Literal[0, 3]:
+        """The ZeRO stage as configured, or by the rule; `accompanied` is the model in training that it goes with."""
+        if self.deepspeed.zero_stage is not None:
+            return self.deepspeed.zero_stage
+        return 3 if accompanied is not None and accompanied.deepspeed.zero_stage == 3 else 0
+
+    def require_offload_possible(self, name: str, accompanied: TrainedModelConfig | None) -> None:
+        """Raise `ValueError` if weights that are whole on every rank are to be offloaded; `name` is this model's block."""
+        if self.deepspeed.offload_parameters and self.zero_stage(accompanied) != 3:
+            raise ValueError(f"{name}.deepspeed.offload_parameters has no effect at zero_stage 0; set zero_stage to 3")
 
 
 class SupervisedConfig(TrainedModelConfig):

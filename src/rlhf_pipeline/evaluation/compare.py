@@ -100,11 +100,12 @@ def answer(
     seed: int,
 ) -> list[Answer]:
     """A policy's answers to this rank's prompts, judged."""
-    draws = uniform_draws(seed, 0, rows, config.sampling.max_response_tokens)
+    draws = uniform_draws(seed, 0, rows, config.sampling.max_response_tokens).to(policy.device)
     rollout = generate(policy, prompts["prompt_ids"], draws, config.sampling, contract)
     scored = score(
         rollout, policy, reference, None, reward_model,
-        contract=contract, temperature=config.sampling.temperature, micro_batch_size=config.micro_batch_size_per_gpu,
+        contract=contract, device=policy.device, temperature=config.sampling.temperature,
+        micro_batch_size=config.micro_batch_size_per_gpu,
     )  # fmt: skip
     log_ratios = torch.where(rollout.response_mask, kl_estimate(scored.logprobs, scored.ref_logprobs, "k1"), 0.0)
     texts = tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ def load_scores(checkpoint: Path, precision: Precision, *, new_head: bool = Fals
 
     Args:
         checkpoint: a reward model; or a language model where `new_head` is true.
-        new_head: start the scalar head at zero, as the reward model does before it is trained: every answer scores 0.
+        new_head: the scalar head is not in the checkpoint; it gets random weights.
 
     Raises:
         ArtifactError: the checkpoint has no trained scalar head, and none was asked for.
@@ -50,8 +50,6 @@ def load_scores(checkpoint: Path, precision: Precision, *, new_head: bool = Fals
     if missing := [name for name in loading["missing_keys"] if not (new_head and name.startswith("score."))]:
         raise ArtifactError(f"{checkpoint} is not a reward model: it has no weights for {', '.join(sorted(missing))}")
     model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
-    if new_head:
-        nn.init.zeros_(model.score.weight)
     return TokenScores(_without_dropout(model))
 
 
@@ -63,6 +61,15 @@ def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
 def freeze(model: M) -> M:
     """The model, for inference only."""
     return model.eval().requires_grad_(False)
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Keep one activation a layer, and compute the others again in the backward pass.
+
+    Not by the reentrant method: after two forward passes before one backward it breaks ZeRO-2 and 3.
+    """
+    trunk = model.classifier if isinstance(model, TokenScores) else cast(PreTrainedModel, model)
+    trunk.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
 def assert_no_dropout(model: nn.Module) -> None:

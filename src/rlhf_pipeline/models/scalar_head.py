@@ -28,10 +28,15 @@ class TokenScores(nn.Module):
         """Mean score of held-out demonstrations, stored with the reward model: PPO's scores are centred by it."""
         return float(self.config.score_mean)
 
+    @property
+    def head(self) -> nn.Linear:
+        """The layer from hidden states to scalars."""
+        return self.classifier.score
+
     def forward(self, *, scores_to_keep: int, **inputs: Tensor) -> Tensor:
         """Scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32."""
         hidden = self.classifier.base_model(**inputs, use_cache=False)[0]
-        return self.classifier.score(hidden[:, -scores_to_keep:]).squeeze(-1).float()
+        return self.head(hidden[:, -scores_to_keep:]).squeeze(-1).float()
 
 
 def store_score_mean(checkpoint: Path, mean: float) -> None:

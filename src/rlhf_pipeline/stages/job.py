@@ -85,6 +85,11 @@ class LaunchedJob:
         """Where metrics go, see `rlhf_pipeline.stages.events.StageRun`."""
         return self.directory / "metrics.jsonl"
 
+    @property
+    def deepspeed_file(self) -> Path:
+        """Where a distributed program leaves the DeepSpeed configuration of its engines."""
+        return self.directory / "deepspeed.json"
+
     def block(self, name: str, model: type[B]) -> B:
         """The parameter block `name`, typed."""
         return model.model_validate(self.config[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Manifest:
     """The stage's result in numbers, `group/name`."""
     files: dict[str, FileEntry]
     """Path relative to the artifact to its size and digest."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's own configuration of each engine, by model."""
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -48,5 +49,6 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         inputs=job.digests,
         versions=library_versions(PROGRAMS[job.stage]),
         metrics=metrics,
+        deepspeed=json.loads(job.deepspeed_file.read_text()) if job.deepspeed_file.is_file() else {},
         files=file_entries(job.export),
     ).write(job.export)

@@ -92,4 +92,5 @@ def _clear(run: StageRun) -> None:
     """
     for name in ("export", "checkpoints", "errors"):
         shutil.rmtree(run.directory / name, ignore_errors=True)
-    run.metrics_file.unlink(missing_ok=True)
+    for path in (run.metrics_file, run.directory / "deepspeed.json"):
+        path.unlink(missing_ok=True)

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import cast
 
+import torch
+from deepspeed import DeepSpeedEngine
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,14 +15,22 @@ from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.engine import World
+from rlhf_pipeline.training.sharding import whole_state_dict
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write safetensors, configuration, tokenizer, chat template and token contract, whole or not at all."""
+    """Write safetensors, configuration, tokenizer, chat template and token contract, whole or not at all.
+
+    All ranks call this together, the first one writes. `model` may be an engine.
+    """
+    module = model.module if isinstance(model, DeepSpeedEngine) else model
+    saved = module.classifier if isinstance(module, TokenScores) else cast(PreTrainedModel, module)
+    weights = whole_state_dict(saved)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    saved = model.classifier if isinstance(model, TokenScores) else cast(PreTrainedModel, model)
-    saved.save_pretrained(partial)
+    saved.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
     TokenContract.of(tokenizer).write(partial)
     shutil.rmtree(directory, ignore_errors=True)
@@ -39,7 +49,9 @@ class BestCheckpoint:
         self.metrics: dict[str, float] = {}
 
     def offer(self, model: nn.Module, merit: float, metrics: dict[str, float]) -> None:
-        """Save the model if its merit is higher than that of all before; `metrics` are remembered with it."""
+        """Save the model if its merit is higher than that of all before; `metrics` are remembered with it.
+
+        All ranks call this together, with the same merit."""
         if self.merit is None or merit > self.merit:
             self.merit, self.metrics = merit, metrics
             self._save(model, "best")
@@ -61,6 +73,4 @@ class BestCheckpoint:
         self._world.barrier()
 
     def _save(self, model: nn.Module, name: str) -> None:
-        if self._world.rank == 0:
-            self._directory.mkdir(exist_ok=True)
-            save_model(model, self._tokenizer, self._directory / name)
+        save_model(model, self._tokenizer, self._directory / name)

@@ -9,6 +9,7 @@ log-probabilities cost a forward pass and no storage.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.models.token_contract import TokenContract, common_contract
 from rlhf_pipeline.rl.losses import dpo_loss
@@ -24,7 +25,7 @@ from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.serving import write_mlmodel
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
-from rlhf_pipeline.training.engine import join
+from rlhf_pipeline.training.engine import frozen_model, join
 from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.supervised import Sums, train
 
@@ -94,10 +95,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     sft_model = job.inputs["sft_model"]
-    reference = freeze(load_policy(sft_model, config.reference.precision)).to(world.device)
+    reference = frozen_model(partial(load_policy, sft_model), config.reference, config, world)
     task = DPOTask(contract, reference, config.beta, config.label_smoothing)
     metrics = train(
-        job, config, task, load_policy(sft_model, config.deepspeed.precision), world,
+        job, config, task, partial(load_policy, sft_model), world,
         rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model),
     )  # fmt: skip
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""The one place that knows DeepSpeed: joining the ranks, wrapping a model for training, taking an optimizer step."""
+"""Joining the ranks, putting a model in a DeepSpeed engine, taking an optimizer step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.config.training import FrozenModelConfig, Precision, TrainedModelConfig
+from rlhf_pipeline.models.loading import enable_checkpointing, freeze
+from rlhf_pipeline.training.deepspeed_config import inference_settings, training_settings
+from rlhf_pipeline.training.sharding import sharded_loading
 
+M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 
@@ -66,55 +72,84 @@ def _leave() -> None:
         torch.distributed.destroy_process_group()
 
 
-def train_engine(model: nn.Module, config: TrainedModelConfig, total_steps: int) -> deepspeed.DeepSpeedEngine:
-    """The model with AdamW and its learning-rate schedule over `total_steps`, in a DeepSpeed engine."""
+def train_engine(
+    load: Callable[[Precision], nn.Module], config: TrainedModelConfig, total_steps: int
+) -> DeepSpeedEngine:
+    """A model with AdamW and its learning-rate schedule over `total_steps`, in a DeepSpeed engine.
+
+    Args:
+        load: reads the model; its weights are sharded as they are read where the block says ZeRO-3.
+        config: the model's block.
+        total_steps: optimizer steps until the schedule ends.
+    """
+    model, settings = _loaded(load, config.deepspeed.precision, partial(training_settings, config))
+    if config.gradient_checkpointing:
+        enable_checkpointing(model)
+    optimizer = _optimizer(model, config)
+    schedule = get_scheduler(
+        "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule,
+        optimizer,
+        num_warmup_steps=round(config.optimizer.warmup_fraction * total_steps),
+        num_training_steps=total_steps,
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
+    engine.train()
+    return engine
+
+
+def frozen_model(
+    load: Callable[[Precision], M], config: FrozenModelConfig, accompanied: TrainedModelConfig | None, world: World
+) -> M | DeepSpeedEngine:
+    """A model for inference: itself, whole on every rank, at ZeRO stage 0; an engine that shards its weights at stage 3.
+
+    Args:
+        load: reads the model.
+        config: the model's block.
+        accompanied: block of the model in training that it goes with, whose stage may decide.
+        world: where the model goes.
+    """
+    precision = config.deepspeed.precision
+    if config.zero_stage(accompanied) == 0:
+        return freeze(load(precision)).to(world.device)
+    model, settings = _loaded(load, precision, partial(inference_settings, config.deepspeed))
+    engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
+    engine.eval()
+    return engine
+
+
+def _loaded(
+    load: Callable[[Precision], M], precision: Precision, settings: Callable[..., dict[str, Any]]
+) -> tuple[M, dict[str, Any]]:
+    """The model, and DeepSpeed's settings for its width, which is known once it is loaded."""
+    on_gpu = torch.cuda.is_available()
+    with sharded_loading(settings(hidden_size=0, on_gpu=on_gpu)):
+        model = load(precision)
+    return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu)
+
+
+def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Optimizer:
+    """AdamW over what trains: torch's, except on a GPU whose optimizer states lie in main memory.
+
+    DeepSpeed's own optimizers are compiled at their first use, so a machine needs a compiler for them.
+    """
     settings = config.optimizer
-    # torch's AdamW: DeepSpeed's own need a compiler at run time.
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
+    if config.deepspeed.offload_optimizer and torch.cuda.is_available():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        adam = DeepSpeedCPUAdam
+    return adam(
+        parameters,
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        fused=True,
     )
-    schedule = get_scheduler(
-        "constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
-        optimizer,
-        num_warmup_steps=round(settings.warmup_fraction * total_steps),
-        num_training_steps=total_steps,
-    )
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(config)
-    )
-    return engine
-
-
-def deepspeed_config(config: TrainedModelConfig) -> dict[str, Any]:
-    """DeepSpeed's own configuration of one trained model.
-
-    Defaults that changed between releases, or that act on the whole process, are written out. DeepSpeed's batch sizes
-    stay at 1: gradients are accumulated over as many micro batches as a step happens to have, see `optimizer_step`.
-    """
-    precision = config.deepspeed.precision
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.optimizer.max_grad_norm,
-        "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16"},
-        "zero_optimization": {
-            "stage": config.deepspeed.zero_stage,
-            "overlap_comm": False,
-            "memory_efficient_linear": False,  # would replace torch's linear function in the whole process
-        },
-    }
 
 
 def optimizer_step(
-    engine: deepspeed.DeepSpeedEngine, world: World, micro_batches: Iterable[T], loss: Callable[[T], Tensor]
+    engine: DeepSpeedEngine, world: World, micro_batches: Iterable[T], loss: Callable[[T], Tensor]
 ) -> None:
     """Accumulate the gradient of the summed losses and take one optimizer step.
 
@@ -128,7 +163,7 @@ def optimizer_step(
     engine.step()
 
 
-def skip_optimizer_steps(engine: deepspeed.DeepSpeedEngine, count: int) -> None:
+def skip_optimizer_steps(engine: DeepSpeedEngine, count: int) -> None:
     """Move the learning rate on as if `count` optimizer steps had been taken: its schedule still ends with the last step."""
     for _ in range(count):
         engine.lr_scheduler.step()

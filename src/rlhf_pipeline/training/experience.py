@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
-from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.models.sequences import Sequences, micro_batches
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.rl.advantages import gae, group_relative, leave_one_out, to_tokens
@@ -103,16 +101,16 @@ class Experience:
 def score(
     rollout: Sequences,
     actor: nn.Module,
-    reference: PreTrainedModel,
+    reference: nn.Module,
     critic: nn.Module | None,
-    reward_model: TokenScores,
+    reward_model: nn.Module,
     *,
     contract: TokenContract,
+    device: torch.device,
     temperature: float,
     micro_batch_size: int,
 ) -> Scored:
     """One forward pass of each model over the rollout."""
-    device = reference.device
 
     def run(function: Callable[[Sequences], Tensor]) -> Tensor:
         return by_micro_batches(function, rollout, micro_batch_size, device)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from deepspeed import DeepSpeedEngine
-from transformers import PreTrainedModel
+from torch import nn
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_policy, load_scores
-from rlhf_pipeline.models.scalar_head import TokenScores
+from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_scores
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.training.engine import World, train_engine
+from rlhf_pipeline.training.engine import World, frozen_model, train_engine
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,34 @@ class FourModels:
 
     actor: DeepSpeedEngine
     """The policy in training."""
-    reference: PreTrainedModel
+    reference: nn.Module
     """Its frozen start."""
     critic: DeepSpeedEngine | None
     """The value model in training; None where `ppo.advantage` has none."""
-    reward_model: TokenScores
+    reward_model: nn.Module
     """The frozen judge."""
+    score_mean: float
+    """The judge's mean score of demonstrations, by which scores are centred."""
     contract: TokenContract
     """What all of them mean by a token."""
 
     def __post_init__(self) -> None:
-        critic = [] if self.critic is None else [self.critic.module]
-        for model in (self.actor.module, self.reference, self.reward_model, *critic):
+        for model in self.engines().values():
             assert_no_dropout(model)
+
+    def engines(self) -> dict[str, nn.Module]:
+        """The models by name; those that train or are sharded are DeepSpeed engines."""
+        models = {
+            "actor": self.actor,
+            "reference": self.reference,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }
+        return {name: model for name, model in models.items() if model is not None}
+
+    def deepspeed_settings(self) -> dict[str, Any]:
+        """DeepSpeed's configuration of each model that has an engine."""
+        return {name: model.config for name, model in self.engines().items() if isinstance(model, DeepSpeedEngine)}
 
 
 def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> FourModels:
@@ -41,16 +57,14 @@ def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContrac
     sft_model, reward_model = job.inputs["sft_model"], job.inputs["reward_model"]
     updates = config.ppo_epochs * config.updates_per_epoch
     actor_steps = config.steps - config.critic_warmup_steps
+    judge = frozen_model(partial(load_scores, reward_model), config.reward_model, config.critic, world)
     return FourModels(
-        actor=train_engine(
-            load_policy(sft_model, config.actor.deepspeed.precision), config.actor, actor_steps * updates
-        ),
-        reference=freeze(load_policy(sft_model, config.reference.precision)).to(world.device),
+        actor=train_engine(partial(load_policy, sft_model), config.actor, actor_steps * updates),
+        reference=frozen_model(partial(load_policy, sft_model), config.reference, config.actor, world),
         critic=None
         if config.critic is None
-        else train_engine(
-            load_scores(reward_model, config.critic.deepspeed.precision), config.critic, config.steps * updates
-        ),
-        reward_model=freeze(load_scores(reward_model, config.reward_model.precision)).to(world.device),
+        else train_engine(partial(load_scores, reward_model), config.critic, config.steps * updates),
+        reward_model=judge,
+        score_mean=judge.score_mean,
         contract=contract,
     )

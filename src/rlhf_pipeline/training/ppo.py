@@ -24,12 +24,14 @@ from rlhf_pipeline.serving import write_mlmodel
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
+from rlhf_pipeline.training.deepspeed_config import store_settings
 from rlhf_pipeline.training.engine import World, join
 from rlhf_pipeline.training.experience import Scored, make_experience, score
 from rlhf_pipeline.training.four_models import FourModels, load_four_models
 from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.training.sharding import for_generation, is_sharded
 from rlhf_pipeline.training.update import learn
 from rlhf_pipeline.training.watch import Watch, steadier
 
@@ -43,6 +45,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     models = load_four_models(job, config, contract, world)
+    store_settings(models.deepspeed_settings(), job)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
     best = BestCheckpoint(job, world, load_tokenizer(job.inputs["sft_model"]))
@@ -53,7 +56,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
             f"no evaluated actor stayed within ppo.kl.maximum {config.kl.maximum}; lower ppo.actor.optimizer.learning_rate, "
             "raise ppo.kl.coef, or evaluate more often (ppo.evaluations)"
         )
-    best.finish(models.actor.module)
+    best.finish(models.actor)
     if world.rank == 0:
         write_mlmodel(job.export)
     return best.metrics
@@ -86,14 +89,12 @@ def train(
         slots = own_share(np.arange(config.responses_per_step), world)
         scored = roll_out(models, columns(prompts, rows)["prompt_ids"], config, seed=seed, step=step, slots=slots)
         generated = time.monotonic()
-        metrics = rollout_metrics(scored, models.reward_model.score_mean, world)
+        metrics = rollout_metrics(scored, models.score_mean, world)
         fault = rollout_fault(metrics, config, f"at step {step}", trained=step > config.critic_warmup_steps + 1)
         if fault is not None:
             watch.fail(step, metrics, fault)
         watch.require_finite(step, metrics)
-        experience = make_experience(
-            scored, config, kl_coef=kl_coef, score_mean=models.reward_model.score_mean, world=world
-        )
+        experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
         metrics |= learn(models, experience, config, world, train_actor=step > config.critic_warmup_steps)
         metrics |= {"objective/kl_coef": kl_coef, "time/rollout_s": generated - start}
         watch.require_finite(step, metrics)
@@ -111,7 +112,7 @@ def train(
                 watch.fail(step, metrics, fault)
             watch.require_finite(step, metrics)
             if config.kl.maximum is None or held_out["objective/kl"] <= config.kl.maximum:
-                best.offer(models.actor.module, held_out["objective/score"], {"step": step} | metrics)
+                best.offer(models.actor, held_out["objective/score"], {"step": step} | metrics)
         metrics["time/step_s"] = time.monotonic() - start
         if beyond or step in evaluated or step % config.log_every == 0:
             writer.write(step, metrics)
@@ -138,8 +139,10 @@ def roll_out(
         seed, step, slots: the randomness; a slot is a row's number in the global batch.
         with_values: False saves the critic's forward pass.
     """
-    draws = uniform_draws(seed, step, slots, config.sampling.max_response_tokens)
-    rollout = generate(models.actor.module, prompts, draws, config.sampling, models.contract)
+    draws = uniform_draws(seed, step, slots, config.sampling.max_response_tokens).to(models.actor.device)
+    with for_generation(models.actor, gather=config.gather_for_generation) as policy:
+        synced = is_sharded(policy) and not config.gather_for_generation
+        rollout = generate(policy, prompts, draws, config.sampling, models.contract, synced=synced)
     return score(
         rollout,
         models.actor,
@@ -147,6 +150,7 @@ def roll_out(
         models.critic if with_values else None,
         models.reward_model,
         contract=models.contract,
+        device=models.actor.device,
         temperature=config.sampling.temperature,
         micro_batch_size=config.micro_batch_size_per_gpu,
     )
@@ -195,7 +199,8 @@ def rollout_fault(metrics: dict[str, float], config: PPOConfig, where: str, *, t
 def remedy(metric: str, config: PPOConfig) -> str:
     """What to do about a metric that is not finite. The reward model does not train: it was damaged from the start."""
     if metric.endswith("/score"):
-        return f"look at the reward model, and at ppo.reward_model.precision ({config.reward_model.precision})"
+        precision = config.reward_model.deepspeed.precision
+        return f"look at the reward model, and at ppo.reward_model.deepspeed.precision ({precision})"
     if config.critic is not None and ("value" in metric or "critic" in metric):
         return steadier("ppo.critic.", config.critic)
     return f"{steadier('ppo.actor.', config.actor)}, or raise ppo.kl.coef ({config.kl.coef:g})"
@@ -207,7 +212,7 @@ def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world:
     slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
     prompts = columns(validation, slots)["prompt_ids"]
     scored = roll_out(models, prompts, config, seed=seed, step=VALIDATION, slots=slots, with_values=False)
-    return rollout_metrics(scored, models.reward_model.score_mean, world)
+    return rollout_metrics(scored, models.score_mean, world)
 
 
 if __name__ == "__main__":

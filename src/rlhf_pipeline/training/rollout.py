@@ -25,16 +25,20 @@ def generate(
     draws: Tensor,
     sampling: SamplingConfig,
     contract: TokenContract,
+    *,
+    synced: bool = False,
 ) -> Sequences:
     """One sampled response to each prompt, in the order of the prompts.
 
     Args:
         policy: in eval mode, or a policy without dropout.
         prompts: token ids of each prompt.
-        draws: (B, max_response_tokens) float64 in [0, 1): the randomness of each row.
+        draws: (B, max_response_tokens) float64 in [0, 1): the randomness of each row; on the policy's device.
         sampling: temperature, length, and how many prompts are answered at a time.
         contract: the policy's tokens.
+        synced: every rank computes as many tokens as the slowest, as ZeRO-3 demands of weights that are not gathered.
     """
+    device = draws.device
     settings = GenerationConfig(
         max_new_tokens=sampling.max_response_tokens,
         do_sample=False,  # the sampler below leaves one token to choose from
@@ -44,15 +48,14 @@ def generate(
     responses: list[list[int]] = [[] for _ in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     for index in micro_batches(lengths, sampling.batch_size_per_gpu):
-        ids, mask = (t.to(policy.device) for t in pad([prompts[i] for i in index], contract.pad_id, left=True))
-        sampler = InverseCDFSampler(
-            draws[index].to(policy.device), ids.shape[1], sampling.temperature, contract.vocab_size
-        )
+        ids, mask = (t.to(device) for t in pad([prompts[i] for i in index], contract.pad_id, left=True))
+        sampler = InverseCDFSampler(draws[index], ids.shape[1], sampling.temperature, contract.vocab_size)
         output = policy.generate(
             input_ids=ids,
             attention_mask=mask.long(),
             generation_config=settings,
             logits_processor=LogitsProcessorList([sampler]),
+            synced_gpus=synced,
         )
         for i, row in zip(index.tolist(), output[:, ids.shape[1] :].tolist(), strict=True):
             responses[i] = _until_eos(row, contract.eos_id)

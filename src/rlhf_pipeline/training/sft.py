@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     base_model = job.inputs["base_model"]
     metrics = train(
-        job, config, task, load_policy(base_model, config.deepspeed.precision), world,
+        job, config, task, partial(load_policy, base_model), world,
         rows=job.inputs["examples"], tokenizer=load_tokenizer(base_model),
     )  # fmt: skip
     if world.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -13,10 +14,11 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.training import SupervisedConfig
+from rlhf_pipeline.config.training import Precision, SupervisedConfig
 from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
+from rlhf_pipeline.training.deepspeed_config import store_settings
 from rlhf_pipeline.training.engine import World, grad_norm, optimizer_step, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
@@ -66,7 +68,7 @@ def train(
     job: LaunchedJob,
     config: SupervisedConfig,
     task: Task,
-    model: nn.Module,
+    load: Callable[[Precision], nn.Module],
     world: World,
     *,
     rows: Path,
@@ -78,7 +80,7 @@ def train(
         job: where metrics and checkpoints go, and the seed.
         config: the stage's parameters.
         task: what is learned.
-        model: where training starts.
+        load: reads the model that training starts from.
         world: the ranks.
         rows: folder with `train.arrow` and `validation.arrow`.
         tokenizer: stored with each checkpoint.
@@ -88,14 +90,15 @@ def train(
     """
     training, validation = load_rows(rows / "train.arrow", world), load_rows(rows / "validation.arrow", world)
     steps = optimizer_steps(config, training.num_rows)
-    engine = train_engine(model, config, steps)
+    engine = train_engine(load, config, steps)
+    store_settings({task.name: engine.config}, job)
     best = BestCheckpoint(job, world, tokenizer)
     writer = MetricsWriter(job.metrics_file, world, steps)
     fit(
         engine, task, config, training=training, validation=validation,
         world=world, seed=job.seed, writer=writer, best=best,
     )  # fmt: skip
-    best.finish(engine.module)
+    best.finish(engine)
     return best.metrics
 
 
@@ -142,7 +145,7 @@ def fit(
             held_out = evaluate(engine, task, validation, world, config.micro_batch_size_per_gpu)
             metrics |= {f"validation/{name}": value for name, value in held_out.items()}
             watch.require_finite(step, metrics)
-            best.offer(engine.module, task.merit(held_out), {"step": step} | metrics)
+            best.offer(engine, task.merit(held_out), {"step": step} | metrics)
         if step in evaluated or step % config.log_every == 0:
             writer.write(step, metrics | {"time/step_s": time.monotonic() - start})
 

@@ -1,0 +1,84 @@
+"""ZeRO-3 keeps a shard of every weight on each rank. Where weights are loaded, read or written whole, it happens here.
+
+Everything here is a collective: all ranks call it together, for models at any stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+from torch import Tensor, nn
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+
+@contextmanager
+def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
+    """Models that are loaded in here are sharded as they are read, if `settings` say stage 3.
+
+    transformers looks for a DeepSpeed configuration that is alive anywhere in the process: were it to outlive the
+    loading of one model, the next would be sharded, too, whatever its own stage is.
+    """
+    if settings["zero_optimization"]["stage"] != 3:
+        yield
+        return
+    alive = HfDeepSpeedConfig(settings)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del alive
+
+
+@contextmanager
+def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """The parameters are whole in here, and what all ranks write to them alike is kept."""
+    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
+        yield
+
+
+@contextmanager
+def for_generation(engine: DeepSpeedEngine, *, gather: bool = True) -> Iterator[nn.Module]:
+    """The engine's model in eval mode, its weights whole if `gather`.
+
+    In training mode a model with gradient checkpointing would drop its key-value cache.
+    """
+    engine.eval()
+    try:
+        if engine.zero_optimization_stage() == 3 and gather:
+            unwrapped = unwrap_model_for_generation(engine)
+            unwrapped.__enter__()
+            try:
+                yield engine.module
+            finally:
+                # It restores the hooks of ZeRO-3 only if it does not hear of an error.
+                unwrapped.__exit__(None, None, None)
+        else:
+            yield engine.module
+    finally:
+        engine.train()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any weight is in shards."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """All weights and buffers, as `state_dict()` names them. Of a sharded model they are copies in main memory, and only
+    on the first rank; the others get an empty dictionary. One weight at a time is whole on the device."""
+    if not is_sharded(model):
+        return model.state_dict()
+    first = torch.distributed.get_rank() == 0
+    copies: dict[int, Tensor] = {}  # tied weights stay one tensor, so that they are written once
+    whole: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        with deepspeed.zero.GatheredParameters([tensor]):
+            if first:
+                whole[name] = copies.setdefault(id(tensor), tensor.detach().cpu().clone())
+    return whole

@@ -1,0 +1,124 @@
+"""PPO at every ZeRO stage: two real ranks under DeepSpeed's launcher, ten steps, all settings in one launch.
+
+This file is also the program that the ranks run.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+STAGES = {
+    "0": {"actor": {"zero_stage": 0}, "critic": {"zero_stage": 0}},
+    "1": {"actor": {"zero_stage": 1}, "critic": {"zero_stage": 1}},
+    "2": {"actor": {"zero_stage": 2}, "critic": {"zero_stage": 2}},
+    "3": {"actor": {"zero_stage": 3}, "critic": {"zero_stage": 3}},
+    "mixed": {"actor": {"zero_stage": 3}, "critic": {"zero_stage": 2}, "reward_model": {"zero_stage": 0}},
+    "offloaded": {
+        "actor": {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
+        "critic": {"zero_stage": 2, "offload_optimizer": True},
+        "reference": {"zero_stage": 3, "offload_parameters": True},
+        "reward_model": {"zero_stage": 3, "offload_parameters": True},
+    },
+    "layer by layer": {"actor": {"zero_stage": 3}, "critic": {"zero_stage": 0}},
+}
+STEPS = 10
+SHARDED = {  # which of the four models are in shards, by the rule where a stage is not named
+    "0": [], "1": [], "2": [],
+    "3": ["actor", "reference", "critic", "reward_model"],
+    "mixed": ["actor", "reference"],
+    "offloaded": ["actor", "reference", "reward_model"],
+    "layer by layer": ["actor", "reference"],
+}  # fmt: skip
+
+
+def main(inputs: dict[str, str], folder: Path) -> None:
+    """Train by each setting; leave what the models were and what came of it."""
+    from rlhf_pipeline.config.ppo import PPOConfig
+    from rlhf_pipeline.stages.job import LaunchedJob
+    from rlhf_pipeline.training import ppo
+    from rlhf_pipeline.training.engine import join
+    from rlhf_pipeline.training.sharding import is_sharded
+
+    world = join(1, timeout_s=60)
+    loaded = {}
+    load = ppo.load_four_models
+
+    def remember(*args):
+        models = load(*args)
+        loaded[name] = [model for model, engine in models.engines().items() if is_sharded(engine)]
+        return models
+
+    ppo.load_four_models = remember
+    for name, blocks in STAGES.items():
+        directory = folder / name
+        directory.mkdir(exist_ok=True)
+        # A usual eps of 1e-8 would let Adam blow the rounding noise of vanishing gradients up to whole steps.
+        model = {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}}
+        frozen = {key: {"deepspeed": blocks[key]} for key in ("reference", "reward_model") if key in blocks}
+        config = PPOConfig.model_validate(
+            {
+                "steps": STEPS, "rollout_batch_size": 8, "minibatch_size": 4, "micro_batch_size_per_gpu": 2,
+                "evaluations": 1, "sampling": {"max_response_tokens": 6},
+                "gather_for_generation": name != "layer by layer",
+                "actor": model | {"deepspeed": blocks["actor"]}, "critic": model | {"deepspeed": blocks["critic"]},
+            } | frozen
+        )  # fmt: skip
+        paths = {key: Path(value) for key, value in inputs.items()}
+        job = LaunchedJob("ppo", "f", 1, {"ppo": config.model_dump(mode="json")}, paths, {}, directory, 60.0)
+        ppo.main(job)
+    if world.rank == 0:
+        (folder / "sharded.json").write_text(json.dumps(loaded))
+
+
+@pytest.fixture(scope="module")
+def results(on_ranks, ppo_inputs):
+    return on_ranks(__file__, ppo_inputs)
+
+
+def metrics(results: Path, name: str) -> list[dict[str, float]]:
+    return [json.loads(line)["metrics"] for line in (results / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in STAGES if name != "0"])
+def test_losses_are_those_of_stage_0(results, name):
+    expected, found = metrics(results, "0"), metrics(results, name)
+    assert len(expected) == len(found) == STEPS
+    for step, (whole, sharded) in enumerate(zip(expected, found, strict=True), start=1):
+        for key, value in whole.items():
+            if not key.startswith("time/") and "grad_norm" not in key:
+                assert sharded[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} at step {step}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in STAGES if name != "0"])
+def test_the_export_is_whole_and_that_of_stage_0(results, name):
+    from rlhf_pipeline.models.loading import load_policy
+
+    expected, found = (load_policy(results / key / "export", "fp32").state_dict() for key in ("0", name))
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_what_is_sharded_follows_the_stages(results, name):
+    """Loading one model in shards must not shard the next, and a rule gives the frozen models their stages."""
+    assert json.loads((results / "sharded.json").read_text())[name] == SHARDED[name]
+
+
+@pytest.mark.slow
+def test_the_settings_of_every_engine_are_kept(results):
+    settings = json.loads((results / "offloaded" / "deepspeed.json").read_text())
+    stages = {name: engine["zero_optimization"]["stage"] for name, engine in settings.items()}
+    assert stages == {"actor": 3, "reference": 3, "critic": 2, "reward_model": 3}
+    assert settings["actor"]["gradient_clipping"] == 1.0
+    assert settings["critic"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
