@@ -214,7 +214,7 @@ def test_the_adaptive_coefficient_follows_the_kl(inputs, world, tmp_path):
 def test_a_loss_that_is_not_finite_ends_the_stage_at_once(inputs, world, tmp_path, monkeypatch):
     monkeypatch.setattr(update, "policy_loss", lambda logprobs, *a, **k: logprobs.sum() * float("nan"))
     with pytest.raises(StageError, match=r"policy/loss is nan at step 1: training has diverged"):
-        run(config(), inputs, world, tmp_path)
+        run(config(evaluations=1, log_every=2), inputs, world, tmp_path)
 
 
 def test_the_score_is_read_at_the_last_real_token(inputs, world):

@@ -61,6 +61,15 @@ class BestCheckpoint:
             self.merit, self.metrics = merit, metrics
             self._save(model, "best")
 
+    @property
+    def kept(self) -> str:
+        """What training leaves behind if it fails now, in words."""
+        if self.merit is None:
+            return "No checkpoint is left: none had been evaluated."
+        return (
+            f"The best checkpoint, of step {self.metrics['step']:g}, is left in {(self._directory / 'best').resolve()}."
+        )
+
     def finish(self, last: nn.Module) -> None:
         """Save the last model beside the best, and export the best. All ranks call this together."""
         self._save(last, "last")
