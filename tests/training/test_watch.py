@@ -156,7 +156,7 @@ def train_ppo(folder, world, policy, reward_model, rows, config):
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
     models = ppo.load_four_models(job, config, TokenContract.read(policy), world)
     outlets = in_process(folder, world, policy, config.steps)
-    ppo.train(models, config, TABLE, TABLE, **outlets)
+    ppo.train(models, config, TABLE, TABLE, **outlets | {"best": {"validation": outlets["best"]}})
     return outlets["best"]
 
 
