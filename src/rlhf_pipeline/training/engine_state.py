@@ -107,8 +107,10 @@ def _set_counters(engine: DeepSpeedEngine, counters: dict[str, Any]) -> None:
     for group, rate in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
     engine.global_steps, engine.skipped_steps = counters["global_steps"], counters["skipped_steps"]
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
     for name, value in counters["scaler"].items():
-        setattr(engine.optimizer.loss_scaler, name, value)
+        if hasattr(scaler, name):  # stage 0 in fp32 has none
+            setattr(scaler, name, value)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -134,9 +134,11 @@ def _own_parts(parameters: list[nn.Parameter], names: dict[int, str]) -> list[Pi
     """ZeRO-3 gives each rank an equal part of every parameter."""
     found, offset = [], 0
     for parameter in parameters:
-        size = parameter.partition_numel()
+        size = cast(Any, parameter).partition_numel()
         start = torch.distributed.get_rank() * size
-        found.append(Piece(names[id(parameter)], start, max(0, min(size, parameter.ds_numel - start)), offset))
+        found.append(
+            Piece(names[id(parameter)], start, max(0, min(size, cast(Any, parameter).ds_numel - start)), offset)
+        )
         offset += size
     return found
 
