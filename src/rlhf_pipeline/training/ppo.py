@@ -3,8 +3,9 @@
     deepspeed --module rlhf_pipeline.training.ppo job.json
 
 Four models: the actor trains, the reference is its frozen start, the critic trains, the reward model is frozen. Advantages
-other than GAE's have no critic. Departures from InstructGPT: no pre-training loss; advantages are whitened; a cut response
-gets a fixed score; training stops at a KL bound, and the best held-out checkpoint within the bound is exported, not the last.
+other than GAE's have no critic. With `ppo.ptx`, a loss on plain text is mixed into the actor's (PPO-ptx). Departures from
+InstructGPT: advantages are whitened; a cut response gets a fixed score; training stops at a KL bound, and the best held-out
+checkpoint within the bound is exported, not the last.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rlhf_pipeline.training.engine import World, join
 from rlhf_pipeline.training.experience import Scored, make_experience, score
 from rlhf_pipeline.training.four_models import FourModels, load_four_models
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.ptx import TextBatches, load_text
 from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.sharding import for_generation, is_sharded
@@ -49,6 +51,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("ppo", PPOConfig)
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
+    text = load_text(job, config, world)
     models = load_four_models(job, config, contract, world)
     store_settings(models.deepspeed_settings(), job)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
@@ -58,7 +61,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     if models.ema is not None:
         best[VALIDATION_EMA] = BestCheckpoint(job, world, tokenizer, variant="ema")
     writer = MetricsWriter(job.metrics_file, world, config.steps)
-    train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best)
+    train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best, text=text)
     for name, kept in best.items():
         if kept.merit is None:
             raise StageError(
@@ -90,6 +93,7 @@ def train(
     seed: int,
     writer: MetricsWriter,
     best: dict[str, BestCheckpoint],
+    text: TextBatches | None = None,
 ) -> None:
     """Roll out, score, learn; evaluate on the way and offer the policies within the KL bound to `best`.
 
@@ -113,7 +117,10 @@ def train(
             watch.fail(step, metrics, fault)
         watch.require_finite(step, metrics)
         experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
-        metrics |= learn(models, experience, config, world, train_actor=step > config.critic_warmup_steps)
+        metrics |= learn(
+            models, experience, config, world, train_actor=step > config.critic_warmup_steps,
+            texts=None if text is None else text.of_step(step),
+        )  # fmt: skip
         metrics |= {"objective/kl_coef": kl_coef, "time/rollout_s": generated - start}
         watch.require_finite(step, metrics)
         kl = metrics["objective/kl"]
