@@ -1,4 +1,4 @@
-"""Stage program: PPO on the reward model's score, leashed to the SFT model.
+"""Stage program: PPO on the score of `ppo.rewards`, leashed to the SFT model.
 
     deepspeed --module rlhf_pipeline.training.ppo job.json
 
@@ -23,6 +23,7 @@ from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.stages.reward_inputs import PREFIX
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.engine import World, join
 from rlhf_pipeline.training.experience import Scored, make_experience, score
@@ -39,7 +40,7 @@ VALIDATION = 2**31
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train the actor, and export the checkpoint with the highest held-out score within the KL bound."""
     config = job.block("ppo", PPOConfig)
-    contract = common_contract(job.inputs)
+    contract = common_contract({name: path for name, path in job.inputs.items() if not name.startswith(PREFIX)})
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     models = load_four_models(job, config, contract, world)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
@@ -78,13 +79,14 @@ def train(
         # All prompts once, then all again: the ranks divide the prompts, so a rank has all responses to each of its own.
         rows = own_share(np.tile(asked, config.responses_per_prompt), world)
         slots = own_share(np.arange(config.responses_per_step), world)
-        scored = roll_out(models, columns(prompts, rows)["prompt_ids"], config, seed=seed, step=step, slots=slots)
+        own = columns(prompts, rows)
+        scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=step, slots=slots)
+        if models.rewards is not None:
+            scored = models.rewards(scored, own)
         generated = time.monotonic()
-        experience = make_experience(
-            scored, config, kl_coef=kl_coef, score_mean=models.reward_model.score_mean, world=world
-        )
+        experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
         stats = learn(models, experience, config, world, train_actor=step > config.critic_warmup_steps)
-        metrics = rollout_metrics(scored, models.reward_model.score_mean, world) | stats
+        metrics = rollout_metrics(scored, models.score_mean, world) | stats
         metrics |= {"objective/kl_coef": kl_coef, "time/rollout_s": generated - start}
         kl = metrics["objective/kl"]
         if config.kl.target is not None:
@@ -94,7 +96,10 @@ def train(
         beyond = config.kl.maximum is not None and kl > config.kl.maximum
         if step in evaluated and not beyond:
             held_out = evaluate(models, validation, config, world, seed)
-            metrics |= {f"validation/{name.split('/')[1]}": value for name, value in held_out.items()}
+            metrics |= {
+                f"validation/{name.removeprefix('objective/').removeprefix('rollout/')}": v
+                for name, v in held_out.items()
+            }
             if config.kl.maximum is None or held_out["objective/kl"] <= config.kl.maximum:
                 best.offer(models.actor.module, held_out["objective/score"], {"step": step} | metrics)
         metrics["time/step_s"] = time.monotonic() - start
@@ -147,6 +152,7 @@ def rollout_metrics(scored: Scored, score_mean: float, world: World) -> dict[str
         "objective/kl_k3": sums["kl_k3"] / count,
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
+        **{name: value / count for name, value in sums.items() if name.startswith("reward/")},
     }
 
 
@@ -154,9 +160,11 @@ def rollout_metrics(scored: Scored, score_mean: float, world: World) -> dict[str
 def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world: World, seed: int) -> dict[str, float]:
     """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
     slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
-    prompts = columns(validation, slots)["prompt_ids"]
-    scored = roll_out(models, prompts, config, seed=seed, step=VALIDATION, slots=slots, with_values=False)
-    return rollout_metrics(scored, models.reward_model.score_mean, world)
+    own = columns(validation, slots)
+    scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=VALIDATION, slots=slots, with_values=False)
+    if models.rewards is not None:
+        scored = models.rewards(scored, own)
+    return rollout_metrics(scored, models.score_mean, world)
 
 
 if __name__ == "__main__":
