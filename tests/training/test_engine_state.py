@@ -24,9 +24,10 @@ def build(checkpoint: str, precision: str, stage: int):
     from rlhf_pipeline.training.ema import EMA
     from rlhf_pipeline.training.engine import train_engine
 
+    # A usual eps of 1e-8 would let Adam blow the rounding noise of vanishing gradients up to whole steps.
     config = TrainedModelConfig.model_validate(
         {
-            "optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0, "weight_decay": 0.1},
+            "optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0, "weight_decay": 0.1, "eps": 1e-4},
             "deepspeed": {"zero_stage": stage, "precision": precision},
         }
     )

@@ -26,8 +26,8 @@ from rlhf_pipeline.stages.program import ERRORS
 
 LOG = "program.log"
 POLL_S = 0.2
-GRACE_S = 5.0
-"""Seconds between the request to end and the kill."""
+GRACE_S = 8.0
+"""Seconds between the request to end, after which training finishes its step and saves, and the kill."""
 
 
 def launch(program: Program, job_file: Path, run: StageRun, config: LaunchConfig, processes: int) -> None:
@@ -152,11 +152,14 @@ class _MetricsTail:
     def __init__(self, run: StageRun) -> None:
         self._run = run
         self._position = 0
+        self._inode = 0
 
     def forward(self) -> None:
         if not self._run.metrics_file.is_file():
             return
         with self._run.metrics_file.open("rb") as file:
+            if os.fstat(file.fileno()).st_ino != self._inode:  # a program that goes on from a checkpoint replaced it
+                self._inode, self._position = os.fstat(file.fileno()).st_ino, 0
             file.seek(self._position)
             grown = file.read()
         whole = grown[: grown.rfind(b"\n") + 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -33,8 +33,17 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
     saved.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
     TokenContract.of(tokenizer).write(partial)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    replace_folder(partial, directory)
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Put `new` in the place of `old`; whenever this is interrupted, one of the two is there, under this or another name."""
+    outgoing = old.with_name(old.name + ".outgoing")
+    shutil.rmtree(outgoing, ignore_errors=True)
+    if old.is_dir():
+        old.rename(outgoing)
+    new.rename(old)
+    shutil.rmtree(outgoing, ignore_errors=True)
 
 
 class BestCheckpoint:
@@ -60,6 +69,14 @@ class BestCheckpoint:
         if self.merit is None or merit > self.merit:
             self.merit, self.metrics = merit, metrics
             self._save(model, "best")
+
+    def state(self) -> dict[str, Any]:
+        """What `restored` takes, as JSON: the model itself lies in the work directory."""
+        return {"merit": self.merit, "metrics": self.metrics}
+
+    def restored(self, state: dict[str, Any]) -> None:
+        """Stand where `state` was taken."""
+        self.merit, self.metrics = state["merit"], state["metrics"]
 
     @property
     def kept(self) -> str:

@@ -66,6 +66,12 @@ def load_engine(engine: DeepSpeedEngine, directory: Path, *, average: list[Tenso
     _set_counters(engine, counters)
 
 
+def bytes_needed(engine: DeepSpeedEngine, average: list[Tensor] | None = None) -> int:
+    """Bytes that `save_engine` writes on this rank, moments that are not there yet included."""
+    shards = sum(shard.numel() * 4 for shard in fp32_shards(engine))
+    return shards * (1 + len(MOMENTS) + (average is not None))
+
+
 def _tensors(engine: DeepSpeedEngine, average: list[Tensor] | None) -> dict[str, list[Tensor]]:
     """All that is kept for each weight, by kind; each a list like `fp32_shards(engine)`."""
     shards = fp32_shards(engine)
