@@ -22,7 +22,7 @@ from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Program
 from rlhf_pipeline.stages.manifest import NAME
-from rlhf_pipeline.stages.program import ERRORS
+from rlhf_pipeline.stages.program import DRIVER, ERRORS, driver_id
 
 LOG = "program.log"
 POLL_S = 0.2
@@ -107,6 +107,7 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
     source = Path(rlhf_pipeline.__file__).parent.parent
     paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    settings[DRIVER] = str(driver_id(os.getpid()))
     if gpu_count() == 0:
         cores = len(os.sched_getaffinity(0))
         settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // processes))}
