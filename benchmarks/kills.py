@@ -3,10 +3,10 @@
     python benchmarks/kills.py                                    # 10 kills of each stage
     python benchmarks/kills.py --kills 2 --stages ppo --zero 2 --precision bf16
 
-Each kill is a SIGKILL at a random moment: to the whole process group, to one rank, or to the driver, the `kedro run` itself;
-every fourth waits for a checkpoint that is being written. The same command is then run again. What must hold: 10 seconds
-after the kill no process is left; the final weights are those of an undisturbed run to the bit; every step is in metrics.jsonl once, with
-the same numbers; MLflow has one finished run of the stage. Results go to benchmarks/results/kills/.
+Each kill is a SIGKILL at a random moment: to the whole process group, to one rank, or to the driver, the `kedro run`
+itself; every fourth waits for a checkpoint that is being written. The same command is then run again. What must hold: 10
+seconds after the kill no process is left; the final weights are those of an undisturbed run to the bit; every step is in
+metrics.jsonl once, with the same numbers; MLflow has one finished run of the stage. Results: benchmarks/results/kills/.
 """
 
 from __future__ import annotations
@@ -53,41 +53,38 @@ def main() -> int:
     for stage in arguments.stages:
         undisturbed: dict[tuple[int, str], dict[str, Any]] = {}
         for number in range(arguments.kills):
-            zero, precision = settings[number % len(settings)]
-            parameters = stage_parameters(stage, zero, precision)
-            if (zero, precision) not in undisturbed:
-                undisturbed[zero, precision] = attempt(stage, parameters, "undisturbed", None, draw)
-            expected = undisturbed[zero, precision]
-            kill = "checkpoint" if number % 4 == 3 else TARGETS[number % 3]
-            found = attempt(
-                stage, parameters, f"kill-{number}", (kill, draw.uniform(0.2, 1.0) * expected["seconds"]), draw
+            setting = settings[number % len(settings)]
+            if setting not in undisturbed:
+                undisturbed[setting] = attempt(stage, setting, "undisturbed", None, draw)
+            expected = undisturbed[setting]
+            whom = "checkpoint" if number % 4 == 3 else TARGETS[number % 3]
+            kill = whom, draw.uniform(0.2, 1.0) * expected["seconds"]
+            found = attempt(stage, setting, f"kill-{number}", kill, draw)
+            rows.append(
+                {
+                    "stage": stage,
+                    "zero": setting[0],
+                    "precision": setting[1],
+                    "kill": whom,
+                    "at_s": found["killed_after_s"],
+                    "resumed_from": found["resumed_from"],
+                    "left": found["left"],
+                    "same_weights": found["weights"] == expected["weights"],
+                    "same_metrics": found["metrics"] == expected["metrics"],
+                    "one_run": found["runs"] == ["FINISHED"],
+                }
             )
-            rows.append({"stage": stage, "zero": zero, "precision": precision, "kill": kill, "at_s": found["killed_after_s"],
-                         "resumed_from": found["resumed_from"], "left": found["left"],
-                         "same_weights": found["weights"] == expected["weights"], "same_metrics": found["metrics"] == expected["metrics"],
-                         "one_run": found["runs"] == ["FINISHED"]})  # fmt: skip
             (RESULTS / "kills.json").write_text(json.dumps(rows, indent=2))
             show(rows)
     return 0 if all(passes(row) for row in rows) else 1
 
 
-def stage_parameters(stage: str, zero: int, precision: str) -> str:
-    """What makes the stage take some steps, with a checkpoint after every second."""
-    blocks = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
-    engines = [
-        f"{block}.deepspeed.{key}={value}"
-        for block in blocks
-        for key, value in (("zero_stage", zero), ("precision", precision))
-    ]
-    return ",".join([STEPS[stage], f"{stage}.checkpoint_every=2", *engines])
-
-
 def attempt(
-    stage: str, parameters: str, name: str, kill: tuple[str, float] | None, draw: random.Random
+    stage: str, setting: tuple[int, str], name: str, kill: tuple[str, float] | None, draw: random.Random
 ) -> dict[str, Any]:
     """One stage from its beginning to its end, killed once on the way if `kill` (whom, and when) says so."""
-    root, store = RESULTS / "root", RESULTS / f"{stage}-{name}.db"
-    workspace = root / "07_workspace" / stage
+    root, store = RESULTS / "root", RESULTS / f"{stage}-{name}-{setting[0]}-{setting[1]}.db"
+    workspace, parameters = root / "07_workspace" / stage, stage_parameters(stage, *setting)
     shutil.rmtree(workspace, ignore_errors=True)
     start = time.monotonic()
     found: dict[str, Any] = {"killed_after_s": None, "left": 0}
@@ -107,6 +104,14 @@ def attempt(
         "metrics": [(r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")}) for r in records],
         "runs": statuses(store, stage),
     }
+
+
+def stage_parameters(stage: str, zero: int, precision: str) -> str:
+    """What makes the stage take some steps, with a checkpoint after every second."""
+    blocks = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
+    engine = {"zero_stage": zero, "precision": precision}
+    engines = [f"{block}.deepspeed.{key}={value}" for block in blocks for key, value in engine.items()]
+    return ",".join([STEPS[stage], f"{stage}.checkpoint_every=2", *engines])
 
 
 def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subprocess.Popen[bytes]:
