@@ -10,6 +10,7 @@ gets a fixed score; training stops at a KL bound, and the best held-out checkpoi
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.token_contract import common_contract
 from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
@@ -47,7 +48,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     store_settings(models.deepspeed_settings(), job)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
-    best = BestCheckpoint(job, world, load_tokenizer(job.inputs["sft_model"]))
+    start = job.inputs["sft_model"]
+    best = BestCheckpoint(job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
     writer = MetricsWriter(job.metrics_file, world, config.steps)
     train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best)
     if best.merit is None:
