@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.models.loading import load_scores, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo, update
@@ -42,7 +43,8 @@ def run(config, inputs, world, folder, seed=1):
         for name in ("actor", "reference", "critic", "reward_model")
         if getattr(models, name) is not None
     }
-    best = BestCheckpoint(job, world, load_tokenizer(inputs["sft_model"]))
+    start = inputs["sft_model"]
+    best = BestCheckpoint(job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
     ppo.train(models, config, prompts, prompts, world=world, seed=seed, writer=writer, best=best)
