@@ -68,7 +68,8 @@ def _whole(directory: Path) -> Iterator[Path]:
 class BestCheckpoint:
     """Keeps the best model so far in the work directory; the best becomes the stage's export.
 
-    With LoRA it keeps adapters, and exports a whole model: `load`'s weights with the best adapters added, both in fp32.
+    A `variant` is another model of the same stage: it is kept in, and exported to, a folder of that name. With LoRA it is
+    adapters that are kept, and a whole model that is exported: `load`'s weights with the best adapters added, in fp32.
 
     Args:
         job: says where.
@@ -76,6 +77,7 @@ class BestCheckpoint:
         tokenizer: goes with the model.
         config: block of the model.
         load: reads what the model was at its start, see `train_engine`.
+        variant: folder.
     """
 
     def __init__(
@@ -85,9 +87,12 @@ class BestCheckpoint:
         tokenizer: PreTrainedTokenizerBase,
         config: TrainedModelConfig,
         load: Callable[..., nn.Module],
+        *,
+        variant: str = "",
     ) -> None:
-        self._job = job
-        self._directory = job.directory / "checkpoints"
+        self._inputs = job.inputs
+        self._directory = job.directory / "checkpoints" / variant
+        self.export = job.export / variant
         self._world = world
         self._tokenizer = tokenizer
         self._config = config
@@ -103,12 +108,21 @@ class BestCheckpoint:
             self.merit, self.metrics = merit, metrics
             self._save(model, "best")
 
+    @property
+    def kept(self) -> str:
+        """What training leaves behind if it fails now, in words."""
+        if self.merit is None:
+            return "No checkpoint is left: none had been evaluated."
+        return (
+            f"The best checkpoint, of step {self.metrics['step']:g}, is left in {(self._directory / 'best').resolve()}."
+        )
+
     def finish(self, last: nn.Module) -> None:
         """Save the last model beside the best, and export the best. All ranks call this together."""
         self._save(last, "last")
         if self._world.rank == 0:
             if self._config.lora is None:
-                shutil.copytree(self._directory / "best", self._job.export, dirs_exist_ok=True)
+                shutil.copytree(self._directory / "best", self.export, dirs_exist_ok=True)
             else:
                 self._export_merged(self._config.lora)
         self._world.barrier()
@@ -123,11 +137,11 @@ class BestCheckpoint:
         """Not from the engine: in bf16, merging would round the base, and this rank need not have all of it."""
         best = self._directory / "best"
         model = merged(self._load("fp32"), lora, best).to(DTYPES[self._config.deepspeed.precision])
-        save_model(model, self._tokenizer, self._job.export)
+        save_model(model, self._tokenizer, self.export)
         if not lora.train_rest:
-            shutil.copytree(best, self._job.export / "adapter")
+            shutil.copytree(best, self.export / "adapter")
 
     def _base(self, model: nn.Module) -> str:
         """Name of the input that the model was read from: unlike its path, it means the same on every machine."""
         path = Path(pretrained(_module(model)).name_or_path)
-        return next(name for name, source in self._job.inputs.items() if source == path)
+        return next(name for name, source in self._inputs.items() if source == path)

@@ -14,6 +14,7 @@ from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_sc
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.training.ema import EMA
 from rlhf_pipeline.training.engine import World, frozen_model, train_engine
 
 
@@ -33,6 +34,8 @@ class FourModels:
     """The judge's mean score of demonstrations, by which scores are centred."""
     contract: TokenContract
     """What all of them mean by a token."""
+    ema: EMA | None = None
+    """The average of the actor's weights; None where `ppo.ema` is off."""
 
     def __post_init__(self) -> None:
         for model in self.engines().values():
@@ -58,9 +61,9 @@ def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContrac
     sft_model, reward_model = job.inputs["sft_model"], job.inputs["reward_model"]
     updates = config.ppo_epochs * config.updates_per_epoch
     actor_steps = config.steps - config.critic_warmup_steps
-    judge = frozen_model(partial(load_scores, reward_model), config.reward_model, config.critic, world)
     load = partial(load_policy, sft_model)
     actor = train_engine(load, config.actor, actor_steps * updates)
+    judge = frozen_model(partial(load_scores, reward_model), config.reward_model, config.critic, world)
     return FourModels(
         actor=actor,
         reference=WithoutAdapters(actor)
@@ -72,4 +75,5 @@ def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContrac
         reward_model=judge,
         score_mean=judge.score_mean,
         contract=contract,
+        ema=None if config.ema is None else EMA(actor, config.ema.decay),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
@@ -10,7 +12,7 @@ from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import entropy_loss, policy_loss, value_loss
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.training.engine import World, optimizer_step, skip_optimizer_steps
+from rlhf_pipeline.training.engine import World, grad_norm, optimizer_step, skip_optimizer_steps
 from rlhf_pipeline.training.experience import Experience
 from rlhf_pipeline.training.four_models import FourModels
 
@@ -38,10 +40,12 @@ def learn(
     metrics |= {name: value / tokens for name, value in sums.items()}
     if experience.old_values is not None and experience.returns is not None:
         moments = value_sums(experience.old_values, experience.returns, experience.rollout.response_mask)
-        metrics["value/explained_variance"] = float(explained_variance(world.sum(moments.to(world.device))))
+        explained = float(explained_variance(world.sum(moments.to(world.device))))
+        if not math.isnan(explained):  # equal returns, as when all responses are cut, leave nothing to explain
+            metrics["value/explained_variance"] = explained
     for name, engine in trained.items():
         metrics[f"optim/{name}_lr"] = engine.get_lr()[0]
-        norm = engine.get_global_grad_norm()
+        norm = grad_norm(engine)
         if norm is not None:
             metrics[f"optim/{name}_grad_norm"] = float(norm)
     return metrics
@@ -113,5 +117,7 @@ def update(
     add({"tokens": tokens})
     if train_actor:
         optimizer_step(models.actor, world, pieces, actor_loss)
+        if models.ema is not None:
+            models.ema.update()
     if models.critic is not None:
         optimizer_step(models.critic, world, pieces, critic_loss)
