@@ -169,7 +169,7 @@ def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeyp
     if installed:
         preflight(quantized, processes=2, gpus=2)
     else:
-        message = r"sft\.lora\.quantize: needs bitsandbytes; install the extra rlhf-pipeline\[quantization\]"
+        message = r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .* --editable '\.\[quantization\]'"
         with pytest.raises(ConfigError, match=message):
             preflight(quantized, processes=2, gpus=2)
 

@@ -33,7 +33,6 @@ ROWS["loss_mask"] = [[True] * len(row) for row in ROWS["response_ids"]]
 IDS = torch.tensor([[5, 6, 7, 20, 1]])
 SETTINGS = {
     "sft 2": ("sft", {"deepspeed": {"zero_stage": 2}}),
-    "sft 3": ("sft", {"deepspeed": {"zero_stage": 3}}),
     "sft 3 bf16": ("sft", {"deepspeed": {"zero_stage": 3, "precision": "bf16"}, "gradient_checkpointing": True}),
     "sft 3 rest": ("sft", {"deepspeed": {"zero_stage": 3}, "lora": LORA | {"train_rest": True}}),
     "reward_model 3": ("reward_model", {"deepspeed": {"zero_stage": 3}}),
@@ -49,7 +48,7 @@ def block(stage, model):
             {
                 "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 2, "evaluations": 1,
                 "sampling": {"max_response_tokens": 4},
-                "actor": model, "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
+                "ema": {"decay": 0.5}, "actor": model, "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
             }
         )  # fmt: skip
     supervised = model | {"epochs": 2, "batch_size": 4, "micro_batch_size_per_gpu": 1, "evaluations": 1}
@@ -77,7 +76,7 @@ def main(inputs: dict[str, str], folder: Path) -> None:
             "weights": whole_state_dict(last.module),
         }
         if world.rank == 0:
-            torch.save(live, directory / "live.pt")
+            torch.save(live, directory / f"live-{self.export.name}.pt")
         exported(self, last)
 
     world = join(1, timeout_s=60)
@@ -123,7 +122,7 @@ def precision_of(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "rest" not in name])
 def test_the_base_stays_to_the_bit_and_every_adapter_moves(results, inputs, name):
-    found = torch.load(results / name / "live.pt")["weights"]
+    found = torch.load(results / name / "live-export.pt")["weights"]
     start = load_policy(inputs["sft_model"], precision_of(name)).state_dict()
     own = {key.removeprefix("classifier.").replace(".base_layer.", "."): value for key, value in found.items()}
     for key, value in start.items():
@@ -139,7 +138,7 @@ def test_the_base_stays_to_the_bit_and_every_adapter_moves(results, inputs, name
 def test_without_adapters_it_is_the_start_to_the_bit(results, inputs, name):
     if name.startswith("reward"):
         pytest.skip("its head has trained, and belongs to no adapter")
-    live = torch.load(results / name / "live.pt")
+    live = torch.load(results / name / "live-export.pt")
     with torch.no_grad():
         expected = load_policy(inputs["sft_model"], precision_of(name))(IDS, attention_mask=torch.ones_like(IDS)).logits
     assert torch.equal(live["start"], expected.float())
@@ -149,7 +148,7 @@ def test_without_adapters_it_is_the_start_to_the_bit(results, inputs, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_export_is_the_live_model_merged(results, name):
-    stage, live = SETTINGS[name][0], torch.load(results / name / "live.pt")
+    stage, live = SETTINGS[name][0], torch.load(results / name / "live-export.pt")
     arguments = {"attention_mask": torch.ones_like(IDS)}
     model = load(stage, results / name / "export", precision_of(name))
     with torch.no_grad():
@@ -162,10 +161,19 @@ def test_the_export_is_the_live_model_merged(results, name):
 
 
 @pytest.mark.slow
+def test_the_average_of_the_adapters_is_merged_too(results):
+    with torch.no_grad():
+        found = load_policy(results / "ppo" / "export" / "ema", "fp32")(IDS, attention_mask=torch.ones_like(IDS)).logits
+    torch.testing.assert_close(found, torch.load(results / "ppo" / "live-ema.pt")["trained"], rtol=0, atol=1e-5)
+    assert not torch.allclose(found, torch.load(results / "ppo" / "live-export.pt")["trained"], atol=1e-3)
+    assert (results / "ppo" / "export" / "ema" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
 def test_the_export_has_the_engine_s_precision(results):
-    for name, dtype in (("sft 3 bf16", torch.bfloat16), ("sft 3", torch.float32)):
-        weights = load_file(results / name / "export" / "model.safetensors").values()
-        assert {weight.dtype for weight in weights} == {dtype}
+    for name, dtype in (("sft 3 bf16", torch.bfloat16), ("sft 2", torch.float32)):
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            assert {weight.dtype for weight in load_file(results / name / "export" / file).values()} == {dtype}
 
 
 @pytest.mark.slow
@@ -183,7 +191,7 @@ def test_peft_reads_the_adapter_beside_the_export(results, inputs, name, auto, b
     options = {"num_labels": 1} if auto.endswith("Classification") else {}
     model = getattr(transformers, auto).from_pretrained(inputs[base], dtype=torch.float32, **options)
     read = PeftModel.from_pretrained(model, adapter).state_dict()
-    live = torch.load(results / name / "live.pt")["weights"]
+    live = torch.load(results / name / "live-export.pt")["weights"]
     for key, value in live.items():
         key = key.removeprefix("classifier.")
         key = key.replace("score.", "score.modules_to_save.default.")
@@ -202,7 +210,7 @@ def test_checkpoints_hold_what_trains_and_no_more(results):
 
 @pytest.mark.slow
 def test_what_has_no_adapter_trains_if_asked(results, inputs):
-    found = torch.load(results / "sft 3 rest" / "live.pt")["weights"]
+    found = torch.load(results / "sft 3 rest" / "live-export.pt")["weights"]
     start = load_policy(inputs["base_model"], "fp32").state_dict()
     for key, value in start.items():
         same = torch.equal(found.get(key, found.get(key.replace(".weight", ".base_layer.weight"))), value)

@@ -134,7 +134,8 @@ def _quantized(parameters: Mapping[str, Any], gpus: int) -> list[str]:
     if gpus == 0:
         return [f"{place}: 4-bit weights need a GPU, and there is none here; set it to null" for place in places]
     if find_spec("bitsandbytes") is None:
-        return [f"{place}: needs bitsandbytes; install the extra rlhf-pipeline[quantization]" for place in places]
+        install = ".venv/bin/pip install --constraint constraints.txt --editable '.[quantization]'"
+        return [f"{place}: 4-bit weights need bitsandbytes, which is not installed; run {install}" for place in places]
     return []
 
 
