@@ -84,6 +84,7 @@ def test_a_scalar_head_is_stored_with_the_adapter(checkpoint, tmp_path):
     base.config.pad_token_id = 0
     again = PeftModel.from_pretrained(base, folder).eval()(**inputs).logits[:, 0]
     assert torch.equal(again, scores)
+    assert json.loads((folder / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
 
 
 def test_adapters_and_the_scalar_head_train_alone(checkpoint):
@@ -159,6 +160,7 @@ def test_the_stored_adapter_is_small_and_names_no_path(llama, tmp_path):
     folder = store(adapted(llama), tmp_path / "adapter")
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "sft_model"
+    assert settings["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert (settings["r"], settings["lora_alpha"], settings["inference_mode"]) == (4, 6.0, True)
     assert str(tmp_path) not in json.dumps(settings) and str(llama) not in json.dumps(settings)
     # Two layers, each with attention's four 32 x 32 and an MLP of three 32 x 64: 2 * 4 * (4 * 64 + 3 * 96) = 4352.

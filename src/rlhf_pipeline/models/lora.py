@@ -72,6 +72,9 @@ def write_adapter(model: nn.Module, weights: Mapping[str, Tensor], base: str, fo
     settings.base_model_name_or_path = base
     settings.modules_to_save = [HEAD] if isinstance(model, TokenScores) else None
     settings.inference_mode = True
+    settings.target_modules = sorted(
+        settings.target_modules
+    )  # peft holds a set: its order would differ from run to run
     settings.save_pretrained(folder)
     stored = {_stored_name(name): weight.cpu().contiguous() for name, weight in weights.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
