@@ -81,6 +81,12 @@ def test_the_defaults_pass(parameters):
         ("evaluate.precision", "fp16", "evaluate.precision: fp16 needs a GPU"),
         ("ppo.critic.deepspeed", {"zero_stage": 0, "precision": "bf16"}, "takes a spurious first Adam step"),
         ("ppo.sampling.max_response_tokens", 200, "ppo.sampling.max_response_tokens: 200 after a prompt of"),
+        ("ppo.rewards", ["trained", "nowhere.py:f"], "ppo.rewards.1: nowhere.py:f: there is no file"),
+        (
+            "ppo.rewards",
+            [{"callable": "my.py:f", "wait": 2}],
+            "ppo.rewards.0.callable.wait: Extra inputs are not permitted",
+        ),
         ("ppo.sampling.top_k", 50, "ppo.sampling.top_k: Extra inputs are not permitted"),
         ("base_model.path", "facebook/opt-125m", "base_model: path and architecture are both set"),
         ("split.sources", [], "split.sources: "),
@@ -110,6 +116,19 @@ def test_the_defaults_pass(parameters):
             64,
             "base_model.architecture: llama has no field hiden_size (did you mean hidden_size?); known are hidden_size, ",
         ),
+        (
+            "ppo.ptx",
+            {"batch_size": 8},
+            "ppo.ptx: its loss is on the text of split.pretraining, which is not set; give split.pretraining sources and "
+            "block_tokens, or set ppo.ptx to null",
+        ),
+        (
+            "ppo.ptx",
+            {"batch_size": 7},
+            "ppo.ptx.batch_size: 7 rows cannot be shared evenly by 2 ranks (launch.processes); use 6 or 8",
+        ),
+        ("ppo.ptx", {}, "ppo.ptx.batch_size: Field required"),
+        ("ppo.ptx", {"batch_size": 8, "coef": 0}, "ppo.ptx.coef: Input should be greater than 0, is 0"),
         ("register.max_kl", -1, "register.max_kl: Input should be greater than 0"),
     ],
 )
@@ -155,6 +174,18 @@ def test_all_faults_are_named_at_once(parameters):
 def test_files_of_text_are_fine_for_pretraining(parameters):
     text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 64}
     preflight(changed(parameters, "split.pretraining", text), processes=2, gpus=0)
+
+
+def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
+    """The default model has 256 positions; without the loss nothing reads the blocks."""
+    text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 256}
+    fits = changed(changed(parameters, "split.pretraining", text), "ppo.ptx", {"batch_size": 8})
+    preflight(fits, processes=2, gpus=0)
+    too_long = changed(fits, "split.pretraining.block_tokens", 257)
+    preflight(changed(too_long, "ppo.ptx", None), processes=2, gpus=0)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(too_long, processes=2, gpus=0)
+    assert "split.pretraining.block_tokens: 257 exceed the model's 256 positions" in str(refusal.value)
 
 
 def test_fp16_is_fine_on_a_gpu(parameters):

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_pipeline.config.block import Block, operational
+from rlhf_pipeline.config.rewards import Rewards, TrainedReward
 from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
 
 
@@ -68,6 +69,19 @@ class EMAConfig(Block):
     """Weight of the average so far at each optimizer step; it remembers about 1 / (1 - decay) of them. DeepSpeed-Chat's."""
 
 
+class PtxConfig(Block):
+    """A language-model loss on the text of `split.pretraining`, added to the actor's in every optimizer step (PPO-ptx,
+    Ouyang et al. 2022, equation 2): against forgetting what the reward does not ask for."""
+
+    coef: PositiveFloat = 27.8
+    """Weight of the text's mean negative log-likelihood a token, beside PPO's mean loss a token; 27.8 as in InstructGPT
+    and DeepSpeed-Chat."""
+
+    batch_size: PositiveInt
+    """Blocks in one optimizer step, over all ranks; InstructGPT has 8 for each response. `micro_batch_size_per_gpu` of
+    them are in one forward pass."""
+
+
 class PPOConfig(Block):
     """Proximal policy optimization (Schulman et al. 2017) on the reward model's score."""
 
@@ -125,6 +139,9 @@ class PPOConfig(Block):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the policy's mean entropy a token, a bonus in the actor's objective. 0: none, as is usual in RLHF."""
 
+    ptx: PtxConfig | None = None
+    """Language-model loss on plain text beside PPO's. None: none."""
+
     value_clip_range: PositiveFloat | None = 0.2
     """New values are clipped to the old ones +- this. None: not clipped."""
 
@@ -159,6 +176,10 @@ class PPOConfig(Block):
 
     reward_model: FrozenModelConfig = FrozenModelConfig()
     """The frozen judge."""
+
+    rewards: Rewards = (TrainedReward(),)
+    """What the score of a response is made of: the sum of weight * (score - mean) over these sources. `score_clip` and
+    `missing_eos_score` apply to the sum."""
 
     evaluations: PositiveInt = 5
     """Evaluations on held-out prompts, evenly spaced, the last one after the last step. The checkpoint with the highest

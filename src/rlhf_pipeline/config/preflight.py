@@ -17,6 +17,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.model import BaseModelConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.registry import RegisterConfig
+from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError
@@ -39,6 +40,7 @@ BATCH_SIZES = (
     "reward_model.batch_size",
     "ppo.rollout_batch_size",
     "ppo.minibatch_size",
+    "ppo.ptx.batch_size",
     "dpo.batch_size",
 )
 """Global batch sizes, each shared out evenly among the ranks."""
@@ -66,6 +68,8 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
             *_quantized(parameters, gpus),
             *_misplaced_sources(parameters),
             *_too_long(parameters),
+            *_ptx_faults(parameters),
+            *reward_faults(PPOConfig.model_validate(parameters["ppo"]).rewards),
         ]
     if faults:
         raise ConfigError("\n".join(["the parameters cannot work:", *(f"  - {fault}" for fault in faults)]))
@@ -98,9 +102,10 @@ def _fault(block: str, detail: Any) -> str:
 
 def _indivisible(parameters: Mapping[str, Any], processes: int) -> list[str]:
     faults = []
+    blocks = {name: block.model_validate(parameters.get(name, {})) for name, block in BLOCKS.items()}
+    given = dict(_leaves({name: block.model_dump(mode="json") for name, block in blocks.items()}))
     for place in BATCH_SIZES:
-        block, field = place.split(".")
-        size = getattr(BLOCKS[block].model_validate(parameters[block]), field)
+        size = given.get(place, 0)  # 0: its block is off
         if size % processes:
             faults.append(
                 f"{place}: {size} rows cannot be shared evenly by {processes} ranks (launch.processes); "
@@ -181,6 +186,25 @@ def _too_long(parameters: Mapping[str, Any]) -> list[str]:
         for place, response in responses.items()
         if split.max_prompt_tokens + response > positions
     ]
+
+
+def _ptx_faults(parameters: Mapping[str, Any]) -> list[str]:
+    """What PPO's language-model loss misses in the text that the split packs."""
+    text = SplitConfig.model_validate(parameters["split"]).pretraining
+    positions = BaseModelConfig.model_validate(parameters["base_model"]).positions
+    if PPOConfig.model_validate(parameters["ppo"]).ptx is None:
+        return []
+    if text is None:
+        return [
+            "ppo.ptx: its loss is on the text of split.pretraining, which is not set; give split.pretraining sources and "
+            "block_tokens, or set ppo.ptx to null"
+        ]
+    if positions is not None and text.block_tokens > positions:
+        return [
+            f"split.pretraining.block_tokens: {text.block_tokens} exceed the model's {positions} positions "
+            "(max_position_embeddings in base_model.architecture), and ppo.ptx reads whole blocks; lower one or raise the other"
+        ]
+    return []
 
 
 def _leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

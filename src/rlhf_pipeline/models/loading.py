@@ -35,7 +35,12 @@ def load_policy(checkpoint: Path, precision: Precision, *, quantize: Quantizatio
 
 
 def load_scores(
-    checkpoint: Path, precision: Precision, *, new_head: bool = False, quantize: Quantization | None = None
+    checkpoint: Path,
+    precision: Precision,
+    *,
+    new_head: bool = False,
+    foreign: bool = False,
+    quantize: Quantization | None = None,
 ) -> TokenScores:
     """A model with one scalar a token: the reward model or the critic.
 
@@ -44,6 +49,7 @@ def load_scores(
         precision: of weights and activations.
         new_head: the scalar head is not in the checkpoint; it gets random weights.
         quantize: how the matrices of the trunk are stored, if not in `precision`.
+        foreign: it reads tokens of its own, so it needs no token contract.
 
     Raises:
         ArtifactError: the checkpoint has no trained scalar head, and none was asked for.
@@ -53,7 +59,12 @@ def load_scores(
     )
     if missing := [name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))]:
         raise ArtifactError(f"{checkpoint} is not a reward model: it has no weights for {', '.join(sorted(missing))}")
-    model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
+    if not foreign:
+        model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
+    if foreign and not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ArtifactError(
+            f"{checkpoint} has no head `score` that reads each token; {type(model).__name__} cannot judge"
+        )
     return TokenScores(_without_dropout(model))
 
 

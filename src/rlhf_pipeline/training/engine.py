@@ -6,7 +6,7 @@ import atexit
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,6 @@ from rlhf_pipeline.training.deepspeed_config import inference_settings, training
 from rlhf_pipeline.training.sharding import sharded_loading
 
 M = TypeVar("M", bound=nn.Module)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -152,18 +151,16 @@ def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Opti
     )
 
 
-def optimizer_step(
-    engine: DeepSpeedEngine, world: World, micro_batches: Iterable[T], loss: Callable[[T], Tensor]
-) -> None:
-    """Accumulate the gradient of the summed losses and take one optimizer step.
+def optimizer_step(engine: DeepSpeedEngine, world: World, losses: Sequence[Callable[[], Tensor]]) -> None:
+    """Accumulate the gradient of the summed losses, one micro batch's each, and take one optimizer step.
 
     Each loss is a sum divided by the *global* count of the step, so the gradient is that of the whole batch however it is
-    cut into micro batches and ranks. DeepSpeed averages over ranks; the factor undoes that.
+    cut into micro batches and ranks. DeepSpeed averages over ranks; the factor undoes that. A loss is computed when its
+    turn comes, so the activations of one micro batch are in memory at a time.
     """
-    pending = list(micro_batches)
-    for number, micro_batch in enumerate(pending, start=1):
-        engine.set_gradient_accumulation_boundary(number == len(pending))
-        engine.backward(loss(micro_batch) * world.size)
+    for number, loss in enumerate(losses, start=1):
+        engine.set_gradient_accumulation_boundary(number == len(losses))
+        engine.backward(loss() * world.size)
     engine.step()
 
 

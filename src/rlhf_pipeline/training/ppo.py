@@ -1,10 +1,11 @@
-"""Stage program: PPO on the reward model's score, leashed to the SFT model.
+"""Stage program: PPO on the score of `ppo.rewards`, leashed to the SFT model.
 
     deepspeed --module rlhf_pipeline.training.ppo job.json
 
 Four models: the actor trains, the reference is its frozen start, the critic trains, the reward model is frozen. Advantages
-other than GAE's have no critic. Departures from InstructGPT: no pre-training loss; advantages are whitened; a cut response
-gets a fixed score; training stops at a KL bound, and the best held-out checkpoint within the bound is exported, not the last.
+other than GAE's have no critic. With `ppo.ptx`, a loss on plain text is mixed into the actor's (PPO-ptx). Departures from
+InstructGPT: advantages are whitened; a cut response gets a fixed score; training stops at a KL bound, and the best held-out
+checkpoint within the bound is exported, not the last.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.stages.reward_inputs import PREFIX
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.deepspeed_config import store_settings
 from rlhf_pipeline.training.engine import World, join
 from rlhf_pipeline.training.experience import Scored, make_experience, score
 from rlhf_pipeline.training.four_models import FourModels, load_four_models
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.ptx import TextBatches, load_text
 from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.sharding import for_generation, is_sharded
@@ -48,8 +51,9 @@ HELD_OUT = 2**31
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train the actor, and export the checkpoint with the highest held-out score within the KL bound."""
     config = job.block("ppo", PPOConfig)
-    contract = common_contract(job.inputs)
+    contract = common_contract({name: path for name, path in job.inputs.items() if not name.startswith(PREFIX)})
     world = join(job.seed, timeout_s=job.collective_timeout_s)
+    text = load_text(job, config, world)
     models = load_four_models(job, config, contract, world)
     store_settings(models.deepspeed_settings(), job)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
@@ -60,7 +64,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     if models.ema is not None:
         best[VALIDATION_EMA] = keep(variant="ema")
     writer = MetricsWriter(job.metrics_file, world, config.steps)
-    train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best)
+    train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best, text=text)
     for name, kept in best.items():
         if kept.merit is None:
             raise StageError(
@@ -92,6 +96,7 @@ def train(
     seed: int,
     writer: MetricsWriter,
     best: dict[str, BestCheckpoint],
+    text: TextBatches | None = None,
 ) -> None:
     """Roll out, score, learn; evaluate on the way and offer the policies within the KL bound to `best`.
 
@@ -107,7 +112,10 @@ def train(
         # All prompts once, then all again: the ranks divide the prompts, so a rank has all responses to each of its own.
         rows = own_share(np.tile(asked, config.responses_per_prompt), world)
         slots = own_share(np.arange(config.responses_per_step), world)
-        scored = roll_out(models, columns(prompts, rows)["prompt_ids"], config, seed=seed, step=step, slots=slots)
+        own = columns(prompts, rows)
+        scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=step, slots=slots)
+        if models.rewards is not None:
+            scored = models.rewards(scored, own)
         generated = time.monotonic()
         metrics = rollout_metrics(scored, models.score_mean, world)
         fault = rollout_fault(metrics, config, f"at step {step}", trained=step > config.critic_warmup_steps + 1)
@@ -115,7 +123,10 @@ def train(
             watch.fail(step, metrics, fault)
         watch.require_finite(step, metrics)
         experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
-        metrics |= learn(models, experience, config, world, train_actor=step > config.critic_warmup_steps)
+        metrics |= learn(
+            models, experience, config, world, train_actor=step > config.critic_warmup_steps,
+            texts=None if text is None else text.of_step(step),
+        )  # fmt: skip
         metrics |= {"objective/kl_coef": kl_coef, "time/rollout_s": generated - start}
         watch.require_finite(step, metrics)
         kl = metrics["objective/kl"]
@@ -128,7 +139,7 @@ def train(
             for prefix, as_actor in candidates(models).items():
                 with as_actor():
                     held_out = evaluate(models, validation, config, world, seed)
-                    metrics |= {f"{prefix}/{name.split('/')[1]}": value for name, value in held_out.items()}
+                    metrics |= {f"{prefix}/{_short(name)}": value for name, value in held_out.items()}
                     fault = rollout_fault(held_out, config, f"on held-out prompts after step {step}", trained=True)
                     if fault is not None:
                         watch.fail(step, metrics, fault)
@@ -188,7 +199,14 @@ def rollout_metrics(scored: Scored, score_mean: float, world: World) -> dict[str
         "objective/kl_k3": sums["kl_k3"] / count,
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
-    } | ({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {})
+        **{name: value / count for name, value in sums.items() if name.startswith("reward/")},
+        **({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {}),
+    }
+
+
+def _short(metric: str) -> str:
+    """The name of a rollout's metric under the prefix of held-out ones."""
+    return metric.removeprefix("objective/").removeprefix("rollout/")
 
 
 def rollout_fault(metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool) -> str | None:
@@ -232,8 +250,10 @@ def remedy(metric: str, config: PPOConfig) -> str:
 def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world: World, seed: int) -> dict[str, float]:
     """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
     slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
-    prompts = columns(validation, slots)["prompt_ids"]
-    scored = roll_out(models, prompts, config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
+    own = columns(validation, slots)
+    scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
+    if models.rewards is not None:
+        scored = models.rewards(scored, own)
     return rollout_metrics(scored, models.score_mean, world)
 
 

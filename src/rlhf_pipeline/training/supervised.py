@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -161,7 +162,7 @@ def train_step(
         _add(total, sums)
         return value
 
-    optimizer_step(engine, world, micro_batches(batch.lengths, micro_batch_size), loss)
+    optimizer_step(engine, world, [partial(loss, index) for index in micro_batches(batch.lengths, micro_batch_size)])
     return total
 
 
