@@ -94,11 +94,13 @@ def two(on_ranks, make_model):
 
 
 @pytest.fixture(scope="module")
-def other_ranks(on_ranks, two):
-    """What two ranks saved goes on on one rank and on three."""
+def other_ranks(on_ranks, two, world, tmp_path_factory):
+    """What two ranks saved goes on on one rank, this process, and on three."""
     checkpoint, folder, results = two
     argument = {"checkpoint": checkpoint, "save": [], "load": [[name, name] for name in SETTINGS], "folder": folder}
-    return results, {ranks: torch.load(on_ranks(__file__, argument, ranks=ranks) / "results.pt") for ranks in (1, 3)}
+    folders = {1: tmp_path_factory.mktemp("one"), 3: on_ranks(__file__, argument, ranks=3)}
+    main(argument, folders[1])
+    return results, {ranks: torch.load(found / "results.pt") for ranks, found in folders.items()}
 
 
 @pytest.mark.slow
