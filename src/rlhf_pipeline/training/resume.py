@@ -76,8 +76,9 @@ class Checkpoints:
         if self._world.rank == 0:
             self._require_room(step)
             shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
             for name in self._engines:
-                (partial / name).mkdir(parents=True)
+                (partial / name).mkdir()
             (partial / "loop.json").write_text(json.dumps(loop))
         self._world.barrier()
         for name, engine in self._engines.items():
