@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test quick check format seeds ui clean
+.PHONY: run test quick check format seeds kills ui clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipelines=full $(ARGS)
@@ -28,6 +28,9 @@ format: $(VENV)/dev.stamp
 
 seeds: $(VENV)/run.stamp   # the default pipeline on five seeds: does PPO beat SFT on the gold score each time?
 	$(BIN)/python benchmarks/seeds.py $(ARGS)
+
+kills: $(VENV)/dev.stamp   # training killed at random moments and started again: is it the training that was not?
+	$(BIN)/python benchmarks/kills.py $(ARGS)
 
 ui: $(VENV)/run.stamp      # MLflow on this machine alone
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --workers 1 $(ARGS)

@@ -51,7 +51,18 @@ def run(config, inputs, world, folder, seed=1):
         best["validation_ema"] = keep(variant="ema")
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
-    ppo.train(models, config, prompts, prompts, world=world, seed=seed, writer=writer, best=best)
+    ppo.train(
+        models,
+        config,
+        prompts,
+        prompts,
+        world=world,
+        seed=seed,
+        writer=writer,
+        best=best,
+        checkpoints=models.checkpoints(job.checkpoints, world),
+        kl_coef=config.kl.coef,
+    )
     lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return models, before, lines, best
 

@@ -88,7 +88,17 @@ def run(config, inputs, world, folder):
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
     text = load_text(job, config, world)
     ppo.train(
-        models, config, prompts, prompts, world=world, seed=1, writer=writer, best={"validation": best}, text=text
+        models,
+        config,
+        prompts,
+        prompts,
+        world=world,
+        seed=1,
+        writer=writer,
+        best={"validation": best},
+        text=text,
+        checkpoints=models.checkpoints(folder, world),
+        kl_coef=config.kl.coef,
     )
     return models, [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -91,7 +91,18 @@ def run(config, inputs, world, folder):
     best = BestCheckpoint(job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
-    ppo.train(models, config, prompts, prompts, world=world, seed=1, writer=writer, best={"validation": best})
+    ppo.train(
+        models,
+        config,
+        prompts,
+        prompts,
+        world=world,
+        seed=1,
+        writer=writer,
+        best={"validation": best},
+        checkpoints=models.checkpoints(folder, world),
+        kl_coef=config.kl.coef,
+    )
     lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return models, lines
 

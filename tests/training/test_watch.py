@@ -26,6 +26,7 @@ from rlhf_pipeline.training.checkpoint import BestCheckpoint, save_model
 from rlhf_pipeline.training.dpo import DPOTask
 from rlhf_pipeline.training.engine import grad_norm, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.reward_model import RewardModelTask
 from rlhf_pipeline.training.sft import SFTTask
 from rlhf_pipeline.training.supervised import fit
@@ -148,7 +149,8 @@ def fit_stage(stage, folder, world, policy, config_fields, damage=None):
     config = config.model_validate(config_fields)
     engine = train_engine(load, config, 4)
     outlets = in_process(folder, world, policy, 4, config)
-    fit(engine, task, config, training=TABLE, validation=TABLE, **outlets)
+    checkpoints = Checkpoints(folder / "checkpoints", world, {stage: engine})
+    fit(engine, task, config, training=TABLE, validation=TABLE, **outlets, checkpoints=checkpoints)
     return outlets["best"]
 
 
@@ -157,8 +159,9 @@ def train_ppo(folder, world, policy, reward_model, rows, config):
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
     models = ppo.load_four_models(job, config, TokenContract.read(policy), world)
     outlets = in_process(folder, world, policy, config.steps, config.actor)
-    ppo.train(models, config, TABLE, TABLE, **outlets | {"best": {"validation": outlets["best"]}})
-    return outlets["best"]
+    outlets |= {"best": {"validation": outlets["best"]}, "checkpoints": models.checkpoints(job.checkpoints, world)}
+    ppo.train(models, config, TABLE, TABLE, **outlets, kl_coef=config.kl.coef)
+    return outlets["best"]["validation"]
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward_model", "dpo"])

@@ -191,6 +191,9 @@ class PPOConfig(Block):
     log_every: PositiveInt = operational(1)
     """Steps between two lines of metrics."""
 
+    checkpoint_every: PositiveInt | None = operational(None)
+    """Steps between two checkpoints to go on from, at each evaluation in any case. None: only there."""
+
     @property
     def responses_per_step(self) -> int:
         """Responses that a step generates and trains on, over all ranks."""

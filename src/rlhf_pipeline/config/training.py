@@ -181,6 +181,9 @@ class SupervisedConfig(TrainedModelConfig):
     log_every: PositiveInt = operational(1)
     """Optimizer steps between two lines of metrics."""
 
+    checkpoint_every: PositiveInt | None = operational(None)
+    """Optimizer steps between two checkpoints to go on from, at each evaluation in any case. None: only there."""
+
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning: next-token loss on the demonstrations' responses. Best = lowest held-out perplexity."""

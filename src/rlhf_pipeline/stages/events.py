@@ -27,6 +27,8 @@ class StageRun:
     """True: finished earlier, nothing is launched."""
     paths: Mapping[str, Path] = field(default_factory=dict)
     """Input name to where it lies, for inputs that are local."""
+    resumed_from: int | None = None
+    """The step that training goes on from, where an earlier attempt left a checkpoint."""
 
     @property
     def export(self) -> Path:

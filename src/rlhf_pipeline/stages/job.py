@@ -74,6 +74,13 @@ class LaunchedJob:
     directory: Path
     """The work directory, where job.json lies."""
     collective_timeout_s: float
+    resume_from: int | None = None
+    """The step whose checkpoint training goes on from; None: it starts from its beginning."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where training leaves the best model, and what it can go on from: `stages.checkpoints`."""
+        return self.directory / "checkpoints"
 
     @property
     def export(self) -> Path:
@@ -103,7 +110,13 @@ class LaunchedJob:
 
 
 def write_job(
-    job: Job, directory: Path, *, fingerprint: str, digests: Mapping[str, str], collective_timeout_s: float
+    job: Job,
+    directory: Path,
+    *,
+    fingerprint: str,
+    digests: Mapping[str, str],
+    collective_timeout_s: float,
+    resume_from: int | None,
 ) -> Path:
     """Write `job.json` into the work directory; return its path."""
     fields = {
@@ -114,6 +127,7 @@ def write_job(
         "inputs": {name: str(path.resolve()) for name, path in job.inputs.items()},
         "digests": dict(digests),
         "collective_timeout_s": collective_timeout_s,
+        "resume_from": resume_from,
     }
     path = directory / "job.json"
     path.write_text(json.dumps(fields, indent=2))

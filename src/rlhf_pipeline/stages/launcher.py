@@ -22,12 +22,12 @@ from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Program
 from rlhf_pipeline.stages.manifest import NAME
-from rlhf_pipeline.stages.program import ERRORS
+from rlhf_pipeline.stages.program import DRIVER, ERRORS, driver_id
 
 LOG = "program.log"
 POLL_S = 0.2
-GRACE_S = 5.0
-"""Seconds between the request to end and the kill."""
+GRACE_S = 8.0
+"""Seconds between the request to end, after which training finishes its step and saves, and the kill."""
 
 
 def launch(program: Program, job_file: Path, run: StageRun, config: LaunchConfig, processes: int) -> None:
@@ -107,6 +107,7 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
     source = Path(rlhf_pipeline.__file__).parent.parent
     paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    settings[DRIVER] = str(driver_id(os.getpid()))
     if gpu_count() == 0:
         cores = len(os.sched_getaffinity(0))
         settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // processes))}
@@ -152,11 +153,14 @@ class _MetricsTail:
     def __init__(self, run: StageRun) -> None:
         self._run = run
         self._position = 0
+        self._inode = 0
 
     def forward(self) -> None:
         if not self._run.metrics_file.is_file():
             return
         with self._run.metrics_file.open("rb") as file:
+            if os.fstat(file.fileno()).st_ino != self._inode:  # a program that goes on from a checkpoint replaced it
+                self._inode, self._position = os.fstat(file.fileno()).st_ino, 0
             file.seek(self._position)
             grown = file.read()
         whole = grown[: grown.rfind(b"\n") + 1]

@@ -20,6 +20,16 @@ class MetricsFile:
         self._file.write(json.dumps(record) + "\n")
 
 
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines after a step, half a line at the end included: training goes on from there and writes them again."""
+    whole = (
+        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.is_file() else []
+    )
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+    partial.rename(path)
+
+
 class RowProgress:
     """A line of metrics every few seconds for a program that works through rows; a step is a row."""
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.stages.fingerprint import library_versions
@@ -18,6 +22,9 @@ from rlhf_pipeline.stages.manifest import Manifest, file_entries
 ERRORS = "errors"
 """Folder of the work directory where a failing rank leaves its reason, named by time and rank."""
 
+DRIVER = "RLHF_DRIVER"
+"""Environment variable that names the process which launched this program."""
+
 
 def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     """Run `main` on the job named on the command line; the first rank writes the manifest from the metrics it returns.
@@ -25,6 +32,8 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     A failing rank leaves its reason in the work directory before it exits with 1: a `PipelineError`'s message as it is,
     anything else with its traceback.
     """
+    if DRIVER in os.environ:  # not by hand, and not on another machine
+        _end_with_driver()
     job = LaunchedJob.read(Path(sys.argv[1]))
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -37,6 +46,30 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
         folder.mkdir(exist_ok=True)
         (folder / f"{time.time_ns()}-rank{rank}.txt").write_text(reason)
         raise
+
+
+def _end_with_driver() -> None:
+    """End this program's whole process group soon after the process that launched it is gone, by SIGKILL for example.
+
+    Ranks would train on unseen otherwise, and write where the next attempt writes.
+    """
+    driver, born = os.environ[DRIVER].split("@")
+
+    def watch() -> None:
+        while driver_id(int(driver)) == f"{driver}@{born}":
+            time.sleep(1.0)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def driver_id(pid: int) -> str | None:
+    """What tells one process from all others on this machine, a later one of the same number included; None if it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else f"{pid}@{process.create_time()}"
+    except psutil.NoSuchProcess:
+        return None
 
 
 def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:

@@ -52,7 +52,8 @@ class ProgressDisplay:
         if run.cached:
             self._say(f"[bold]{_title(run)}[/]: finished before as {run.fingerprint[:8]}, reused")
             return
-        self._say(f"[bold]{_title(run)}[/]: running as {run.fingerprint[:8]} in {run.directory}")
+        goes_on = f", from step {run.resumed_from} on" if run.resumed_from is not None else ""
+        self._say(f"[bold]{_title(run)}[/]: running as {run.fingerprint[:8]} in {run.directory}{goes_on}")
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),

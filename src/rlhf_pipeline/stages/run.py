@@ -12,6 +12,7 @@ from filelock import FileLock
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ArtifactError, Interrupted
 from rlhf_pipeline.stages import events
+from rlhf_pipeline.stages.checkpoints import checkpoints_in, newest_whole
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.fingerprint import fingerprint
 from rlhf_pipeline.stages.job import Job, write_job
@@ -48,14 +49,19 @@ def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
             events.ended(run, "FINISHED", finished.metrics)
             return run.export
         _verify_inputs(job)
-        _clear(run)
+        resume_from = newest_whole(directory / "checkpoints")
+        _clear(run, keep_progress=resume_from is not None)
         job_file = write_job(
-            job, directory, fingerprint=key, digests=digests, collective_timeout_s=launch_config.collective_timeout_s
-        )
+            job, directory, fingerprint=key, digests=digests, collective_timeout_s=launch_config.collective_timeout_s,
+            resume_from=resume_from,
+        )  # fmt: skip
+        run = replace(run, resumed_from=resume_from)
         events.started(run)
         try:
             launch(job.program, job_file, run, launch_config, processes)
             metrics = Manifest.read(run.export).metrics
+            for checkpoint in checkpoints_in(directory / "checkpoints"):  # nothing is left to go on with
+                shutil.rmtree(checkpoint)
         except BaseException as error:
             killed = isinstance(error, Interrupted | KeyboardInterrupt)
             events.ended(run, "KILLED" if killed else "FAILED", {})
@@ -85,12 +91,12 @@ def _verify_inputs(job: Job) -> None:
             verify(artifact)
 
 
-def _clear(run: StageRun) -> None:
-    """Remove what an earlier attempt left: the stage starts from its beginning, and writes new files.
+def _clear(run: StageRun, *, keep_progress: bool) -> None:
+    """Remove what an earlier attempt left, but for the checkpoints that this one goes on from, and the metrics until there.
 
     A published version shares files with the export by hard links, and keeps its own.
     """
-    for name in ("export", "checkpoints", "errors"):
+    for name in ("export", "errors", *([] if keep_progress else ["checkpoints"])):
         shutil.rmtree(run.directory / name, ignore_errors=True)
-    for path in (run.metrics_file, run.directory / "deepspeed.json"):
+    for path in (run.directory / "deepspeed.json", *([] if keep_progress else [run.metrics_file])):
         path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -61,8 +62,12 @@ def _whole(directory: Path) -> Iterator[Path]:
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     yield partial
-    shutil.rmtree(directory, ignore_errors=True)
+    outgoing = directory.with_name(directory.name + ".outgoing")  # one of the two is there whenever this is interrupted
+    shutil.rmtree(outgoing, ignore_errors=True)
+    if directory.is_dir():
+        directory.rename(outgoing)
     partial.rename(directory)
+    shutil.rmtree(outgoing, ignore_errors=True)
 
 
 class BestCheckpoint:
@@ -107,6 +112,14 @@ class BestCheckpoint:
         if self.merit is None or merit > self.merit:
             self.merit, self.metrics = merit, metrics
             self._save(model, "best")
+
+    def state(self) -> dict[str, Any]:
+        """What `restored` takes, as JSON: the model itself lies in the work directory."""
+        return {"merit": self.merit, "metrics": self.metrics}
+
+    def restored(self, state: dict[str, Any]) -> None:
+        """Stand where `state` was taken."""
+        self.merit, self.metrics = state["merit"], state["metrics"]
 
     @property
     def kept(self) -> str:

@@ -46,6 +46,10 @@ class World:
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
         return dict(zip(values, total.tolist(), strict=True))
 
+    def any(self, condition: bool) -> bool:
+        """Whether it holds on some rank; all ranks get the same answer."""
+        return bool(self.sum(torch.tensor(float(condition), device=self.device)) > 0)
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         torch.distributed.barrier()

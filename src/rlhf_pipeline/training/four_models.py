@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
@@ -17,6 +18,7 @@ from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.ema import EMA
 from rlhf_pipeline.training.engine import World, frozen_model, train_engine
+from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.rewards import RewardSum, load_rewards
 
 
@@ -58,6 +60,11 @@ class FourModels:
     def deepspeed_settings(self) -> dict[str, Any]:
         """DeepSpeed's configuration of each model that has an engine."""
         return {name: model.config for name, model in self.engines().items() if isinstance(model, DeepSpeedEngine)}
+
+    def checkpoints(self, directory: Path, world: World) -> Checkpoints:
+        """What saves and restores the models that train."""
+        trained = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+        return Checkpoints(directory, world, trained, {} if self.ema is None else {"actor": self.ema.shards})
 
 
 def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> FourModels:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_pipeline.stages.metrics import MetricsFile
+from rlhf_pipeline.stages.metrics import MetricsFile, forget_after
 from rlhf_pipeline.training.engine import World
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl`, on the first rank only; steps count from 1."""
+    """Appends to `metrics.jsonl`, on the first rank only; steps count from 1.
 
-    def __init__(self, path: Path, world: World, total_steps: int) -> None:
+    Where training goes on from a checkpoint, lines after its step are dropped first: they are written again.
+    """
+
+    def __init__(self, path: Path, world: World, total_steps: int, *, resumed_from: int | None = None) -> None:
+        if world.rank == 0 and resumed_from is not None:
+            forget_after(path, resumed_from)
         self._file = MetricsFile(path, total_steps) if world.rank == 0 else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

@@ -35,6 +35,7 @@ from rlhf_pipeline.training.experience import Scored, make_experience, score
 from rlhf_pipeline.training.four_models import FourModels, load_four_models
 from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.ptx import TextBatches, load_text
+from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.sharding import for_generation, is_sharded
@@ -63,8 +64,15 @@ def main(job: LaunchedJob) -> dict[str, float]:
     best = {VALIDATION: keep()}
     if models.ema is not None:
         best[VALIDATION_EMA] = keep(variant="ema")
-    writer = MetricsWriter(job.metrics_file, world, config.steps)
-    train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best, text=text)
+    checkpoints = models.checkpoints(job.checkpoints, world)
+    loop = checkpoints.restore(job.resume_from)
+    for name, state in loop.get("best", {}).items():
+        best[name].restored(state)
+    writer = MetricsWriter(job.metrics_file, world, config.steps, resumed_from=job.resume_from)
+    train(
+        models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best, text=text,
+        checkpoints=checkpoints, done=job.resume_from or 0, kl_coef=loop.get("kl_coef", config.kl.coef),
+    )  # fmt: skip
     for name, kept in best.items():
         if kept.merit is None:
             raise StageError(
@@ -97,16 +105,20 @@ def train(
     writer: MetricsWriter,
     best: dict[str, BestCheckpoint],
     text: TextBatches | None = None,
+    checkpoints: Checkpoints,
+    done: int = 0,
+    kl_coef: float,
 ) -> None:
-    """Roll out, score, learn; evaluate on the way and offer the policies within the KL bound to `best`.
+    """Roll out, score, learn, after the first `done` steps; evaluate on the way and offer the policies within the KL bound
+    to `best`.
 
     Raises:
+        Interrupted: the program was asked to end, after a step and with a checkpoint of it.
         StageError: a metric of some step is not finite, or nothing can be learned from its rollout: `rollout_fault`.
     """
     watch = Watch(world, writer, best[VALIDATION], lambda metric: remedy(metric, config))
     evaluated = {round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)}
-    kl_coef = config.kl.coef
-    for step in range(1, config.steps + 1):
+    for step in range(done + 1, config.steps + 1):
         start = time.monotonic()
         asked = step_rows(prompts.num_rows, config.prompts_per_step, step - 1, seed)
         # All prompts once, then all again: the ranks divide the prompts, so a rank has all responses to each of its own.
@@ -151,6 +163,9 @@ def train(
             writer.write(step, metrics)
         if beyond:
             break
+        due = step in evaluated or (config.checkpoint_every is not None and step % config.checkpoint_every == 0)
+        loop = {"kl_coef": kl_coef, "best": {name: kept.state() for name, kept in best.items()}}
+        checkpoints.step_ended(step, due=due, loop=loop)
 
 
 def roll_out(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -97,6 +98,64 @@ def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
             return list(engine.optimizer.fp32_partitioned_groups_flat)
         case _:
             return list(engine.optimizer.single_partition_of_fp32_groups)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of numbers of one parameter, and where in a shard they lie."""
+
+    name: str
+    start: int
+    """Position of the first of them in the flattened parameter."""
+    size: int
+    offset: int
+    """Position of the first of them in the flattened shard."""
+
+    @property
+    def shard_slice(self) -> slice:
+        """Where in the flattened shard they lie."""
+        return slice(self.offset, self.offset + self.size)
+
+
+def pieces(engine: DeepSpeedEngine) -> list[list[Piece]]:
+    """What each of `fp32_shards(engine)` is made of; what is not in a piece is padding."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    match engine.zero_optimization_stage():
+        case 0:
+            trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+            return [[Piece(names[id(parameter)], 0, parameter.numel(), 0)] for parameter in trained]
+        case 3:
+            return [_own_parts(group, names) for group in engine.optimizer.fp16_groups]
+        case _:
+            groups = engine.optimizer.round_robin_bit16_groups
+            return [
+                _own_run(group, size, names)
+                for group, size in zip(groups, engine.optimizer.partition_size, strict=True)
+            ]
+
+
+def _own_parts(parameters: list[nn.Parameter], names: dict[int, str]) -> list[Piece]:
+    """ZeRO-3 gives each rank an equal part of every parameter."""
+    found, offset = [], 0
+    for parameter in parameters:
+        size = cast(Any, parameter).partition_numel()
+        start = torch.distributed.get_rank() * size
+        found.append(
+            Piece(names[id(parameter)], start, max(0, min(size, cast(Any, parameter).ds_numel - start)), offset)
+        )
+        offset += size
+    return found
+
+
+def _own_run(parameters: list[nn.Parameter], size: int, names: dict[int, str]) -> list[Piece]:
+    """ZeRO-1 and 2 lay the parameters end to end and give each rank an equal run of that."""
+    found, position, begin = [], 0, torch.distributed.get_rank() * size
+    for parameter in parameters:
+        first, last = max(position, begin), min(position + parameter.numel(), begin + size)
+        if first < last:
+            found.append(Piece(names[id(parameter)], first - position, last - first, first - begin))
+        position += parameter.numel()
+    return found
 
 
 def spread_fp32_shards(engine: DeepSpeedEngine) -> None:

@@ -22,6 +22,7 @@ from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.deepspeed_config import store_settings
 from rlhf_pipeline.training.engine import World, grad_norm, optimizer_step, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.watch import Watch, steadier
 
@@ -94,10 +95,14 @@ def train(
     engine = train_engine(load, config, steps)
     store_settings({task.name: engine.config}, job)
     best = BestCheckpoint(job, world, tokenizer, config, load)
-    writer = MetricsWriter(job.metrics_file, world, steps)
+    checkpoints = Checkpoints(job.checkpoints, world, {task.name: engine})
+    loop = checkpoints.restore(job.resume_from)
+    if loop:
+        best.restored(loop["best"])
+    writer = MetricsWriter(job.metrics_file, world, steps, resumed_from=job.resume_from)
     fit(
         engine, task, config, training=training, validation=validation,
-        world=world, seed=job.seed, writer=writer, best=best,
+        world=world, seed=job.seed, writer=writer, best=best, checkpoints=checkpoints, done=job.resume_from or 0,
     )  # fmt: skip
     best.finish(engine)
     return best.metrics
@@ -119,16 +124,20 @@ def fit(
     seed: int,
     writer: MetricsWriter,
     best: BestCheckpoint,
+    checkpoints: Checkpoints,
+    done: int = 0,
 ) -> None:
-    """Train for the configured passes; evaluate on the way and offer each evaluated model to `best`.
+    """Train for the configured passes but the first `done` steps; evaluate on the way and offer each evaluated model to
+    `best`.
 
     Raises:
+        Interrupted: the program was asked to end, after a step and with a checkpoint of it.
         StageError: a metric of some step, its gradient norm included, is not finite.
     """
     watch = Watch(world, writer, best, lambda metric: steadier(f"{task.name}.", config))
     total = optimizer_steps(config, training.num_rows)
     evaluated = {round(total * (i + 1) / config.evaluations) for i in range(config.evaluations)}
-    for step in range(1, total + 1):
+    for step in range(done + 1, total + 1):
         start = time.monotonic()
         rows = own_share(step_rows(training.num_rows, config.batch_size, step - 1, seed), world)
         batch = task.collate(columns(training, rows))
@@ -149,6 +158,8 @@ def fit(
             best.offer(engine, task.merit(held_out), {"step": step} | metrics)
         if step in evaluated or step % config.log_every == 0:
             writer.write(step, metrics | {"time/step_s": time.monotonic() - start})
+        due = step in evaluated or (config.checkpoint_every is not None and step % config.checkpoint_every == 0)
+        checkpoints.step_ended(step, due=due, loop={"best": best.state()})
 
 
 def train_step(

@@ -1,0 +1,185 @@
+"""Is training that was killed and started again the training that was not? Kills it at random moments and compares, bit by bit.
+
+    python benchmarks/kills.py                                    # 10 kills of each stage
+    python benchmarks/kills.py --kills 2 --stages ppo --zero 2 --precision bf16
+
+Each kill is a SIGKILL at a random moment: to the whole process group, to one rank, or to the driver, the `kedro run`
+itself; every fourth waits for a checkpoint that is being written. The same command is then run again. What must hold: 10
+seconds after the kill no process is left; the final weights are those of an undisturbed run to the bit; every step is in
+metrics.jsonl once, with the same numbers; MLflow has one finished run of the stage. Results: benchmarks/results/kills/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+PROJECT = Path(__file__).parents[1]
+RESULTS = PROJECT / "benchmarks" / "results" / "kills"
+STEPS = {"sft": "sft.epochs=3", "reward_model": "reward_model.epochs=2", "ppo": "ppo.steps=8"}
+TARGETS = ("group", "rank", "driver")
+
+
+def main() -> int:
+    """Kill, run again, compare; a row for each kill."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10, help="for each stage and setting")
+    parser.add_argument("--stages", nargs="+", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--zero", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    draw = random.Random(arguments.seed)
+    shutil.rmtree(RESULTS, ignore_errors=True)
+    RESULTS.mkdir(parents=True)
+    kedro("--to-nodes=reward_model", RESULTS / "root", RESULTS / "mlflow.db").wait()
+    settings = [
+        (zero, precision) for zero in arguments.zero for precision in arguments.precision if zero or precision == "fp32"
+    ]
+    rows = []
+    for stage in arguments.stages:
+        undisturbed: dict[tuple[int, str], dict[str, Any]] = {}
+        for number in range(arguments.kills):
+            setting = settings[number % len(settings)]
+            if setting not in undisturbed:
+                undisturbed[setting] = attempt(stage, setting, "undisturbed", None, draw)
+            expected = undisturbed[setting]
+            whom = "checkpoint" if number % 4 == 3 else TARGETS[number % 3]
+            kill = whom, draw.uniform(0.2, 1.0) * expected["seconds"]
+            found = attempt(stage, setting, f"kill-{number}", kill, draw)
+            rows.append(
+                {
+                    "stage": stage,
+                    "zero": setting[0],
+                    "precision": setting[1],
+                    "kill": whom,
+                    "at_s": found["killed_after_s"],
+                    "resumed_from": found["resumed_from"],
+                    "left": found["left"],
+                    "same_weights": found["weights"] == expected["weights"],
+                    "same_metrics": found["metrics"] == expected["metrics"],
+                    "one_run": found["runs"] == ["FINISHED"],
+                }
+            )
+            (RESULTS / "kills.json").write_text(json.dumps(rows, indent=2))
+            show(rows)
+    return 0 if all(passes(row) for row in rows) else 1
+
+
+def attempt(
+    stage: str, setting: tuple[int, str], name: str, kill: tuple[str, float] | None, draw: random.Random
+) -> dict[str, Any]:
+    """One stage from its beginning to its end, killed once on the way if `kill` (whom, and when) says so."""
+    root, store = RESULTS / "root", RESULTS / f"{stage}-{name}-{setting[0]}-{setting[1]}.db"
+    workspace, parameters = root / "07_workspace" / stage, stage_parameters(stage, *setting)
+    shutil.rmtree(workspace, ignore_errors=True)
+    start = time.monotonic()
+    found: dict[str, Any] = {"killed_after_s": None, "left": 0}
+    process = kedro(f"--nodes={stage}", root, store, parameters)
+    if kill is not None:
+        found |= end(process, *kill, workspace, draw)
+        process = kedro(f"--nodes={stage}", root, store, parameters)
+    if process.wait() != 0:
+        raise SystemExit(f"{stage} {name} failed, see {RESULTS / 'run.log'}")
+    (directory,) = workspace.iterdir()
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    manifest = json.loads((directory / "export" / "manifest.json").read_text())
+    return found | {
+        "seconds": time.monotonic() - start,
+        "resumed_from": json.loads((directory / "job.json").read_text())["resume_from"],
+        "weights": {name: entry["sha256"] for name, entry in manifest["files"].items()},
+        "metrics": [(r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")}) for r in records],
+        "runs": statuses(store, stage),
+    }
+
+
+def stage_parameters(stage: str, zero: int, precision: str) -> str:
+    """What makes the stage take some steps, with a checkpoint after every second."""
+    blocks = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
+    engine = {"zero_stage": zero, "precision": precision}
+    engines = [f"{block}.deepspeed.{key}={value}" for block in blocks for key, value in engine.items()]
+    return ",".join([STEPS[stage], f"{stage}.checkpoint_every=2", *engines])
+
+
+def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subprocess.Popen[bytes]:
+    """A `kedro run` of the smallest environment."""
+    command = [str(Path(sys.executable).with_name("kedro")), "run", "--env=tiny", nodes]
+    command.append(f"--params=root={root}" + (f",{parameters}" if parameters else ""))
+    environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{store}"}
+    with (RESULTS / "run.log").open("a") as log:
+        return subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def end(
+    driver: subprocess.Popen[bytes], whom: str, after_s: float, workspace: Path, draw: random.Random
+) -> dict[str, Any]:
+    """Kill, then wait until nothing of it runs any more, 10 seconds at most."""
+    start = time.monotonic()
+    while driver.poll() is None and not due(whom, time.monotonic() - start, after_s, workspace):
+        time.sleep(0.002 if whom == "checkpoint" else 0.02)
+    family = psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else []
+    ranks = [process for process in family if "RANK" in environment_of(process)]
+    found = {"killed_after_s": time.monotonic() - start}
+    if whom == "driver" or not ranks:
+        driver.kill()
+    elif whom == "rank":
+        draw.choice(ranks).kill()
+    else:
+        os.killpg(os.getpgid(ranks[0].pid), signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    if driver.poll() is None:
+        driver.wait()
+    return found | {"left": len(alive)}
+
+
+def due(whom: str, passed_s: float, after_s: float, workspace: Path) -> bool:
+    """Whether it is time; a kill in a checkpoint waits for one that is being written."""
+    if whom != "checkpoint":
+        return passed_s > after_s
+    return any(workspace.glob("*/checkpoints/step-*.partial")) if workspace.is_dir() else False
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def statuses(store: Path, stage: str) -> list[str]:
+    """Status of every MLflow run of the stage."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store}")
+    experiment = client.get_experiment_by_name("rlhf-pipeline")
+    return [run.info.status for run in client.search_runs([experiment.experiment_id], f"tags.`rlhf.stage` = '{stage}'")]
+
+
+def passes(row: dict[str, Any]) -> bool:
+    return row["left"] == 0 and row["same_weights"] and row["same_metrics"] and row["one_run"]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{sum(map(passes, rows))} of {len(rows)} kills left no trace")
+    for column in rows[0]:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

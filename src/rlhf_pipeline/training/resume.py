@@ -1,0 +1,107 @@
+"""Saving all that training needs to go on, and going on from it; `stages.checkpoints` says what lies where."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from rlhf_pipeline.errors import Interrupted, StageError
+from rlhf_pipeline.stages.checkpoints import checkpoint_of, checkpoints_in, seal
+from rlhf_pipeline.training.engine import World
+from rlhf_pipeline.training.engine_state import bytes_needed, load_engine, save_engine
+
+KEPT = 2
+"""Checkpoints that are kept: the newest, and one to fall back on."""
+
+
+class Checkpoints:
+    """Saves and restores one training program; remembers a signal to end until the step is over."""
+
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        engines: Mapping[str, DeepSpeedEngine],
+        averages: Mapping[str, list[torch.Tensor]] | None = None,
+    ) -> None:
+        """Start to watch for SIGTERM.
+
+        Args:
+            directory: where checkpoints lie, shared by all ranks.
+            world: the ranks.
+            engines: who trains, by name.
+            averages: averages of their weights, see `save_engine`.
+        """
+        self._directory = directory
+        self._world = world
+        self._engines = dict(engines)
+        self._averages = dict(averages or {})
+        self._asked_to_end = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def restore(self, step: int | None) -> dict[str, Any]:
+        """Load the checkpoint of a step; return its loop. Without a step, nothing is loaded, and the loop is empty."""
+        if step is None:
+            return {}
+        checkpoint = checkpoint_of(self._directory, step)
+        for name, engine in self._engines.items():
+            load_engine(engine, checkpoint / name, average=self._averages.get(name))
+        return dict(json.loads((checkpoint / "loop.json").read_text()))
+
+    def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> None:
+        """Save if it is time or a signal came; then obey the signal. All ranks call this together.
+
+        Raises:
+            Interrupted: a rank was asked to end.
+            StageError: the disk has no room.
+        """
+        asked = self._world.any(self._asked_to_end)
+        if due or asked:
+            self.save(step, loop)
+        if asked:
+            raise Interrupted(f"ended by SIGTERM after step {step}; run the same command again to go on from there")
+
+    def save(self, step: int, loop: Mapping[str, Any]) -> None:
+        """Write a checkpoint, whole or not at all, and remove those that are too old."""
+        final = checkpoint_of(self._directory, step)
+        partial = final.with_name(final.name + ".partial")
+        if self._world.rank == 0:
+            self._require_room(step)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for name in self._engines:
+                (partial / name).mkdir()
+            (partial / "loop.json").write_text(json.dumps(loop))
+        self._world.barrier()
+        for name, engine in self._engines.items():
+            save_engine(engine, partial / name, average=self._averages.get(name))
+        self._world.barrier()
+        if self._world.rank == 0:
+            seal(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            for old in checkpoints_in(self._directory)[:-KEPT]:
+                shutil.rmtree(old)
+
+    def _require_room(self, step: int) -> None:
+        needed = self._world.size * sum(
+            bytes_needed(engine, self._averages.get(name)) for name, engine in self._engines.items()
+        )
+        self._directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._directory).free
+        if free < needed:
+            raise StageError(
+                f"the checkpoint of step {step} takes {needed / 2**20:.0f} MiB, and {self._directory} has {free / 2**20:.0f} "
+                "MiB left; make room and run the same command again: it goes on from the checkpoint before"
+            )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._asked_to_end = True

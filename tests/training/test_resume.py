@@ -1,0 +1,180 @@
+"""Training that was ended and is started again: real launches on two ranks, real signals, the smallest environment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf_pipeline.stages.checkpoints import checkpoint_of, checkpoints_in, newest_whole, seal
+from rlhf_pipeline.stages.manifest import content_digest
+from rlhf_pipeline.stages.metrics import forget_after
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.run import run_stage
+
+done = json.loads(Path(sys.argv[1]).read_text())
+stage = done["stage"]
+block = {"sft": SFTConfig, "ppo": PPOConfig}[stage].model_validate(done["config"][stage] | {"checkpoint_every": 1})
+inputs = {name: Path(path) for name, path in done["inputs"].items()}
+run_stage(Job(stage, {stage: block}, inputs, done["seed"]), LaunchConfig(), Path(sys.argv[2]))
+"""
+
+
+def start(recipe: Path, workspace: Path) -> subprocess.Popen:
+    """The stage of a recipe that was finished elsewhere, in a workspace of its own."""
+    command = [sys.executable, "-c", DRIVER, str(recipe / "job.json"), str(workspace)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(pattern: str, workspace: Path, driver: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 300
+    while not any(workspace.glob(pattern)):
+        assert driver.poll() is None, driver.stdout.read()
+        assert time.monotonic() < deadline, f"no {pattern} in {workspace}"
+        time.sleep(0.01)
+
+
+def ranks_of(driver: subprocess.Popen) -> list[psutil.Process]:
+    return [child for child in psutil.Process(driver.pid).children(recursive=True) if "RANK" in child.environ()]
+
+
+def lines(directory: Path) -> list:
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], {n: v for n, v in r["metrics"].items() if not n.startswith("time/")}) for r in records]
+
+
+def kill_group(driver):
+    os.killpg(os.getpgid(ranks_of(driver)[0].pid), signal.SIGKILL)
+
+
+def kill_driver(driver):
+    driver.kill()
+
+
+def terminate_driver(driver):
+    driver.terminate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "end", "after"),
+    [("ppo", kill_group, "step-00000001"), ("sft", kill_driver, "step-00000003"), ("sft", terminate_driver, "step-00000002")],
+)  # fmt: skip
+def test_it_ends_as_if_nothing_had_happened(project, tmp_path, stage, end, after):
+    (recipe,) = project.recipes(stage)[:1]
+    driver = start(recipe, tmp_path)
+    wait_for(f"{stage}/*/checkpoints/{after}", tmp_path, driver)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    end(driver)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert driver.wait(30) != 0
+    (directory,) = (tmp_path / stage).iterdir()
+    assert directory.name == recipe.name  # how often it saves is no part of the recipe
+    assert not (directory / "export" / "manifest.json").exists()
+
+    again = start(recipe, tmp_path)
+    assert again.wait(300) == 0, again.stdout.read()
+    resumed = json.loads((directory / "job.json").read_text())["resume_from"]
+    assert resumed >= int(after[-8:])
+    assert content_digest(directory / "export") == content_digest(recipe / "export")
+    assert lines(directory) == lines(recipe)
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["best", "last"]
+
+
+def written(directory: Path, step: int) -> Path:
+    checkpoint = checkpoint_of(directory, step)
+    (checkpoint / "actor").mkdir(parents=True)
+    (checkpoint / "actor" / "rank0.safetensors").write_bytes(bytes(100))
+    (checkpoint / "loop.json").write_text("{}")
+    seal(checkpoint)
+    return checkpoint
+
+
+def flip(checkpoint):
+    file = checkpoint / "actor" / "rank0.safetensors"
+    file.write_bytes(bytes(50) + b"\x01" + bytes(49))
+
+
+def cut(checkpoint):
+    (checkpoint / "actor" / "rank0.safetensors").write_bytes(bytes(99))
+
+
+def lose(checkpoint):
+    (checkpoint / "loop.json").unlink()
+
+
+def unseal(checkpoint):
+    (checkpoint / "seal.json").unlink()
+
+
+def garble(checkpoint):
+    (checkpoint / "seal.json").write_text("[1, 2")
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lose, unseal, garble])
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, damage):
+    written(tmp_path, 2)
+    newest = written(tmp_path, 10)
+    assert newest_whole(tmp_path) == 10
+    damage(newest)
+    assert newest_whole(tmp_path) == 2
+    assert str(newest) in caplog.text and "passed over" in caplog.text
+
+
+def test_half_a_checkpoint_is_none(tmp_path):
+    written(tmp_path, 4).rename(tmp_path / "step-00000004.partial")
+    assert newest_whole(tmp_path) is None and checkpoints_in(tmp_path) == []
+
+
+def test_lines_after_the_step_are_dropped_and_so_is_half_a_line(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 2')
+    forget_after(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_two_checkpoints_are_kept_and_a_full_disk_is_said_before_anything_is_written(world, tmp_path, monkeypatch):
+    import shutil
+    from types import SimpleNamespace
+
+    from rlhf_pipeline.errors import StageError
+    from rlhf_pipeline.training.resume import Checkpoints
+
+    checkpoints = Checkpoints(tmp_path, world, {})
+    for step in (1, 2, 3):
+        checkpoints.step_ended(step, due=True, loop={"kl_coef": 0.5})
+    checkpoints.step_ended(4, due=False, loop={})
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert checkpoints.restore(3) == {"kl_coef": 0.5} and checkpoints.restore(None) == {}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
+    with pytest.raises(StageError, match=r"the checkpoint of step 5 takes 0 MiB, and .* has .* left; make room"):
+        checkpoints.save(5, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_signal_is_obeyed_after_the_step_with_a_checkpoint(world, tmp_path):
+    from rlhf_pipeline.errors import Interrupted
+    from rlhf_pipeline.training.resume import Checkpoints
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        checkpoints = Checkpoints(tmp_path, world, {})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted, match="after step 7; run the same command again"):
+            checkpoints.step_ended(7, due=False, loop={})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert newest_whole(tmp_path) == 7
