@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,6 @@ from rlhf_pipeline.training.deepspeed_config import inference_settings, training
 from rlhf_pipeline.training.sharding import sharded_loading
 
 M = TypeVar("M", bound=nn.Module)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -148,19 +147,56 @@ def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Opti
     )
 
 
-def optimizer_step(
-    engine: DeepSpeedEngine, world: World, micro_batches: Iterable[T], loss: Callable[[T], Tensor]
-) -> None:
-    """Accumulate the gradient of the summed losses and take one optimizer step.
+def optimizer_step(engine: DeepSpeedEngine, world: World, losses: Sequence[Callable[[], Tensor]]) -> None:
+    """Accumulate the gradient of the summed losses, one micro batch's each, and take one optimizer step.
 
     Each loss is a sum divided by the *global* count of the step, so the gradient is that of the whole batch however it is
-    cut into micro batches and ranks. DeepSpeed averages over ranks; the factor undoes that.
+    cut into micro batches and ranks. DeepSpeed averages over ranks; the factor undoes that. A loss is computed when its
+    turn comes, so the activations of one micro batch are in memory at a time.
     """
-    pending = list(micro_batches)
-    for number, micro_batch in enumerate(pending, start=1):
-        engine.set_gradient_accumulation_boundary(number == len(pending))
-        engine.backward(loss(micro_batch) * world.size)
+    accumulate(engine, world, losses)
     engine.step()
+
+
+def accumulate(engine: DeepSpeedEngine, world: World, losses: Sequence[Callable[[], Tensor]]) -> None:
+    """The gradient of `optimizer_step`, without the step."""
+    for number, loss in enumerate(losses, start=1):
+        engine.set_gradient_accumulation_boundary(number == len(losses))
+        engine.backward(loss() * world.size)
+
+
+def step_together(engines: Sequence[DeepSpeedEngine]) -> None:
+    """The optimizer steps of fp16 engines whose gradients are accumulated: all, or none where the gradients of any overflow.
+
+    By itself DeepSpeed leaves out the step and the schedule of the one engine whose gradients overflow, and lowers its loss
+    scale. Here the others are told that theirs do, too; but their loss scale is right, and stays.
+    """
+    overflows = [engine.optimizer.has_overflow() for engine in engines]  # agreed on by all ranks
+    for engine, own in zip(engines, overflows, strict=True):
+        optimizer = engine.optimizer
+        before = dict(vars(optimizer.loss_scaler))
+        optimizer.has_overflow = lambda *_, **__: any(overflows)  # step() asks again, and clears up
+        engine.step()
+        del optimizer.has_overflow
+        if any(overflows) and not own:
+            vars(optimizer.loss_scaler).update(before)
+
+
+def step_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
+    """Gradient norm of the last step before clipping; in fp16 the loss scale and the steps left out so far as well.
+
+    A step left out in fp16 is part of the search for the loss scale, and has no norm. In other precisions DeepSpeed leaves
+    a step out, without a word, where gradients are not finite; then the norm is infinite from there on.
+    """
+    norm = engine.get_global_grad_norm()
+    metrics = {} if norm is None else {"grad_norm": float(norm)}
+    if engine.fp16_enabled():
+        if not engine.was_step_applied():
+            del metrics["grad_norm"]
+        metrics |= {"loss_scale": float(engine.optimizer.loss_scale), "skipped_steps": float(engine.skipped_steps)}
+    elif engine.skipped_steps:
+        metrics["grad_norm"] = float("inf")
+    return metrics
 
 
 def skip_optimizer_steps(engine: DeepSpeedEngine, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -19,7 +20,7 @@ from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.deepspeed_config import store_settings
-from rlhf_pipeline.training.engine import World, optimizer_step, train_engine
+from rlhf_pipeline.training.engine import World, optimizer_step, step_metrics, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 
@@ -129,6 +130,7 @@ def fit(
         learning_rate = engine.get_lr()[0]
         sums = train_step(engine, world, task, batch, normalizer, config.micro_batch_size_per_gpu)
         metrics = {f"{task.name}/{name}": value for name, value in task.metrics(world.sums(sums)).items()}
+        metrics |= {f"optim/{name}": value for name, value in step_metrics(engine).items()}
         if step in evaluated:
             held_out = evaluate(engine, task, validation, world, config.micro_batch_size_per_gpu)
             metrics |= {f"validation/{name}": value for name, value in held_out.items()}
@@ -148,7 +150,7 @@ def train_step(
         _add(total, sums)
         return value
 
-    optimizer_step(engine, world, micro_batches(batch.lengths, micro_batch_size), loss)
+    optimizer_step(engine, world, [partial(loss, index) for index in micro_batches(batch.lengths, micro_batch_size)])
     return total
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
@@ -10,7 +12,14 @@ from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import entropy_loss, policy_loss, value_loss
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.training.engine import World, optimizer_step, skip_optimizer_steps
+from rlhf_pipeline.training.engine import (
+    World,
+    accumulate,
+    optimizer_step,
+    skip_optimizer_steps,
+    step_metrics,
+    step_together,
+)
 from rlhf_pipeline.training.experience import Experience
 from rlhf_pipeline.training.four_models import FourModels
 
@@ -41,9 +50,7 @@ def learn(
         metrics["value/explained_variance"] = float(explained_variance(world.sum(moments.to(world.device))))
     for name, engine in trained.items():
         metrics[f"optim/{name}_lr"] = engine.get_lr()[0]
-        norm = engine.get_global_grad_norm()
-        if norm is not None:
-            metrics[f"optim/{name}_grad_norm"] = float(norm)
+        metrics |= {f"optim/{name}_{key}": value for key, value in step_metrics(engine).items()}
     return metrics
 
 
@@ -111,7 +118,15 @@ def update(
         return loss
 
     add({"tokens": tokens})
+    steps = []
     if train_actor:
-        optimizer_step(models.actor, world, pieces, actor_loss)
+        steps.append((models.actor, [partial(actor_loss, piece) for piece in pieces]))
     if models.critic is not None:
-        optimizer_step(models.critic, world, pieces, critic_loss)
+        steps.append((models.critic, [partial(critic_loss, piece) for piece in pieces]))
+    if config.actor.deepspeed.precision == "fp16":  # the critic's as well, by PPOConfig
+        for engine, losses in steps:
+            accumulate(engine, world, losses)
+        step_together([engine for engine, _ in steps])
+    else:
+        for engine, losses in steps:
+            optimizer_step(engine, world, losses)
