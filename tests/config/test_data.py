@@ -172,7 +172,9 @@ class TestPretrainingConfig:
         with pytest.raises(ValidationError, match="sources"):
             PretrainingConfig(sources=[], block_tokens=8)
         with pytest.raises(ValidationError, match="block_tokens"):
-            PretrainingConfig(sources=[{"name": "files", "path": "a.txt"}], block_tokens=0)
+            PretrainingConfig(
+                sources=[{"name": "files", "path": "a.txt"}], block_tokens=1
+            )  # nothing follows a block's first token
         with pytest.raises(ValidationError, match="block_tokens"):
             PretrainingConfig(sources=[{"name": "files", "path": "a.txt"}])
 

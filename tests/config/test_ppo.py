@@ -16,6 +16,11 @@ def test_sizes_of_a_step():
     assert (config.responses_per_step, config.prompts_per_step, config.updates_per_epoch) == (24, 12, 2)
 
 
+def test_the_language_model_loss_is_off_unless_asked_for():
+    assert PPOConfig.model_validate(GAE).ptx is None
+    assert PPOConfig.model_validate(GAE | {"ptx": {"batch_size": 4}}).ptx.coef == 27.8
+
+
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "reinforce"])
 def test_no_critic_is_needed(advantage):
     config = PPOConfig.model_validate(RLOO | {"advantage": advantage})

@@ -105,6 +105,19 @@ def test_the_defaults_pass(parameters):
             64,
             "base_model.architecture: llama has no field hiden_size (did you mean hidden_size?); known are hidden_size, ",
         ),
+        (
+            "ppo.ptx",
+            {"batch_size": 8},
+            "ppo.ptx: its loss is on the text of split.pretraining, which is not set; give split.pretraining sources and "
+            "block_tokens, or set ppo.ptx to null",
+        ),
+        (
+            "ppo.ptx",
+            {"batch_size": 7},
+            "ppo.ptx.batch_size: 7 rows cannot be shared evenly by 2 ranks (launch.processes); use 6 or 8",
+        ),
+        ("ppo.ptx", {}, "ppo.ptx.batch_size: Field required"),
+        ("ppo.ptx", {"batch_size": 8, "coef": 0}, "ppo.ptx.coef: Input should be greater than 0, is 0"),
         ("register.max_kl", -1, "register.max_kl: Input should be greater than 0"),
     ],
 )
@@ -150,6 +163,18 @@ def test_all_faults_are_named_at_once(parameters):
 def test_files_of_text_are_fine_for_pretraining(parameters):
     text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 64}
     preflight(changed(parameters, "split.pretraining", text), processes=2, gpus=0)
+
+
+def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
+    """The default model has 256 positions; without the loss nothing reads the blocks."""
+    text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 256}
+    fits = changed(changed(parameters, "split.pretraining", text), "ppo.ptx", {"batch_size": 8})
+    preflight(fits, processes=2, gpus=0)
+    too_long = changed(fits, "split.pretraining.block_tokens", 257)
+    preflight(changed(too_long, "ppo.ptx", None), processes=2, gpus=0)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(too_long, processes=2, gpus=0)
+    assert "split.pretraining.block_tokens: 257 exceed the model's 256 positions" in str(refusal.value)
 
 
 def test_fp16_is_fine_on_a_gpu(parameters):

@@ -140,6 +140,30 @@ def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
         assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-5, abs=1e-6), name
 
 
+def test_with_text_one_rank_and_two_ranks_start_alike(project, tmp_path):
+    """Both losses in one step, cut into unequal micro batches, with the gradients sharded: the same gradient on one rank
+    and on two."""
+    (tmp_path / "book.txt").write_text("".join(f"Page {page}: what came before {page + 1}.\n" for page in range(60)))
+    done = json.loads((project.recipes("split")[0] / "job.json").read_text())["config"]["split"]
+    text = {"sources": [{"name": "files", "path": str(tmp_path / "book.txt")}], "block_tokens": 16}
+    config, launch = SplitConfig.model_validate(done | {"pretraining": text}), LaunchConfig(processes=1)
+    prepared = split(project.newest("02_base_model/base_model"), config, launch, 0, tmp_path)
+
+    job = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
+    inputs = {name: Path(path) for name, path in job["inputs"].items()} | {"pretraining": prepared / "pretraining"}
+    ppo = job["config"]["ppo"] | {"ptx": {"batch_size": 12}, "steps": 2, "critic": None, "advantage": "reinforce"}
+    ppo["actor"]["deepspeed"]["zero_stage"], ppo["actor"]["optimizer"]["learning_rate"] = 2, 2e-3
+    job = Job("ppo", {"ppo": PPOConfig.model_validate(ppo)}, inputs, job["seed"])
+    lines = {}
+    for ranks in (1, 2):
+        export = run_stage(job, LaunchConfig(processes=ranks), tmp_path / str(ranks))
+        lines[ranks] = metrics_of(export.parent)
+    for name in ("ptx/loss", "ptx/perplexity", "optim/actor_grad_norm", "policy/loss", "objective/score"):
+        assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-4, abs=1e-6), name
+    assert lines[1][1]["ptx/loss"] == pytest.approx(lines[2][1]["ptx/loss"], rel=1e-3)  # after a step of both
+    assert lines[2][1]["ptx/loss"] < lines[2][0]["ptx/loss"]
+
+
 def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
     """Each dialogue has two assistant turns, "one." and "two three."; with `sft_loss: assistant` all their tokens count."""
     dialogue = [("user", "Hello {}."), ("assistant", "one."), ("user", "And then?"), ("assistant", "two three.")]

@@ -25,6 +25,12 @@ def test_a_step_s_rows_depend_on_step_and_seed_alone():
     assert step_rows(10, 4, 3, seed=1).tolist() != step_rows(10, 4, 3, seed=2).tolist()
 
 
+def test_streams_of_one_seed_have_orders_of_their_own():
+    first = [step_rows(10, 10, 0, seed=1, stream=stream).tolist() for stream in (0, 1, 2)]
+    assert first[0] == step_rows(10, 10, 0, seed=1).tolist()
+    assert len({tuple(order) for order in first}) == 3
+
+
 def test_ranks_share_a_batch_out_without_rest():
     rows = np.arange(8)
     shares = [own_share(rows, world(rank, 4)) for rank in range(4)]

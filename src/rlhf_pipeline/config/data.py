@@ -128,7 +128,7 @@ class PretrainingConfig(Block):
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """Sources of text. Of "files", the column `text` is read unless `columns` names another one; a .txt file is all text."""
 
-    block_tokens: PositiveInt
+    block_tokens: int = Field(ge=2)
     """Length of a block. Documents are joined by EOS and cut into blocks; the last incomplete one is left out."""
 
     def records(self) -> list[SourceConfig]:

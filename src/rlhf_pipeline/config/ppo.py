@@ -48,6 +48,19 @@ class KLConfig(Block):
     the step's other epochs are left out. The learning rates move on as if they had been taken. None: no bound."""
 
 
+class PtxConfig(Block):
+    """A language-model loss on the text of `split.pretraining`, added to the actor's in every optimizer step (PPO-ptx,
+    Ouyang et al. 2022, equation 2): against forgetting what the reward does not ask for."""
+
+    coef: PositiveFloat = 27.8
+    """Weight of the text's mean negative log-likelihood a token, beside PPO's mean loss a token; 27.8 as in InstructGPT
+    and DeepSpeed-Chat."""
+
+    batch_size: PositiveInt
+    """Blocks in one optimizer step, over all ranks; InstructGPT has 8 for each response. `micro_batch_size_per_gpu` of
+    them are in one forward pass."""
+
+
 class PPOConfig(Block):
     """Proximal policy optimization (Schulman et al. 2017) on the reward model's score."""
 
@@ -104,6 +117,9 @@ class PPOConfig(Block):
 
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the policy's mean entropy a token, a bonus in the actor's objective. 0: none, as is usual in RLHF."""
+
+    ptx: PtxConfig | None = None
+    """Language-model loss on plain text beside PPO's. None: none."""
 
     value_clip_range: PositiveFloat | None = 0.2
     """New values are clipped to the old ones +- this. None: not clipped."""

@@ -38,6 +38,7 @@ BATCH_SIZES = (
     "reward_model.batch_size",
     "ppo.rollout_batch_size",
     "ppo.minibatch_size",
+    "ppo.ptx.batch_size",
     "dpo.batch_size",
 )
 """Global batch sizes, each shared out evenly among the ranks."""
@@ -64,6 +65,7 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
             *_half_precision(parameters, gpus),
             *_misplaced_sources(parameters),
             *_too_long(parameters),
+            *_ptx_faults(parameters),
         ]
     if faults:
         raise ConfigError("\n".join(["the parameters cannot work:", *(f"  - {fault}" for fault in faults)]))
@@ -96,9 +98,10 @@ def _fault(block: str, detail: Any) -> str:
 
 def _indivisible(parameters: Mapping[str, Any], processes: int) -> list[str]:
     faults = []
+    blocks = {name: block.model_validate(parameters.get(name, {})) for name, block in BLOCKS.items()}
+    given = dict(_leaves({name: block.model_dump(mode="json") for name, block in blocks.items()}))
     for place in BATCH_SIZES:
-        block, field = place.split(".")
-        size = getattr(BLOCKS[block].model_validate(parameters[block]), field)
+        size = given.get(place, 0)  # 0: its block is off
         if size % processes:
             faults.append(
                 f"{place}: {size} rows cannot be shared evenly by {processes} ranks (launch.processes); "
@@ -169,6 +172,25 @@ def _too_long(parameters: Mapping[str, Any]) -> list[str]:
         for place, response in responses.items()
         if split.max_prompt_tokens + response > positions
     ]
+
+
+def _ptx_faults(parameters: Mapping[str, Any]) -> list[str]:
+    """What PPO's language-model loss misses in the text that the split packs."""
+    text = SplitConfig.model_validate(parameters["split"]).pretraining
+    positions = BaseModelConfig.model_validate(parameters["base_model"]).positions
+    if PPOConfig.model_validate(parameters["ppo"]).ptx is None:
+        return []
+    if text is None:
+        return [
+            "ppo.ptx: its loss is on the text of split.pretraining, which is not set; give split.pretraining sources and "
+            "block_tokens, or set ppo.ptx to null"
+        ]
+    if positions is not None and text.block_tokens > positions:
+        return [
+            f"split.pretraining.block_tokens: {text.block_tokens} exceed the model's {positions} positions "
+            "(max_position_embeddings in base_model.architecture), and ppo.ptx reads whole blocks; lower one or raise the other"
+        ]
+    return []
 
 
 def _leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from rlhf_pipeline.rl.masking import check_same_shape, check_shapes, masked_sum
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, *, normalizer: float | Tensor) -> Tensor:
-    """Negative log-likelihood of the demonstrated response.
+    """Negative log-likelihood of the tokens that are learned: a demonstrated response's, or plain text's.
 
         L = -sum_t log p(token_t) / normalizer
 

@@ -92,9 +92,13 @@ def content_digest(path: Path) -> str:
             raise ArtifactError(f"{path} is neither a file nor part of a finished artifact")
         return file_digest(path)
     prefix = "" if path == owner else path.relative_to(owner).as_posix() + "/"
-    files = {name: entry.sha256 for name, entry in Manifest.read(owner).files.items() if name.startswith(prefix)}
+    manifest = Manifest.read(owner)
+    files = {name: entry.sha256 for name, entry in manifest.files.items() if name.startswith(prefix)}
     if not files:
-        raise ArtifactError(f"{path} holds nothing: {owner / NAME} lists no file below {prefix}")
+        raise ArtifactError(
+            f"{path} holds nothing: {owner / NAME} lists no file below {prefix}; run stage {manifest.stage} with parameters "
+            "that make it"
+        )
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 

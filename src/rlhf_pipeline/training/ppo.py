@@ -3,8 +3,9 @@
     deepspeed --module rlhf_pipeline.training.ppo job.json
 
 Four models: the actor trains, the reference is its frozen start, the critic trains, the reward model is frozen. Advantages
-other than GAE's have no critic. Departures from InstructGPT: no pre-training loss; advantages are whitened; a cut response
-gets a fixed score; training stops at a KL bound, and the best held-out checkpoint within the bound is exported, not the last.
+other than GAE's have no critic. With `ppo.ptx`, a loss on plain text is mixed into the actor's (PPO-ptx). Departures from
+InstructGPT: advantages are whitened; a cut response gets a fixed score; training stops at a KL bound, and the best held-out
+checkpoint within the bound is exported, not the last.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rlhf_pipeline.training.engine import World, join
 from rlhf_pipeline.training.experience import Scored, make_experience, score
 from rlhf_pipeline.training.four_models import FourModels, load_four_models
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.ptx import TextBatches, load_text
 from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.sharding import for_generation, is_sharded
@@ -43,13 +45,14 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("ppo", PPOConfig)
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
+    text = load_text(job, config, world)
     models = load_four_models(job, config, contract, world)
     store_settings(models.deepspeed_settings(), job)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
     best = BestCheckpoint(job, world, load_tokenizer(job.inputs["sft_model"]))
     writer = MetricsWriter(job.metrics_file, world, config.steps)
-    train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best)
+    train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best, text=text)
     if best.merit is None:
         raise StageError(
             f"no evaluated actor stayed within ppo.kl.maximum {config.kl.maximum}; lower ppo.actor.optimizer.learning_rate, "
@@ -71,6 +74,7 @@ def train(
     seed: int,
     writer: MetricsWriter,
     best: BestCheckpoint,
+    text: TextBatches | None = None,
 ) -> None:
     """Roll out, score, learn; evaluate on the way and offer actors within the KL bound to `best`."""
     evaluated = {round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)}
@@ -84,7 +88,10 @@ def train(
         scored = roll_out(models, columns(prompts, rows)["prompt_ids"], config, seed=seed, step=step, slots=slots)
         generated = time.monotonic()
         experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
-        stats = learn(models, experience, config, world, train_actor=step > config.critic_warmup_steps)
+        stats = learn(
+            models, experience, config, world, train_actor=step > config.critic_warmup_steps,
+            texts=None if text is None else text.of_step(step),
+        )  # fmt: skip
         metrics = rollout_metrics(scored, models.score_mean, world) | stats
         metrics |= {"objective/kl_coef": kl_coef, "time/rollout_s": generated - start}
         kl = metrics["objective/kl"]

@@ -29,13 +29,14 @@ def columns(table: pa.Table, rows: np.ndarray) -> dict[str, list[Any]]:
     return dict(table.take(pa.array(rows)).to_pydict())
 
 
-def step_rows(count: int, batch_size: int, step: int, seed: int) -> np.ndarray:
+def step_rows(count: int, batch_size: int, step: int, seed: int, *, stream: int = 0) -> np.ndarray:
     """Row numbers of the global batch of `step` (from 0), out of `count` rows in a stream of seeded permutations.
 
-    Each permutation is a pass over the data; a batch may reach from one pass into the next, so none is short.
+    Each permutation is a pass over the data; a batch may reach from one pass into the next, so none is short. Tables that
+    are read side by side have a `stream` each.
     """
     position = np.arange(step * batch_size, (step + 1) * batch_size)
-    return np.array([_order(count, seed, int(p // count))[p % count] for p in position])
+    return np.array([_order(count, seed, int(p // count), stream)[p % count] for p in position])
 
 
 def own_share(rows: np.ndarray, world: World) -> np.ndarray:
@@ -44,5 +45,5 @@ def own_share(rows: np.ndarray, world: World) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def _order(count: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(count)
+def _order(count: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch, stream]).permutation(count)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.models.forward import response_logprobs_and_entropy, response_values
-from rlhf_pipeline.models.sequences import micro_batches
+from rlhf_pipeline.models.forward import response_logprobs, response_logprobs_and_entropy, response_values
+from rlhf_pipeline.models.sequences import Sequences, micro_batches
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
-from rlhf_pipeline.rl.losses import entropy_loss, policy_loss, value_loss
+from rlhf_pipeline.rl.losses import entropy_loss, policy_loss, sft_loss, value_loss
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.training.engine import (
     World,
@@ -25,9 +27,18 @@ from rlhf_pipeline.training.four_models import FourModels
 
 
 def learn(
-    models: FourModels, experience: Experience, config: PPOConfig, world: World, *, train_actor: bool
+    models: FourModels,
+    experience: Experience,
+    config: PPOConfig,
+    world: World,
+    *,
+    train_actor: bool,
+    texts: Iterator[Sequences] | None = None,
 ) -> dict[str, float]:
-    """All optimizer steps of one rollout; return their metrics, each a mean over the tokens of all epochs."""
+    """All optimizer steps of one rollout; return their metrics, each a mean over the tokens of all epochs.
+
+    `texts` gives this rank's blocks of plain text for each update of the actor; None: no language-model loss.
+    """
     engines = {"actor": models.actor if train_actor else None, "critic": models.critic}
     trained = {name: engine for name, engine in engines.items() if engine is not None}
     totals: dict[str, Tensor] = {}
@@ -35,7 +46,8 @@ def learn(
     for epoch in range(1, config.ppo_epochs + 1):
         before = dict(totals)
         for minibatch in experience.minibatches(config.minibatch_size // world.size):
-            update(models, minibatch, config, world, totals, train_actor=train_actor)
+            text = next(texts) if texts is not None and train_actor else None
+            update(models, minibatch, config, world, totals, train_actor=train_actor, text=text)
         if train_actor and config.kl.stop_update is not None:
             metrics["policy/epochs"] = epoch
             if _approx_kl(totals, before, world) > config.kl.stop_update:
@@ -43,8 +55,10 @@ def learn(
                     skip_optimizer_steps(engine, (config.ppo_epochs - epoch) * config.updates_per_epoch)
                 break
     sums = world.sums(totals)
-    tokens = sums.pop("tokens")
-    metrics |= {name: value / tokens for name, value in sums.items()}
+    tokens, text_tokens = sums.pop("tokens"), sums.pop("text_tokens", 0.0)
+    metrics |= {name: value / (text_tokens if name == "ptx/loss" else tokens) for name, value in sums.items()}
+    if "ptx/loss" in metrics:
+        metrics["ptx/perplexity"] = math.exp(min(metrics["ptx/loss"], 700.0))
     if experience.old_values is not None and experience.returns is not None:
         moments = value_sums(experience.old_values, experience.returns, experience.rollout.response_mask)
         metrics["value/explained_variance"] = float(explained_variance(world.sum(moments.to(world.device))))
@@ -68,8 +82,12 @@ def update(
     totals: dict[str, Tensor],
     *,
     train_actor: bool,
+    text: Sequences | None = None,
 ) -> None:
-    """One optimizer step of each model that trains; adds the sums of their metrics to `totals`."""
+    """One optimizer step of each model that trains; adds the sums of their metrics to `totals`.
+
+    With `text`, the actor's loss is the sum of PPO's and `ptx.coef` times the text's, each a mean over its own tokens.
+    """
     tokens = minibatch.rollout.response_mask.sum().double().to(world.device)
     normalizer = world.sum(tokens)
     pieces = [minibatch.rows(i) for i in micro_batches(minibatch.lengths, config.micro_batch_size_per_gpu)]
@@ -117,10 +135,24 @@ def update(
         add({"value/loss": loss * normalizer})
         return loss
 
+    def text_loss(blocks: Sequences) -> Tensor:
+        assert config.ptx is not None and text is not None
+        blocks = blocks.to(world.device)
+        mask = blocks.response_mask
+        normalizer = text.response_ids.numel() * world.size  # ranks have equal shares of blocks of one length
+        logprobs = response_logprobs(models.actor, blocks, vocab_size=models.contract.vocab_size)
+        loss = sft_loss(logprobs, mask, normalizer=normalizer)
+        add({"ptx/loss": loss * normalizer, "text_tokens": mask.sum()})
+        return config.ptx.coef * loss
+
     add({"tokens": tokens})
     steps = []
     if train_actor:
-        steps.append((models.actor, [partial(actor_loss, piece) for piece in pieces]))
+        losses = [partial(actor_loss, piece) for piece in pieces]
+        if text is not None:
+            chunks = micro_batches(text.lengths, config.micro_batch_size_per_gpu)
+            losses += [partial(text_loss, text.rows(i)) for i in chunks]
+        steps.append((models.actor, losses))
     if models.critic is not None:
         steps.append((models.critic, [partial(critic_loss, piece) for piece in pieces]))
     if config.actor.deepspeed.precision == "fp16":  # the critic's as well, by PPOConfig

@@ -21,4 +21,6 @@ def ppo(
 ) -> Path:
     """Train the SFT model further by PPO on the reward model's score, in a DeepSpeed process."""
     inputs = {"prompts": prepared_data / "ppo", "sft_model": sft_model, "reward_model": reward_model}
+    if config.ptx is not None:
+        inputs["pretraining"] = prepared_data / "pretraining"
     return run_stage(Job("ppo", {"ppo": config}, inputs, seed), launch, workspace)

@@ -1,0 +1,331 @@
+"""The language-model loss beside PPO's: its gradient, its batches, and that it keeps what it is for."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import deepspeed
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.training import ppo
+from rlhf_pipeline.training.checkpoint import BestCheckpoint
+from rlhf_pipeline.training.engine import World, deepspeed_config
+from rlhf_pipeline.training.experience import Experience
+from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.ptx import TextBatches, load_text
+from rlhf_pipeline.training.update import learn, update
+
+BLOCKS = [[(5 + 7 * row + column * column) % 280 + 2 for column in range(8)] for row in range(6)]
+PROMPTS = [[5, 6, 7], [10], [11, 12], [13, 14, 15, 16]]
+RESPONSES = [[20, 1], [21, 22, 23, 1], [25], [26, 27, 1]]
+ADVANTAGES = torch.tensor([[0.5, -1.0, 0, 0], [1.0, 2.0, -0.5, 0.3], [-0.7, 0, 0, 0], [0.2, 0.1, -0.9, 0]])
+TOKENS = 2 + 4 + 1 + 3
+COEF = 2.5
+
+
+def write(path, columns):
+    table = pa.table(columns)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+@pytest.fixture(scope="module")
+def inputs(make_model, tmp_path_factory):
+    """A policy with padded vocabulary rows, a reward model with a random head, prompts, and blocks of text."""
+    sft = make_model("llama", seed=1, vocabulary=320)
+    reward, prompts, text = (tmp_path_factory.mktemp(name) for name in ("reward", "prompts", "pretraining"))
+    model = load_scores(sft, "fp32", new_head=True)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.classifier.score.weight)
+    model.classifier.save_pretrained(reward)
+    load_tokenizer(sft).save_pretrained(reward)
+    store_score_mean(reward, 0.1)
+    for folder in (reward, prompts, text):
+        TokenContract.read(sft).write(folder)
+    for name in ("train", "validation"):
+        write(prompts / f"{name}.arrow", {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]})
+    write(text / "train.arrow", {"input_ids": BLOCKS})
+    return {"prompts": prompts, "sft_model": sft, "reward_model": reward, "pretraining": text}
+
+
+def config(**changes) -> PPOConfig:
+    fields = {
+        "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 3, "evaluations": 1,
+        "sampling": {"max_response_tokens": 6, "temperature": 0.7}, "advantage": "reinforce",
+        "actor": {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4, "max_grad_norm": 1e9}},
+        "ptx": {"coef": COEF, "batch_size": 6},
+    }  # fmt: skip
+    return PPOConfig.model_validate(fields | changes)
+
+
+def job_of(inputs, folder) -> LaunchedJob:
+    return LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
+
+
+def models_of(config, inputs, world, folder):
+    return ppo.load_four_models(job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world)
+
+
+def run(config, inputs, world, folder):
+    """The stage's loop; returns the models and the metrics lines."""
+    job, models = job_of(inputs, folder), models_of(config, inputs, world, folder)
+    best = BestCheckpoint(job, world, load_tokenizer(inputs["sft_model"]))
+    prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
+    writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
+    text = load_text(job, config, world)
+    ppo.train(models, config, prompts, prompts, world=world, seed=1, writer=writer, best=best, text=text)
+    return models, [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class ThreadWorld(World):
+    """Ranks that are threads of this process."""
+
+    meeting: threading.Barrier
+    sent: list
+
+    def sum(self, tensor):
+        self.sent[self.rank] = tensor.detach().clone()
+        self.meeting.wait(30)
+        total = torch.stack(self.sent).sum(0)
+        self.meeting.wait(30)
+        return total
+
+
+def descent(model, zero_stage):
+    """An engine whose step subtracts the gradient: what a parameter loses is its gradient."""
+    actor = config(actor={"optimizer": {"learning_rate": 1.0, "max_grad_norm": 1e9},
+                          "deepspeed": {"zero_stage": zero_stage}}).actor  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        config=deepspeed_config(actor) | {"zero_allow_untested_optimizer": True},
+    )
+    return engine
+
+
+def token_logprobs(model, ids, temperature):
+    """Log-probability of each token but the first, among the 288 that exist."""
+    ids = torch.tensor(ids)
+    logits = model(input_ids=ids[None]).logits[0, :-1, :288] / temperature
+    return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+
+
+def text_loss_by_hand(model):
+    """Six blocks of eight tokens have 6 * 7 to predict."""
+    return -sum(token_logprobs(model, block, 1.0).sum() for block in BLOCKS) / 42
+
+
+def gradients_by_hand(model, coef):
+    """Row by row, without padding. At the policy that sampled, the ratio is 1 and unclipped."""
+    loss = coef * text_loss_by_hand(model)
+    for prompt, response, advantages in zip(PROMPTS, RESPONSES, ADVANTAGES, strict=True):
+        logprobs = token_logprobs(model, prompt + response, 0.7)[-len(response) :]
+        loss = loss - ((logprobs - logprobs.detach()).exp() * advantages[: len(response)]).sum() / TOKENS
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return {name: gradient for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def steps(inputs, world, tmp_path_factory):
+    """Takes one optimizer step on the rows above, on ranks that are threads; returns each parameter's gradient, averaged
+    over the ranks as DeepSpeed does, and the metrics' sums over the ranks."""
+    models = models_of(config(), inputs, world, tmp_path_factory.mktemp("models"))
+    table = ppo.load_rows(inputs["pretraining"] / "train.arrow", world)
+
+    def step(*, ranks=1, micro_batch=3, zero_stage=1, with_text=True):
+        meeting, sent = threading.Barrier(ranks), [None] * ranks
+        worlds = [ThreadWorld(rank, ranks, torch.device("cpu"), meeting, sent) for rank in range(ranks)]
+        policies = [load_policy(inputs["sft_model"], "fp32") for _ in worlds]
+        engines = [descent(policy, zero_stage) for policy in policies]
+        before = {name: value.detach().clone() for name, value in policies[0].named_parameters()}
+        options = config(micro_batch_size_per_gpu=micro_batch)
+
+        def one(rank):
+            own = slice(rank, None, ranks)
+            rollout = collate(PROMPTS[own], RESPONSES[own], 0)
+            width = rollout.response_ids.shape[1]
+            old = torch.zeros(len(rollout), width)
+            for row, (prompt, response) in enumerate(zip(PROMPTS[own], RESPONSES[own], strict=True)):
+                with torch.no_grad():
+                    logprobs = token_logprobs(policies[rank], prompt + response, 0.7)
+                old[row, : len(response)] = logprobs[-len(response) :]
+            experience = Experience(rollout, old, ADVANTAGES[own, :width])
+            text = TextBatches(table, options, worlds[rank], 1).batch(0) if with_text else None
+            totals = {}
+            update(
+                replace(models, actor=engines[rank]), experience, options, worlds[rank], totals,
+                train_actor=True, text=text,
+            )  # fmt: skip
+            return worlds[rank].sums(totals)
+
+        with ThreadPoolExecutor(ranks) as pool:
+            sums = list(pool.map(one, range(ranks)))
+        lost = {
+            name: sum(before[name] - dict(policy.named_parameters())[name].detach() for policy in policies) / ranks
+            for name in before
+        }
+        return lost, sums[0]
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch", "zero_stage"),
+    [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 1, 1), (1, 8, 1), (2, 1, 0), (2, 2, 1), (2, 8, 2)],
+)
+def test_the_step_follows_the_gradient_of_both_losses(steps, inputs, ranks, micro_batch, zero_stage):
+    lost, sums = steps(ranks=ranks, micro_batch=micro_batch, zero_stage=zero_stage)
+    model = load_policy(inputs["sft_model"], "fp32")
+    for name, gradient in gradients_by_hand(model, COEF).items():
+        torch.testing.assert_close(lost[name], gradient, rtol=1e-4, atol=2e-6)
+    assert sums["text_tokens"] == 42
+    assert sums["ptx/loss"] / 42 == pytest.approx(text_loss_by_hand(model).item(), rel=1e-5)
+
+
+def test_without_text_the_step_follows_ppo_s_alone(steps, inputs):
+    lost, sums = steps(with_text=False)
+    for name, gradient in gradients_by_hand(load_policy(inputs["sft_model"], "fp32"), 0.0).items():
+        torch.testing.assert_close(lost[name], gradient, rtol=1e-4, atol=2e-6)
+    assert not [name for name in sums if "ptx" in name or "text" in name]
+
+
+def test_loss_and_perplexity_of_an_undecided_model(inputs, world, tmp_path):
+    """Zeroed logits: each of the 288 tokens that exist has probability 1/288, so ln 288 nats and a perplexity of 288."""
+    options = config(actor={"optimizer": {"learning_rate": 1e-12}})
+    models = models_of(options, inputs, world, tmp_path)
+    with torch.no_grad():
+        models.actor.module.lm_head.weight.zero_()
+    experience = Experience(collate(PROMPTS, RESPONSES, 0), torch.zeros(4, 4), ADVANTAGES)
+    batches = TextBatches(ppo.load_rows(inputs["pretraining"] / "train.arrow", world), options, world, 1)
+    metrics = learn(models, experience, options, world, train_actor=True, texts=batches.of_step(1))
+    assert metrics["ptx/loss"] == pytest.approx(5.6629605, rel=1e-6)
+    assert metrics["ptx/perplexity"] == pytest.approx(288.0, rel=1e-5)
+
+
+def text(inputs, world, **changes) -> TextBatches:
+    return TextBatches(ppo.load_rows(inputs["pretraining"] / "train.arrow", world), config(**changes), world, 1)
+
+
+def test_a_block_is_predicted_from_its_first_token_on(inputs, world):
+    batch = text(inputs, world).batch(0)
+    assert sorted(
+        (batch.prompt_ids.tolist()[row] + ids) for row, ids in enumerate(batch.response_ids.tolist())
+    ) == sorted(BLOCKS)
+    assert batch.prompt_mask.all() and batch.response_mask.all() and batch.response_ids.shape == (6, 7)
+
+
+def test_each_update_of_the_run_has_its_own_batch_whatever_came_before(inputs, world):
+    """Two warm-up steps, then two updates a step: step 5 has updates 4 and 5, and they go on where step 4's ended."""
+    batches = text(
+        inputs, world, steps=9, ppo_epochs=2, critic_warmup_steps=2, advantage="gae", critic=config().actor.model_dump(),
+        ptx={"batch_size": 2},
+    )  # fmt: skip
+    numbered = [batches.batch(number).response_ids.tolist() for number in range(6)]
+    assert [batch.response_ids.tolist() for batch in batches.of_step(5)] == numbered[4:6]
+    assert [batch.response_ids.tolist() for batch in batches.of_step(3)] == numbered[:2]
+    one_pass = [row for batch in numbered[:3] for row in batch]
+    assert sorted(one_pass) == sorted(block[1:] for block in BLOCKS)
+
+
+def test_ranks_share_a_batch(inputs, world):
+    whole = text(inputs, world).batch(3).response_ids
+    for rank in range(2):
+        own = replace(text(inputs, world), world=World(rank, 2, torch.device("cpu"))).batch(3).response_ids
+        assert own.tolist() == whole[rank::2].tolist()
+
+
+def test_updates_that_are_left_out_leave_out_their_batches(inputs, world, tmp_path, monkeypatch):
+    taken, batch = [], TextBatches.batch
+    monkeypatch.setattr(TextBatches, "batch", lambda self, number: taken.append(number) or batch(self, number))
+    run(config(ppo_epochs=4, kl={"stop_update": 1e-8}), inputs, world, tmp_path)
+    assert taken == [0, 1, 4, 5]
+
+
+def test_text_is_learned_only_while_the_actor_trains(inputs, world, tmp_path):
+    options = config(advantage="gae", critic=config().actor.model_dump(), critic_warmup_steps=1)
+    models, lines = run(options, inputs, world, tmp_path)
+    assert [sorted(name for name in line if "ptx" in name) for line in lines] == [[], ["ptx/loss", "ptx/perplexity"]]
+    expected = text_loss_by_hand(load_policy(inputs["sft_model"], "fp32")).item()
+    assert lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the actor's first update
+    assert models.actor.global_steps == 1
+
+
+def test_the_loss_changes_nothing_before_its_first_step(inputs, world, tmp_path):
+    """Prompts and random draws are those of a run without it, which reads no text though the job has some."""
+    lines = {}
+    for name, options in (("with", config()), ("without", config(ptx=None))):
+        (tmp_path / name).mkdir()
+        lines[name] = run(options, inputs, world, tmp_path / name)[1]
+    shared = [name for name in lines["without"][0] if name.split("/")[0] in ("objective", "rollout", "policy")]
+    assert {n: lines["with"][0][n] for n in shared} == {n: lines["without"][0][n] for n in shared}
+    assert lines["with"][1]["policy/entropy"] != lines["without"][1]["policy/entropy"]
+    assert not [name for line in lines["without"] for name in line if "ptx" in name]
+    assert lines["with"][1]["ptx/loss"] < lines["with"][0]["ptx/loss"]
+
+
+def test_a_job_without_text_is_refused(inputs, world, tmp_path):
+    job = job_of({name: path for name, path in inputs.items() if name != "pretraining"}, tmp_path)
+    with pytest.raises(ArtifactError, match=r"ppo\.ptx is set, but the job has no input `pretraining`; set split\.pre"):
+        load_text(job, config(), world)
+    assert load_text(job, config(ptx=None), world) is None
+
+
+def chain(rows, seed):
+    """Blocks of a language in which each of 40 tokens is followed by one of two, equally likely: its perplexity is 2."""
+    draw = np.random.default_rng(seed)
+    blocks = []
+    for _ in range(rows):
+        state, block = int(draw.integers(40)), []
+        for _ in range(16):
+            block.append(state + 100)
+            state = (3 * state + 1 + 5 * int(draw.integers(2))) % 40
+        blocks.append(block)
+    return blocks
+
+
+def perplexity(model, blocks):
+    with torch.no_grad():
+        return torch.cat([token_logprobs(model, block, 1.0) for block in blocks]).mean().neg().exp().item()
+
+
+def test_a_language_is_kept_that_ppo_alone_forgets(inputs, world, tmp_path):
+    """A policy that has learned a language meets a reward that asks for something else, with nothing else to hold it."""
+    learned, text = tmp_path / "learned", tmp_path / "text"
+    model, blocks, held_out = load_policy(inputs["sft_model"], "fp32"), chain(512, 0), chain(16, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for start in range(0, 4 * 512, 16):
+        batch = torch.tensor(blocks[start % 512 :][:16])
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(learned)
+    load_tokenizer(inputs["sft_model"]).save_pretrained(learned)
+    text.mkdir()
+    write(text / "train.arrow", {"input_ids": blocks})
+    for folder in (learned, text):
+        TokenContract.read(inputs["sft_model"]).write(folder)
+
+    after = {}
+    for name, ptx in (("with", {"batch_size": 16}), ("without", None)):
+        (tmp_path / name).mkdir()
+        options = config(
+            steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_size_per_gpu=16, kl={"coef": 0.0}, ptx=ptx,
+            actor={"optimizer": {"learning_rate": 1e-2}}, missing_eos_score=None,
+        )  # fmt: skip
+        models, lines = run(options, inputs | {"sft_model": learned, "pretraining": text}, world, tmp_path / name)
+        after[name] = perplexity(models.actor.module, held_out)
+        assert lines[-1]["objective/score"] > lines[0]["objective/score"] + 0.5
+    assert perplexity(model, held_out) < 2.5 and after["with"] < 3
+    assert after["without"] > 6
