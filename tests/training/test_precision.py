@@ -24,7 +24,9 @@ from rlhf_pipeline.training.sharding import whole_state_dict
 STEPS = 4
 SETTINGS = {"fp32": ("fp32", 2, 2), "bf16, ZeRO-2": ("bf16", 2, 2), "bf16, ZeRO-3": ("bf16", 3, 3)}
 OVERFLOWS = {3: "actor", 4: "actor", 6: "critic", 7: "critic"}
-"""Steps of the fp16 run in which gradients are made to overflow, on one rank: DeepSpeed forgives the first in a row."""
+"""Steps of the fp16 run in which gradients are made to overflow, on one rank."""
+SCALE = 256.0
+"""Where the loss scale starts in the test. At the usual 65536 the critic's gradients overflow by themselves for some steps."""
 FP16_STEPS = 8
 
 
@@ -35,7 +37,9 @@ def trained(precision: str, stage: int) -> dict[str, object]:
     }
 
 
-def run_ppo(name: str, precision: str, stages: tuple[int, int], steps: int, inputs: dict[str, Path], folder: Path) -> None:
+def run_ppo(
+    name: str, precision: str, stages: tuple[int, int], steps: int, inputs: dict[str, Path], folder: Path
+) -> None:
     """The whole stage, with all four models in one precision."""
     frozen = {"deepspeed": {"precision": precision}}
     config = PPOConfig.model_validate(
@@ -80,11 +84,15 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
     def watched(models, *arguments, **options):
         nonlocal step
         step += 1
+        if step == 1:
+            models.actor.optimizer.loss_scaler.cur_scale = models.critic.optimizer.loss_scaler.cur_scale = SCALE
         before = [whole_state_dict(engine.module) for engine in (models.actor, models.critic)]
         before = [{key: value.clone() for key, value in weights.items()} for weights in before]
         stats = learn(models, *arguments, **options)
         after = [whole_state_dict(engine.module) for engine in (models.actor, models.critic)]
-        moved = [any(not torch.equal(was[key], new[key]) for key in was) for was, new in zip(before, after, strict=True)]
+        moved = [
+            any(not torch.equal(was[key], new[key]) for key in was) for was, new in zip(before, after, strict=True)
+        ]
         types = sorted({str(value.dtype) for weights in after for value in weights.values()})
         log.append({"moved": moved, "types": types, "lr": [models.actor.get_lr()[0], models.critic.get_lr()[0]]})
         return stats
@@ -153,13 +161,15 @@ def test_sft_in_bf16_stays_close_to_fp32(results, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fp32"])
 def test_ppo_in_bf16_stays_close_to_fp32(results, name):
+    """2 % of the entropy in each step. Other numbers depend on which tokens are drawn, and rounding moves some draws to the
+    next token: at the first step, 20 % of the value loss."""
     expected, found = metrics(results, "ppo, fp32"), metrics(results, f"ppo, {name}")
     assert len(found) == len(expected) == STEPS
     assert all(math.isfinite(value) for line in found for value in line.values())
     for whole, half in zip(expected, found, strict=True):
         assert half["policy/entropy"] == pytest.approx(whole["policy/entropy"], rel=0.02)
         assert half["policy/ratio"] == pytest.approx(1.0, abs=0.02)
-    assert found[0]["value/loss"] == pytest.approx(expected[0]["value/loss"], rel=0.1)
+    assert found[0]["value/loss"] == pytest.approx(expected[0]["value/loss"], rel=0.2)
 
 
 @pytest.mark.slow
@@ -181,15 +191,15 @@ def test_in_fp16_actor_and_critic_stay_in_step(results):
     log, lines = json.loads((results / "fp16.json").read_text()), metrics(results, "ppo, fp16")
     assert len(log) == len(lines) == FP16_STEPS
     assert all(entry["types"] == ["torch.float16"] for entry in log)
-    print(log, [{k: v for k, v in line.items() if k.startswith("optim")} for line in lines])
     for step, (entry, line) in enumerate(zip(log, lines, strict=True), start=1):
         assert entry["moved"] == [step not in OVERFLOWS] * 2
         assert entry["lr"][0] == entry["lr"][1]
         skipped = sum(overflow <= step for overflow in OVERFLOWS)
         assert line["optim/actor_skipped_steps"] == line["optim/critic_skipped_steps"] == skipped
         assert ("optim/actor_grad_norm" in line) == ("optim/critic_grad_norm" in line) == (step not in OVERFLOWS)
+    # Hysteresis 2: the first overflow is forgiven, the second halves the scale of the one that overflowed.
     scales = [(line["optim/actor_loss_scale"], line["optim/critic_loss_scale"]) for line in lines]
-    assert scales == [(65536, 65536)] * 3 + [(32768, 65536)] * 3 + [(32768, 32768)] * 2
+    assert scales == [(256, 256)] * 3 + [(128, 256)] * 3 + [(128, 128)] * 2
     assert "optim/actor_loss_scale" not in metrics(results, "ppo, fp32")[0]
 
 

@@ -46,7 +46,9 @@ def test_generation_keeps_its_cache_where_activations_are_not_kept(policy, world
     contract, draws = TokenContract.read(policy), uniform_draws(1, 1, np.arange(2), 6)
     widths = []
     with for_generation(engine) as module:
-        hook = module.register_forward_pre_hook(lambda m, args, kw: widths.append(kw["input_ids"].shape[1]), with_kwargs=True)
+        hook = module.register_forward_pre_hook(
+            lambda m, args, kw: widths.append(kw["input_ids"].shape[1]), with_kwargs=True
+        )
         generate(module, [[5, 6, 7], [8]], draws, SamplingConfig(max_response_tokens=6), contract)
     hook.remove()
     assert widths == [3] + [1] * (len(widths) - 1) and len(widths) > 2
