@@ -57,6 +57,9 @@ def test_no_critic_is_needed(advantage):
         (GAE | {"entropy_coef": -0.1}, "greater than or equal to 0"),
         (GAE | {"kl": {"stop_update": 0.0}}, "greater than 0"),
         (GAE | {"kl": {"estimator": "k4"}}, "'k1', 'k2' or 'k3'"),
+        (GAE | {"kl": {"explosion": 0.0}}, "greater than 0"),
+        (GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}}, "explosion 5 must exceed maximum 5: raise it, or set it to"),
+        (GAE | {"kl": {"maximum": 150.0}}, "explosion 100 must exceed maximum 150"),
         (
             GAE | {"rollout_batches": 5, "kl": {"target": 6.0, "horizon": 8}},
             "kl.horizon 8 must exceed a fifth of the 40 responses of a step",
@@ -67,3 +70,8 @@ def test_what_does_not_fit_is_refused(fields, message):
     with pytest.raises(ValidationError) as refusal:
         PPOConfig.model_validate(fields)
     assert message in str(refusal.value)
+
+
+def test_a_bound_that_is_off_bounds_nothing():
+    for bounds in ({"maximum": 150.0, "explosion": None}, {"explosion": 0.5}, {"maximum": 3.0}):
+        PPOConfig.model_validate(GAE | {"kl": bounds})

@@ -46,6 +46,7 @@ EVALUATION = {
         "score": {"rate": 0.775, "lower": 0.731, "upper": 0.813, "wins": 300, "ties": 20, "losses": 80, "n": 400},
         "gold": {"rate": 0.475, "lower": 0.427, "upper": 0.524, "wins": 180, "ties": 20, "losses": 200, "n": 400},
     },
+    "variants": {},
     "samples": [
         {
             "prompt": "Say a|b\nand *c*",
@@ -156,6 +157,23 @@ def test_another_candidate_is_called_by_its_name():
         "PPO", "DPO"
     )
     assert printed(evaluation).startswith("DPO against SFT\n") and "PPO" not in printed(evaluation)
+
+
+def test_a_variant_is_shown_beside_the_candidate():
+    evaluation = deepcopy(EVALUATION)
+    evaluation["policies"]["ppo_ema"] = {"score": 2.5, "kl": 0.25}
+    evaluation["variants"] = {"ppo_ema": {"score": evaluation["win_rates"]["score"]}}
+    sentence = (
+        "By the reward model, PPO EMA's answer is better than SFT's on 77.5% of 400 prompts, with 95% confidence between "
+        "73.1% and 81.3%."
+    )
+    rows = "| reward model score | 2.00 [1.88, 2.12] | 2.50 | +0.50 |\n| gold score | 1.00 | - | - |\n"
+    markdown = render_markdown(evaluation)
+    assert "## PPO EMA beside PPO\n\n| | PPO | PPO EMA | difference |\n|:---|---:|---:|---:|\n" + rows in markdown
+    assert f"\n\n{sentence}\n\n## Samples" in markdown
+    terminal = printed(evaluation)
+    assert terminal.startswith(TERMINAL) and "PPO EMA beside PPO" in terminal
+    assert " ".join(terminal.split()).endswith(sentence)
 
 
 def test_without_a_judge_nothing_speaks_of_gold():

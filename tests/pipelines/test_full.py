@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pipeline.config.data import SplitConfig
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -33,7 +33,7 @@ def test_every_artifact_is_published_whole(project):
 
 
 def test_policies_load_in_transformers_as_they_are(project):
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     for name, auto in (("sft_model", AutoModelForCausalLM), ("ppo_model", AutoModelForCausalLM),
                        ("reward_model", AutoModelForSequenceClassification)):  # fmt: skip
@@ -190,7 +190,7 @@ def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
 
 def test_from_ppo_on_only_ppo_trains_again(project):
     before = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
-    output = project.kedro("--from-nodes=ppo", params="ppo.kl.coef=0.2")
+    output = project.kedro("--from-nodes=ppo", params="ppo.kl.coef=0.2,ppo.ema.decay=0.9")
     after = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
     assert {stage for stage in STAGES if after[stage] != before[stage]} == {"ppo", "evaluate"}
     assert len(project.versions("06_models/ppo_model")) == 2
@@ -199,6 +199,17 @@ def test_from_ppo_on_only_ppo_trains_again(project):
     manifest = Manifest.read(project.newest("06_models/ppo_model"))
     assert manifest.config["ppo"]["kl"]["coef"] == 0.2
     assert manifest.inputs["sft_model"] == content_digest(project.newest("06_models/sft_model"))
+    assert manifest.deepspeed["critic"]["zero_optimization"]["stage"] == 1
+
+
+def test_the_average_of_the_weights_is_evaluated_beside_the_actor(project):
+    """It is exported by the run from ppo on, as a checkpoint of its own."""
+    evaluation = json.loads((project.newest("08_reporting/evaluation") / "evaluation.json").read_text())
+    assert evaluation["variants"]["ppo_ema"]["gold"]["n"] == 24
+    assert evaluation["policies"]["ppo_ema"]["kl"] != evaluation["policies"]["ppo"]["kl"]
+    actor = project.newest("06_models/ppo_model")
+    assert content_digest(actor) != content_digest(actor / "ema")
+    AutoModelForCausalLM.from_pretrained(actor / "ema")
 
 
 def test_an_unchanged_run_launches_nothing(project):

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.models.loading import load_scores, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo, update
@@ -35,6 +35,7 @@ def config(**changes) -> PPOConfig:
 
 def run(config, inputs, world, folder, seed=1):
     """The stage's loop; returns models, the frozen models before, and the metrics lines."""
+    folder.mkdir(exist_ok=True)
     job = LaunchedJob("ppo", "f", seed, {}, inputs, {}, folder, 60.0)
     models = ppo.load_four_models(job, config, TokenContract.read(inputs["sft_model"]), world)
     before = {
@@ -42,7 +43,10 @@ def run(config, inputs, world, folder, seed=1):
         for name in ("actor", "reference", "critic", "reward_model")
         if getattr(models, name) is not None
     }
-    best = BestCheckpoint(job, world, load_tokenizer(inputs["sft_model"]))
+    tokenizer = load_tokenizer(inputs["sft_model"])
+    best = {"validation": BestCheckpoint(job, world, tokenizer)}
+    if config.ema is not None:
+        best["validation_ema"] = BestCheckpoint(job, world, tokenizer, variant="ema")
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
     ppo.train(models, config, prompts, prompts, world=world, seed=seed, writer=writer, best=best)
@@ -176,7 +180,29 @@ def test_training_stops_beyond_the_kl_bound_and_exports_nothing_from_there(input
     assert len(lines) < 50
     assert lines[-1]["objective/kl"] > 0.05
     assert all(line["objective/kl"] <= 0.05 for line in lines[:-1])
-    assert best.metrics["validation/kl"] <= 0.05
+    assert best["validation"].metrics["validation/kl"] <= 0.05
+
+
+def test_the_average_of_the_weights_is_a_policy_of_its_own(inputs, world, tmp_path):
+    """A decay of almost 1 leaves the start's weights: no KL; of almost 0 the actor's. Keeping one changes no other number."""
+    plain = run(config(), inputs, world, tmp_path / "plain")[2]
+    for decay, same in ((1e-6, "last"), (1 - 1e-9, "start")):
+        folder = tmp_path / same
+        lines = run(config(ema={"decay": decay}), inputs, world, folder)[2]
+        kept = load_policy(folder / "checkpoints" / "ema" / "best", "fp32").state_dict()
+        expected = inputs["sft_model"] if same == "start" else folder / "checkpoints" / "best"
+        for name, value in load_policy(expected, "fp32").state_dict().items():
+            torch.testing.assert_close(kept[name], value, rtol=1e-5, atol=1e-6)
+        kl = [line["validation_ema/kl"] for line in lines]
+        assert kl == pytest.approx(
+            [0.0] * 2 if same == "start" else [line["validation/kl"] for line in lines], abs=1e-5
+        )
+        for line, other in zip(lines, plain, strict=True):
+            assert {n: v for n, v in line.items() if not n.startswith(("time/", "validation_ema/"))} == {
+                n: v for n, v in other.items() if not n.startswith("time/")
+            }
+    assert not any("ema" in name for line in plain for name in line)
+    assert abs(plain[-1]["validation/kl"]) > 1e-3
 
 
 def test_the_adaptive_coefficient_follows_the_kl(inputs, world, tmp_path):
@@ -188,7 +214,7 @@ def test_the_adaptive_coefficient_follows_the_kl(inputs, world, tmp_path):
 def test_a_loss_that_is_not_finite_ends_the_stage_at_once(inputs, world, tmp_path, monkeypatch):
     monkeypatch.setattr(update, "policy_loss", lambda logprobs, *a, **k: logprobs.sum() * float("nan"))
     with pytest.raises(StageError, match=r"policy/loss is nan at step 1: training has diverged"):
-        run(config(), inputs, world, tmp_path)
+        run(config(evaluations=1, log_every=2), inputs, world, tmp_path)
 
 
 def test_the_score_is_read_at_the_last_real_token(inputs, world):

@@ -40,12 +40,32 @@ class KLConfig(Block):
     """Responses over which the adaptive coefficient moves by a factor of about e at full error."""
 
     maximum: PositiveFloat | None = None
-    """KL above which training stops; a checkpoint above it is never the best. Past a point, the reward model's score
-    keeps rising while true quality falls (Gao et al. 2022). None: no bound."""
+    """KL above which training stops and the stage ends well, with the best checkpoint, which is never one above it. Past
+    a point, the reward model's score keeps rising while true quality falls (Gao et al. 2022). None: no bound."""
+
+    explosion: PositiveFloat | None = 100.0
+    """KL above which, or not finite, training is broken: the stage fails at once and exports nothing, where `maximum`,
+    which must be lower, ends it well. 100: policies of use stay within some tens of nats. Very long responses under a weak
+    leash may need more. None: no bound."""
 
     stop_update: PositiveFloat | None = None
     """Mean KL a token, of the policy that sampled to the one in training (`policy/approx_kl`), over an epoch, above which
     the step's other epochs are left out. The learning rates move on as if they had been taken. None: no bound."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.explosion is not None and self.maximum is not None and self.explosion <= self.maximum:
+            raise ValueError(
+                f"explosion {self.explosion:g} must exceed maximum {self.maximum:g}: raise it, or set it to null for no bound"
+            )
+        return self
+
+
+class EMAConfig(Block):
+    """An exponential moving average of the actor's weights, in fp32: a checkpoint of its own beside the actor's."""
+
+    decay: float = Field(default=0.992, gt=0, lt=1)
+    """Weight of the average so far at each optimizer step; it remembers about 1 / (1 - decay) of them. DeepSpeed-Chat's."""
 
 
 class PtxConfig(Block):
@@ -146,6 +166,9 @@ class PPOConfig(Block):
 
     critic_warmup_steps: NonNegativeInt = 0
     """gae only: first steps in which the critic alone trains, so that the actor never follows an untrained one."""
+
+    ema: EMAConfig | None = None
+    """An average of the actor's weights over its optimizer steps, evaluated and exported beside it. None: none is kept."""
 
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL is measured to."""

@@ -2,7 +2,7 @@
 
     deepspeed --module rlhf_pipeline.evaluation.compare job.json
 
-Both policies answer the same prompts by the same decoding and with the same random draws. Each answer is scored by the
+The policies answer the same prompts by the same decoding and with the same random draws. Each answer is scored by the
 reward model and, where the prompt's source has a judge, by the gold score that no model was trained on directly.
 """
 
@@ -62,8 +62,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     rows = own_share(np.arange(min(config.prompts, table.num_rows)), world)
     tokenizer = load_tokenizer(job.inputs["sft_model"])
     policies = {
-        name: freeze(load_policy(job.inputs[f"{name}_model"], config.precision)).to(world.device)
-        for name in (BASELINE, candidate_of(job))
+        name: freeze(load_policy(checkpoint, config.precision)).to(world.device)
+        for name, checkpoint in checkpoints(job).items()
     }
     reward_model = freeze(load_scores(job.inputs["reward_model"], config.precision)).to(world.device)
     writer = MetricsWriter(job.metrics_file, world, len(policies))
@@ -81,10 +81,13 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return headline(evaluation)
 
 
-def candidate_of(job: LaunchedJob) -> str:
-    """Which policy is compared with the baseline: "ppo" where the job's further input is `ppo_model`."""
+def checkpoints(job: LaunchedJob) -> dict[str, Path]:
+    """The policies by name: the baseline; the candidate, "ppo" where the job's further input is `ppo_model`; and the
+    average of the candidate's weights, "ppo_ema", where the artifact holds one."""
     (name,) = job.inputs.keys() - {"prompts", f"{BASELINE}_model", "reward_model"}
-    return name.removesuffix("_model")
+    found = {BASELINE: job.inputs[f"{BASELINE}_model"], name.removesuffix("_model"): job.inputs[name]}
+    average = job.inputs[name] / "ema"
+    return found | ({f"{name.removesuffix('_model')}_ema": average} if average.is_dir() else {})
 
 
 def answer(
@@ -143,16 +146,21 @@ def compare(answers: dict[str, list[Answer]], config: EvaluationConfig) -> dict[
     """Both policies' metrics, the win rates of the candidate over the baseline, and pairs of answers to read.
 
     Args:
-        answers: the baseline's by its name, then the candidate's by its name.
+        answers: the baseline's by its name, then the candidate's, then those of its variants.
         config: the decoding, and how many pairs to show.
     """
-    baseline, candidate = answers
+    baseline, candidate, *variants = answers
     judged = all(answer.gold_score is not None for answer in answers[baseline])
     measures = ["score", "gold_score"] if judged else ["score"]
-    wins = {
-        m: win_rate([getattr(a, m) for a in answers[candidate]], [getattr(a, m) for a in answers[baseline]])
-        for m in measures
-    }
+
+    def win_rates(name: str) -> dict[str, dict[str, float]]:
+        return {
+            m.removesuffix("_score"): asdict(
+                win_rate([getattr(a, m) for a in answers[name]], [getattr(a, m) for a in answers[baseline]])
+            )
+            for m in measures
+        }
+
     return {
         "candidate": candidate,
         "prompts": len(answers[baseline]),
@@ -162,7 +170,8 @@ def compare(answers: dict[str, list[Answer]], config: EvaluationConfig) -> dict[
         },
         "judge": "gold" if judged else None,
         "policies": {name: summary(given) for name, given in answers.items()},
-        "win_rates": {m.removesuffix("_score"): asdict(rate) for m, rate in wins.items()},
+        "win_rates": win_rates(candidate),
+        "variants": {name: win_rates(name) for name in variants},
         "samples": [
             {
                 "prompt": a.prompt,
@@ -197,16 +206,19 @@ def summary(answers: list[Answer]) -> dict[str, float]:
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The evaluation as flat metrics: `sft/...`, `ppo/...` (or another candidate's name), `win_rate/...`."""
+    """The evaluation as flat metrics: `sft/...`, `ppo/...` (or another candidate's name), `win_rate/...`, and for a variant
+    of the candidate `ppo_ema/...`, its win rates among them."""
     policies = {
         f"{name}/{key}": value for name, metrics in evaluation["policies"].items() for key, value in metrics.items()
     }
-    rates = {
-        f"win_rate/{measure}{suffix}": rate[key]
-        for measure, rate in evaluation["win_rates"].items()
+    rates = {"win_rate/": evaluation["win_rates"]}
+    rates |= {f"{name}/win_rate_": by_measure for name, by_measure in evaluation["variants"].items()}
+    return policies | {
+        f"{prefix}{measure}{suffix}": rate[key]
+        for prefix, by_measure in rates.items()
+        for measure, rate in by_measure.items()
         for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
     }
-    return policies | rates
 
 
 def write(evaluation: dict[str, Any], answers: dict[str, list[Answer]], export: Path) -> None:

@@ -3,7 +3,7 @@
 The evaluation is a dict of JSON types: "candidate", "ppo" or "dpo"; "prompts" (their number) and "decoding", shared by
 both policies; "policies", where a metric `m` of "sft" or the candidate may have its 95% interval beside it as `m_lower`
 and `m_upper`; "win_rates" of the candidate by "score" (the reward model) and by "gold" (the judge, where there is one);
-"samples", pairs of answers with scores.
+"variants" of the candidate, "ppo_ema", with their win rates; "samples", pairs of answers with scores.
 """
 
 from __future__ import annotations
@@ -50,10 +50,16 @@ def render_markdown(evaluation: dict[str, Any]) -> str:
     name = candidate.upper()
     lines = [f"# {name} against SFT", "", _setting(evaluation), ""]
     lines += [f"| | SFT | {name} | difference |", "|:---|---:|---:|---:|"]
-    lines += [f"| {' | '.join(row)} |" for row in _rows(evaluation["policies"], candidate)]
+    policies = evaluation["policies"]
+    lines += [f"| {' | '.join(row)} |" for row in _rows(policies["sft"], policies[candidate])]
     lines += ["", "Intervals are 95%.", "", "## Which answer is better?", ""]
     for judge, rate in evaluation["win_rates"].items():
         lines += [f"**{_verdict(judge, rate, candidate)}** {_win_rate(judge, rate, candidate)}", ""]
+    for variant, rates in evaluation["variants"].items():
+        lines += [f"## {_title(variant)} beside {name}", "", f"| | {name} | {_title(variant)} | difference |"]
+        lines += ["|:---|---:|---:|---:|"]
+        lines += [f"| {' | '.join(row)} |" for row in _rows(policies[candidate], policies[variant])]
+        lines += ["", *(f"{_variant_rate(variant, judge, rate)}" for judge, rate in rates.items()), ""]
     lines += ["## Samples", "", f"| | prompt | SFT | {name} |", "|---:|:---|:---|:---|"]
     for number, sample in enumerate(evaluation["samples"], start=1):
         answers = [f"{_cell(sample[name])}<br>({_scores(sample, name)})" for name in ("sft", candidate)]
@@ -65,17 +71,40 @@ def print_table(evaluation: dict[str, Any], console: Console) -> None:
     """The comparison and the win rates for a terminal of 80 columns; the samples are left to the report."""
     candidate = evaluation["candidate"]
     name = candidate.upper()
-    table = Table(box=box.SIMPLE_HEAD, title=f"{name} against SFT", title_justify="left", pad_edge=False)
-    table.add_column("")
-    for column in ("SFT", name, "difference"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in _rows(evaluation["policies"], candidate):
-        table.add_row(*map(Text, row))  # Text: an interval's brackets are no markup
-    console.print(table)
+    policies = evaluation["policies"]
+    console.print(_table(f"{name} against SFT", ("SFT", name), _rows(policies["sft"], policies[candidate])))
     console.print(Text(f"{_setting(evaluation)} Intervals are 95%."))
     for judge, rate in evaluation["win_rates"].items():
         console.print()
         console.print(Text.assemble((_verdict(judge, rate, candidate), "bold"), " ", _win_rate(judge, rate, candidate)))
+
+    for variant, rates in evaluation["variants"].items():
+        rows = _rows(policies[candidate], policies[variant])
+        console.print()
+        console.print(_table(f"{_title(variant)} beside {name}", (name, _title(variant)), rows))
+        for judge, rate in rates.items():
+            console.print(Text(_variant_rate(variant, judge, rate)))
+
+
+def _table(title: str, policies: tuple[str, str], rows: list[tuple[str, str, str, str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column("")
+    for column in (*policies, "difference"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text: an interval's brackets are no markup
+    return table
+
+
+def _title(policy: str) -> str:
+    return policy.upper().replace("_", " ")
+
+
+def _variant_rate(variant: str, judge: str, rate: dict[str, float]) -> str:
+    return (
+        f"By {JUDGES[judge]}, {_title(variant)}'s answer is better than SFT's on {rate['rate']:.1%} of {rate['n']} prompts, "
+        f"with 95% confidence between {rate['lower']:.1%} and {rate['upper']:.1%}."
+    )
 
 
 def _setting(evaluation: dict[str, Any]) -> str:
@@ -83,15 +112,14 @@ def _setting(evaluation: dict[str, Any]) -> str:
     return f"Both answered the same {evaluation['prompts']} held-out prompts ({decoding})."
 
 
-def _rows(policies: dict[str, dict[str, float]], candidate: str) -> list[tuple[str, str, str, str]]:
-    """(metric, SFT, candidate, difference) for every metric that either policy has; unknown ones last, by their own names."""
-    sft, other = policies["sft"], policies[candidate]
-    present = {name: None for name in (*sft, *other) if not name.endswith(("_lower", "_upper"))}
+def _rows(first: dict[str, float], other: dict[str, float]) -> list[tuple[str, str, str, str]]:
+    """(metric, first, other, difference) for every metric that either policy has; unknown ones last, by their own names."""
+    present = {name: None for name in (*first, *other) if not name.endswith(("_lower", "_upper"))}
     rows = []
     for name in [*filter(present.__contains__, METRICS), *(name for name in present if name not in METRICS)]:
         label, form = METRICS.get(name, (name, ".4g"))
-        difference = f"{other[name] - sft[name]:+{form}}" if name in sft and name in other else ABSENT
-        rows.append((label, _value(sft, name, form), _value(other, name, form), difference))
+        difference = f"{other[name] - first[name]:+{form}}" if name in first and name in other else ABSENT
+        rows.append((label, _value(first, name, form), _value(other, name, form), difference))
     return rows
 
 

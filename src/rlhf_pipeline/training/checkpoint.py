@@ -38,11 +38,16 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
 
 
 class BestCheckpoint:
-    """Keeps the best model so far in the work directory; the best becomes the stage's export."""
+    """Keeps the best model so far in the work directory; the best becomes the stage's export.
 
-    def __init__(self, job: LaunchedJob, world: World, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._directory = job.directory / "checkpoints"
-        self._export = job.export
+    A `variant` is another model of the same stage: it is kept in, and exported to, a folder of that name.
+    """
+
+    def __init__(
+        self, job: LaunchedJob, world: World, tokenizer: PreTrainedTokenizerBase, *, variant: str = ""
+    ) -> None:
+        self._directory = job.directory / "checkpoints" / variant
+        self.export = job.export / variant
         self._world = world
         self._tokenizer = tokenizer
         self.merit: float | None = None
@@ -56,11 +61,20 @@ class BestCheckpoint:
             self.merit, self.metrics = merit, metrics
             self._save(model, "best")
 
+    @property
+    def kept(self) -> str:
+        """What training leaves behind if it fails now, in words."""
+        if self.merit is None:
+            return "No checkpoint is left: none had been evaluated."
+        return (
+            f"The best checkpoint, of step {self.metrics['step']:g}, is left in {(self._directory / 'best').resolve()}."
+        )
+
     def finish(self, last: nn.Module) -> None:
         """Save the last model beside the best, and export the best. All ranks call this together."""
         self._save(last, "last")
         if self._world.rank == 0:
-            shutil.copytree(self._directory / "best", self._export, dirs_exist_ok=True)
+            shutil.copytree(self._directory / "best", self.export, dirs_exist_ok=True)
         self._world.barrier()
 
     def _save(self, model: nn.Module, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from rlhf_pipeline.config.training import FrozenModelConfig, Precision, TrainedModelConfig
-from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import enable_checkpointing, freeze
 from rlhf_pipeline.training.deepspeed_config import inference_settings, training_settings
 from rlhf_pipeline.training.sharding import sharded_loading
@@ -182,21 +182,11 @@ def step_together(engines: Sequence[DeepSpeedEngine]) -> None:
             vars(optimizer.loss_scaler).update(before)
 
 
-def step_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
-    """Gradient norm of the last step before clipping; in fp16 the loss scale and the steps left out so far as well.
-
-    A step left out in fp16 is part of the search for the loss scale, and has no norm. In other precisions DeepSpeed leaves
-    a step out, without a word, where gradients are not finite; then the norm is infinite from there on.
-    """
-    norm = engine.get_global_grad_norm()
-    metrics = {} if norm is None else {"grad_norm": float(norm)}
-    if engine.fp16_enabled():
-        if not engine.was_step_applied():
-            del metrics["grad_norm"]
-        metrics |= {"loss_scale": float(engine.optimizer.loss_scale), "skipped_steps": float(engine.skipped_steps)}
-    elif engine.skipped_steps:
-        metrics["grad_norm"] = float("inf")
-    return metrics
+def fp16_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
+    """In fp16, the loss scale and how many steps have been left out to find it; nothing in other precisions."""
+    if not engine.fp16_enabled():
+        return {}
+    return {"loss_scale": float(engine.optimizer.loss_scale), "skipped_steps": float(engine.skipped_steps)}
 
 
 def skip_optimizer_steps(engine: DeepSpeedEngine, count: int) -> None:
@@ -205,11 +195,13 @@ def skip_optimizer_steps(engine: DeepSpeedEngine, count: int) -> None:
         engine.lr_scheduler.step()
 
 
-def require_finite(metrics: dict[str, float], step: int) -> None:
-    """Raise `StageError` that names the first metric that is not a finite number."""
-    for name, value in metrics.items():
-        if not torch.isfinite(torch.tensor(value)):
-            raise StageError(
-                f"{name} is {value} at step {step}: training has diverged; lower the learning rate, or look at the rows "
-                "of this step"
-            )
+def grad_norm(engine: deepspeed.DeepSpeedEngine) -> Tensor | float | None:
+    """Gradient norm of the newest optimizer step, before clipping: the same on all ranks, and read without waiting.
+
+    Infinite from the first step on that DeepSpeed left out because a gradient was not finite: the weights are as they
+    were, and nothing else tells of it. In fp16 such a step is no fault but how the loss scale is found; its norm is None.
+    None, too, where DeepSpeed reports no norm: at stage 0.
+    """
+    if engine.fp16_enabled():
+        return engine.get_global_grad_norm() if engine.was_step_applied() else None
+    return math.inf if engine.skipped_steps else engine.get_global_grad_norm()

@@ -41,7 +41,8 @@ class Scored:
     def sums(self, score_mean: float) -> dict[str, Tensor]:
         """Additive sums over responses, for metrics; scores are relative to the demonstrations' mean."""
         mask = self.rollout.response_mask
-        return {
+        values = {} if self.values is None else {"values": masked_sum(self.values, mask).double()}
+        return values | {
             "responses": torch.tensor(float(len(self.scores))),
             "score": (self.scores - score_mean).sum().double(),
             "kl": masked_sum(kl_estimate(self.logprobs, self.ref_logprobs, "k1"), mask).double(),

@@ -13,6 +13,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_scores
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.training.ema import EMA
 from rlhf_pipeline.training.engine import World, frozen_model, train_engine
 
 
@@ -32,6 +33,8 @@ class FourModels:
     """The judge's mean score of demonstrations, by which scores are centred."""
     contract: TokenContract
     """What all of them mean by a token."""
+    ema: EMA | None = None
+    """The average of the actor's weights; None where `ppo.ema` is off."""
 
     def __post_init__(self) -> None:
         for model in self.engines().values():
@@ -57,9 +60,10 @@ def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContrac
     sft_model, reward_model = job.inputs["sft_model"], job.inputs["reward_model"]
     updates = config.ppo_epochs * config.updates_per_epoch
     actor_steps = config.steps - config.critic_warmup_steps
+    actor = train_engine(partial(load_policy, sft_model), config.actor, actor_steps * updates)
     judge = frozen_model(partial(load_scores, reward_model), config.reward_model, config.critic, world)
     return FourModels(
-        actor=train_engine(partial(load_policy, sft_model), config.actor, actor_steps * updates),
+        actor=actor,
         reference=frozen_model(partial(load_policy, sft_model), config.reference, config.actor, world),
         critic=None
         if config.critic is None
@@ -67,4 +71,5 @@ def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContrac
         reward_model=judge,
         score_mean=judge.score_mean,
         contract=contract,
+        ema=None if config.ema is None else EMA(actor, config.ema.decay),
     )

@@ -11,6 +11,8 @@ checkpoint within the bound is exported, not the last.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pyarrow as pa
@@ -35,8 +37,12 @@ from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.sharding import for_generation, is_sharded
 from rlhf_pipeline.training.update import learn
+from rlhf_pipeline.training.watch import Watch, steadier
 
-VALIDATION = 2**31
+VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
+"""Prefixes of held-out metrics: the actor's, and those of the average of its weights."""
+
+HELD_OUT = 2**31
 """Stands for the step in the random draws of held-out responses: the same at every evaluation, unlike any step's."""
 
 
@@ -50,18 +56,31 @@ def main(job: LaunchedJob) -> dict[str, float]:
     store_settings(models.deepspeed_settings(), job)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
-    best = BestCheckpoint(job, world, load_tokenizer(job.inputs["sft_model"]))
+    tokenizer = load_tokenizer(job.inputs["sft_model"])
+    best = {VALIDATION: BestCheckpoint(job, world, tokenizer)}
+    if models.ema is not None:
+        best[VALIDATION_EMA] = BestCheckpoint(job, world, tokenizer, variant="ema")
     writer = MetricsWriter(job.metrics_file, world, config.steps)
     train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best, text=text)
-    if best.merit is None:
-        raise StageError(
-            f"no evaluated actor stayed within ppo.kl.maximum {config.kl.maximum}; lower ppo.actor.optimizer.learning_rate, "
-            "raise ppo.kl.coef, or evaluate more often (ppo.evaluations)"
-        )
-    best.finish(models.actor)
-    if world.rank == 0:
-        write_mlmodel(job.export)
-    return best.metrics
+    for name, kept in best.items():
+        if kept.merit is None:
+            raise StageError(
+                f"no actor stayed within ppo.kl.maximum {config.kl.maximum} ({name}/kl); lower "
+                "ppo.actor.optimizer.learning_rate, raise ppo.kl.coef, or evaluate more often (ppo.evaluations)"
+            )
+        with candidates(models)[name]():
+            kept.finish(models.actor)
+        if world.rank == 0:
+            write_mlmodel(kept.export)
+    return best[VALIDATION].metrics
+
+
+def candidates(models: FourModels) -> dict[str, Callable[[], AbstractContextManager[object]]]:
+    """The policies that are evaluated and may be exported, by the prefix of their metrics: what makes them the actor's."""
+    found: dict[str, Callable[[], AbstractContextManager[object]]] = {VALIDATION: nullcontext}
+    if models.ema is not None:
+        found[VALIDATION_EMA] = models.ema.in_place
+    return found
 
 
 def train(
@@ -73,10 +92,15 @@ def train(
     world: World,
     seed: int,
     writer: MetricsWriter,
-    best: BestCheckpoint,
+    best: dict[str, BestCheckpoint],
     text: TextBatches | None = None,
 ) -> None:
-    """Roll out, score, learn; evaluate on the way and offer actors within the KL bound to `best`."""
+    """Roll out, score, learn; evaluate on the way and offer the policies within the KL bound to `best`.
+
+    Raises:
+        StageError: a metric of some step is not finite, or nothing can be learned from its rollout: `rollout_fault`.
+    """
+    watch = Watch(world, writer, best[VALIDATION], lambda metric: remedy(metric, config))
     evaluated = {round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)}
     kl_coef = config.kl.coef
     for step in range(1, config.steps + 1):
@@ -87,13 +111,18 @@ def train(
         slots = own_share(np.arange(config.responses_per_step), world)
         scored = roll_out(models, columns(prompts, rows)["prompt_ids"], config, seed=seed, step=step, slots=slots)
         generated = time.monotonic()
+        metrics = rollout_metrics(scored, models.score_mean, world)
+        fault = rollout_fault(metrics, config, f"at step {step}", trained=step > config.critic_warmup_steps + 1)
+        if fault is not None:
+            watch.fail(step, metrics, fault)
+        watch.require_finite(step, metrics)
         experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
-        stats = learn(
+        metrics |= learn(
             models, experience, config, world, train_actor=step > config.critic_warmup_steps,
             texts=None if text is None else text.of_step(step),
         )  # fmt: skip
-        metrics = rollout_metrics(scored, models.score_mean, world) | stats
         metrics |= {"objective/kl_coef": kl_coef, "time/rollout_s": generated - start}
+        watch.require_finite(step, metrics)
         kl = metrics["objective/kl"]
         if config.kl.target is not None:
             kl_coef = adapted_kl_coef(
@@ -101,10 +130,16 @@ def train(
             )
         beyond = config.kl.maximum is not None and kl > config.kl.maximum
         if step in evaluated and not beyond:
-            held_out = evaluate(models, validation, config, world, seed)
-            metrics |= {f"validation/{name.split('/')[1]}": value for name, value in held_out.items()}
-            if config.kl.maximum is None or held_out["objective/kl"] <= config.kl.maximum:
-                best.offer(models.actor, held_out["objective/score"], {"step": step} | metrics)
+            for prefix, as_actor in candidates(models).items():
+                with as_actor():
+                    held_out = evaluate(models, validation, config, world, seed)
+                    metrics |= {f"{prefix}/{name.split('/')[1]}": value for name, value in held_out.items()}
+                    fault = rollout_fault(held_out, config, f"on held-out prompts after step {step}", trained=True)
+                    if fault is not None:
+                        watch.fail(step, metrics, fault)
+                    watch.require_finite(step, metrics)
+                    if config.kl.maximum is None or held_out["objective/kl"] <= config.kl.maximum:
+                        best[prefix].offer(models.actor, held_out["objective/score"], {"step": step} | metrics)
         metrics["time/step_s"] = time.monotonic() - start
         if beyond or step in evaluated or step % config.log_every == 0:
             writer.write(step, metrics)
@@ -158,7 +193,44 @@ def rollout_metrics(scored: Scored, score_mean: float, world: World) -> dict[str
         "objective/kl_k3": sums["kl_k3"] / count,
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
-    }
+    } | ({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {})
+
+
+def rollout_fault(metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool) -> str | None:
+    """Why nothing can be learned from a rollout with these metrics, in words; None where something can.
+
+    Args:
+        metrics: `rollout_metrics`.
+        config: the bound on KL, and the values that the remedies are about.
+        where: which rollout it is.
+        trained: whether the actor has taken an optimizer step: if not, it is the SFT model.
+    """
+    kl, bound = metrics["objective/kl"], config.kl.explosion
+    if bound is not None and not kl <= bound:
+        return (
+            f"objective/kl is {kl:.4g} nats a response {where}, not within ppo.kl.explosion ({bound:g}): the actor has left "
+            f"the reference for good; {remedy('objective/kl', config)}"
+        )
+    # An EOS ends a response and counts as one of its tokens.
+    if metrics["rollout/response_tokens"] == metrics["rollout/eos_fraction"]:
+        cause = (
+            f"the actor has learned to end at once, because the reward model likes it; raise ppo.kl.coef ({config.kl.coef:g}) "
+            "or look at the scores of short answers"
+            if trained
+            else "the SFT model ends at once; look at its demonstrations, and whether the chat template ends a prompt with EOS"
+        )
+        return f"every response is empty, EOS or nothing, {where}: {cause}"
+    return None
+
+
+def remedy(metric: str, config: PPOConfig) -> str:
+    """What to do about a metric that is not finite. The reward model does not train: it was damaged from the start."""
+    if metric.endswith("/score"):
+        precision = config.reward_model.deepspeed.precision
+        return f"look at the reward model, and at ppo.reward_model.deepspeed.precision ({precision})"
+    if config.critic is not None and ("value" in metric or "critic" in metric):
+        return steadier("ppo.critic.", config.critic)
+    return f"{steadier('ppo.actor.', config.actor)}, or raise ppo.kl.coef ({config.kl.coef:g})"
 
 
 @torch.no_grad()
@@ -166,7 +238,7 @@ def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world:
     """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
     slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
     prompts = columns(validation, slots)["prompt_ids"]
-    scored = roll_out(models, prompts, config, seed=seed, step=VALIDATION, slots=slots, with_values=False)
+    scored = roll_out(models, prompts, config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
     return rollout_metrics(scored, models.score_mean, world)
 
 

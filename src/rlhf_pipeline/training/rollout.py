@@ -84,6 +84,9 @@ class InverseCDFSampler(LogitsProcessor):
         draws = self._draws[:, input_ids.shape[1] - self._prompt_width].unsqueeze(1)
         cdf = (scores[:, : self._vocab_size].double() / self._temperature).softmax(-1).cumsum(-1)
         tokens = torch.searchsorted(cdf, draws * cdf[:, -1:], right=True)
+        # Logits that are not finite have no distribution, and the search ends behind the last token. The response's
+        # log-probabilities show it, once and for all tokens; a look at each token would make the device wait.
+        tokens = tokens.clamp(max=self._vocab_size - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
 
 

@@ -82,3 +82,30 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
             if first:
                 whole[name] = copies.setdefault(id(tensor), tensor.detach().cpu().clone())
     return whole
+
+
+def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
+    """The weights in training that this rank's optimizer holds, in fp32: a share of them from ZeRO-1 on, else all."""
+    match engine.zero_optimization_stage():
+        case 0:
+            return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        case 3:
+            return list(engine.optimizer.fp32_partitioned_groups_flat)
+        case _:
+            return list(engine.optimizer.single_partition_of_fp32_groups)
+
+
+def spread_fp32_shards(engine: DeepSpeedEngine) -> None:
+    """Make the engine's model what its `fp32_shards` say, as DeepSpeed does after an optimizer step."""
+    optimizer = engine.optimizer
+    match engine.zero_optimization_stage():
+        case 0:
+            pass  # they are the model's own
+        case 3:
+            optimizer._partition_all_parameters()
+            for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        case _:
+            optimizer.update_lp_params()

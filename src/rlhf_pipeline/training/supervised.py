@@ -20,9 +20,10 @@ from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.deepspeed_config import store_settings
-from rlhf_pipeline.training.engine import World, optimizer_step, step_metrics, train_engine
+from rlhf_pipeline.training.engine import World, fp16_metrics, grad_norm, optimizer_step, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.training.watch import Watch, steadier
 
 Sums = dict[str, Tensor]
 
@@ -119,7 +120,12 @@ def fit(
     writer: MetricsWriter,
     best: BestCheckpoint,
 ) -> None:
-    """Train for the configured passes; evaluate on the way and offer each evaluated model to `best`."""
+    """Train for the configured passes; evaluate on the way and offer each evaluated model to `best`.
+
+    Raises:
+        StageError: a metric of some step, its gradient norm included, is not finite.
+    """
+    watch = Watch(world, writer, best, lambda metric: steadier(f"{task.name}.", config))
     total = optimizer_steps(config, training.num_rows)
     evaluated = {round(total * (i + 1) / config.evaluations) for i in range(config.evaluations)}
     for step in range(1, total + 1):
@@ -128,15 +134,22 @@ def fit(
         batch = task.collate(columns(training, rows))
         normalizer = world.sum(task.weight(batch)).to(world.device)
         learning_rate = engine.get_lr()[0]
-        sums = train_step(engine, world, task, batch, normalizer, config.micro_batch_size_per_gpu)
-        metrics = {f"{task.name}/{name}": value for name, value in task.metrics(world.sums(sums)).items()}
-        metrics |= {f"optim/{name}": value for name, value in step_metrics(engine).items()}
+        totals = train_step(engine, world, task, batch, normalizer, config.micro_batch_size_per_gpu)
+        norm = grad_norm(engine)
+        if norm is not None:  # equal on all ranks; it comes to the host with the sums
+            totals["grad_norm"] = torch.as_tensor(norm, device=world.device) / world.size
+        sums = world.sums(totals)
+        metrics = {f"{task.name}/{name}": value for name, value in task.metrics(sums).items()}
+        metrics |= {"optim/lr": learning_rate} | ({} if norm is None else {"optim/grad_norm": sums["grad_norm"]})
+        metrics |= {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
+        watch.require_finite(step, metrics)
         if step in evaluated:
             held_out = evaluate(engine, task, validation, world, config.micro_batch_size_per_gpu)
             metrics |= {f"validation/{name}": value for name, value in held_out.items()}
+            watch.require_finite(step, metrics)
             best.offer(engine, task.merit(held_out), {"step": step} | metrics)
         if step in evaluated or step % config.log_every == 0:
-            writer.write(step, metrics | {"optim/lr": learning_rate, "time/step_s": time.monotonic() - start})
+            writer.write(step, metrics | {"time/step_s": time.monotonic() - start})
 
 
 def train_step(

@@ -17,9 +17,10 @@ from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.training.engine import (
     World,
     accumulate,
+    fp16_metrics,
+    grad_norm,
     optimizer_step,
     skip_optimizer_steps,
-    step_metrics,
     step_together,
 )
 from rlhf_pipeline.training.experience import Experience
@@ -61,10 +62,15 @@ def learn(
         metrics["ptx/perplexity"] = math.exp(min(metrics["ptx/loss"], 700.0))
     if experience.old_values is not None and experience.returns is not None:
         moments = value_sums(experience.old_values, experience.returns, experience.rollout.response_mask)
-        metrics["value/explained_variance"] = float(explained_variance(world.sum(moments.to(world.device))))
+        explained = float(explained_variance(world.sum(moments.to(world.device))))
+        if not math.isnan(explained):  # equal returns, as when all responses are cut, leave nothing to explain
+            metrics["value/explained_variance"] = explained
     for name, engine in trained.items():
         metrics[f"optim/{name}_lr"] = engine.get_lr()[0]
-        metrics |= {f"optim/{name}_{key}": value for key, value in step_metrics(engine).items()}
+        norm = grad_norm(engine)
+        if norm is not None:
+            metrics[f"optim/{name}_grad_norm"] = float(norm)
+        metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
     return metrics
 
 
@@ -162,3 +168,5 @@ def update(
     else:
         for engine, losses in steps:
             optimizer_step(engine, world, losses)
+    if train_actor and models.ema is not None and models.actor.was_step_applied():  # fp16 may have left it out
+        models.ema.update()
