@@ -69,6 +69,8 @@ class TestColumnMap:
             {"messages": "m"},
             {"text": "t"},
             {"prompt": "question.full_text"},
+            {"prompt": "p", "reference": "a"},
+            {"prompt": "p", "chosen": "c", "rejected": "r", "reference": "c"},
         ],
     )
     def test_each_form_of_data(self, columns: dict[str, object]) -> None:
@@ -82,6 +84,8 @@ class TestColumnMap:
             ({"prompt": "p", "chosen": "c"}, "chosen, prompt is"),
             ({"prompt": "p", "answers": ("a", "b")}, "answers, prompt is"),
             ({"prompt": "p", "text": "t"}, "prompt, text is"),
+            ({"reference": "a"}, "reference is"),
+            ({"text": "t", "reference": "a"}, "reference, text is"),
             ({"response": "r", "messages": "m"}, "messages, response is"),
         ],
     )

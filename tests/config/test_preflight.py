@@ -76,6 +76,12 @@ def test_the_defaults_pass(parameters):
         ("evaluate.precision", "fp16", "evaluate.precision: fp16 needs a GPU"),
         ("ppo.critic.deepspeed", {"zero_stage": 0, "precision": "bf16"}, "takes a spurious first Adam step"),
         ("ppo.sampling.max_response_tokens", 200, "ppo.sampling.max_response_tokens: 200 after a prompt of"),
+        ("ppo.rewards", ["trained", "nowhere.py:f"], "ppo.rewards.1: nowhere.py:f: there is no file"),
+        (
+            "ppo.rewards",
+            [{"callable": "my.py:f", "wait": 2}],
+            "ppo.rewards.0.callable.wait: Extra inputs are not permitted",
+        ),
         ("ppo.sampling.top_k", 50, "ppo.sampling.top_k: Extra inputs are not permitted"),
         ("base_model.path", "facebook/opt-125m", "base_model: path and architecture are both set"),
         ("split.sources", [], "split.sources: "),

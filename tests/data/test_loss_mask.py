@@ -121,7 +121,7 @@ def row_of(dialogue: Dialogue, tokenizer: PreTrainedTokenizerFast, config: Split
     for user, assistant in dialogue.turns:
         prompt += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     answer = prompt.pop()["content"]
-    batch = ExampleBatch(["own:1"], [prompt], [answer], [None])
+    batch = ExampleBatch(["own:1"], [prompt], [answer], [None], [None])
     (tokens,) = tokenize(render(batch, tokenizer, turns=[config.sft_loss == "assistant"]), tokenizer)
     return RowMaker(config, tokenizer.bos_token_id).make("own", prompt, tokens, "sft")
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -177,8 +178,15 @@ class TestPhaseFile:
         assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "chosen_ids": [[8, 1]], "rejected_ids": [[1]]}
 
     def test_ppo(self, tmp_path) -> None:
-        _, columns = self.write(tmp_path, "ppo/train.arrow", [row()], [], [row("own:2", Limited([7]))])
-        assert columns == {"id": ["own:1", "own:2"], "prompt_ids": [[5, 6], [7]]}
+        solved = replace(row("own:2", Limited([7])), reference="4")
+        _, columns = self.write(tmp_path, "ppo/train.arrow", [row()], [], [solved])
+        assert columns == {
+            "id": ["own:1", "own:2"],
+            "prompt_ids": [[5, 6], [7]],
+            "source": ["own"] * 2,
+            "messages": [QUESTION] * 2,
+            "reference": [None, "4"],
+        }
 
     def test_evaluation(self, tmp_path) -> None:
         _, columns = self.write(tmp_path, "evaluation/test.arrow", [row()])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,11 @@ def test_files_and_columns(write_records, prepare: Prepare, tokenizer, tmp_path:
                         "rejected_ids": f" Wrong {n}.<|end|>",
                     }
                     assert others == {"id": f"own:{n}"}
-                case "ppo":
-                    assert (texts, others) == (prompt, {"id": f"own:{n}"})
-                case "evaluation":
+                case phase:
                     messages = [{"role": "user", "content": f"Question {n}?"}]
-                    assert (texts, others) == (
-                        prompt,
-                        {"id": f"own:{n}", "source": "files", "messages": messages},
-                    )
+                    told = {"id": f"own:{n}", "source": "files", "messages": messages}
+                    told |= {"reference": None} if phase == "ppo" else {}
+                    assert (texts, others) == (prompt, told)
         seen[file] = set(numbers)
     assert seen["sft/validation.arrow"] == seen["reward_model/validation.arrow"] == seen["ppo/validation.arrow"]
     parts = [seen[file] for file in FILES if file not in ("reward_model/validation.arrow", "ppo/validation.arrow")]
@@ -116,6 +114,17 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(write_records, pre
         "sft/train.arrow": ["own", "shown"],
         "sft/validation.arrow": ["own", "shown"],
     }
+
+
+def test_ppo_s_rows_keep_their_true_answers(write_records, prepare: Prepare, load) -> None:
+    solved = write_records(
+        "sums", *(replace(asked(f"{n} + {n}?"), reference=str(2 * n)) for n in range(9)), asked("Why?")
+    )
+    prepare(solved, only="ppo")
+    assert [(one["messages"][0]["content"], one["reference"]) for one in load("ppo/train.arrow")] == [
+        *((f"{n} + {n}?", str(2 * n)) for n in range(9)),
+        ("Why?", None),
+    ]
 
 
 def test_identical_input_gives_identical_bytes(write_records, prepare: Prepare, tmp_path: Path) -> None:

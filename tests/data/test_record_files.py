@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -30,7 +32,9 @@ DIALOGUE = (
 
 
 def test_examples_come_back_as_they_were(write_records) -> None:
-    folder = write_records("mixed", Example(DIALOGUE, "Ja.\n", " No"), asked("a", "b"), asked("c"))
+    folder = write_records(
+        "mixed", Example(DIALOGUE, "Ja.\n", " No"), asked("a", "b"), replace(asked("c"), reference="4")
+    )
     (batch,) = examples(folder).to_batches()
     assert example_batch(batch) == ExampleBatch(
         ids=["mixed:0", "mixed:1", "mixed:2"],
@@ -46,6 +50,7 @@ def test_examples_come_back_as_they_were(write_records) -> None:
         ],
         chosen=["Ja.\n", "b", None],
         rejected=[" No", None, None],
+        reference=[None, None, "4"],
     )
     assert list(texts(folder)) == []
 
@@ -76,6 +81,7 @@ def test_some_rows_of_a_batch(write_records) -> None:
         [[{"role": "user", "content": "c"}], [{"role": "user", "content": "f"}]],
         ["d", "g"],
         ["e", None],
+        [None, None],
     )
 
 

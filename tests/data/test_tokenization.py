@@ -30,7 +30,7 @@ def batch(*rows: tuple[str, str | None, str | None]) -> ExampleBatch:
     """Examples own:0, own:1, ... of a question, a chosen and a rejected answer each."""
     questions, chosen, rejected = map(list, zip(*rows, strict=True))
     prompts = [[{"role": "user", "content": question}] for question in questions]
-    return ExampleBatch([f"own:{n}" for n in range(len(rows))], prompts, chosen, rejected)
+    return ExampleBatch([f"own:{n}" for n in range(len(rows))], prompts, chosen, rejected, [None] * len(rows))
 
 
 def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokenized]:
@@ -55,7 +55,7 @@ class TestRender:
     def test_turns_only_where_wanted_and_where_there_are_earlier_ones(self, tokenizer) -> None:
         user, assistant = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
         long = [user, assistant, user]
-        examples = ExampleBatch(["own:0", "own:1", "own:2"], [long, long, [user]], ["a"] * 3, [None] * 3)
+        examples = ExampleBatch(["own:0", "own:1", "own:2"], [long, long, [user]], ["a"] * 3, [None] * 3, [None] * 3)
         rendered = render(examples, tokenizer, turns=[False, True, True])
         pieces = [(PROMPT, False), (" So.<|end|>", True), (PROMPT, False)]
         assert rendered.turns == [None, pieces, None]

@@ -20,7 +20,8 @@ from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
-from rlhf_pipeline.training.engine import World, deepspeed_config
+from rlhf_pipeline.training.deepspeed_config import training_settings
+from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.experience import Experience
 from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.ptx import TextBatches, load_text
@@ -84,7 +85,9 @@ def run(config, inputs, world, folder):
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
     text = load_text(job, config, world)
-    ppo.train(models, config, prompts, prompts, world=world, seed=1, writer=writer, best=best, text=text)
+    ppo.train(
+        models, config, prompts, prompts, world=world, seed=1, writer=writer, best={"validation": best}, text=text
+    )
     return models, [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -110,7 +113,7 @@ def descent(model, zero_stage):
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        config=deepspeed_config(actor) | {"zero_allow_untested_optimizer": True},
+        config=training_settings(actor, hidden_size=32, on_gpu=False) | {"zero_allow_untested_optimizer": True},
     )
     return engine
 

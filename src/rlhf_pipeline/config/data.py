@@ -38,6 +38,10 @@ class ColumnMap(Block):
     messages: str | None = None
     """A list of messages whose last one, the assistant's, is a demonstration."""
 
+    reference: str | None = None
+    """Beside any of them but `text`: the true answer, for rewards that check responses against it (`ppo.rewards`). No phase
+    trains on it. Null in a row: it has none."""
+
     text: str | None = None
     """A document, for `split.pretraining`."""
 
@@ -48,7 +52,8 @@ class ColumnMap(Block):
             {"prompt", "chosen", "rejected"}, {"chosen", "rejected"}, {"prompt", "answers", "scores"},
             {"prompt", "response"}, {"response"}, {"messages"}, {"text"}, {"prompt"},
         ]  # fmt: skip
-        if given not in forms:
+        form = given - {"reference"} if self.text is None else given
+        if form not in forms:
             known = "; ".join(", ".join(sorted(form)) for form in forms)
             raise ValueError(f"{', '.join(sorted(given)) or 'no column'} is no form of data; name one of: {known}")
         return self

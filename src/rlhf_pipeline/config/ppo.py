@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_pipeline.config.block import Block, operational
+from rlhf_pipeline.config.rewards import Rewards, TrainedReward
 from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
 
 
@@ -175,6 +176,10 @@ class PPOConfig(Block):
 
     reward_model: FrozenModelConfig = FrozenModelConfig()
     """The frozen judge."""
+
+    rewards: Rewards = (TrainedReward(),)
+    """What the score of a response is made of: the sum of weight * (score - mean) over these sources. `score_clip` and
+    `missing_eos_score` apply to the sum."""
 
     evaluations: PositiveInt = 5
     """Evaluations on held-out prompts, evenly spaced, the last one after the last step. The checkpoint with the highest

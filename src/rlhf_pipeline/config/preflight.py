@@ -16,6 +16,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.model import BaseModelConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.registry import RegisterConfig
+from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError
@@ -66,6 +67,7 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
             *_misplaced_sources(parameters),
             *_too_long(parameters),
             *_ptx_faults(parameters),
+            *reward_faults(PPOConfig.model_validate(parameters["ppo"]).rewards),
         ]
     if faults:
         raise ConfigError("\n".join(["the parameters cannot work:", *(f"  - {fault}" for fault in faults)]))

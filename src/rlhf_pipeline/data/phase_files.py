@@ -92,7 +92,7 @@ class PhaseFile:
             case "reward_model":
                 return prompted | {f"{answer}_ids": row.answers[answer].ids for answer in self.table.answers}
             case "ppo":
-                return prompted
+                return prompted | {"source": row.source, "messages": row.messages, "reference": row.reference}
             case None:
                 return prompted | {"source": row.source, "messages": row.messages}
 
@@ -110,6 +110,8 @@ class Row:
     """The prompt as SFT reads it: where earlier turns are learned, they are tokenized like responses."""
     spoken: list[bool]
     """Which of the dialogue's tokens are the assistant's."""
+    reference: str | None = None
+    """The true answer."""
 
 
 class RowMaker:
@@ -120,7 +122,9 @@ class RowMaker:
         self._bos_id = bos_id
         self._full_prompts: dict[bytes, Part] = {}
 
-    def make(self, source: str, messages: Conversation, tokens: Tokenized, part: Part) -> Row:
+    def make(
+        self, source: str, messages: Conversation, tokens: Tokenized, part: Part, reference: str | None = None
+    ) -> Row:
         """The example as a row of the part; DataError where it is too long and that is an error."""
         prompt = self._apart(limited_prompt(tokens.id, tokens.prompt, self._config, self._bos_id), part)
         wanted: dict[Answer, list[int] | None] = {"chosen": tokens.chosen, "rejected": tokens.rejected}
@@ -134,7 +138,7 @@ class RowMaker:
             ids, by_assistant = tokens.turns
             dialogue = limited_prompt(tokens.id, ids, self._config, self._bos_id)
             spoken = newest(ids, by_assistant, len(dialogue.ids), self._bos_id)
-        return Row(tokens.id, source, messages, prompt, answers, dialogue, spoken)
+        return Row(tokens.id, source, messages, prompt, answers, dialogue, spoken, reference)
 
     def _apart(self, prompt: Limited, part: Part) -> Limited:
         """Only prompts of the full length can have become equal: the first part that has one keeps it."""

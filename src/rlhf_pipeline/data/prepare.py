@@ -95,9 +95,13 @@ def prepare(
     rendered = ((batch, render(batch.examples, tokenizer, turns=batch.turns)) for batch in batches)
     for (batch, _), tokenized in one_ahead(rendered, lambda pair: tokenize(pair[1], tokenizer)):
         rows = [
-            maker.make(config.sources[batch.source].name, messages, tokens, PARTS[part])
-            for messages, tokens, part in zip(
-                batch.examples.prompts, tokenized, plan.parts[batch.numbers].tolist(), strict=True
+            maker.make(config.sources[batch.source].name, messages, tokens, PARTS[part], reference)
+            for messages, tokens, part, reference in zip(
+                batch.examples.prompts,
+                tokenized,
+                plan.parts[batch.numbers].tolist(),
+                batch.examples.reference,
+                strict=True,
             )
         ]
         for path, mask in batch.chosen.items():

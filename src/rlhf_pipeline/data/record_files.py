@@ -24,6 +24,7 @@ _EXAMPLES = pa.schema(
         ("prompt", pa.list_(MESSAGE)),
         ("chosen", pa.string()),
         ("rejected", pa.string()),
+        ("reference", pa.string()),
         ("prompt_key", _KEY),  # of the normalised prompt
         ("example_key", _KEY),  # of the normalised prompt and the answers
     ]
@@ -42,6 +43,7 @@ class ExampleBatch:
     prompts: list[Conversation]
     chosen: list[str | None]
     rejected: list[str | None]
+    reference: list[str | None]
 
 
 class RecordsWriter:
@@ -109,6 +111,7 @@ def _example_columns(rows: list[tuple[str, Example]]) -> list[pa.Array]:
         pa.ListArray.from_arrays(offsets, messages),
         pa.array([example.chosen for _, example in rows], pa.string()),
         pa.array([example.rejected for _, example in rows], pa.string()),
+        pa.array([example.reference for _, example in rows], pa.string()),
         pa.array([key(prompt) for prompt in normalized], _KEY),
         pa.array([_example_key(*pair) for pair in zip(normalized, (row[1] for row in rows), strict=True)], _KEY),
     ]
@@ -170,6 +173,7 @@ def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
         prompts=[list(islice(messages, count)) for count in counts],
         chosen=batch.column("chosen").to_pylist(),
         rejected=batch.column("rejected").to_pylist(),
+        reference=batch.column("reference").to_pylist(),
     )
 
 

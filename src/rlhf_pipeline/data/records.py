@@ -34,6 +34,9 @@ class Example:
 
     rejected: str | None = None
 
+    reference: str | None = None
+    """The true answer, for rewards that check responses against it; no phase trains on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Text:

@@ -48,14 +48,15 @@ class Table:
 _DEMONSTRATION = _PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())}
 _COMPARISON = _PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS}
 _TEST = _PROMPT | {"source": pa.string(), "messages": pa.list_(MESSAGE)}
+_REWARDED = _TEST | {"reference": pa.string()}
 
 TABLES = (
     Table("sft/train.arrow", "sft", "sft", ("chosen",), _DEMONSTRATION),
     Table("sft/validation.arrow", "validation", "sft", ("chosen",), _DEMONSTRATION),
     Table("reward_model/train.arrow", "reward_model", "reward_model", ("chosen", "rejected"), _COMPARISON),
     Table("reward_model/validation.arrow", "validation", "reward_model", ("chosen", "rejected"), _COMPARISON),
-    Table("ppo/train.arrow", "ppo", "ppo", (), _PROMPT),
-    Table("ppo/validation.arrow", "validation", "ppo", (), _PROMPT),
+    Table("ppo/train.arrow", "ppo", "ppo", (), _REWARDED),
+    Table("ppo/validation.arrow", "validation", "ppo", (), _REWARDED),
     Table("evaluation/test.arrow", "test", None, (), _TEST),
 )
 PRETRAINING = "pretraining/train.arrow"

@@ -81,6 +81,13 @@ def render_responses(
     return texts
 
 
+def render_dialogues(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[str], dialogues: Sequence[Conversation]
+) -> list[str]:
+    """Whole dialogues, the assistant's last answer included, as the template writes them; raises as `render_prompts`."""
+    return _apply(tokenizer, ids, dialogues, add_generation_prompt=False)
+
+
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, name: str, prompt: Conversation, prompt_text: str
 ) -> list[tuple[str, bool]]:

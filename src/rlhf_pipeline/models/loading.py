@@ -34,12 +34,15 @@ def load_policy(checkpoint: Path, precision: Precision) -> PreTrainedModel:
     return _without_dropout(model)
 
 
-def load_scores(checkpoint: Path, precision: Precision, *, new_head: bool = False) -> TokenScores:
+def load_scores(
+    checkpoint: Path, precision: Precision, *, new_head: bool = False, foreign: bool = False
+) -> TokenScores:
     """A model with one scalar a token: the reward model or the critic.
 
     Args:
         checkpoint: a reward model; or a language model where `new_head` is true.
         new_head: the scalar head is not in the checkpoint; it gets random weights.
+        foreign: it reads tokens of its own, so it needs no token contract.
 
     Raises:
         ArtifactError: the checkpoint has no trained scalar head, and none was asked for.
@@ -49,7 +52,12 @@ def load_scores(checkpoint: Path, precision: Precision, *, new_head: bool = Fals
     )
     if missing := [name for name in loading["missing_keys"] if not (new_head and name.startswith("score."))]:
         raise ArtifactError(f"{checkpoint} is not a reward model: it has no weights for {', '.join(sorted(missing))}")
-    model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
+    if not foreign:
+        model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
+    if foreign and not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ArtifactError(
+            f"{checkpoint} has no head `score` that reads each token; {type(model).__name__} cannot judge"
+        )
     return TokenScores(_without_dropout(model))
 
 

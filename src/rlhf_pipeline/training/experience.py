@@ -6,7 +6,7 @@ Shapes: B responses of this rank, R response tokens (right-padded).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,11 @@ class Scored:
     values: Tensor | None
     """(B, R) V of the state before each token; None without a critic."""
     scores: Tensor
-    """(B,) the reward model's raw score."""
+    """(B,) the reward model's raw score; zeros without one. Or the centred sum over several sources of rewards."""
     ended: Tensor
     """(B,) bool: the response ended by itself."""
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """Where several sources are summed, each one's centred score before its weight, (B,)."""
 
     def sums(self, score_mean: float) -> dict[str, Tensor]:
         """Additive sums over responses, for metrics; scores are relative to the demonstrations' mean."""
@@ -49,6 +51,7 @@ class Scored:
             "kl_k3": masked_sum(kl_estimate(self.logprobs, self.ref_logprobs, "k3"), mask).double(),
             "tokens": mask.sum().double(),
             "ended": self.ended.sum().double(),
+            **{f"reward/{name}": scores.sum().double() for name, scores in self.parts.items()},
         }
 
 
@@ -103,7 +106,7 @@ def score(
     actor: nn.Module,
     reference: nn.Module,
     critic: nn.Module | None,
-    reward_model: nn.Module,
+    reward_model: nn.Module | None,
     *,
     contract: TokenContract,
     device: torch.device,
@@ -123,7 +126,7 @@ def score(
         logprobs=logprobs(actor),
         ref_logprobs=logprobs(reference),
         values=None if critic is None else run(lambda b: response_values(critic, b)),
-        scores=run(lambda b: sequence_scores(reward_model, b)),
+        scores=torch.zeros(len(rollout)) if reward_model is None else run(lambda b: sequence_scores(reward_model, b)),
         ended=(rollout.response_ids == contract.eos_id).any(1),
     )
 

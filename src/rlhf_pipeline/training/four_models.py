@@ -10,11 +10,13 @@ from deepspeed import DeepSpeedEngine
 from torch import nn
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import uses_trained
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_scores
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.ema import EMA
 from rlhf_pipeline.training.engine import World, frozen_model, train_engine
+from rlhf_pipeline.training.rewards import RewardSum, load_rewards
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,12 @@ class FourModels:
     """Its frozen start."""
     critic: DeepSpeedEngine | None
     """The value model in training; None where `ppo.advantage` has none."""
-    reward_model: nn.Module
-    """The frozen judge."""
+    reward_model: nn.Module | None
+    """The frozen judge; None where `ppo.rewards` does without it."""
     score_mean: float
-    """The judge's mean score of demonstrations, by which scores are centred."""
+    """What scores are centred by."""
+    rewards: RewardSum | None
+    """Makes the score of several sources, or of others than the reward model; None where that alone is the score."""
     contract: TokenContract
     """What all of them mean by a token."""
     ema: EMA | None = None
@@ -58,10 +62,13 @@ class FourModels:
 def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> FourModels:
     """Actor and reference from the SFT model, critic and reward model from the reward model."""
     sft_model, reward_model = job.inputs["sft_model"], job.inputs["reward_model"]
+    judge = None
+    if uses_trained(config.rewards):
+        judge = frozen_model(partial(load_scores, reward_model), config.reward_model, config.critic, world)
+    rewards = load_rewards(job, config, contract, world, None if judge is None else judge.score_mean)
     updates = config.ppo_epochs * config.updates_per_epoch
     actor_steps = config.steps - config.critic_warmup_steps
     actor = train_engine(partial(load_policy, sft_model), config.actor, actor_steps * updates)
-    judge = frozen_model(partial(load_scores, reward_model), config.reward_model, config.critic, world)
     return FourModels(
         actor=actor,
         reference=frozen_model(partial(load_policy, sft_model), config.reference, config.actor, world),
@@ -69,7 +76,8 @@ def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContrac
         if config.critic is None
         else train_engine(partial(load_scores, reward_model), config.critic, config.steps * updates),
         reward_model=judge,
-        score_mean=judge.score_mean,
+        score_mean=judge.score_mean if judge is not None and rewards is None else 0.0,  # the sum is centred already
+        rewards=rewards,
         contract=contract,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
     )

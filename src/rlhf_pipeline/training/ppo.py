@@ -1,4 +1,4 @@
-"""Stage program: PPO on the reward model's score, leashed to the SFT model.
+"""Stage program: PPO on the score of `ppo.rewards`, leashed to the SFT model.
 
     deepspeed --module rlhf_pipeline.training.ppo job.json
 
@@ -26,6 +26,7 @@ from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.stages.reward_inputs import PREFIX
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.deepspeed_config import store_settings
 from rlhf_pipeline.training.engine import World, join
@@ -49,7 +50,7 @@ HELD_OUT = 2**31
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train the actor, and export the checkpoint with the highest held-out score within the KL bound."""
     config = job.block("ppo", PPOConfig)
-    contract = common_contract(job.inputs)
+    contract = common_contract({name: path for name, path in job.inputs.items() if not name.startswith(PREFIX)})
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     text = load_text(job, config, world)
     models = load_four_models(job, config, contract, world)
@@ -109,7 +110,10 @@ def train(
         # All prompts once, then all again: the ranks divide the prompts, so a rank has all responses to each of its own.
         rows = own_share(np.tile(asked, config.responses_per_prompt), world)
         slots = own_share(np.arange(config.responses_per_step), world)
-        scored = roll_out(models, columns(prompts, rows)["prompt_ids"], config, seed=seed, step=step, slots=slots)
+        own = columns(prompts, rows)
+        scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=step, slots=slots)
+        if models.rewards is not None:
+            scored = models.rewards(scored, own)
         generated = time.monotonic()
         metrics = rollout_metrics(scored, models.score_mean, world)
         fault = rollout_fault(metrics, config, f"at step {step}", trained=step > config.critic_warmup_steps + 1)
@@ -133,7 +137,7 @@ def train(
             for prefix, as_actor in candidates(models).items():
                 with as_actor():
                     held_out = evaluate(models, validation, config, world, seed)
-                    metrics |= {f"{prefix}/{name.split('/')[1]}": value for name, value in held_out.items()}
+                    metrics |= {f"{prefix}/{_short(name)}": value for name, value in held_out.items()}
                     fault = rollout_fault(held_out, config, f"on held-out prompts after step {step}", trained=True)
                     if fault is not None:
                         watch.fail(step, metrics, fault)
@@ -193,7 +197,14 @@ def rollout_metrics(scored: Scored, score_mean: float, world: World) -> dict[str
         "objective/kl_k3": sums["kl_k3"] / count,
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
-    } | ({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {})
+        **{name: value / count for name, value in sums.items() if name.startswith("reward/")},
+        **({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {}),
+    }
+
+
+def _short(metric: str) -> str:
+    """The name of a rollout's metric under the prefix of held-out ones."""
+    return metric.removeprefix("objective/").removeprefix("rollout/")
 
 
 def rollout_fault(metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool) -> str | None:
@@ -237,8 +248,10 @@ def remedy(metric: str, config: PPOConfig) -> str:
 def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world: World, seed: int) -> dict[str, float]:
     """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
     slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
-    prompts = columns(validation, slots)["prompt_ids"]
-    scored = roll_out(models, prompts, config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
+    own = columns(validation, slots)
+    scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
+    if models.rewards is not None:
+        scored = models.rewards(scored, own)
     return rollout_metrics(scored, models.score_mean, world)
 
 

@@ -76,6 +76,23 @@ def test_every_form(columns: dict[str, Any], row: dict[str, Any], expected: Reco
     assert record(row, ColumnMap(**columns)) == expected
 
 
+@pytest.mark.parametrize(("value", "reference"), [("4", "4"), (4, "4"), (0.5, "0.5"), (None, None)])
+def test_a_true_answer_for_rewards(value: object, reference: str | None) -> None:
+    columns = ColumnMap(prompt="q", reference="solution.answer")
+    assert record({"q": "Why?", "solution": {"answer": value}}, columns) == Example(QUESTION, reference=reference)
+
+
+def test_a_true_answer_beside_a_comparison() -> None:
+    columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"), reference="b")
+    row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": 2}
+    assert record(row, columns) == Example(QUESTION, "Because.", "No.", "Because.")
+
+
+def test_a_true_answer_that_is_no_text() -> None:
+    fault = record({"q": "Why?", "a": ["4"]}, ColumnMap(prompt="q", reference="a"))
+    assert fault == Unused("column 'a' is list, not a string or a number")
+
+
 def test_a_tie_is_passed_over() -> None:
     columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"))
     row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": "1.0"}

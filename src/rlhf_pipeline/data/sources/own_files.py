@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rlhf_pipeline.config.data import ColumnMap
@@ -57,8 +58,21 @@ def _record(row: Row, named: ColumnMap) -> Record:
     )
     said = [dialogue[-1].content for dialogue in answers]
     if named.scores is None:
-        return Example(prompt, *said)
-    return preferred(prompt, (said[0], said[1]), (number(row, named.scores[0]), number(row, named.scores[1])))
+        example = Example(prompt, *said)
+    else:
+        scores = (number(row, named.scores[0]), number(row, named.scores[1]))
+        example = preferred(prompt, (said[0], said[1]), scores)
+    return example if named.reference is None else replace(example, reference=_reference(row, named.reference))
+
+
+def _reference(row: Row, column: str) -> str | None:
+    """A true answer as text, a number as it is written in Python; None where the row has none."""
+    value = row[column]
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return str(value)
+    raise MalformedRowError(f"column {column!r} is {type(value).__name__}, not a string or a number")
 
 
 def _dialogue(value: Any, column: str, role: Role) -> Dialogue:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.reward_inputs import reward_identities, reward_inputs
 from rlhf_pipeline.stages.run import run_stage
 
 
@@ -19,8 +20,10 @@ def ppo(
     seed: int,
     workspace: Path,
 ) -> Path:
-    """Train the SFT model further by PPO on the reward model's score, in a DeepSpeed process."""
+    """Train the SFT model further by PPO on the score of `ppo.rewards`, in a DeepSpeed process."""
     inputs = {"prompts": prepared_data / "ppo", "sft_model": sft_model, "reward_model": reward_model}
+    inputs |= reward_inputs(config.rewards)
     if config.ptx is not None:
         inputs["pretraining"] = prepared_data / "pretraining"
-    return run_stage(Job("ppo", {"ppo": config}, inputs, seed), launch, workspace)
+    job = Job("ppo", {"ppo": config}, inputs, seed, reward_identities(config.rewards))
+    return run_stage(job, launch, workspace)
