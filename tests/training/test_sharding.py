@@ -39,7 +39,8 @@ def test_a_frozen_model_has_an_engine_only_where_it_is_sharded(policy, world):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_generation_keeps_its_cache_where_activations_are_not_kept(policy, world, stage):
-    """After the prompts, each forward pass reads one new token. In training mode it would read all of them again."""
+    """After the prompts, each forward pass reads one new token, and has the others in its cache: the responses are those of
+    the model without an engine. In training mode, layers that keep no activations keep no cache either."""
     engine = train_engine(
         partial(load_policy, policy), block(deepspeed={"zero_stage": stage}, gradient_checkpointing=True), 1
     )
@@ -49,8 +50,11 @@ def test_generation_keeps_its_cache_where_activations_are_not_kept(policy, world
         hook = module.register_forward_pre_hook(
             lambda m, args, kw: widths.append(kw["input_ids"].shape[1]), with_kwargs=True
         )
-        generate(module, [[5, 6, 7], [8]], draws, SamplingConfig(max_response_tokens=6), contract)
+        found = generate(module, [[5, 6, 7], [8]], draws, SamplingConfig(max_response_tokens=6), contract)
     hook.remove()
+    plain = load_policy(policy, "fp32").eval()
+    expected = generate(plain, [[5, 6, 7], [8]], draws, SamplingConfig(max_response_tokens=6), contract)
+    assert torch.equal(found.response_ids, expected.response_ids)
     assert widths == [3] + [1] * (len(widths) - 1) and len(widths) > 2
     assert engine.module.training
 
