@@ -73,6 +73,11 @@ def test_the_defaults_pass(parameters):
             "fp16",
             "ppo.actor.deepspeed.precision: fp16 needs a GPU, and there is none here",
         ),
+        (
+            "ppo.actor.lora",
+            {"quantize": "nf4"},
+            "ppo.actor.lora.quantize: 4-bit weights need a GPU, and there is none here; set it to null",
+        ),
         ("evaluate.precision", "fp16", "evaluate.precision: fp16 needs a GPU"),
         ("ppo.critic.deepspeed", {"zero_stage": 0, "precision": "bf16"}, "takes a spurious first Adam step"),
         ("ppo.sampling.max_response_tokens", 200, "ppo.sampling.max_response_tokens: 200 after a prompt of"),
@@ -185,6 +190,19 @@ def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
 
 def test_fp16_is_fine_on_a_gpu(parameters):
     preflight(changed(parameters, "ppo.actor.deepspeed.precision", "fp16"), processes=2, gpus=2)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeypatch):
+    found = {"bitsandbytes": object()} if installed else {}
+    monkeypatch.setattr("rlhf_pipeline.config.preflight.find_spec", found.get)
+    quantized = changed(parameters, "sft.lora", {"quantize": "nf4"})
+    if installed:
+        preflight(quantized, processes=2, gpus=2)
+    else:
+        message = r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .* --editable '\.\[quantization\]'"
+        with pytest.raises(ConfigError, match=message):
+            preflight(quantized, processes=2, gpus=2)
 
 
 def test_blocks_that_kedro_has_typed_are_checked_too(parameters):

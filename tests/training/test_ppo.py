@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -43,10 +44,11 @@ def run(config, inputs, world, folder, seed=1):
         for name in ("actor", "reference", "critic", "reward_model")
         if getattr(models, name) is not None
     }
-    tokenizer = load_tokenizer(inputs["sft_model"])
-    best = {"validation": BestCheckpoint(job, world, tokenizer)}
+    start = inputs["sft_model"]
+    keep = partial(BestCheckpoint, job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
+    best = {"validation": keep()}
     if config.ema is not None:
-        best["validation_ema"] = BestCheckpoint(job, world, tokenizer, variant="ema")
+        best["validation_ema"] = keep(variant="ema")
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
     ppo.train(models, config, prompts, prompts, world=world, seed=seed, writer=writer, best=best)

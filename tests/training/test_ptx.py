@@ -4,6 +4,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import deepspeed
 import numpy as np
@@ -81,7 +82,8 @@ def models_of(config, inputs, world, folder):
 def run(config, inputs, world, folder):
     """The stage's loop; returns the models and the metrics lines."""
     job, models = job_of(inputs, folder), models_of(config, inputs, world, folder)
-    best = BestCheckpoint(job, world, load_tokenizer(inputs["sft_model"]))
+    start = inputs["sft_model"]
+    best = BestCheckpoint(job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
     text = load_text(job, config, world)

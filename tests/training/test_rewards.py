@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,7 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.models.loading import freeze, load_scores, load_tokenizer
+from rlhf_pipeline.models.loading import freeze, load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.models.token_contract import TokenContract
@@ -86,7 +87,8 @@ def run(config, inputs, world, folder):
     """The stage's loop; returns the models and the metrics lines."""
     job = job_of(inputs, folder)
     models = ppo.load_four_models(job, config, TokenContract.read(inputs["sft_model"]), world)
-    best = BestCheckpoint(job, world, load_tokenizer(inputs["sft_model"]))
+    start = inputs["sft_model"]
+    best = BestCheckpoint(job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
     ppo.train(models, config, prompts, prompts, world=world, seed=1, writer=writer, best={"validation": best})

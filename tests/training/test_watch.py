@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -120,10 +121,10 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def in_process(folder, world, policy, steps):
+def in_process(folder, world, policy, steps, config):
     """What `fit` and `ppo.train` write to."""
     job = LaunchedJob("test", "f", 1, {}, {}, {}, folder, 60.0)
-    best = BestCheckpoint(job, world, load_tokenizer(policy))
+    best = BestCheckpoint(job, world, load_tokenizer(policy), config, partial(load_policy, policy))
     return {"world": world, "seed": 1, "writer": MetricsWriter(job.metrics_file, world, steps), "best": best}
 
 
@@ -146,7 +147,7 @@ def fit_stage(stage, folder, world, policy, config_fields, damage=None):
     }[stage]()  # fmt: skip
     config = config.model_validate(config_fields)
     engine = train_engine(load, config, 4)
-    outlets = in_process(folder, world, policy, 4)
+    outlets = in_process(folder, world, policy, 4, config)
     fit(engine, task, config, training=TABLE, validation=TABLE, **outlets)
     return outlets["best"]
 
@@ -155,7 +156,7 @@ def train_ppo(folder, world, policy, reward_model, rows, config):
     inputs = {"prompts": rows, "sft_model": policy, "reward_model": reward_model}
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
     models = ppo.load_four_models(job, config, TokenContract.read(policy), world)
-    outlets = in_process(folder, world, policy, config.steps)
+    outlets = in_process(folder, world, policy, config.steps, config.actor)
     ppo.train(models, config, TABLE, TABLE, **outlets | {"best": {"validation": outlets["best"]}})
     return outlets["best"]
 

@@ -20,9 +20,11 @@ class DPOConfig(SupervisedConfig):
     """Share of the preferences that are taken to be wrong (conservative DPO, Mitchell 2023). 0: all are trusted."""
 
     reference: FrozenModelConfig = FrozenModelConfig()
-    """The frozen SFT model that the policy starts from and is leashed to."""
+    """The frozen SFT model that the policy starts from and is leashed to. With LoRA (without `train_rest`) it is the policy
+    itself, its adapters off."""
 
     @model_validator(mode="after")
-    def _offload(self) -> Self:
+    def _reference(self) -> Self:
+        self.reference.require_effect("reference", self)
         self.reference.require_offload_possible("reference", self)
         return self

@@ -172,7 +172,7 @@ class PPOConfig(Block):
     """An average of the actor's weights over its optimizer steps, evaluated and exported beside it. None: none is kept."""
 
     reference: FrozenModelConfig = FrozenModelConfig()
-    """The frozen SFT model that the KL is measured to."""
+    """The frozen SFT model that the KL is measured to. An actor with LoRA (without `train_rest`) is its own reference."""
 
     reward_model: FrozenModelConfig = FrozenModelConfig()
     """The frozen judge."""
@@ -239,7 +239,8 @@ class PPOConfig(Block):
         return self
 
     @model_validator(mode="after")
-    def _offload(self) -> Self:
+    def _frozen_models(self) -> Self:
+        self.reference.require_effect("reference", self.actor)
         self.reference.require_offload_possible("reference", self.actor)
         self.reward_model.require_offload_possible("reward_model", self.critic)
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
@@ -64,6 +65,7 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
         faults = [
             *_indivisible(parameters, processes),
             *_half_precision(parameters, gpus),
+            *_quantized(parameters, gpus),
             *_misplaced_sources(parameters),
             *_too_long(parameters),
             *_ptx_faults(parameters),
@@ -130,6 +132,16 @@ def _half_precision(parameters: Mapping[str, Any], gpus: int) -> list[str]:
         for place, value in _leaves(parameters)
         if place.endswith(".precision") and value == "fp16" and gpus == 0
     ]
+
+
+def _quantized(parameters: Mapping[str, Any], gpus: int) -> list[str]:
+    places = [place for place, value in _leaves(parameters) if place.endswith(".lora.quantize") and value is not None]
+    if gpus == 0:
+        return [f"{place}: 4-bit weights need a GPU, and there is none here; set it to null" for place in places]
+    if find_spec("bitsandbytes") is None:
+        install = ".venv/bin/pip install --constraint constraints.txt --editable '.[quantization]'"
+        return [f"{place}: 4-bit weights need bitsandbytes, which is not installed; run {install}" for place in places]
+    return []
 
 
 def _misplaced_sources(parameters: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from rlhf_pipeline.config.block import Block, operational
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Quantization = Literal["nf4"]
 
 
 class OptimizerConfig(Block):
@@ -79,14 +80,61 @@ class FrozenDeepSpeedConfig(Block):
     """Keep weights in main memory and fetch each layer's for its turn; stage 3 only."""
 
 
+class LoRAConfig(Block):
+    """Low-rank adapters (Hu et al. 2021) beside linear layers whose own weights are frozen: W x + (alpha / rank) B A x.
+
+    There is no dropout: no forward pass is random. Adapters want a learning rate some ten times that of whole models.
+    """
+
+    rank: PositiveInt = 16
+    """Width of the adapters: an (out, in) matrix gets rank * (in + out) weights."""
+
+    alpha: PositiveFloat = 32.0
+    """Scale: what an adapter adds is multiplied by alpha / rank."""
+
+    target_modules: Literal["all-linear"] | list[str] = Field(default="all-linear", min_length=1)
+    """Layers with an adapter, by the last parts of their names (q_proj, v_proj); all-linear: every one but the language
+    model's or the reward model's head."""
+
+    train_rest: bool = False
+    """Train what has no adapter, too: embeddings, norms, biases, as DeepSpeed-Chat without `only_optimize_lora`. The scalar
+    head of a reward model or critic trains in any case."""
+
+    quantize: Quantization | None = None
+    """nf4: keep the frozen matrices in 4 bits (Dettmers et al. 2023). Needs a GPU and the extra `quantization`. The export
+    adds the adapters to the weights as they were before. None: in `deepspeed.precision`."""
+
+    @model_validator(mode="after")
+    def _frozen_if_quantized(self) -> Self:
+        if self.quantize is not None and self.train_rest:
+            raise ValueError(f"quantize {self.quantize} freezes what train_rest would train; choose one of them")
+        return self
+
+
 class TrainedModelConfig(Block):
     """One model that trains: its optimizer and its place in DeepSpeed."""
 
     optimizer: OptimizerConfig
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
 
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters in place of the weights. None: the weights."""
+
     gradient_checkpointing: bool = False
     """Keep one activation a layer and compute the others again in the backward pass: less memory, about a third more time."""
+
+    @property
+    def keeps_its_start(self) -> bool:
+        """Whether the model with its adapters off is what it was at the start: it then is its own reference."""
+        return self.lora is not None and not self.lora.train_rest
+
+    @model_validator(mode="after")
+    def _quantized_whole(self) -> Self:
+        if self.lora is not None and self.lora.quantize is not None and self.deepspeed.zero_stage == 3:
+            raise ValueError(
+                f"lora.quantize {self.lora.quantize} cannot be sharded; use deepspeed.zero_stage 2 or lower"
+            )
+        return self
 
 
 class FrozenModelConfig(Block):
@@ -104,6 +152,14 @@ class FrozenModelConfig(Block):
         """Raise `ValueError` if weights that are whole on every rank are to be offloaded; `name` is this model's block."""
         if self.deepspeed.offload_parameters and self.zero_stage(accompanied) != 3:
             raise ValueError(f"{name}.deepspeed.offload_parameters has no effect at zero_stage 0; set zero_stage to 3")
+
+    def require_effect(self, name: str, trained: TrainedModelConfig) -> None:
+        """Raise `ValueError` if this block says something and `trained` is its own reference; `name` is this block."""
+        if trained.keeps_its_start and self != FrozenModelConfig():
+            raise ValueError(
+                f"{name} has no effect beside LoRA: the reference is the trained model with its adapters off, in its precision "
+                f"and sharded as it is; leave {name} out, or set lora.train_rest to true for a reference of its own"
+            )
 
 
 class SupervisedConfig(TrainedModelConfig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,18 +16,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_pipeline.config.training import Precision
+from rlhf_pipeline.config.training import Precision, Quantization
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.scalar_head import TokenScores
+from rlhf_pipeline.models.scalar_head import HEAD, TokenScores, pretrained
 from rlhf_pipeline.models.token_contract import TokenContract
 
 M = TypeVar("M", bound=nn.Module)
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_policy(checkpoint: Path, precision: Precision) -> PreTrainedModel:
+def load_policy(checkpoint: Path, precision: Precision, *, quantize: Quantization | None = None) -> PreTrainedModel:
     """A causal language model: the SFT model, actor or reference."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=DTYPES[precision])
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=DTYPES[precision], **_quantized(quantize, precision))
     contract = TokenContract.read(checkpoint)
     # A hub model's own generation settings (top-k, repetition penalty) would change the distribution that is sampled.
     model.generation_config = GenerationConfig(eos_token_id=contract.eos_id, pad_token_id=contract.pad_id)
@@ -35,22 +35,29 @@ def load_policy(checkpoint: Path, precision: Precision) -> PreTrainedModel:
 
 
 def load_scores(
-    checkpoint: Path, precision: Precision, *, new_head: bool = False, foreign: bool = False
+    checkpoint: Path,
+    precision: Precision,
+    *,
+    new_head: bool = False,
+    foreign: bool = False,
+    quantize: Quantization | None = None,
 ) -> TokenScores:
     """A model with one scalar a token: the reward model or the critic.
 
     Args:
         checkpoint: a reward model; or a language model where `new_head` is true.
+        precision: of weights and activations.
         new_head: the scalar head is not in the checkpoint; it gets random weights.
+        quantize: how the matrices of the trunk are stored, if not in `precision`.
         foreign: it reads tokens of its own, so it needs no token contract.
 
     Raises:
         ArtifactError: the checkpoint has no trained scalar head, and none was asked for.
     """
     model, loading = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, num_labels=1, dtype=DTYPES[precision], output_loading_info=True
+        checkpoint, num_labels=1, dtype=DTYPES[precision], output_loading_info=True, **_quantized(quantize, precision)
     )
-    if missing := [name for name in loading["missing_keys"] if not (new_head and name.startswith("score."))]:
+    if missing := [name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))]:
         raise ArtifactError(f"{checkpoint} is not a reward model: it has no weights for {', '.join(sorted(missing))}")
     if not foreign:
         model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
@@ -76,14 +83,33 @@ def enable_checkpointing(model: nn.Module) -> None:
 
     Not by the reentrant method: after two forward passes before one backward it breaks ZeRO-2 and 3.
     """
-    trunk = model.classifier if isinstance(model, TokenScores) else cast(PreTrainedModel, model)
-    trunk.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    pretrained(model).activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
 def assert_no_dropout(model: nn.Module) -> None:
     """Raise `AssertionError` if a forward pass could differ from the next: a policy ratio would not start at 1."""
     active = [f"{path}.{name}" for path, _, name in _dropout_rates(model)]
     assert not active, f"dropout is active in {', '.join(active)}"
+
+
+def _quantized(quantize: Quantization | None, precision: Precision) -> dict[str, Any]:
+    """Arguments of `from_pretrained` by which bitsandbytes stores matrices in 4 bits; heads stay as they are."""
+    if quantize is None:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantize,
+            bnb_4bit_compute_dtype=DTYPES[precision],
+            llm_int8_skip_modules=[
+                HEAD,
+                "lm_head",
+                "embed_out",
+            ],  # their name in GPT-NeoX; the argument serves 4 bits too
+        )
+    }
 
 
 def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:

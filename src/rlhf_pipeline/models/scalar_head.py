@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+HEAD = "score"
+"""What sequence classifiers call the layer from hidden states to scalars."""
 
 
 class TokenScores(nn.Module):
@@ -37,6 +41,11 @@ class TokenScores(nn.Module):
         """Scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32."""
         hidden = self.classifier.base_model(**inputs, use_cache=False)[0]
         return self.head(hidden[:, -scores_to_keep:]).squeeze(-1).float()
+
+
+def pretrained(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model: a policy itself, the classifier whose scalars `TokenScores` reads."""
+    return model.classifier if isinstance(model, TokenScores) else cast(PreTrainedModel, model)
 
 
 def store_score_mean(checkpoint: Path, mean: float) -> None:

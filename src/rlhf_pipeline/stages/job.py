@@ -20,7 +20,7 @@ class Program:
     module: str
     distributed: bool
     """True: started by the `deepspeed` launcher on every rank; False: one plain Python process."""
-    libraries: tuple[str, ...] = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
+    libraries: tuple[str, ...] = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "peft")
     """Libraries whose version can change the result."""
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.models.scalar_head import TokenScores
+from rlhf_pipeline.config.training import LoRAConfig, TrainedModelConfig
+from rlhf_pipeline.models.loading import DTYPES
+from rlhf_pipeline.models.lora import merged, trained_names, write_adapter
+from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.engine import World
@@ -23,16 +27,40 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
 
     All ranks call this together, the first one writes. `model` may be an engine.
     """
-    module = model.module if isinstance(model, DeepSpeedEngine) else model
-    saved = module.classifier if isinstance(module, TokenScores) else cast(PreTrainedModel, module)
+    saved = pretrained(_module(model))
     weights = whole_state_dict(saved)
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return
+    if _is_first():
+        with _whole(directory) as partial:
+            saved.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+            TokenContract.of(tokenizer).write(partial)
+
+
+def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
+    """Write what LoRA trains, whole or not at all; the arguments are those of `write_adapter`.
+
+    All ranks call this together, the first one writes. `model` may be an engine."""
+    module = _module(model)
+    weights = whole_state_dict(pretrained(module), trained_names(module))
+    if _is_first():
+        with _whole(directory) as partial:
+            write_adapter(module, weights, base, partial)
+
+
+def _module(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DeepSpeedEngine) else model
+
+
+def _is_first() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+@contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `directory` when it is complete."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    saved.save_pretrained(partial, state_dict=weights)
-    tokenizer.save_pretrained(partial)
-    TokenContract.of(tokenizer).write(partial)
+    yield partial
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
 
@@ -40,16 +68,35 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
 class BestCheckpoint:
     """Keeps the best model so far in the work directory; the best becomes the stage's export.
 
-    A `variant` is another model of the same stage: it is kept in, and exported to, a folder of that name.
+    A `variant` is another model of the same stage: it is kept in, and exported to, a folder of that name. With LoRA it is
+    adapters that are kept, and a whole model that is exported: `load`'s weights with the best adapters added, in fp32.
+
+    Args:
+        job: says where.
+        world: the ranks.
+        tokenizer: goes with the model.
+        config: block of the model.
+        load: reads what the model was at its start, see `train_engine`.
+        variant: folder.
     """
 
     def __init__(
-        self, job: LaunchedJob, world: World, tokenizer: PreTrainedTokenizerBase, *, variant: str = ""
+        self,
+        job: LaunchedJob,
+        world: World,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TrainedModelConfig,
+        load: Callable[..., nn.Module],
+        *,
+        variant: str = "",
     ) -> None:
+        self._inputs = job.inputs
         self._directory = job.directory / "checkpoints" / variant
         self.export = job.export / variant
         self._world = world
         self._tokenizer = tokenizer
+        self._config = config
+        self._load = load
         self.merit: float | None = None
         self.metrics: dict[str, float] = {}
 
@@ -74,8 +121,27 @@ class BestCheckpoint:
         """Save the last model beside the best, and export the best. All ranks call this together."""
         self._save(last, "last")
         if self._world.rank == 0:
-            shutil.copytree(self._directory / "best", self.export, dirs_exist_ok=True)
+            if self._config.lora is None:
+                shutil.copytree(self._directory / "best", self.export, dirs_exist_ok=True)
+            else:
+                self._export_merged(self._config.lora)
         self._world.barrier()
 
     def _save(self, model: nn.Module, name: str) -> None:
-        save_model(model, self._tokenizer, self._directory / name)
+        if self._config.lora is None:
+            save_model(model, self._tokenizer, self._directory / name)
+        else:
+            save_adapter(model, self._base(model), self._directory / name)
+
+    def _export_merged(self, lora: LoRAConfig) -> None:
+        """Not from the engine: in bf16, merging would round the base, and this rank need not have all of it."""
+        best = self._directory / "best"
+        model = merged(self._load("fp32"), lora, best).to(DTYPES[self._config.deepspeed.precision])
+        save_model(model, self._tokenizer, self.export)
+        if not lora.train_rest:
+            shutil.copytree(best, self.export / "adapter")
+
+    def _base(self, model: nn.Module) -> str:
+        """Name of the input that the model was read from: unlike its path, it means the same on every machine."""
+        path = Path(pretrained(_module(model)).name_or_path)
+        return next(name for name, source in self._inputs.items() if source == path)

@@ -2,8 +2,8 @@
 
     deepspeed --module rlhf_pipeline.training.dpo job.json
 
-Two models: the policy trains, the reference is its frozen start. Both read the same micro batch, so the reference's
-log-probabilities cost a forward pass and no storage.
+Two models: the policy trains, the reference is its frozen start, with LoRA the policy without its adapters. Both read the
+same micro batch, so the reference's log-probabilities cost a forward pass and no storage.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.models.token_contract import TokenContract, common_contract
 from rlhf_pipeline.rl.losses import dpo_loss
@@ -35,8 +36,8 @@ class DPOTask:
     """Bradley-Terry loss on the policy's implicit rewards: how much likelier it makes an answer than the reference does."""
 
     contract: TokenContract
-    reference: nn.Module
-    """The frozen model that the policy starts from."""
+    reference: nn.Module | None
+    """The frozen model that the policy starts from. None: the policy itself, its adapters off."""
     beta: float
     label_smoothing: float
     name: str = "dpo"
@@ -51,8 +52,9 @@ class DPOTask:
 
     def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
         """Mean negative log-likelihood of the preferences, over the global batch."""
+        reference = self.reference if self.reference is not None else WithoutAdapters(model)
         with torch.no_grad():
-            ref_chosen, ref_rejected = chosen_and_rejected(self.logprobs(self.reference, batch.answers))
+            ref_chosen, ref_rejected = chosen_and_rejected(self.logprobs(reference, batch.answers))
         chosen, rejected = chosen_and_rejected(self.logprobs(model, batch.answers))
         loss, chosen_rewards, rejected_rewards = dpo_loss(
             chosen, rejected, ref_chosen, ref_rejected,
@@ -95,10 +97,11 @@ def main(job: LaunchedJob) -> dict[str, float]:
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     sft_model = job.inputs["sft_model"]
-    reference = frozen_model(partial(load_policy, sft_model), config.reference, config, world)
+    load = partial(load_policy, sft_model)
+    reference = None if config.keeps_its_start else frozen_model(load, config.reference, config, world)
     task = DPOTask(contract, reference, config.beta, config.label_smoothing)
     metrics = train(
-        job, config, task, partial(load_policy, sft_model), world,
+        job, config, task, load, world,
         rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model),
     )  # fmt: skip
     if world.rank == 0:

@@ -20,6 +20,7 @@ from transformers import get_scheduler
 
 from rlhf_pipeline.config.training import FrozenModelConfig, Precision, TrainedModelConfig
 from rlhf_pipeline.models.loading import enable_checkpointing, freeze
+from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.training.deepspeed_config import inference_settings, training_settings
 from rlhf_pipeline.training.sharding import sharded_loading
 
@@ -71,17 +72,20 @@ def _leave() -> None:
         torch.distributed.destroy_process_group()
 
 
-def train_engine(
-    load: Callable[[Precision], nn.Module], config: TrainedModelConfig, total_steps: int
-) -> DeepSpeedEngine:
+def train_engine(load: Callable[..., nn.Module], config: TrainedModelConfig, total_steps: int) -> DeepSpeedEngine:
     """A model with AdamW and its learning-rate schedule over `total_steps`, in a DeepSpeed engine.
 
     Args:
-        load: reads the model; its weights are sharded as they are read where the block says ZeRO-3.
+        load: reads the model in a precision; its weights are sharded as they are read where the block says ZeRO-3. Takes
+            `quantize`, too, where the block says so.
         config: the model's block.
         total_steps: optimizer steps until the schedule ends.
     """
+    if config.lora is not None and config.lora.quantize is not None:
+        load = partial(load, quantize=config.lora.quantize)
     model, settings = _loaded(load, config.deepspeed.precision, partial(training_settings, config))
+    if config.lora is not None:
+        add_adapters(model, config.lora)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     optimizer = _optimizer(model, config)

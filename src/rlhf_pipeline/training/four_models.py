@@ -12,6 +12,7 @@ from torch import nn
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import uses_trained
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_scores
+from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.ema import EMA
@@ -26,7 +27,7 @@ class FourModels:
     actor: DeepSpeedEngine
     """The policy in training."""
     reference: nn.Module
-    """Its frozen start."""
+    """Its frozen start; an actor with LoRA is the same model, its adapters off."""
     critic: DeepSpeedEngine | None
     """The value model in training; None where `ppo.advantage` has none."""
     reward_model: nn.Module | None
@@ -68,10 +69,13 @@ def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContrac
     rewards = load_rewards(job, config, contract, world, None if judge is None else judge.score_mean)
     updates = config.ppo_epochs * config.updates_per_epoch
     actor_steps = config.steps - config.critic_warmup_steps
-    actor = train_engine(partial(load_policy, sft_model), config.actor, actor_steps * updates)
+    load = partial(load_policy, sft_model)
+    actor = train_engine(load, config.actor, actor_steps * updates)
     return FourModels(
         actor=actor,
-        reference=frozen_model(partial(load_policy, sft_model), config.reference, config.actor, world),
+        reference=WithoutAdapters(actor)
+        if config.actor.keeps_its_start
+        else frozen_model(load, config.reference, config.actor, world),
         critic=None
         if config.critic is None
         else train_engine(partial(load_scores, reward_model), config.critic, config.steps * updates),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.token_contract import common_contract
 from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
@@ -57,10 +58,11 @@ def main(job: LaunchedJob) -> dict[str, float]:
     store_settings(models.deepspeed_settings(), job)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
-    tokenizer = load_tokenizer(job.inputs["sft_model"])
-    best = {VALIDATION: BestCheckpoint(job, world, tokenizer)}
+    start = job.inputs["sft_model"]
+    keep = partial(BestCheckpoint, job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
+    best = {VALIDATION: keep()}
     if models.ema is not None:
-        best[VALIDATION_EMA] = BestCheckpoint(job, world, tokenizer, variant="ema")
+        best[VALIDATION_EMA] = keep(variant="ema")
     writer = MetricsWriter(job.metrics_file, world, config.steps)
     train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best, text=text)
     for name, kept in best.items():

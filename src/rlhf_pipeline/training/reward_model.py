@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.training import Precision, RewardModelConfig
+from rlhf_pipeline.config.training import Precision, Quantization, RewardModelConfig
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, store_score_mean
@@ -85,9 +85,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return metrics
 
 
-def untrained(sft_model: Path, precision: Precision) -> TokenScores:
+def untrained(sft_model: Path, precision: Precision, *, quantize: Quantization | None = None) -> TokenScores:
     """The SFT model with a scalar head of zeros: every answer scores 0."""
-    model = load_scores(sft_model, precision, new_head=True)
+    model = load_scores(sft_model, precision, new_head=True, quantize=quantize)
     with gathered(model.head.parameters()):
         nn.init.zeros_(model.head.weight)
     return model

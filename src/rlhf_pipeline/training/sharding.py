@@ -5,7 +5,7 @@ Everything here is a collective: all ranks call it together, for models at any s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,15 +69,19 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All weights and buffers, as `state_dict()` names them. Of a sharded model they are copies in main memory, and only
-    on the first rank; the others get an empty dictionary. One weight at a time is whole on the device."""
+def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """All weights and buffers, or those of these names, as `state_dict()` names them. Of a sharded model they are copies in
+    main memory, and only on the first rank; the others get an empty dictionary. One weight at a time is whole on the
+    device."""
     if not is_sharded(model):
-        return model.state_dict()
+        weights = model.state_dict()
+        return weights if names is None else {name: weights[name] for name in names}
     first = torch.distributed.get_rank() == 0
     copies: dict[int, Tensor] = {}  # tied weights stay one tensor, so that they are written once
     whole: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if names is not None and name not in names:
+            continue
         with deepspeed.zero.GatheredParameters([tensor]):
             if first:
                 whole[name] = copies.setdefault(id(tensor), tensor.detach().cpu().clone())

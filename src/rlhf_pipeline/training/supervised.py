@@ -15,7 +15,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.training import Precision, SupervisedConfig
+from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
@@ -69,7 +69,7 @@ def train(
     job: LaunchedJob,
     config: SupervisedConfig,
     task: Task,
-    load: Callable[[Precision], nn.Module],
+    load: Callable[..., nn.Module],
     world: World,
     *,
     rows: Path,
@@ -81,7 +81,7 @@ def train(
         job: where metrics and checkpoints go, and the seed.
         config: the stage's parameters.
         task: what is learned.
-        load: reads the model that training starts from.
+        load: reads the model that training starts from, see `train_engine`.
         world: the ranks.
         rows: folder with `train.arrow` and `validation.arrow`.
         tokenizer: stored with each checkpoint.
@@ -93,7 +93,7 @@ def train(
     steps = optimizer_steps(config, training.num_rows)
     engine = train_engine(load, config, steps)
     store_settings({task.name: engine.config}, job)
-    best = BestCheckpoint(job, world, tokenizer)
+    best = BestCheckpoint(job, world, tokenizer, config, load)
     writer = MetricsWriter(job.metrics_file, world, steps)
     fit(
         engine, task, config, training=training, validation=validation,

@@ -1,0 +1,57 @@
+"""LoRA's options: what does not fit together is refused, with the fix."""
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.training import SFTConfig
+
+MODEL = {"optimizer": {"learning_rate": 1e-3}}
+SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2}
+PPO = {"steps": 4, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_size_per_gpu": 4, "critic": MODEL}
+NF4 = {"quantize": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora": {"rank": 0}}, "greater than 0"),
+        ({"lora": {"alpha": 0}}, "greater than 0"),
+        ({"lora": {"target_modules": []}}, "at least 1 item"),
+        ({"lora": {"target_modules": "q_proj"}}, "'all-linear'"),
+        ({"lora": {"dropout": 0.1}}, "Extra inputs are not permitted"),
+        ({"lora": {"quantize": "int8"}}, "'nf4'"),
+        ({"lora": NF4 | {"train_rest": True}}, "quantize nf4 freezes what train_rest would train; choose one of them"),
+        ({"lora": NF4, "deepspeed": {"zero_stage": 3}}, "lora.quantize nf4 cannot be sharded; use deepspeed.zero_stage 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(fields, message):
+    with pytest.raises(ValidationError) as refusal:
+        SFTConfig.model_validate(SUPERVISED | fields)
+    assert message in str(refusal.value)
+
+
+def test_it_is_off_unless_there_is_a_block():
+    assert SFTConfig.model_validate(SUPERVISED).lora is None
+    lora = SFTConfig.model_validate(SUPERVISED | {"lora": {}}).lora
+    assert (lora.rank, lora.alpha, lora.target_modules, lora.train_rest) == (16, 32.0, "all-linear", False)
+
+
+@pytest.mark.parametrize("reference", [{"precision": "bf16"}, {"zero_stage": 0}, {"zero_stage": 3}])
+def test_a_reference_of_its_own_is_refused_beside_an_actor_with_adapters(reference):
+    reference = {"reference": {"deepspeed": reference}}
+    policy = MODEL | {"lora": {}}
+    for refused in (lambda: PPOConfig.model_validate(PPO | {"actor": policy} | reference),
+                    lambda: DPOConfig.model_validate(SUPERVISED | policy | reference)):  # fmt: skip
+        with pytest.raises(
+            ValidationError, match=r"reference has no effect beside LoRA: .* leave reference out, or set"
+        ):
+            refused()
+
+
+@pytest.mark.parametrize("policy", [{"lora": None}, {"lora": {"train_rest": True}}])
+def test_a_reference_of_its_own_is_fine_where_the_start_is_not_kept(policy):
+    reference = {"reference": {"deepspeed": {"precision": "bf16"}}}
+    PPOConfig.model_validate(PPO | {"actor": MODEL | policy} | reference)
+    DPOConfig.model_validate(SUPERVISED | policy | reference)

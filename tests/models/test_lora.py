@@ -1,0 +1,187 @@
+"""Adapters in models of every family: what trains, what stays, what is stored, what is merged."""
+
+import copy
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_pipeline.config.training import LoRAConfig
+from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.models.loading import freeze, load_policy, load_scores
+from rlhf_pipeline.models.lora import WithoutAdapters, add_adapters, merged, trained_names, write_adapter
+
+IDS = torch.tensor([[5, 6, 7, 20, 21, 1], [8, 9, 10, 11, 23, 24]])
+CONFIG = LoRAConfig(rank=4, alpha=6.0)
+
+
+def logits(policy):
+    return policy(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
+
+
+def train_a_little(model):
+    """Random numbers in place of what a few steps would make of all that trains."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+
+
+def adapted(checkpoint, config=CONFIG, precision="fp32"):
+    model = load_policy(checkpoint, precision).eval()
+    add_adapters(model, config)
+    return model
+
+
+def store(model, folder):
+    parameters = dict(getattr(model, "classifier", model).named_parameters())
+    write_adapter(model, {name: parameters[name].detach() for name in trained_names(model)}, "sft_model", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_model, family):
+    return make_model(family)
+
+
+def test_an_adapted_policy_starts_as_it_was_and_the_start_stays(checkpoint):
+    start = logits(freeze(load_policy(checkpoint, "fp32")))
+    model = adapted(checkpoint)
+    assert torch.equal(logits(model), start)
+    reference = WithoutAdapters(model)
+    train_a_little(model)
+    assert not torch.allclose(logits(model), start, atol=1e-2)
+    assert torch.equal(logits(reference), start)
+    assert not logits(reference).requires_grad and logits(model).requires_grad
+    assert not torch.allclose(logits(model), start, atol=1e-2)
+
+
+def test_the_merged_policy_and_what_peft_reads_are_the_one_that_trained(checkpoint, tmp_path):
+    model = adapted(checkpoint)
+    train_a_little(model)
+    folder = store(model, tmp_path / "adapter")
+    plain = merged(load_policy(checkpoint, "fp32").eval(), CONFIG, folder)
+    assert plain.state_dict().keys() == load_policy(checkpoint, "fp32").state_dict().keys()
+    torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert torch.equal(logits(PeftModel.from_pretrained(base, folder).eval()), logits(model))
+
+
+def test_a_scalar_head_is_stored_with_the_adapter(checkpoint, tmp_path):
+    model = load_scores(checkpoint, "fp32", new_head=True).eval()
+    add_adapters(model, CONFIG)
+    train_a_little(model)
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    scores = model(**inputs, scores_to_keep=6)[:, -1]
+    folder = store(model, tmp_path / "adapter")
+    plain = merged(load_scores(checkpoint, "fp32", new_head=True).eval(), CONFIG, folder)
+    torch.testing.assert_close(plain(**inputs, scores_to_keep=6)[:, -1], scores, rtol=0, atol=1e-5)
+    base = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    base.config.pad_token_id = 0
+    again = PeftModel.from_pretrained(base, folder).eval()(**inputs).logits[:, 0]
+    assert torch.equal(again, scores)
+    assert json.loads((folder / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
+
+
+def test_adapters_and_the_scalar_head_train_alone(checkpoint):
+    policy = adapted(checkpoint)
+    trained = trained_names(policy)
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+    head = {"lm_head", "embed_out"}
+    linear = [
+        name
+        for name, module in load_policy(checkpoint, "fp32").named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D") and name not in head
+    ]
+    assert len(trained) == 2 * len(linear)
+    scores = load_scores(checkpoint, "fp32", new_head=True)
+    add_adapters(scores, CONFIG)
+    assert [name for name in trained_names(scores) if "lora" not in name] == ["score.weight"]
+
+
+def test_train_rest_freezes_the_adapted_matrices_alone(checkpoint, tmp_path):
+    config = CONFIG.model_copy(update={"train_rest": True})
+    model = adapted(checkpoint, config)
+    names = {name for name, _ in model.named_parameters()}
+    assert names - set(trained_names(model)) == {name for name in names if name.endswith(".base_layer.weight")}
+    train_a_little(model)
+    plain = merged(load_policy(checkpoint, "fp32").eval(), config, store(model, tmp_path / "adapter"))
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def llama(make_model):
+    return make_model("llama")
+
+
+def test_named_targets_are_adapted_alone(llama):
+    model = adapted(llama, LoRAConfig(rank=2, target_modules=["q_proj", "layers.1.mlp.down_proj"]))
+    layers = {name.split(".lora_")[0] for name in trained_names(model)}
+    assert layers == {
+        "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["q_prj", "lm_head", "embed_tokens", "proj"])
+def test_what_is_no_linear_layer_is_refused_with_what_there_is(llama, target):
+    with pytest.raises(ConfigError) as refusal:
+        adapted(llama, LoRAConfig(target_modules=["q_proj", target]))
+    assert f"lora.target_modules: {target!r} is no linear layer of llama that can be adapted" in str(refusal.value)
+    assert "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(refusal.value)
+
+
+def test_a_scalar_head_is_no_target(llama):
+    with pytest.raises(ConfigError, match="'score' is no linear layer"):
+        add_adapters(load_scores(llama, "fp32", new_head=True), LoRAConfig(target_modules=["score"]))
+
+
+def test_adapters_have_the_precision_of_the_model(llama):
+    assert {parameter.dtype for parameter in adapted(llama, precision="bf16").parameters()} == {torch.bfloat16}
+
+
+def test_the_scale_is_alpha_over_rank(llama, tmp_path):
+    """6 / 4: with A and B of ones, the merged matrix differs by 1.5 times 4, the rank."""
+    config = LoRAConfig(rank=4, alpha=6.0, target_modules=["q_proj"])
+    model = adapted(llama, config)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.ones_(parameter)
+    plain = merged(load_policy(llama, "fp32"), config, store(model, tmp_path / "adapter"))
+    start = load_policy(llama, "fp32")
+    added = plain.model.layers[0].self_attn.q_proj.weight - start.model.layers[0].self_attn.q_proj.weight
+    torch.testing.assert_close(added, torch.full((32, 32), 6.0), rtol=0, atol=1e-5)
+
+
+def test_the_stored_adapter_is_small_and_names_no_path(llama, tmp_path):
+    folder = store(adapted(llama), tmp_path / "adapter")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "sft_model"
+    assert settings["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (settings["r"], settings["lora_alpha"], settings["inference_mode"]) == (4, 6.0, True)
+    assert str(tmp_path) not in json.dumps(settings) and str(llama) not in json.dumps(settings)
+    # Two layers, each with attention's four 32 x 32 and an MLP of three 32 x 64: 2 * 4 * (4 * 64 + 3 * 96) = 4352.
+    assert sum(weight.numel() for weight in load_file(folder / "adapter_model.safetensors").values()) == 4352
+
+
+def test_an_adapter_of_another_recipe_is_refused(llama, tmp_path):
+    folder = store(adapted(llama, LoRAConfig(target_modules=["q_proj"])), tmp_path / "adapter")
+    with pytest.raises(ArtifactError, match=r"adapter_model\.safetensors does not fit the model: .*v_proj"):
+        merged(load_policy(llama, "fp32"), LoRAConfig(target_modules=["q_proj", "v_proj"]), folder)
+
+
+def test_the_start_takes_part_in_no_backward_pass(llama):
+    """Switching the adapters off in between changes no gradient."""
+    model = adapted(llama)
+    train_a_little(model)
+    twin = copy.deepcopy(model)
+    logits(twin).square().sum().backward()
+    first = logits(model)
+    logits(WithoutAdapters(model))
+    first.square().sum().backward()
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None) == ("lora" not in name)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
