@@ -249,6 +249,18 @@ class PPOConfig(Block):
         return self
 
     @model_validator(mode="after")
+    def _fp16_in_both_or_neither(self) -> Self:
+        if self.critic is None:
+            return self
+        actor, critic = self.actor.deepspeed.precision, self.critic.deepspeed.precision
+        if (actor == "fp16") != (critic == "fp16"):
+            raise ValueError(
+                f"actor.deepspeed.precision {actor} with critic.deepspeed.precision {critic}: where the gradients of one "
+                "overflow, neither takes its step, which takes fp16 in both; set both to fp16, or neither"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedules(self) -> Self:
         if self.critic_warmup_steps >= self.steps:
             raise ValueError(

@@ -20,7 +20,7 @@ from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.deepspeed_config import store_settings
-from rlhf_pipeline.training.engine import World, grad_norm, optimizer_step, train_engine
+from rlhf_pipeline.training.engine import World, fp16_metrics, grad_norm, optimizer_step, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
@@ -150,6 +150,7 @@ def fit(
         sums = world.sums(totals)
         metrics = {f"{task.name}/{name}": value for name, value in task.metrics(sums).items()}
         metrics |= {"optim/lr": learning_rate} | ({} if norm is None else {"optim/grad_norm": sums["grad_norm"]})
+        metrics |= {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
         watch.require_finite(step, metrics)
         if step in evaluated:
             held_out = evaluate(engine, task, validation, world, config.micro_batch_size_per_gpu)
