@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.judges import JUDGES
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import store_score_mean
@@ -34,7 +35,14 @@ def inputs(make_model, tmp_path_factory):
     store_score_mean(reward, 0.1)
     prompts = tmp_path_factory.mktemp("prompts")
     TokenContract.read(sft).write(prompts)
-    table = pa.table({"id": [str(i) for i in range(8)], "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]})
+    table = pa.table(
+        {
+            "id": [str(i) for i in range(8)],
+            "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)],
+            "source": ["files"] * 8,
+            "messages": [[{"role": "user", "content": str(i)}] for i in range(8)],
+        }
+    )
     for name in ("train", "validation"):
         with pa.OSFile(str(prompts / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
@@ -60,10 +68,11 @@ def run(config, inputs, world, folder, seed=1):
         for name in ("actor", "reference", "critic", "reward_model")
         if getattr(models, name) is not None
     }
-    best = BestCheckpoint(job, world, load_tokenizer(inputs["sft_model"]))
+    tokenizer = load_tokenizer(inputs["sft_model"])
+    best = BestCheckpoint(job, world, tokenizer)
     prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
     writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
-    ppo.train(models, config, prompts, prompts, world=world, seed=seed, writer=writer, best=best)
+    ppo.train(models, config, prompts, prompts, tokenizer, world=world, seed=seed, writer=writer, best=best)
     lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return models, before, lines, best
 
@@ -195,6 +204,37 @@ def test_training_stops_beyond_the_kl_bound_and_exports_nothing_from_there(input
     assert lines[-1]["objective/kl"] > 0.05
     assert all(line["objective/kl"] <= 0.05 for line in lines[:-1])
     assert best.metrics["validation/kl"] <= 0.05
+
+
+def test_the_gold_score_is_shown_where_every_prompt_has_a_judge(trained, inputs, world, monkeypatch):
+    """A judge that likes prompt i by i: 3.5 over 0 to 7, and 1.5 over the first four. It hears the text alone."""
+    models, _, lines, _ = trained
+    assert not any("gold" in name for line in lines for name in line)
+    heard = []
+    monkeypatch.setitem(JUDGES, "files", lambda prompt, text: heard.append(text) or float(prompt[-1].content))
+    prompts = ppo.load_rows(inputs["prompts"] / "validation.arrow", world)
+    tokenizer = load_tokenizer(inputs["sft_model"])
+
+    def gold(table, **changes):
+        return ppo.evaluate(models, table, tokenizer, config(**changes), world, 1).get("objective/gold_score")
+
+    assert gold(prompts) == pytest.approx(3.5)
+    assert len(heard) == 8 and any(heard)
+    assert not any(token in text for text in heard for token in ("<|pad|>", "<|end|>"))
+    assert gold(prompts, evaluation_prompts=4) == pytest.approx(1.5)
+    other = prompts.set_column(2, "source", pa.array(["files"] * 7 + ["other"]))
+    assert gold(other) is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_gold_score_chooses_no_checkpoint(trained, inputs, world, tmp_path, monkeypatch, sign):
+    """Whichever evaluation the judge likes better, the exported one is the same."""
+    calls = iter(range(100))
+    monkeypatch.setitem(JUDGES, "files", lambda prompt, text: sign * 1000.0 * next(calls))
+    _, _, lines, best = run(config(), inputs, world, tmp_path)
+    assert (lines[0]["validation/gold_score"] < lines[1]["validation/gold_score"]) == (sign > 0)
+    assert best.metrics["step"] == trained[3].metrics["step"]
+    assert best.merit == best.metrics["validation/score"]
 
 
 def test_the_adaptive_coefficient_follows_the_kl(inputs, world, tmp_path):

@@ -91,9 +91,9 @@ class PhaseFile:
                 return named | demonstration(row, config)
             case "reward_model":
                 return prompted | {f"{answer}_ids": row.answers[answer].ids for answer in self.table.answers}
-            case "ppo":
+            case _ if "messages" not in self.table.columns:
                 return prompted
-            case None:
+            case _:
                 return prompted | {"source": row.source, "messages": row.messages}
 
 

@@ -47,7 +47,7 @@ class Table:
 
 _DEMONSTRATION = _PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())}
 _COMPARISON = _PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS}
-_TEST = _PROMPT | {"source": pa.string(), "messages": pa.list_(MESSAGE)}
+_JUDGED = _PROMPT | {"source": pa.string(), "messages": pa.list_(MESSAGE)}
 
 TABLES = (
     Table("sft/train.arrow", "sft", "sft", ("chosen",), _DEMONSTRATION),
@@ -55,8 +55,8 @@ TABLES = (
     Table("reward_model/train.arrow", "reward_model", "reward_model", ("chosen", "rejected"), _COMPARISON),
     Table("reward_model/validation.arrow", "validation", "reward_model", ("chosen", "rejected"), _COMPARISON),
     Table("ppo/train.arrow", "ppo", "ppo", (), _PROMPT),
-    Table("ppo/validation.arrow", "validation", "ppo", (), _PROMPT),
-    Table("evaluation/test.arrow", "test", None, (), _TEST),
+    Table("ppo/validation.arrow", "validation", "ppo", (), _JUDGED),
+    Table("evaluation/test.arrow", "test", None, (), _JUDGED),
 )
 PRETRAINING = "pretraining/train.arrow"
 

@@ -18,8 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.evaluation import EvaluationConfig
-from rlhf_pipeline.data.judges import JUDGES
-from rlhf_pipeline.data.records import Message
+from rlhf_pipeline.data.judges import judged
 from rlhf_pipeline.evaluation.report import render_markdown
 from rlhf_pipeline.evaluation.statistics import distinct_n, mean_with_interval, win_rate
 from rlhf_pipeline.models.loading import freeze, load_policy, load_scores, load_tokenizer
@@ -114,7 +113,7 @@ def answer(
             prompt="\n\n".join(f"{message['role'].title()}: {message['content']}" for message in messages),
             response=text.strip(),
             score=float(scored.scores[i]) - reward_model.score_mean,
-            gold_score=judge(source, messages, text.strip()),
+            gold_score=judged(source, messages, text),
             kl=float(log_ratios[i].sum()),
             response_tokens=int(rollout.response_mask[i].sum()),
             ended=bool(scored.ended[i]),
@@ -123,12 +122,6 @@ def answer(
             zip(rows, prompts["source"], prompts["messages"], texts, strict=True)
         )
     ]
-
-
-def judge(source: str, messages: list[dict[str, Any]], response: str) -> float | None:
-    """The gold score, where the prompt's source has one."""
-    function = JUDGES.get(source)
-    return None if function is None else function(tuple(Message(**message) for message in messages), response)
 
 
 def gather(own: list[Answer], world: World) -> list[Answer]:
@@ -146,8 +139,8 @@ def compare(answers: dict[str, list[Answer]], config: EvaluationConfig) -> dict[
         config: the decoding, and how many pairs to show.
     """
     baseline, candidate = answers
-    judged = all(answer.gold_score is not None for answer in answers[baseline])
-    measures = ["score", "gold_score"] if judged else ["score"]
+    has_gold = all(answer.gold_score is not None for answer in answers[baseline])
+    measures = ["score", "gold_score"] if has_gold else ["score"]
     wins = {
         m: win_rate([getattr(a, m) for a in answers[candidate]], [getattr(a, m) for a in answers[baseline]])
         for m in measures
@@ -159,7 +152,7 @@ def compare(answers: dict[str, list[Answer]], config: EvaluationConfig) -> dict[
             "temperature": config.sampling.temperature,
             "max_response_tokens": config.sampling.max_response_tokens,
         },
-        "judge": "gold" if judged else None,
+        "judge": "gold" if has_gold else None,
         "policies": {name: summary(given) for name, given in answers.items()},
         "win_rates": {m.removesuffix("_score"): asdict(rate) for m, rate in wins.items()},
         "samples": [

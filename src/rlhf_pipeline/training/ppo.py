@@ -14,8 +14,10 @@ import time
 import numpy as np
 import pyarrow as pa
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.judges import judged
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.token_contract import common_contract
@@ -44,9 +46,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
     models = load_four_models(job, config, contract, world)
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
-    best = BestCheckpoint(job, world, load_tokenizer(job.inputs["sft_model"]))
+    tokenizer = load_tokenizer(job.inputs["sft_model"])
+    best = BestCheckpoint(job, world, tokenizer)
     writer = MetricsWriter(job.metrics_file, world, config.steps)
-    train(models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best)
+    train(models, config, prompts, validation, tokenizer, world=world, seed=job.seed, writer=writer, best=best)
     if best.merit is None:
         raise StageError(
             f"no evaluated actor stayed within ppo.kl.maximum {config.kl.maximum}; lower ppo.actor.optimizer.learning_rate, "
@@ -63,6 +66,7 @@ def train(
     config: PPOConfig,
     prompts: pa.Table,
     validation: pa.Table,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     world: World,
     seed: int,
@@ -93,7 +97,7 @@ def train(
             )
         beyond = config.kl.maximum is not None and kl > config.kl.maximum
         if step in evaluated and not beyond:
-            held_out = evaluate(models, validation, config, world, seed)
+            held_out = evaluate(models, validation, tokenizer, config, world, seed)
             metrics |= {f"validation/{name.split('/')[1]}": value for name, value in held_out.items()}
             if config.kl.maximum is None or held_out["objective/kl"] <= config.kl.maximum:
                 best.offer(models.actor.module, held_out["objective/score"], {"step": step} | metrics)
@@ -151,12 +155,27 @@ def rollout_metrics(scored: Scored, score_mean: float, world: World) -> dict[str
 
 
 @torch.no_grad()
-def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world: World, seed: int) -> dict[str, float]:
-    """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
-    slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
-    prompts = columns(validation, slots)["prompt_ids"]
-    scored = roll_out(models, prompts, config, seed=seed, step=VALIDATION, slots=slots, with_values=False)
-    return rollout_metrics(scored, models.reward_model.score_mean, world)
+def evaluate(
+    models: FourModels,
+    validation: pa.Table,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PPOConfig,
+    world: World,
+    seed: int,
+) -> dict[str, float]:
+    """Metrics of the actor on held-out prompts, with the same random draws at every evaluation.
+
+    The gold score is among them where every prompt's source has a judge. It is there to be seen: no choice rests on it.
+    """
+    count = min(config.evaluation_prompts, validation.num_rows)
+    slots = own_share(np.arange(count), world)
+    prompts = columns(validation, slots)
+    scored = roll_out(models, prompts["prompt_ids"], config, seed=seed, step=VALIDATION, slots=slots, with_values=False)
+    metrics = rollout_metrics(scored, models.reward_model.score_mean, world)
+    texts = tokenizer.batch_decode(scored.rollout.response_ids, skip_special_tokens=True)
+    gold = [g for g in map(judged, prompts["source"], prompts["messages"], texts) if g is not None]
+    total, unjudged = world.sum(torch.tensor([sum(gold), len(texts) - len(gold)]).double().to(world.device)).tolist()
+    return metrics if unjudged else metrics | {"objective/gold_score": total / count}
 
 
 if __name__ == "__main__":
