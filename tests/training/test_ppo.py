@@ -218,8 +218,8 @@ def test_the_gold_score_is_shown_where_every_prompt_has_a_judge(trained, inputs,
     def gold(table, **changes):
         return ppo.evaluate(models, table, tokenizer, config(**changes), world, 1).get("objective/gold_score")
 
-    assert gold(prompts) == pytest.approx(3.5)
-    assert len(heard) == 8 and any(heard)
+    assert gold(prompts, sampling={"max_response_tokens": 60}) == pytest.approx(3.5)
+    assert len(heard) == 8 and len({len(text) for text in heard}) > 1  # some end early, in EOS and padding
     assert not any(token in text for text in heard for token in ("<|pad|>", "<|end|>"))
     assert gold(prompts, evaluation_prompts=4) == pytest.approx(1.5)
     other = prompts.set_column(2, "source", pa.array(["files"] * 7 + ["other"]))
