@@ -79,7 +79,14 @@ def ppo_inputs(make_model, tmp_path_factory):
     store_score_mean(reward, 0.1)
     prompts = tmp_path_factory.mktemp("prompts")
     TokenContract.read(sft).write(prompts)
-    table = pa.table({"id": [str(i) for i in range(8)], "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]})
+    table = pa.table(
+        {
+            "id": [str(i) for i in range(8)],
+            "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)],
+            "source": ["files"] * 8,
+            "messages": [[{"role": "user", "content": str(i)}] for i in range(8)],
+        }
+    )
     for name in ("train", "validation"):
         with pa.OSFile(str(prompts / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)

@@ -38,7 +38,7 @@ class KLConfig(Block):
     """KL that the coefficient is adapted to hold (Ziegler et al. 2019). None: the coefficient stays fixed."""
 
     horizon: PositiveInt = 1000
-    """Responses over which the adaptive coefficient moves by a factor of about e at full error."""
+    """Responses over which the adaptive coefficient moves by a factor of about e^0.2 = 1.22, at the error's clip of 0.2."""
 
     maximum: PositiveFloat | None = None
     """KL above which training stops and the stage ends well, with the best checkpoint, which is never one above it. Past

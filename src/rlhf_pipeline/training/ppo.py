@@ -20,8 +20,9 @@ import pyarrow as pa
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.judges import judged
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.token_contract import common_contract
 from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
@@ -34,13 +35,14 @@ from rlhf_pipeline.training.engine import World, join
 from rlhf_pipeline.training.experience import Scored, make_experience, score
 from rlhf_pipeline.training.four_models import FourModels, load_four_models
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.ppo_faults import remedy, rollout_fault
 from rlhf_pipeline.training.ptx import TextBatches, load_text
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.sharding import for_generation, is_sharded
 from rlhf_pipeline.training.update import learn
-from rlhf_pipeline.training.watch import Watch, steadier
+from rlhf_pipeline.training.watch import Watch
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
 """Prefixes of held-out metrics: the actor's, and those of the average of its weights."""
@@ -60,7 +62,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
     start = job.inputs["sft_model"]
-    keep = partial(BestCheckpoint, job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
+    keep = partial(BestCheckpoint, job, world, models.tokenizer, config.actor, partial(load_policy, start))
     best = {VALIDATION: keep()}
     if models.ema is not None:
         best[VALIDATION_EMA] = keep(variant="ema")
@@ -224,52 +226,23 @@ def _short(metric: str) -> str:
     return metric.removeprefix("objective/").removeprefix("rollout/")
 
 
-def rollout_fault(metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool) -> str | None:
-    """Why nothing can be learned from a rollout with these metrics, in words; None where something can.
-
-    Args:
-        metrics: `rollout_metrics`.
-        config: the bound on KL, and the values that the remedies are about.
-        where: which rollout it is.
-        trained: whether the actor has taken an optimizer step: if not, it is the SFT model.
-    """
-    kl, bound = metrics["objective/kl"], config.kl.explosion
-    if bound is not None and not kl <= bound:
-        return (
-            f"objective/kl is {kl:.4g} nats a response {where}, not within ppo.kl.explosion ({bound:g}): the actor has left "
-            f"the reference for good; {remedy('objective/kl', config)}"
-        )
-    # An EOS ends a response and counts as one of its tokens.
-    if metrics["rollout/response_tokens"] == metrics["rollout/eos_fraction"]:
-        cause = (
-            f"the actor has learned to end at once, because the reward model likes it; raise ppo.kl.coef ({config.kl.coef:g}) "
-            "or look at the scores of short answers"
-            if trained
-            else "the SFT model ends at once; look at its demonstrations, and whether the chat template ends a prompt with EOS"
-        )
-        return f"every response is empty, EOS or nothing, {where}: {cause}"
-    return None
-
-
-def remedy(metric: str, config: PPOConfig) -> str:
-    """What to do about a metric that is not finite. The reward model does not train: it was damaged from the start."""
-    if metric.endswith("/score"):
-        precision = config.reward_model.deepspeed.precision
-        return f"look at the reward model, and at ppo.reward_model.deepspeed.precision ({precision})"
-    if config.critic is not None and ("value" in metric or "critic" in metric):
-        return steadier("ppo.critic.", config.critic)
-    return f"{steadier('ppo.actor.', config.actor)}, or raise ppo.kl.coef ({config.kl.coef:g})"
-
-
 @torch.no_grad()
 def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world: World, seed: int) -> dict[str, float]:
-    """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
-    slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
+    """Metrics of the actor on held-out prompts, with the same random draws at every evaluation.
+
+    The gold score is among them where every prompt's source has a judge. It is there to be seen: no choice rests on it.
+    """
+    count = min(config.evaluation_prompts, validation.num_rows)
+    slots = own_share(np.arange(count), world)
     own = columns(validation, slots)
     scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
     if models.rewards is not None:
         scored = models.rewards(scored, own)
-    return rollout_metrics(scored, models.score_mean, world)
+    metrics = rollout_metrics(scored, models.score_mean, world)
+    texts = models.tokenizer.batch_decode(scored.rollout.response_ids, skip_special_tokens=True)
+    gold = [g for g in map(judged, own["source"], own["messages"], texts) if g is not None]
+    total, unjudged = world.sum(torch.tensor([sum(gold), len(texts) - len(gold)]).double().to(world.device)).tolist()
+    return metrics if unjudged else metrics | {"objective/gold_score": total / count}
 
 
 if __name__ == "__main__":
