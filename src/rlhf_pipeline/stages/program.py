@@ -57,7 +57,7 @@ def _end_with_driver() -> None:
 
     def watch() -> None:
         while driver_id(int(driver)) == f"{driver}@{born}":
-            time.sleep(1.0)
+            time.sleep(0.5)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
