@@ -188,9 +188,8 @@ class TestPhaseFile:
             "reference": [None, "4"],
         }
 
-    @pytest.mark.parametrize("path", ["evaluation/test.arrow", "ppo/validation.arrow"])
-    def test_what_policies_are_judged_on(self, tmp_path, path) -> None:
-        _, columns = self.write(tmp_path, path, [row()])
+    def test_what_policies_are_judged_on(self, tmp_path) -> None:
+        _, columns = self.write(tmp_path, "evaluation/test.arrow", [row()])
         assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "source": ["own"], "messages": [QUESTION]}
 
     def test_dropped_rows_are_counted_once_by_their_first_fault(self, tmp_path) -> None:

@@ -38,6 +38,7 @@ TABLE = pa.table(
     {
         "id": [str(i) for i in range(16)], "prompt_ids": PROMPTS, "chosen_ids": ANSWERS, "rejected_ids": ANSWERS[::-1],
         "response_ids": ANSWERS, "loss_mask": [[True] * 3] * 16,
+        "source": ["files"] * 16, "messages": [[{"role": "user", "content": "?"}]] * 16,
     }
 )  # fmt: skip
 """Rows for every stage; four steps of four."""
