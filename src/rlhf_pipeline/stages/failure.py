@@ -54,14 +54,11 @@ def stage_error(attempt: Attempt) -> StageError:
     """The failure in words, its kind beside it."""
     run, log = attempt.run, attempt.run.directory / LOG
     ended, reason, status = _cause(attempt)
-    hint = find_hint(reason, status)
+    hint = find_hint(reason, status, attempt.kernel_kills)
     lines = [f"stage {run.stage} failed after {attempt.seconds:.0f} s ({ended})", reason]
     if hint is not None:
         launch = attempt.config.model_dump(mode="json") | {"processes": attempt.processes}
-        cause = hint.cause
-        if status == -signal.SIGKILL and attempt.kernel_kills is not None:
-            cause += f". The kernel ended {attempt.kernel_kills or 'no'} process for lack of memory meanwhile"
-        lines += [f"  cause    {cause}", f"  try      {advice(hint, {**run.config, 'launch': launch})}"]
+        lines += [f"  cause    {hint.cause}", f"  try      {advice(hint, {**run.config, 'launch': launch})}"]
     lines += [f"  command  {shlex.join(attempt.command)}", f"  log      {log}", f"  again    {_again(run)}"]
     return StageError("\n".join(lines), cause=None if hint is None else hint.name)
 

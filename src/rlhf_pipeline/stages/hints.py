@@ -42,6 +42,8 @@ class Hint:
     """Regular expression for the failing rank's reason."""
     signal: signal.Signals | None = None
     """The signal that ended a rank."""
+    uncounted: bool = False
+    """Only where the kernel, by its own count, has ended no process for lack of memory meanwhile."""
 
 
 SMALLER_BATCHES = (Remedy("lower", "micro_batch_size_per_gpu", (1,)), Remedy("lower", "batch_size_per_gpu", (1,)))
@@ -68,9 +70,16 @@ HINTS = (
         r"DefaultCPUAllocator|MemoryError|std::bad_alloc|Cannot allocate memory",
     ),
     Hint(
-        "killed",
-        "most often the kernel, for lack of main memory; else the scheduler or a person",
-        "`dmesg | grep -i oom` tells; so does the scheduler's account of the job.",
+        "killed by somebody",
+        "not the kernel for lack of memory, by its own count; so the scheduler, for a limit of the job, or a person",
+        "The scheduler's account of the job tells.",
+        signal=signal.SIGKILL,
+        uncounted=True,
+    ),
+    Hint(
+        "killed for lack of memory",
+        "most probably the kernel, for lack of main memory; else the scheduler or a person",
+        "`dmesg | grep -i oom` tells.",
         SMALLER_BATCHES + CHECKPOINTING + SHARDING + NO_OFFLOAD + FEWER_RANKS,
         signal=signal.SIGKILL,
     ),
@@ -153,10 +162,17 @@ FOLLOW_UP = re.compile(
 """What a rank says when another one is gone: never the cause."""
 
 
-def find_hint(reason: str, status: int | None) -> Hint | None:
-    """The known failure behind a rank's reason or, where it is negative, the exit status of a rank without one."""
+def find_hint(reason: str, status: int | None = None, kernel_kills: int | None = None) -> Hint | None:
+    """The known failure behind a rank's end.
+
+    Args:
+        reason: what the rank left.
+        status: exit status of one that left none, the negative number of a signal.
+        kernel_kills: processes that the kernel ended for lack of memory meanwhile, on the whole machine; None: not known.
+    """
     for hint in HINTS:
-        if status is not None and hint.signal is not None and status == -hint.signal:
+        ended_so = status is not None and hint.signal is not None and status == -hint.signal
+        if ended_so and (kernel_kills == 0 or not hint.uncounted):
             return hint
         if hint.pattern is not None and re.search(hint.pattern, reason):
             return hint
@@ -185,7 +201,14 @@ def as_markdown() -> str:
     """The table for people."""
     rows = ["| failure | recognised by | cause | what helps |", "|---|---|---|---|"]
     for hint in HINTS:
-        known = f"signal {hint.signal.name}" if hint.signal is not None else f"`{hint.pattern}`".replace("|", "\\|")
+        counted = (
+            ", and the kernel's count of processes ended for lack of memory stands still" if hint.uncounted else ""
+        )
+        known = (
+            f"signal {hint.signal.name}{counted}"
+            if hint.signal is not None
+            else f"`{hint.pattern}`".replace("|", "\\|")
+        )
         fields = [f"{remedy.verb} `{remedy.field}`" for remedy in hint.remedies]
         rows.append(f"| {hint.name} | {known} | {hint.cause} | {'; '.join([*fields, *filter(None, [hint.advice])])} |")
     return "\n".join(rows)

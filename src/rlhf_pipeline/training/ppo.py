@@ -271,7 +271,9 @@ def remedy(metric: str, config: PPOConfig) -> str:
 def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world: World, seed: int) -> dict[str, float]:
     """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
     heartbeat.at("evaluation")
-    slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
+    # As many on each rank, so that all take part in every forward pass, as ZeRO-3 demands.
+    each = max(1, min(config.evaluation_prompts, validation.num_rows) // world.size)
+    slots = own_share(np.arange(each * world.size), world)
     own = columns(validation, slots)
     scored = roll_out(
         models,

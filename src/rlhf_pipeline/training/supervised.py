@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -189,8 +190,16 @@ def evaluate(
     batch = task.collate(columns(rows, own_share(np.arange(rows.num_rows), world)))
     total: Sums = {}
     normalizer = torch.ones((), device=world.device)  # the sums count; the loss itself is not used
-    for index in micro_batches(batch.lengths, micro_batch_size):
-        _add(total, task.loss(engine, batch.rows(index).to(world.device), normalizer)[1])
+    own = list(micro_batches(batch.lengths, micro_batch_size))
+    most = math.ceil(
+        math.ceil(rows.num_rows / world.size) / micro_batch_size
+    )  # micro batches of the rank with most rows
+    for number in range(most):
+        # With one row fewer than others have, a rank may lack a micro batch. At ZeRO-3 they need it to take part in that
+        # forward pass all the same, with any rows.
+        sums = task.loss(engine, batch.rows(own[number % len(own)]).to(world.device), normalizer)[1]
+        if number < len(own):
+            _add(total, sums)
         heartbeat.tick()
     engine.train()
     return task.metrics(world.sums(total))
