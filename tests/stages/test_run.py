@@ -59,8 +59,9 @@ def main(job):
         with (job.directory / "attempts").open("a") as file:
             file.write(json.dumps([size, job.resume_from]) + "\\n")
         checkpoint = job.checkpoints / "step-00000005"
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        seal(checkpoint)
+        if job.resume_from is None:
+            checkpoint.mkdir(parents=True)
+            seal(checkpoint)
         if size > 2:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if action == "vanish":

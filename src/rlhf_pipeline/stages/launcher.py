@@ -62,6 +62,7 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
         shutil.rmtree(run.directory / name, ignore_errors=True)
     command = _command(program, job_file, config, processes)
     ranks = Ranks(run.directory, *((processes, config.hang_timeout_s) if program.distributed else (1, None)))
+    environment = _environment(run.directory, processes)
     start, kills_before, stuck, grace_s = time.monotonic(), kernel_kills(), None, GRACE_S
     with _signals_raise(), (run.directory / LOG).open("wb") as output:
         process = subprocess.Popen(
@@ -69,7 +70,7 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=_environment(run.directory, processes),
+            env=environment,
         )
         tail = _MetricsTail(run)
         try:
@@ -86,7 +87,7 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
             orphaned = code is not None and bool(ranks.alive)
         finally:
             _end_group(process, grace_s)
-            kill_strays(str(run.directory))
+            kill_strays(environment[LAUNCH])
             tail.forward()
     if code != 0 or not (run.export / NAME).is_file():
         kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
@@ -141,7 +142,8 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
     source = Path(rlhf_pipeline.__file__).parent.parent
     paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    settings |= {DRIVER: str(driver_id(os.getpid())), LAUNCH: str(directory)}
+    settings[DRIVER] = str(driver_id(os.getpid()))
+    settings[LAUNCH] = f"{settings[DRIVER]} {directory.resolve()}"
     if gpu_count() == 0:
         cores = len(os.sched_getaffinity(0))
         settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // processes))}

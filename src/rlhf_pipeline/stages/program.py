@@ -28,8 +28,8 @@ DRIVER = "RLHF_DRIVER"
 """Environment variable that names the process which launched this program."""
 
 LAUNCH = "RLHF_LAUNCH"
-"""Environment variable that all processes of a launch have in common, those that left its process group included: the work
-directory."""
+"""Environment variable that all processes of a launch have in common, those that left its process group included: the
+driver and the work directory."""
 
 
 def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:

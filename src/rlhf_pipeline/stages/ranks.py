@@ -71,7 +71,9 @@ class Ranks:
     @property
     def alive(self) -> list[int]:
         """Ranks that are at work on this machine."""
-        return [rank for rank, h in sorted(self.heartbeats.items()) if h.pid is not None and _status(h.pid) == "running"]
+        return [
+            rank for rank, h in sorted(self.heartbeats.items()) if h.pid is not None and _status(h.pid) == "running"
+        ]
 
     @property
     def stuck(self) -> bool:
