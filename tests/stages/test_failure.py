@@ -85,6 +85,17 @@ def test_a_death_that_nobody_saw_is_told_as_far_as_the_launcher_knows(attempt):
     assert "\na rank was ended by SIGKILL, the launcher reports\n" in text(attempt)
 
 
+def test_a_complaint_is_better_than_nothing(attempt):
+    report(attempt, 0, ECHO)
+    (attempt.run.directory / "program.log").write_text("last words")
+    assert f"\nrank0: {ECHO}; the log ends with\nlast words\n" in text(attempt)
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(attempt):
+    die(attempt, 1, -40)
+    assert "rank 1 was ended by signal 40 in" in text(attempt)
+
+
 def test_a_crash_shows_the_end_of_the_log(attempt):
     die(attempt, 0, -11)
     assert "rank 0 was ended by SIGSEGV in update of step 7" in text(attempt)

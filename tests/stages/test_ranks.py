@@ -69,7 +69,7 @@ def test_progress_of_any_rank_counts(tmp_path, clock):
     ("one", "other"),
     [
         ({"marks": 7, "ticks": 9}, {"marks": 8, "ticks": 0}),  # a phase behind
-        ({"marks": 8, "ticks": 2}, {"marks": 8, "ticks": 3}),  # a micro batch behind
+        ({"marks": 8, "ticks": 2, "progressed": 2.0}, {"marks": 8, "ticks": 3}),  # a micro batch behind
         ({"marks": 8, "ticks": 3, "progressed": 1.0}, {"marks": 8, "ticks": 3, "progressed": 2.0}),  # the first to stop
     ],
 )

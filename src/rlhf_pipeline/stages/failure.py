@@ -91,13 +91,14 @@ def _cause(attempt: Attempt) -> tuple[str, str, int | None]:
         reason = f"rank {first.heartbeat.rank} {_death(status)} in {first.heartbeat}"
         return _exit(attempt.code), reason + (_tail(log) if status in EXPLAINED_IN_LOG else ""), status
     if causes:
-        rank = causes[0].stem.rpartition("-")[2]
-        return _exit(attempt.code), f"{rank}: {causes[0].read_text().strip()}", None
+        return _exit(attempt.code), _said(causes[0]), None
     status = attempt.code if attempt.code is not None and attempt.code < 0 else _logged_status(log)
     if attempt.orphaned:
         return _exit(attempt.code), "the launcher was ended while its ranks were at work", status
     if status is not None and status < 0:
         return _exit(attempt.code), f"a rank {_death(status)}, the launcher reports", status
+    if reports:  # of a peer that is gone; which one, and why, is in no file
+        return _exit(attempt.code), f"{_said(reports[0])}{_tail(log)}", None
     return _exit(attempt.code), f"no rank left a reason{_tail(log)}", None
 
 
@@ -105,6 +106,10 @@ def _precedes(death: Death, report: Path) -> bool:
     if death.status is not None and -death.status in AS_A_CONSEQUENCE:
         return False
     return death.status != 0 and death.seen < int(report.stem.partition("-")[0]) / 1e9 + POLLING_S
+
+
+def _said(report: Path) -> str:
+    return f"{report.stem.rpartition('-')[2]}: {report.read_text().strip()}"
 
 
 def _tail(log: Path) -> str:
@@ -134,7 +139,7 @@ def _exit(code: int | None) -> str:
 
 
 def _signal(number: int) -> str:
-    return signal.Signals(number).name
+    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
 
 
 def _again(run: StageRun) -> str:
