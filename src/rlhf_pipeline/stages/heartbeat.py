@@ -80,7 +80,7 @@ def tick() -> None:
 
 def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
     """The newest of each rank that has reported, by rank."""
-    found = (Heartbeat(**json.loads(path.read_text())) for path in (directory / FOLDER).glob("rank*.json"))
+    found = (Heartbeat(**json.loads(path.read_text())) for path in sorted((directory / FOLDER).glob("rank*.json")))
     return {heartbeat.rank: heartbeat for heartbeat in found}
 
 
