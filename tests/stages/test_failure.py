@@ -119,6 +119,12 @@ def test_exit_codes_are_told_in_words(attempt, code, words):
     assert f"31 s ({words})" in text(attempt, code=code)
 
 
+def test_advice_is_left_out_where_there_is_none(attempt):
+    report(attempt, 0, "EADDRINUSE")
+    assert "cause    another program listens" in text(attempt)
+    assert "  try" not in text(attempt)
+
+
 def test_where_to_look_and_how_to_go_on(attempt, monkeypatch):
     report(attempt, 0, "OSError: [Errno 28] No space left on device")
     monkeypatch.setattr(sys, "argv", ["/x/kedro", "run", "--params=a=1 2"])

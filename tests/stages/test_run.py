@@ -174,6 +174,7 @@ def test_a_stage_that_is_out_of_memory_goes_on_with_smaller_micro_batches_where_
     manifest = Manifest.read(export)
     assert manifest.adjusted == {"toy.micro_batch_size_per_gpu": {"configured": 8, "used": 2}}
     assert manifest.config["toy"]["micro_batch_size_per_gpu"] == 2
+    assert recorder.run.config["toy"]["micro_batch_size_per_gpu"] == 2  # what a message would advise to lower
     assert [what for what, _ in recorder.heard if what != "metrics"] == [
         "started", "FAILED", "started", "FAILED", "started", "FINISHED",
     ]  # fmt: skip

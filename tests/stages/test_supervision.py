@@ -88,11 +88,11 @@ CASES = {
     "runner": (("wait", "ignore"), {}, "deepspeed", signal.SIGKILL),
     "launcher": (("wait", "parent"), {}, "deepspeed.launcher.launch", signal.SIGKILL),
     "rank": (("complain", "parent"), {}, "1", signal.SIGKILL),
-    "raise": (("ignore", "raise"), {}, None, None),
+    "raise": (("ignore", "raise"), {}, "report", None),
     "hang": (("wait", "stop"), {"hang_timeout_s": 4.0}, None, None),
     "port": (("listen", "listen"), {}, None, None),
 }
-"""What each rank does, options, and who gets which signal once both ranks are there."""
+"""What each rank does, options, and who gets which signal once both ranks are there; or what is waited for instead."""
 
 
 class Ended:
@@ -107,7 +107,9 @@ class Ended:
         (folder / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
         with (folder / "output").open("w") as output:
             driver = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-        if whom is not None:
+        if whom == "report":
+            self.wait_for(lambda: any(self.directory.glob("errors/*.txt")))
+        elif whom is not None:
             self.wait_for(lambda: len(self.at_work()) == 2)
             family = psutil.Process(driver.pid).children(recursive=True)
             named = [

@@ -58,7 +58,8 @@ def stage_error(attempt: Attempt) -> StageError:
     lines = [f"stage {run.stage} failed after {attempt.seconds:.0f} s ({ended})", reason]
     if hint is not None:
         launch = attempt.config.model_dump(mode="json") | {"processes": attempt.processes}
-        lines += [f"  cause    {hint.cause}", f"  try      {advice(hint, {**run.config, 'launch': launch})}"]
+        remedies = advice(hint, {**run.config, "launch": launch})
+        lines += [f"  cause    {hint.cause}", *([f"  try      {remedies}"] if remedies else [])]
     lines += [f"  command  {shlex.join(attempt.command)}", f"  log      {log}", f"  again    {_again(run)}"]
     return StageError("\n".join(lines), cause=None if hint is None else hint.name)
 
