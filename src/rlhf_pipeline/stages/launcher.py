@@ -31,7 +31,7 @@ from rlhf_pipeline.stages.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-GRACE_S = 8.0
+GRACE_S = 6.5
 """Seconds between the request to end, after which training finishes its step and saves, and the kill."""
 FAILED_GRACE_S = 3.0
 """The same where a rank has failed: the others cannot finish their step without it."""
