@@ -186,7 +186,7 @@ class PPOConfig(Block):
     score within `kl.maximum` is exported."""
 
     evaluation_prompts: PositiveInt = 256
-    """Held-out prompts in each evaluation, at most."""
+    """Held-out prompts in each evaluation, at most, and as many on each rank."""
 
     log_every: PositiveInt = operational(1)
     """Steps between two lines of metrics."""

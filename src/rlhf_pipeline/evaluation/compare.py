@@ -25,6 +25,7 @@ from rlhf_pipeline.models.loading import freeze, load_policy, load_scores, load_
 from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.models.token_contract import TokenContract, common_contract
 from rlhf_pipeline.rl.kl import kl_estimate
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
 from rlhf_pipeline.training.engine import World, join
@@ -68,6 +69,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     writer = MetricsWriter(job.metrics_file, world, len(policies))
     answers: dict[str, list[Answer]] = {}
     for step, (name, policy) in enumerate(policies.items(), start=1):
+        heartbeat.at("evaluation", step)
         own = answer(
             policy, policies[BASELINE], reward_model, columns(table, rows), rows,
             config=config, contract=contract, tokenizer=tokenizer, seed=job.seed,

@@ -21,6 +21,7 @@ from transformers import get_scheduler
 from rlhf_pipeline.config.training import FrozenModelConfig, Precision, TrainedModelConfig
 from rlhf_pipeline.models.loading import enable_checkpointing, freeze
 from rlhf_pipeline.models.lora import add_adapters
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.training.deepspeed_config import inference_settings, training_settings
 from rlhf_pipeline.training.sharding import sharded_loading
 
@@ -101,6 +102,7 @@ def train_engine(load: Callable[..., nn.Module], config: TrainedModelConfig, tot
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
     engine.train()
+    heartbeat.tick()
     return engine
 
 
@@ -131,6 +133,7 @@ def _loaded(
     on_gpu = torch.cuda.is_available()
     with sharded_loading(settings(hidden_size=0, on_gpu=on_gpu)):
         model = load(precision)
+    heartbeat.tick()
     return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu)
 
 
@@ -171,6 +174,7 @@ def accumulate(engine: DeepSpeedEngine, world: World, losses: Sequence[Callable[
     for number, loss in enumerate(losses, start=1):
         engine.set_gradient_accumulation_boundary(number == len(losses))
         engine.backward(loss() * world.size)
+        heartbeat.tick()
 
 
 def step_together(engines: Sequence[DeepSpeedEngine]) -> None:

@@ -26,6 +26,7 @@ from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.token_contract import common_contract
 from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
 from rlhf_pipeline.stages.reward_inputs import PREFIX
@@ -121,6 +122,7 @@ def train(
     watch = Watch(world, writer, best[VALIDATION], lambda metric: remedy(metric, config))
     evaluated = {round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)}
     for step in range(done + 1, config.steps + 1):
+        heartbeat.at("rollout", step)
         start = time.monotonic()
         asked = step_rows(prompts.num_rows, config.prompts_per_step, step - 1, seed)
         # All prompts once, then all again: the ranks divide the prompts, so a rank has all responses to each of its own.
@@ -137,6 +139,7 @@ def train(
             watch.fail(step, metrics, fault)
         watch.require_finite(step, metrics)
         experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
+        heartbeat.at("update")
         metrics |= learn(
             models, experience, config, world, train_actor=step > config.critic_warmup_steps,
             texts=None if text is None else text.of_step(step),
@@ -179,6 +182,7 @@ def roll_out(
     step: int,
     slots: np.ndarray,
     with_values: bool = True,
+    scoring: heartbeat.Phase = "scoring",
 ) -> Scored:
     """Responses to this rank's prompts, as the models see them.
 
@@ -188,11 +192,13 @@ def roll_out(
         config: sampling and batch sizes.
         seed, step, slots: the randomness; a slot is a row's number in the global batch.
         with_values: False saves the critic's forward pass.
+        scoring: what scoring is a part of, for those who ask where this rank is.
     """
     draws = uniform_draws(seed, step, slots, config.sampling.max_response_tokens).to(models.actor.device)
     with for_generation(models.actor, gather=config.gather_for_generation) as policy:
         synced = is_sharded(policy) and not config.gather_for_generation
         rollout = generate(policy, prompts, draws, config.sampling, models.contract, synced=synced)
+    heartbeat.at(scoring)
     return score(
         rollout,
         models.actor,
@@ -232,10 +238,21 @@ def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world:
 
     The gold score is among them where every prompt's source has a judge. It is there to be seen: no choice rests on it.
     """
-    count = min(config.evaluation_prompts, validation.num_rows)
+    heartbeat.at("evaluation")
+    # As many on each rank, so that all take part in every forward pass, as ZeRO-3 demands.
+    count = max(1, min(config.evaluation_prompts, validation.num_rows) // world.size) * world.size
     slots = own_share(np.arange(count), world)
     own = columns(validation, slots)
-    scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
+    scored = roll_out(
+        models,
+        own["prompt_ids"],
+        config,
+        seed=seed,
+        step=HELD_OUT,
+        slots=slots,
+        with_values=False,
+        scoring="evaluation",
+    )
     if models.rewards is not None:
         scored = models.rewards(scored, own)
     metrics = rollout_metrics(scored, models.score_mean, world)
