@@ -4,8 +4,8 @@
     python benchmarks/stability.py --seeds 1 2 --settings plain "4 epochs"     # these
 
 Every setting sees the same number of prompts and responses, with the same learning rates and KL settings; the last one adds
-`kl.stop_update`. Results and the plot go to benchmarks/results/stability/. The exit code is 0 if every run stays within the
-KL bound and each setting's win rate on gold, averaged over the seeds, is at most 0.03 below the plain setting's.
+`kl.stop_update`. Results and the plot go to benchmarks/results/stability/. The exit code is 0 if every run but those of
+"all three" stays within the KL bound and each setting's mean win rate on gold is at most 0.03 below the plain setting's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all three": ALL_THREE,
     "all three, stop_update": ALL_THREE | {"kl": {"stop_update": 0.005}},
 }
+UNSTABLE = "all three"
+"""Shown for contrast: without `kl.stop_update` it diverges on some seeds."""
 TOLERANCE = 0.03
 COLORS = dict(
     zip(SETTINGS, ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"), strict=True)
@@ -54,7 +56,8 @@ def main() -> int:
         (folder / "stability.json").write_text(json.dumps({"commit": commit(), "runs": rows}, indent=1))
         show(rows)
     plot(rows, folder / "stability.png")
-    return 0 if all(map(stable, rows)) and min(differences(rows).values(), default=0.0) >= -TOLERANCE else 1
+    demanded = [row for row in rows if row["setting"] != UNSTABLE]
+    return 0 if all(map(stable, demanded)) and min(differences(demanded).values(), default=0.0) >= -TOLERANCE else 1
 
 
 def run(start: Start, name: str) -> dict[str, Any]:
