@@ -30,8 +30,8 @@ LEASHES: dict[str, dict[str, Any]] = {
     "coef 0, maximum 1": {"coef": 0.0, "maximum": 1.0},
     "adaptive, target 1": {"coef": 0.03, "maximum": None, "target": 1.0, "horizon": 50},
 }
-CONTROLLED = [name for name in LEASHES if "," in name]
 COLORS = dict(zip(LEASHES, ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#000000", "#CC79A7"), strict=True))
+MARKERS = dict(zip(LEASHES, "osD^Xv", strict=True))
 
 
 def main() -> None:
@@ -101,32 +101,24 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Gold and proxy score against sqrt(KL), after figure 1 of Gao et al.: a row a seed; coefficients, then controls."""
+    """Gold and proxy score against sqrt(KL), as Gao et al. plot them; a column a seed."""
     seeds = sorted({row["seed"] for row in rows})
     figure, axes = plt.subplots(
-        len(seeds),
-        2,
-        figsize=(9, 2.7 * len(seeds) + 0.9),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
+        2, len(seeds), figsize=(4.4 * len(seeds), 6.4), sharex=True, sharey="row", squeeze=False, layout="constrained"
     )
     for row in rows:
-        controlled = row["leash"] in CONTROLLED
-        panels = axes[seeds.index(row["seed"])]
-        for panel in panels if row["leash"] == "coef 0" else [panels[int(controlled)]]:
-            at = [max(point["kl"], 0.0) ** 0.5 for point in row["course"]]
-            style = {"color": COLORS[row["leash"]], "markersize": 3.5, "linewidth": 1.4}
-            panel.plot(at, [p["gold"] for p in row["course"]], "-o", label=f"{row['leash']}: gold", **style)
-            panel.plot(at, [p["proxy"] for p in row["course"]], "--^", label=f"{row['leash']}: proxy", **style)
-    for index, seed in enumerate(seeds):
-        axes[index, 0].set_ylabel(f"seed {seed}\nscore, held out")
-    for panel, title in zip(axes[0], ("KL coefficient, no bound", "bounded"), strict=True):
-        panel.set_title(title)
-    for panel in axes[-1]:
-        panel.set_xlabel("sqrt(KL to SFT), sqrt(nats)")
-        panel.legend(fontsize="x-small")
+        at = [max(point["kl"], 0.0) ** 0.5 for point in row["course"]]
+        style = {"linestyle": "--" if "," in row["leash"] else "-", "marker": MARKERS[row["leash"]], "markersize": 4}
+        for panel, name in zip(axes[:, seeds.index(row["seed"])], ("gold", "proxy"), strict=True):
+            values = [point[name] for point in row["course"]]
+            panel.plot(at, values, color=COLORS[row["leash"]], label=row["leash"], linewidth=1.3, **style)
+    for column, seed in enumerate(seeds):
+        axes[0, column].set_title(f"seed {seed}")
+        axes[1, column].set_xlabel("sqrt(KL to SFT), sqrt(nats)")
+    axes[0, 0].set_ylabel("gold score, held out")
+    axes[1, 0].set_ylabel("proxy: reward model's score, held out")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(file, dpi=110)
 
 
