@@ -19,3 +19,6 @@ class LaunchConfig(Block):
 
     collective_timeout_s: float = operational(1800.0, gt=0)
     """Seconds a rank waits for the others in a collective operation before the stage is ended as stuck."""
+
+    wait: bool = operational(True)
+    """Whether to wait while another run works on the same recipe, to use its result. False: refuse."""

@@ -29,6 +29,13 @@ class StageRun:
     """Input name to where it lies, for inputs that are local."""
     resumed_from: int | None = None
     """The step that training goes on from, where an earlier attempt left a checkpoint."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """What the fingerprint is the digest of."""
+
+    @property
+    def title(self) -> str:
+        """The stage's name; of the stages that read a source, which one."""
+        return f"source {self.config['source']['name']}" if self.stage == "source" else self.stage
 
     @property
     def export(self) -> Path:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
-
-from filelock import FileLock
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ArtifactError, Interrupted
 from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.checkpoints import checkpoints_in, newest_whole
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.fingerprint import fingerprint
+from rlhf_pipeline.stages.forcing import forced
 from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launcher import launch, process_count
+from rlhf_pipeline.stages.lock import recipe_lock
 from rlhf_pipeline.stages.manifest import NAME, Manifest, artifact_of, content_digest, verify
+from rlhf_pipeline.stages.planning import active_plan, identify
+from rlhf_pipeline.stages.workspace import RECIPE, attempts, next_attempt
 
 logger = logging.getLogger(__name__)
 
@@ -27,60 +29,73 @@ def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
 
     The recipe's fingerprint names the work directory, so an unchanged recipe is found whatever ran in between, and a
     changed one starts in a directory of its own. Two runs of one recipe wait for each other. A finished result that was
-    damaged since is made again.
+    damaged since is made again. A forced one (`forcing`) is made in another directory; it counts when it is finished.
 
     Raises:
         ArtifactError: an input is incomplete or was altered.
-        StageError: the program failed; the message holds the failing rank's own error.
+        StageError: the program failed; the message holds the failing rank's own error. Or another process runs the recipe,
+            and `launch.wait` is false.
         Interrupted: a signal ended it.
     """
+    plan = active_plan()
+    if plan is not None:
+        return plan.add(job, launch_config, workspace)
     digests = {name: content_digest(path) for name, path in job.inputs.items()} | dict(job.identities)
-    processes = process_count(launch_config)
-    key = fingerprint(job, digests=digests, processes=processes)
-    directory = workspace / job.stage / key[:16]
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {name: block.model_dump(mode="json") for name, block in job.config.items()}
-    run = StageRun(job.stage, key, directory, config, job.seed, digests, cached=False, paths=job.inputs)
-    with FileLock(directory / ".lock"):
+    run = identify(job, digests, launch_config, workspace)
+    with recipe_lock(run.directory, wait=launch_config.wait):
         finished = _finished(run)
-        if finished is not None:
-            run = replace(run, cached=True)
-            events.started(run)
-            events.ended(run, "FINISHED", finished.metrics)
-            return run.export
+        if finished is not None and not forced(run.stage, run.fingerprint):
+            events.started(finished)
+            events.ended(finished, "FINISHED", Manifest.read(finished.export).metrics)
+            (finished.directory / RECIPE).touch()
+            return finished.export
         _verify_inputs(job)
-        resume_from = newest_whole(directory / "checkpoints")
-        _clear(run, keep_progress=resume_from is not None)
-        job_file = write_job(
-            job, directory, fingerprint=key, digests=digests, collective_timeout_s=launch_config.collective_timeout_s,
-            resume_from=resume_from,
-        )  # fmt: skip
-        run = replace(run, resumed_from=resume_from)
-        events.started(run)
-        try:
-            launch(job.program, job_file, run, launch_config, processes)
-            metrics = Manifest.read(run.export).metrics
-            for checkpoint in checkpoints_in(directory / "checkpoints"):  # nothing is left to go on with
-                shutil.rmtree(checkpoint)
-        except BaseException as error:
-            killed = isinstance(error, Interrupted | KeyboardInterrupt)
-            events.ended(run, "KILLED" if killed else "FAILED", {})
-            raise
-        events.ended(run, "FINISHED", metrics)
+        directory = attempts(run.directory)[-1:] or [run.directory]
+        if finished is not None and directory == [finished.directory]:
+            directory = [next_attempt(run.directory)]
+        return _run(job, replace(run, directory=directory[0]), launch_config)
+
+
+def _run(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
+    """Launch the stage's program in the work directory, to go on from the newest checkpoint there."""
+    run.directory.mkdir(parents=True, exist_ok=True)
+    resume_from = newest_whole(run.directory / "checkpoints")
+    _clear(run, keep_progress=resume_from is not None)
+    (run.directory / RECIPE).write_text(json.dumps(run.recipe, indent=2))
+    job_file = write_job(
+        job, run.directory, fingerprint=run.fingerprint, digests=run.inputs,
+        collective_timeout_s=launch_config.collective_timeout_s, resume_from=resume_from,
+    )  # fmt: skip
+    run = replace(run, resumed_from=resume_from)
+    events.started(run)
+    try:
+        launch(job.program, job_file, run, launch_config, process_count(launch_config))
+        metrics = Manifest.read(run.export).metrics
+        for checkpoint in checkpoints_in(run.directory / "checkpoints"):  # nothing is left to go on with
+            shutil.rmtree(checkpoint)
+    except BaseException as error:
+        killed = isinstance(error, Interrupted | KeyboardInterrupt)
+        events.ended(run, "KILLED" if killed else "FAILED", {})
+        raise
+    events.ended(run, "FINISHED", metrics)
     return run.export
 
 
-def _finished(run: StageRun) -> Manifest | None:
-    """The manifest of the stage's own result; None where there is none to reuse."""
-    if not (run.export / NAME).is_file():
-        return None
-    try:
-        return verify(run.export)
-    except ArtifactError as error:
-        logger.warning(
-            "The result of stage %s in the cache is damaged, so the stage is run again: %s", run.stage, error
-        )
-        return None
+def _finished(run: StageRun) -> StageRun | None:
+    """The newest attempt whose result is whole; None where there is none to reuse."""
+    for directory in reversed(attempts(run.directory)):
+        attempt = replace(run, directory=directory, cached=True)
+        if not (attempt.export / NAME).is_file():
+            continue
+        try:
+            verify(attempt.export)
+        except ArtifactError as error:
+            logger.warning(
+                "The result of stage %s in the cache is damaged, so the stage is run again: %s", run.stage, error
+            )
+            continue
+        return attempt
+    return None
 
 
 def _verify_inputs(job: Job) -> None:
