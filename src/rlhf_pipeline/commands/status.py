@@ -18,9 +18,9 @@ from rlhf_pipeline.hooks import check
 from rlhf_pipeline.stages.forcing import forced_stages, forcing
 from rlhf_pipeline.stages.job import PROGRAMS
 from rlhf_pipeline.stages.manifest import NAME
-from rlhf_pipeline.stages.planning import Plan, PlannedStage, planning
+from rlhf_pipeline.stages.planning import Plan, PlannedStage, downstream, planning
 
-STYLES = {"finished": "green", "resume": "yellow", "run": "cyan"}
+STYLES = {"finished": "green", "resume": "yellow", "run": "cyan", "may run": "cyan"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _visit(node: Node, catalog: CatalogProtocol, made: dict[str, Path], plan: Pl
         if not unmade:
             raise
         made[output] = plan.unmade(node.name)
-        return Row(node.name, "run", details="; ".join(f"downstream of {stage}" for stage in dict.fromkeys(unmade)))
+        return Row(node.name, "may run", details=downstream(unmade))
     return None
 
 
@@ -95,5 +95,5 @@ def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
         version = first_version(catalog, node.outputs[0], run.fingerprint) if run.stage == node.name else None
         details += [f"run {version}"] if version is not None else []
     if planned.state == "resume":
-        details.insert(0, f"from step {run.resumed_from}")
+        details.insert(0, f"from step {run.resumed_from}")  # a run passes over a checkpoint whose bytes are damaged
     return Row(run.title, planned.state, run.fingerprint[:8], "; ".join(details))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, unmade: Mapping[str, str]) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, unmade: Collection[str]) -> list[str]:
     """What differs between two recipes of a stage (`fingerprint.recipe`), the likeliest cause first.
 
     Args:
-        unmade: inputs that do not exist yet: name to the stage that makes it. They are told once a stage.
+        unmade: inputs that do not exist yet, so that nobody knows whether they differ.
     """
-    downstream = [f"downstream of {stage}" for stage in dict.fromkeys(unmade.values())]
-    inputs = sorted((old["inputs"].keys() | new["inputs"].keys()) - unmade.keys())
+    inputs = sorted((old["inputs"].keys() | new["inputs"].keys()) - set(unmade))
     return [
-        *downstream,
         *_changes(old["config"], new["config"]),
         *_changes({"seed": old["seed"]}, {"seed": new["seed"]}),
         *(_input(name, old["inputs"], new["inputs"]) for name in inputs if _differ(name, old["inputs"], new["inputs"])),

@@ -82,9 +82,17 @@ def _source(name: str) -> Path | None:
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below a node, at any depth; expressions, which are most of a tree, hold none."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(node, block, ()):
+            yield statement
+            yield from _statements(statement)
+
+
 def _imports(tree: ast.AST) -> Iterator[str]:
     """Names in this package that a syntax tree imports, at the top or inside a function."""
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith(PACKAGE))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):

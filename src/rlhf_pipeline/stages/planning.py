@@ -6,7 +6,7 @@ depends on it is known to run, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,8 @@ class PlannedStage:
     """What one stage would do."""
 
     run: StageRun
-    state: Literal["finished", "resume", "run"]
+    state: Literal["finished", "resume", "run", "may run"]
+    """`may run`: it runs unless an input that is made anew comes out as it was, byte for byte."""
     reasons: tuple[str, ...] = ()
     """Why it is not finished."""
 
@@ -93,31 +94,36 @@ def identify(job: Job, digests: Mapping[str, str], launch_config: LaunchConfig, 
     )
 
 
+def downstream(stages: Iterable[str]) -> str:
+    """Of which stages another one awaits the result."""
+    return f"downstream of {', '.join(dict.fromkeys(stages))}"
+
+
 def _planned(run: StageRun, unmade: Mapping[str, str]) -> PlannedStage:
+    holder = user(run.directory)
+    in_use = [f"in use by {holder}"] if holder else []
     existing = attempts(run.directory)
     finished = next((path for path in reversed(existing) if is_finished(path)), None)
     force = forced(run.stage, run.fingerprint)
     if finished is not None and not force:
         return PlannedStage(replace(run, directory=finished, cached=True), "finished")
-    newest = existing[-1] if existing else run.directory
-    run = replace(run, directory=next_attempt(run.directory) if newest == finished else newest)
-    reasons = ["forced"] if finished is not None else []
-    holder = user(first_attempt(run.directory.parents[1], run.stage, run.fingerprint))
-    reasons += [f"in use by {holder}"] if holder else []
+    if not existing:
+        return _new(run, unmade)
+    if existing[-1] == finished:
+        return PlannedStage(replace(run, directory=next_attempt(run.directory)), "run", ("forced", *in_use))
+    run = replace(run, directory=existing[-1])
     checkpoints = checkpoints_in(run.directory / "checkpoints")
-    if checkpoints and newest != finished:
+    if checkpoints:
         step = int(checkpoints[-1].name.removeprefix(PREFIX))
-        return PlannedStage(replace(run, resumed_from=step), "resume", tuple(reasons))
-    if finished is None and existing:
-        broken = damage(run.export) if (run.export / NAME).is_file() else None
-        reasons.append(f"its result is damaged: {broken}" if broken else "an earlier attempt did not finish")
-    elif not existing:
-        reasons += _why_new(run, unmade)
-    return PlannedStage(run, "run", tuple(reasons))
+        return PlannedStage(replace(run, resumed_from=step), "resume", tuple(in_use))
+    broken = damage(run.export) if (run.export / NAME).is_file() else None
+    why = f"its result is damaged: {broken}" if broken else "an earlier attempt did not finish"
+    return PlannedStage(run, "run", tuple(in_use or [why]))
 
 
-def _why_new(run: StageRun, unmade: Mapping[str, str]) -> list[str]:
+def _new(run: StageRun, unmade: Mapping[str, str]) -> PlannedStage:
+    """A recipe that has no work directory: told by what is new in it."""
+    awaited = [downstream(unmade.values())] if unmade else []
     last = last_recipe(run.directory.parent, run.recipe)
-    if last is None:
-        return [f"downstream of {stage}" for stage in dict.fromkeys(unmade.values())] or ["never run here"]
-    return differences(last, run.recipe, unmade=unmade)
+    new = differences(last, run.recipe, unmade=unmade) if last is not None else ["never run here"]
+    return PlannedStage(run, "run" if new else "may run", (*awaited, *new))
