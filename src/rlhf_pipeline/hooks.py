@@ -127,17 +127,27 @@ class ProgressHook:
     def __init__(self) -> None:
         self._console = Console()
         self._listening = ExitStack()
+        self._outputs: dict[str, Any] = {}
 
     @hook_impl
     def before_pipeline_run(self) -> None:
         """Follow the stages."""
+        self._outputs = {}
         self._listening.enter_context(listening(ProgressDisplay(self._console), DataSummary(self._console)))
+
+    @hook_impl
+    def after_node_run(self, outputs: dict[str, Any]) -> None:
+        """Remember what this run made: the catalog may have a newer registration by then, another run's."""
+        self._outputs |= outputs
 
     @hook_impl
     def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Print the comparison, the registered versions, and the places of all results of this run."""
         self._listening.close()
-        results = {name: catalog.load(name) for name in sorted(pipeline.all_outputs())}
+        results = {
+            name: catalog.load(name) if isinstance(self._outputs[name], Path) else self._outputs[name]
+            for name in sorted(pipeline.all_outputs())
+        }
         for name in results:
             if name.endswith("evaluation"):
                 print_table(json.loads((results[name] / "evaluation.json").read_text()), self._console)

@@ -63,9 +63,9 @@ class Drill:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(Path(run.__file__).parents[2])])
         job.PROGRAMS["drill"] = Program("drill_program", distributed=False)
 
-    def run(self, value: int = 1, **launch: object) -> Path:
+    def run(self, value: int = 1, inputs: dict[str, Path] | None = None, **launch: object) -> Path:
         """Run the stage in this process; return its export."""
-        drill_job = Job("drill", {"drill": DrillConfig(value=value)}, {}, 1)
+        drill_job = Job("drill", {"drill": DrillConfig(value=value)}, inputs or {}, 1)
         return run.run_stage(drill_job, LaunchConfig(**launch), self.root / "workspace")
 
     def elsewhere(self) -> subprocess.Popen:

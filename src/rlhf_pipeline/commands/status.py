@@ -19,6 +19,7 @@ from rlhf_pipeline.stages.forcing import forced_stages, forcing
 from rlhf_pipeline.stages.job import PROGRAMS
 from rlhf_pipeline.stages.manifest import NAME
 from rlhf_pipeline.stages.planning import Plan, PlannedStage, downstream, planning
+from rlhf_pipeline.stages.workspace import has_run
 
 STYLES = {"finished": "green", "resume": "yellow", "run": "cyan", "may run": "cyan"}
 
@@ -83,7 +84,9 @@ def _visit(node: Node, catalog: CatalogProtocol, made: dict[str, Path], plan: Pl
         if not unmade:
             raise
         made[output] = plan.unmade(node.name)
-        return Row(node.name, "may run", details=downstream(unmade))
+        if has_run(catalog.load("workspace"), node.name):
+            return Row(node.name, "may run", details=downstream(unmade))
+        return Row(node.name, "run", details=f"{downstream(unmade)}; never run here")
     return None
 
 

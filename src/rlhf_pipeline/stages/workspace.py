@@ -68,6 +68,11 @@ def is_finished(directory: Path) -> bool:
     return (directory / "export" / NAME).is_file() and damage(directory / "export") is None
 
 
+def has_run(workspace: Path, stage: str) -> bool:
+    """Whether a stage was ever launched here."""
+    return any((workspace / stage).glob(f"*/{RECIPE}"))
+
+
 def last_recipe(stage_directory: Path, like: dict[str, object]) -> dict[str, object] | None:
     """The recipe of a stage that was used last; of the stages that read a source, of the same source."""
     found = sorted(stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
