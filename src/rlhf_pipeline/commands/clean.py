@@ -25,20 +25,23 @@ def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: 
         console.print(_table(leftovers, root))
     for path, why in kept.items():
         console.print(f"kept: {_name(path, root)}: {why}", highlight=False, soft_wrap=True)
-    freed = _bytes(sum(leftover.freed for leftover in leftovers))
     if not leftovers:
         console.print("Nothing to remove.")
     elif not yes:
+        freed = _bytes(sum(leftover.freed for leftover in leftovers))
         console.print(
             f"Nothing is removed yet: `kedro rlhf clean --yes` frees {freed}.", highlight=False, soft_wrap=True
         )
     else:
+        freed_bytes = 0
         for leftover in leftovers:
             if holder := remove(leftover, workspace):
                 console.print(
                     f"kept: {_name(leftover.path, root)}: in use by {holder}", highlight=False, soft_wrap=True
                 )
-        console.print(f"Removed; {freed} are free.", highlight=False)
+            else:
+                freed_bytes += leftover.freed
+        console.print(f"Removed; {_bytes(freed_bytes)} are free.", highlight=False)
 
 
 def _table(leftovers: list[Leftover], root: Path) -> Table:
