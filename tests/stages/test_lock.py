@@ -60,14 +60,17 @@ def test_another_recipe_does_not_wait(drill, held):
     assert str(mine) != theirs
 
 
-def test_a_killed_owner_holds_nothing(drill, held):
+def test_a_killed_owner_holds_nothing(drill, held, caplog):
     assert user(first_attempt(drill)).startswith(f"process {held.pid} since ")
     os.kill(held.pid, signal.SIGKILL)
     held.wait()
     assert user(first_attempt(drill)) is None
-    drill.order("hold", given=False)
+    # Its program lives a little longer, and would write where the next one does: that one waits.
+    threading.Timer(3.0, lambda: drill.order("hold", given=False)).start()
     start = time.monotonic()
     export = drill.run(wait=False)
     assert time.monotonic() - start < 30
     assert attempts(export.parent) == [export.parent]
+    assert (drill.launches, (export / "result").read_text()) == (2, "launch 2")
+    assert any("still works in" in message for message in caplog.messages)
     assert user(export.parent).startswith(f"process {os.getpid()} since ")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 
 from rlhf_pipeline.errors import StageError
@@ -54,6 +55,22 @@ def _meet_holder(first_attempt: Path, *, wait: bool) -> None:
             f"stage {stage}: recipe {recipe} is being run by {holder}; wait for it (launch.wait: true), or end that process"
         )
     logger.warning("stage %s: recipe %s is being run by %s; waiting for it to end", stage, recipe, holder)
+
+
+def await_programs(directory: Path) -> None:
+    """Wait until no program works in a directory any more.
+
+    The programs of a killed driver outlive it, and its lock, by up to a second or so; one may have been started by hand.
+    """
+    job = str(directory / "job.json")
+    told = False
+    while pids := [
+        process.pid for process in psutil.process_iter(["cmdline"]) if job in (process.info["cmdline"] or [])
+    ]:
+        if not told:
+            logger.warning("process %s still works in %s; waiting for it to end", pids[0], directory)
+        told = True
+        time.sleep(0.2)
 
 
 def user(first_attempt: Path) -> str | None:

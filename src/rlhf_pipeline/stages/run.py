@@ -16,7 +16,7 @@ from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.forcing import forced
 from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launcher import launch, process_count
-from rlhf_pipeline.stages.lock import recipe_lock
+from rlhf_pipeline.stages.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.planning import active_plan, identify
 from rlhf_pipeline.stages.workspace import RECIPE, attempts, next_attempt
@@ -59,6 +59,7 @@ def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
 def _run(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
     """Launch the stage's program in the work directory, to go on from the newest checkpoint there."""
     run.directory.mkdir(parents=True, exist_ok=True)
+    await_programs(run.directory)
     resume_from = newest_whole(run.directory / "checkpoints")
     _clear(run, keep_progress=resume_from is not None)
     (run.directory / RECIPE).write_text(json.dumps(run.recipe, indent=2))
