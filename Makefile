@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test quick check format seeds kills ui clean
+.PHONY: run test quick check format seeds kills stability overoptimization ui clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipelines=full $(ARGS)
@@ -31,6 +31,12 @@ seeds: $(VENV)/run.stamp   # the default pipeline on five seeds: does PPO beat S
 
 kills: $(VENV)/dev.stamp   # training killed at random moments and started again: is it the training that was not?
 	$(BIN)/python benchmarks/kills.py $(ARGS)
+
+stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small minibatches: docs/stability.md
+	$(BIN)/python benchmarks/stability.py $(ARGS)
+
+overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, with and without a bound: docs/stability.md
+	$(BIN)/python benchmarks/overoptimization.py $(ARGS)
 
 ui: $(VENV)/run.stamp      # MLflow on this machine alone
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --workers 1 $(ARGS)

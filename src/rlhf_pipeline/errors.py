@@ -23,7 +23,14 @@ class ArtifactError(PipelineError):
 
 
 class StageError(PipelineError):
-    """A launched stage ended without a finished result."""
+    """A launched stage ended without a finished result.
+
+    `cause` names the known failure behind it, see `rlhf_pipeline.stages.hints`; None: not a known one.
+    """
+
+    def __init__(self, message: str, cause: str | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class Interrupted(PipelineError):  # noqa: N818 - an interruption is no error

@@ -31,6 +31,10 @@ def test_no_critic_is_needed(advantage):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (
+            GAE | {"actor": MODEL | {"deepspeed": {"precision": "fp16"}}},
+            "where the gradients of one overflow, neither takes its step",
+        ),
         (GAE | {"critic": None}, "advantage gae needs a critic; give its block, or choose rloo, grpo or reinforce"),
         (RLOO | {"critic": MODEL}, "advantage rloo has no critic; leave its block out, or set critic to null"),
         (RLOO | {"responses_per_prompt": 1}, "advantage rloo compares the responses to one prompt; set responses_per_"),

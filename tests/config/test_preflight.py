@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.preflight import preflight
 from rlhf_pipeline.errors import ConfigError
 
@@ -69,9 +69,9 @@ def test_the_defaults_pass(parameters):
             "be shared evenly by 2 ranks (launch.processes); use a multiple of 128",
         ),
         (
-            "ppo.actor.deepspeed.precision",
+            "sft.deepspeed.precision",
             "fp16",
-            "ppo.actor.deepspeed.precision: fp16 needs a GPU, and there is none here",
+            "sft.deepspeed.precision: fp16 needs a GPU, and there is none here",
         ),
         (
             "ppo.actor.lora",
@@ -189,7 +189,7 @@ def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
 
 
 def test_fp16_is_fine_on_a_gpu(parameters):
-    preflight(changed(parameters, "ppo.actor.deepspeed.precision", "fp16"), processes=2, gpus=2)
+    preflight(changed(parameters, "sft.deepspeed.precision", "fp16"), processes=2, gpus=2)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -206,7 +206,7 @@ def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeyp
 
 
 def test_blocks_that_kedro_has_typed_are_checked_too(parameters):
-    wrong = changed(parameters, "ppo.actor.deepspeed.precision", "fp16")
-    wrong["ppo"] = PPOConfig.model_validate(wrong["ppo"])
+    wrong = changed(parameters, "dpo.deepspeed.precision", "fp16")
+    wrong["dpo"] = DPOConfig.model_validate(wrong["dpo"])
     with pytest.raises(ConfigError, match="fp16 needs a GPU"):
         preflight(wrong, processes=2, gpus=0)

@@ -188,7 +188,7 @@ class TestPhaseFile:
             "reference": [None, "4"],
         }
 
-    def test_evaluation(self, tmp_path) -> None:
+    def test_what_policies_are_judged_on(self, tmp_path) -> None:
         _, columns = self.write(tmp_path, "evaluation/test.arrow", [row()])
         assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "source": ["own"], "messages": [QUESTION]}
 

@@ -227,7 +227,7 @@ def test_a_wrong_parameter_stops_before_anything_runs(project):
         ("ppo.lerning_rate=1", "lerning_rate\n  Extra inputs are not permitted"),
         ("pppo.steps=3", "did you mean ppo?"),
         ("sft.batch_size=15", "sft.batch_size: 15 rows cannot be shared evenly by 2 ranks"),
-        ("ppo.actor.deepspeed.precision=fp16", "fp16 needs a GPU"),
+        ("sft.deepspeed.precision=fp16", "fp16 needs a GPU"),
     ]:
         output = project.kedro("--pipelines=full", params=params, check=False)
         assert message in output

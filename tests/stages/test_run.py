@@ -23,18 +23,23 @@ from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted, StageE
 from rlhf_pipeline.stages import events, job, launcher, planning, run
 from rlhf_pipeline.stages.job import Job, Program
 from rlhf_pipeline.stages.manifest import Manifest, verify
+from rlhf_pipeline.stages.progress import ProgressDisplay
 
 
 class ToyConfig(Block):
     """What the toy stage does."""
 
     action: str = "work"
-    """work, fail, explain, vanish or sleep."""
+    """work, fail, explain, vanish, sleep or fit."""
+
+    micro_batch_size_per_gpu: int = 8
+    """fit: runs out of memory above 2, after step 5."""
 
 
 PROGRAM = """
 import json, os, sys, time
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.stages.checkpoints import seal
 from rlhf_pipeline.stages.job import PROGRAMS, Program
 from rlhf_pipeline.stages.program import run_program
 
@@ -49,6 +54,16 @@ def main(job):
         raise RuntimeError("the cause")
     if action == "explain":
         raise DataError("rows.jsonl:3: no chosen answer")
+    if action == "fit":
+        size = job.config["toy"]["micro_batch_size_per_gpu"]
+        with (job.directory / "attempts").open("a") as file:
+            file.write(json.dumps([size, job.resume_from]) + "\\n")
+        checkpoint = job.checkpoints / "step-00000005"
+        if job.resume_from is None:
+            checkpoint.mkdir(parents=True)
+            seal(checkpoint)
+        if size > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if action == "vanish":
         os._exit(0)
     if action == "sleep":
@@ -87,9 +102,9 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setitem(job.PROGRAMS, "toy", Program("toy_program", distributed=False))
     monkeypatch.setattr(planning, "fingerprint", lambda recipe: recipe["config"]["toy"]["action"].ljust(64, "0"))
 
-    def run_toy(action="work", identities=None, **inputs):
+    def run_toy(action="work", identities=None, halve=False, **inputs):
         toy_job = Job("toy", {"toy": ToyConfig(action=action)}, inputs, 1, identities or {})
-        return run.run_stage(toy_job, LaunchConfig(), tmp_path / "ws")
+        return run.run_stage(toy_job, LaunchConfig(halve_micro_batch_on_oom=halve), tmp_path / "ws")
 
     return run_toy
 
@@ -139,6 +154,38 @@ def test_a_failed_stage_starts_anew_and_counts_no_step_twice(toy, tmp_path):
         toy("fail")
     metrics = next((tmp_path / "ws" / "toy").glob("*/metrics.jsonl"))
     assert len(metrics.read_text().splitlines()) == 3
+
+
+def test_a_stage_that_is_out_of_memory_says_what_helps(toy):
+    with pytest.raises(StageError) as failure:
+        toy("fit")
+    assert failure.value.cause == "GPU memory"
+    assert "lower toy.micro_batch_size_per_gpu (8)" in str(failure.value)
+    assert "set to true launch.halve_micro_batch_on_oom (false)" in str(failure.value)
+    assert "(this stage goes on after step 5)" in str(failure.value)
+
+
+def test_a_stage_that_is_out_of_memory_goes_on_with_smaller_micro_batches_where_that_is_wanted(toy, capsys):
+    recorder = Recorder()
+    with events.listening(recorder, ProgressDisplay()):
+        export = toy("fit", halve=True)
+    attempts = [json.loads(line) for line in (export.parent / "attempts").read_text().splitlines()]
+    assert attempts == [[8, None], [4, 5], [2, 5]]
+    manifest = Manifest.read(export)
+    assert manifest.adjusted == {"toy.micro_batch_size_per_gpu": {"configured": 8, "used": 2}}
+    assert manifest.config["toy"]["micro_batch_size_per_gpu"] == 2
+    assert recorder.run.config["toy"]["micro_batch_size_per_gpu"] == 2  # what a message would advise to lower
+    assert [what for what, _ in recorder.heard if what != "metrics"] == [
+        "started", "FAILED", "started", "FAILED", "started", "FINISHED",
+    ]  # fmt: skip
+    assert "out of memory with toy.micro_batch_size_per_gpu 8: now 2" in capsys.readouterr().out
+    assert toy("fit") == export and len((export.parent / "attempts").read_text().splitlines()) == 3
+
+
+def test_another_failure_is_not_tried_again(toy, tmp_path):
+    with pytest.raises(StageError):
+        toy("fail", halve=True)
+    assert len(next((tmp_path / "ws" / "toy").glob("*/launches")).read_text().splitlines()) == 1
 
 
 def test_a_signal_ends_the_program_and_its_children(toy):

@@ -47,7 +47,7 @@ def world(environment):
 def on_ranks(tmp_path_factory):
     """Runs a test file as a program, by DeepSpeed's launcher: its main part gets one JSON argument and a folder."""
 
-    def run(file: str, argument: object, *, ranks: int = 2) -> Path:
+    def run(file: str, argument: object, *, ranks: int = 2, accelerator: str = "cpu") -> Path:
         folder = tmp_path_factory.mktemp("ranks")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -56,7 +56,7 @@ def on_ranks(tmp_path_factory):
         source = Path(rlhf_pipeline.__file__).parents[1]
         ended = subprocess.run(
             [Path(sys.executable).with_name("deepspeed"), *options, file, json.dumps(argument, default=str), folder],
-            env=os.environ | {"PYTHONPATH": str(source), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": str(source), "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-6000:]
@@ -79,7 +79,14 @@ def ppo_inputs(make_model, tmp_path_factory):
     store_score_mean(reward, 0.1)
     prompts = tmp_path_factory.mktemp("prompts")
     TokenContract.read(sft).write(prompts)
-    table = pa.table({"id": [str(i) for i in range(8)], "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]})
+    table = pa.table(
+        {
+            "id": [str(i) for i in range(8)],
+            "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)],
+            "source": ["files"] * 8,
+            "messages": [[{"role": "user", "content": str(i)}] for i in range(8)],
+        }
+    )
     for name in ("train", "validation"):
         with pa.OSFile(str(prompts / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)

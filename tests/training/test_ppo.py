@@ -5,10 +5,12 @@ import json
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.judges import JUDGES
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.token_contract import TokenContract
@@ -216,6 +218,37 @@ def test_the_average_of_the_weights_is_a_policy_of_its_own(inputs, world, tmp_pa
             }
     assert not any("ema" in name for line in plain for name in line)
     assert abs(plain[-1]["validation/kl"]) > 1e-3
+
+
+def test_the_gold_score_is_shown_where_every_prompt_has_a_judge(trained, inputs, world, monkeypatch):
+    """A judge that likes prompt i by i: 3.5 over 0 to 7, and 1.5 over the first four. It hears the text alone."""
+    models, _, lines, _ = trained
+    assert not any("gold" in name for line in lines for name in line)
+    heard = []
+    monkeypatch.setitem(JUDGES, "files", lambda prompt, text: heard.append(text) or float(prompt[-1].content))
+    prompts = ppo.load_rows(inputs["prompts"] / "validation.arrow", world)
+
+    def gold(table, **changes):
+        return ppo.evaluate(models, table, config(**changes), world, 1).get("objective/gold_score")
+
+    assert gold(prompts, sampling={"max_response_tokens": 60}) == pytest.approx(3.5)
+    assert len(heard) == 8 and len({len(text) for text in heard}) > 1  # some end early, in EOS and padding
+    assert not any(token in text for text in heard for token in ("<|pad|>", "<|end|>"))
+    assert gold(prompts, evaluation_prompts=4) == pytest.approx(1.5)
+    other = prompts.set_column(2, "source", pa.array(["files"] * 7 + ["other"]))
+    assert gold(other) is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_gold_score_chooses_no_checkpoint(trained, inputs, world, tmp_path, monkeypatch, sign):
+    """Whichever evaluation the judge likes better, the exported one is the same."""
+    calls = iter(range(100))
+    monkeypatch.setitem(JUDGES, "files", lambda prompt, text: sign * 1000.0 * next(calls))
+    _, _, lines, best = run(config(), inputs, world, tmp_path)
+    assert (lines[0]["validation/gold_score"] < lines[1]["validation/gold_score"]) == (sign > 0)
+    best = best["validation"]
+    assert best.metrics["step"] == trained[3]["validation"].metrics["step"]
+    assert best.merit == best.metrics["validation/score"]
 
 
 def test_the_adaptive_coefficient_follows_the_kl(inputs, world, tmp_path):

@@ -56,7 +56,8 @@ def inputs(make_model, tmp_path_factory):
     for folder in (reward, prompts, text):
         TokenContract.read(sft).write(folder)
     for name in ("train", "validation"):
-        write(prompts / f"{name}.arrow", {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]})
+        asked = {"source": ["files"] * 8, "messages": [[{"role": "user", "content": "?"}]] * 8}
+        write(prompts / f"{name}.arrow", {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]} | asked)
     write(text / "train.arrow", {"input_ids": BLOCKS})
     return {"prompts": prompts, "sft_model": sft, "reward_model": reward, "pretraining": text}
 

@@ -70,7 +70,7 @@ def terminate_driver(driver):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "end", "after"),
-    [("ppo", kill_group, "step-00000001"), ("sft", kill_driver, "step-00000003"), ("sft", terminate_driver, "step-00000002")],
+    [("sft", kill_group, "step-00000003"), ("ppo", kill_driver, "step-00000001"), ("sft", terminate_driver, "step-00000002")],
 )  # fmt: skip
 def test_it_ends_as_if_nothing_had_happened(project, tmp_path, stage, end, after):
     (recipe,) = project.recipes(stage)[:1]

@@ -53,6 +53,7 @@ def inputs(make_model, tmp_path_factory):
         {
             "id": [str(n) for n in range(8)],
             "prompt_ids": ids,
+            "source": ["files"] * 8,
             "messages": messages,
             "reference": [str(n) for n in range(8)],
         }
@@ -140,9 +141,9 @@ def test_the_default_s_experience_is_what_the_sum_makes_of_it_bit_by_bit(inputs,
     assert torch.equal(plain.returns, other.returns) and torch.equal(plain.advantages, other.advantages)
 
 
-def test_the_default_reads_no_messages(inputs, world, tmp_path):
+def test_the_default_reads_no_references(inputs, world, tmp_path):
     """Its prompts' table may be one without them, and its score is centred by the stored mean."""
-    table = ppo.load_rows(inputs["prompts"] / "train.arrow", world).select(["id", "prompt_ids"])
+    table = ppo.load_rows(inputs["prompts"] / "train.arrow", world).drop_columns(["reference"])
     (tmp_path / "prompts").mkdir()
     path = tmp_path / "prompts" / "train.arrow"
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
@@ -151,7 +152,7 @@ def test_the_default_reads_no_messages(inputs, world, tmp_path):
     assert models.score_mean == 0.1 and models.rewards is None
     assert not any(name.startswith("reward/") for name in line)
     zero = {"rewards.0": write(tmp_path, "def zero(prompts, responses): return [0] * len(responses)")}
-    with pytest.raises(ArtifactError, match="the prompts have no column messages and reference; run stage split again"):
+    with pytest.raises(ArtifactError, match="the prompts have no column reference; run stage split again"):
         run(config(f"{tmp_path}/my.py:zero"), inputs | zero | {"prompts": tmp_path / "prompts"}, world, tmp_path)
 
 

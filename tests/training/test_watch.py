@@ -26,6 +26,7 @@ from rlhf_pipeline.training.checkpoint import BestCheckpoint, save_model
 from rlhf_pipeline.training.dpo import DPOTask
 from rlhf_pipeline.training.engine import grad_norm, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.ppo_faults import rollout_fault
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.reward_model import RewardModelTask
 from rlhf_pipeline.training.sft import SFTTask
@@ -37,6 +38,7 @@ TABLE = pa.table(
     {
         "id": [str(i) for i in range(16)], "prompt_ids": PROMPTS, "chosen_ids": ANSWERS, "rejected_ids": ANSWERS[::-1],
         "response_ids": ANSWERS, "loss_mask": [[True] * 3] * 16,
+        "source": ["files"] * 16, "messages": [[{"role": "user", "content": "?"}]] * 16,
     }
 )  # fmt: skip
 """Rows for every stage; four steps of four."""
@@ -275,15 +277,15 @@ def test_an_actor_that_evaluation_finds_broken_is_not_the_best(world, policy, re
 def test_a_policy_that_learned_silence_is_told_from_one_that_began_with_it():
     rollout = {"objective/kl": 0.0, "rollout/response_tokens": 1.0, "rollout/eos_fraction": 1.0}
     config = ppo_config(kl={"coef": 0.25})
-    learned = ppo.rollout_fault(rollout, config, "at step 7", trained=True)
+    learned = rollout_fault(rollout, config, "at step 7", trained=True)
     assert learned.startswith(
         "every response is empty, EOS or nothing, at step 7: the actor has learned to end at once"
     )
     assert "raise ppo.kl.coef (0.25)" in learned
     one_word = rollout | {"rollout/response_tokens": 1.125}  # one response of eight has a token before its EOS
-    assert ppo.rollout_fault(one_word, config, "at step 7", trained=True) is None
+    assert rollout_fault(one_word, config, "at step 7", trained=True) is None
     nothing = rollout | {"rollout/response_tokens": 0.0, "rollout/eos_fraction": 0.0}
-    assert ppo.rollout_fault(nothing, config, "at step 7", trained=True) is not None
+    assert rollout_fault(nothing, config, "at step 7", trained=True) is not None
 
 
 def test_equal_returns_are_no_failure(world, policy, reward_model, rows, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,6 +28,15 @@ def operational(default: Any, **kwargs: Any) -> Any:
     Takes the default and any other argument of pydantic's `Field`, except `json_schema_extra`.
     """
     return Field(default, json_schema_extra={"operational": True}, **kwargs)
+
+
+def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Values of nested mappings by dotted place, in their order; a list is a value."""
+    found: list[tuple[str, Any]] = []
+    for name, value in parameters.items():
+        place = f"{prefix}{name}"
+        found += leaves(value, f"{place}.") if isinstance(value, Mapping) else [(place, value)]
+    return found
 
 
 def _recipe(value: Any, dumped: Any) -> Any:

@@ -22,3 +22,14 @@ class LaunchConfig(Block):
 
     wait: bool = operational(True)
     """Whether to wait while another run works on the same recipe, to use its result. False: refuse."""
+
+    hang_timeout_s: float | None = operational(1500.0, gt=0)
+    """Seconds without progress on any rank (a micro batch, a sampled token, a new phase) after which the stage is ended, and
+    the rank that is behind is named. The ranks' start-up has five minutes in any case. 1500: longer than any one piece of
+    work, and less than `collective_timeout_s`, where a rank gives up that knows itself alone. None: no watchdog."""
+
+    halve_micro_batch_on_oom: bool = operational(False)
+    """Where a rank runs out of memory, start the stage again from its newest checkpoint with all micro batch sizes
+    (`micro_batch_size_per_gpu`, `sampling.batch_size_per_gpu`) halved, and so on down to 1. Global batch sizes stay, so the
+    result is the same up to rounding; the manifest says what was used. A rank that the kernel killed has not said that
+    memory was the reason, and does not count."""

@@ -38,7 +38,7 @@ class KLConfig(Block):
     """KL that the coefficient is adapted to hold (Ziegler et al. 2019). None: the coefficient stays fixed."""
 
     horizon: PositiveInt = 1000
-    """Responses over which the adaptive coefficient moves by a factor of about e at full error."""
+    """Responses over which the adaptive coefficient moves by a factor of about e^0.2 = 1.22, at the error's clip of 0.2."""
 
     maximum: PositiveFloat | None = None
     """KL above which training stops and the stage ends well, with the best checkpoint, which is never one above it. Past
@@ -186,7 +186,7 @@ class PPOConfig(Block):
     score within `kl.maximum` is exported."""
 
     evaluation_prompts: PositiveInt = 256
-    """Held-out prompts in each evaluation, at most."""
+    """Held-out prompts in each evaluation, at most, and as many on each rank."""
 
     log_every: PositiveInt = operational(1)
     """Steps between two lines of metrics."""
@@ -246,6 +246,18 @@ class PPOConfig(Block):
         self.reference.require_effect("reference", self.actor)
         self.reference.require_offload_possible("reference", self.actor)
         self.reward_model.require_offload_possible("reward_model", self.critic)
+        return self
+
+    @model_validator(mode="after")
+    def _fp16_in_both_or_neither(self) -> Self:
+        if self.critic is None:
+            return self
+        actor, critic = self.actor.deepspeed.precision, self.critic.deepspeed.precision
+        if (actor == "fp16") != (critic == "fp16"):
+            raise ValueError(
+                f"actor.deepspeed.precision {actor} with critic.deepspeed.precision {critic}: where the gradients of one "
+                "overflow, neither takes its step, which takes fp16 in both; set both to fp16, or neither"
+            )
         return self
 
     @model_validator(mode="after")

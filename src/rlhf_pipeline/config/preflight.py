@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from rlhf_pipeline.config.architecture import suggestion
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.block import leaves as _leaves
 from rlhf_pipeline.config.data import SourceConfig, SplitConfig
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluation import EvaluationConfig
@@ -210,11 +211,3 @@ def _ptx_faults(parameters: Mapping[str, Any]) -> list[str]:
             "(max_position_embeddings in base_model.architecture), and ppo.ptx reads whole blocks; lower one or raise the other"
         ]
     return []
-
-
-def _leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in parameters.items():
-        place = f"{prefix}{name}"
-        found += _leaves(value, f"{place}.") if isinstance(value, Mapping) else [(place, value)]
-    return found

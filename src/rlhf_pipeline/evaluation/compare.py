@@ -18,14 +18,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.evaluation import EvaluationConfig
-from rlhf_pipeline.data.judges import JUDGES
-from rlhf_pipeline.data.records import Message
+from rlhf_pipeline.data.judges import judged
 from rlhf_pipeline.evaluation.report import render_markdown
 from rlhf_pipeline.evaluation.statistics import distinct_n, mean_with_interval, win_rate
 from rlhf_pipeline.models.loading import freeze, load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.models.token_contract import TokenContract, common_contract
 from rlhf_pipeline.rl.kl import kl_estimate
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
 from rlhf_pipeline.training.engine import World, join
@@ -69,6 +69,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     writer = MetricsWriter(job.metrics_file, world, len(policies))
     answers: dict[str, list[Answer]] = {}
     for step, (name, policy) in enumerate(policies.items(), start=1):
+        heartbeat.at("evaluation", step)
         own = answer(
             policy, policies[BASELINE], reward_model, columns(table, rows), rows,
             config=config, contract=contract, tokenizer=tokenizer, seed=job.seed,
@@ -118,7 +119,7 @@ def answer(
             prompt="\n\n".join(f"{message['role'].title()}: {message['content']}" for message in messages),
             response=text.strip(),
             score=float(scored.scores[i]) - reward_model.score_mean,
-            gold_score=judge(source, messages, text.strip()),
+            gold_score=judged(source, messages, text),
             kl=float(log_ratios[i].sum()),
             response_tokens=int(rollout.response_mask[i].sum()),
             ended=bool(scored.ended[i]),
@@ -127,12 +128,6 @@ def answer(
             zip(rows, prompts["source"], prompts["messages"], texts, strict=True)
         )
     ]
-
-
-def judge(source: str, messages: list[dict[str, Any]], response: str) -> float | None:
-    """The gold score, where the prompt's source has one."""
-    function = JUDGES.get(source)
-    return None if function is None else function(tuple(Message(**message) for message in messages), response)
 
 
 def gather(own: list[Answer], world: World) -> list[Answer]:
@@ -150,8 +145,8 @@ def compare(answers: dict[str, list[Answer]], config: EvaluationConfig) -> dict[
         config: the decoding, and how many pairs to show.
     """
     baseline, candidate, *variants = answers
-    judged = all(answer.gold_score is not None for answer in answers[baseline])
-    measures = ["score", "gold_score"] if judged else ["score"]
+    has_gold = all(answer.gold_score is not None for answer in answers[baseline])
+    measures = ["score", "gold_score"] if has_gold else ["score"]
 
     def win_rates(name: str) -> dict[str, dict[str, float]]:
         return {
@@ -168,7 +163,7 @@ def compare(answers: dict[str, list[Answer]], config: EvaluationConfig) -> dict[
             "temperature": config.sampling.temperature,
             "max_response_tokens": config.sampling.max_response_tokens,
         },
-        "judge": "gold" if judged else None,
+        "judge": "gold" if has_gold else None,
         "policies": {name: summary(given) for name, given in answers.items()},
         "win_rates": win_rates(candidate),
         "variants": {name: win_rates(name) for name in variants},

@@ -29,6 +29,8 @@ class StageRun:
     """Input name to where it lies, for inputs that are local."""
     resumed_from: int | None = None
     """The step that training goes on from, where an earlier attempt left a checkpoint."""
+    adjusted: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that are not as configured, because that took too much memory: `smaller_batches.adjusted`."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """What the fingerprint is the digest of."""
 

@@ -76,6 +76,8 @@ class LaunchedJob:
     collective_timeout_s: float
     resume_from: int | None = None
     """The step whose checkpoint training goes on from; None: it starts from its beginning."""
+    adjusted: dict[str, Any] = field(default_factory=dict)
+    """Parameters that are not as configured, because that took too much memory: `smaller_batches.adjusted`."""
 
     @property
     def checkpoints(self) -> Path:
@@ -109,6 +111,11 @@ class LaunchedJob:
         return cls(directory=path.parent, **fields)
 
 
+def as_json(config: Mapping[str, Block]) -> dict[str, Any]:
+    """Parameter blocks as JSON types, by name."""
+    return {name: block.model_dump(mode="json") for name, block in config.items()}
+
+
 def write_job(
     job: Job,
     directory: Path,
@@ -117,17 +124,19 @@ def write_job(
     digests: Mapping[str, str],
     collective_timeout_s: float,
     resume_from: int | None,
+    adjusted: Mapping[str, Any],
 ) -> Path:
     """Write `job.json` into the work directory; return its path."""
     fields = {
         "stage": job.stage,
         "fingerprint": fingerprint,
         "seed": job.seed,
-        "config": {name: block.model_dump(mode="json") for name, block in job.config.items()},
+        "config": as_json(job.config),
         "inputs": {name: str(path.resolve()) for name, path in job.inputs.items()},
         "digests": dict(digests),
         "collective_timeout_s": collective_timeout_s,
         "resume_from": resume_from,
+        "adjusted": dict(adjusted),
     }
     path = directory / "job.json"
     path.write_text(json.dumps(fields, indent=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -18,47 +19,81 @@ from typing import Any
 import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, Interrupted, StageError
-from rlhf_pipeline.stages import events
+from rlhf_pipeline.stages import events, heartbeat
 from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.failure import LOG, Attempt, kernel_kills, stage_error
+from rlhf_pipeline.stages.hints import PORT
 from rlhf_pipeline.stages.job import Program
 from rlhf_pipeline.stages.manifest import NAME
-from rlhf_pipeline.stages.program import DRIVER, ERRORS, driver_id
+from rlhf_pipeline.stages.program import DRIVER, ERRORS, LAUNCH, driver_id, kill_strays
+from rlhf_pipeline.stages.ranks import Ranks
 
-LOG = "program.log"
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.2
-GRACE_S = 8.0
+GRACE_S = 6.5
 """Seconds between the request to end, after which training finishes its step and saves, and the kill."""
+FAILED_GRACE_S = 3.0
+"""The same where a rank has failed: the others cannot finish their step without it."""
+SETTLE_S = 1.5
+"""Seconds from a rank's failure to the end of the others, in which they say what they have to say."""
 
 
 def launch(program: Program, job_file: Path, run: StageRun, config: LaunchConfig, processes: int) -> None:
     """Run a program to its end, passing its metrics on as they appear.
 
-    Success is exit code 0 *and* a manifest: DeepSpeed's runner exits with 0 when a child dies by a signal.
+    Success is exit code 0 *and* a manifest: DeepSpeed's runner exits with 0 when a child dies by a signal. If another
+    program takes the port that was picked before the ranks do, they meet on another one.
 
     Raises:
-        StageError: the program failed; `Interrupted`: INT, TERM or HUP reached this process.
+        StageError: the program failed, or hung; `Interrupted`: INT, TERM or HUP reached this process.
     """
+    try:
+        _launch_once(program, job_file, run, config, processes)
+    except StageError as error:
+        if error.cause != PORT or config.master_port is not None:
+            raise
+        logger.warning("The port picked for stage %s was taken meanwhile; it is launched again on another", run.stage)
+        _launch_once(program, job_file, run, config, processes)
+
+
+def _launch_once(program: Program, job_file: Path, run: StageRun, config: LaunchConfig, processes: int) -> None:
+    for name in (ERRORS, heartbeat.FOLDER):  # of an earlier attempt
+        shutil.rmtree(run.directory / name, ignore_errors=True)
     command = _command(program, job_file, config, processes)
-    log = run.directory / LOG
-    start = time.monotonic()
-    with _signals_raise(), log.open("wb") as output:
+    ranks = Ranks(run.directory, *((processes, config.hang_timeout_s) if program.distributed else (1, None)))
+    environment = _environment(run.directory, processes)
+    start, kills_before, stuck, grace_s = time.monotonic(), kernel_kills(), None, GRACE_S
+    with _signals_raise(), (run.directory / LOG).open("wb") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=_environment(run.directory, processes),
+            env=environment,
         )
         tail = _MetricsTail(run)
         try:
-            while process.poll() is None:
+            while process.poll() is None and ranks.failed_s < SETTLE_S:
                 time.sleep(POLL_S)
                 tail.forward()
+                ranks.look()
+                if ranks.stuck:
+                    stuck = f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.whereabouts()}"
+                    ranks.ask_for_stacks()
+                    break
+            ranks.look()
+            code, grace_s = process.poll(), FAILED_GRACE_S
+            orphaned = code is not None and bool(ranks.alive)
         finally:
-            _end_group(process)
+            _end_group(process, grace_s)
+            kill_strays(environment[LAUNCH])
             tail.forward()
-    if process.returncode != 0 or not (run.export / NAME).is_file():
-        raise StageError(_failure(run, command, log, process.returncode, time.monotonic() - start))
+    if code != 0 or not (run.export / NAME).is_file():
+        kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
+        raise stage_error(
+            Attempt(run, config, command, ranks, processes, code, orphaned, time.monotonic() - start, stuck, kills)
+        )
 
 
 def process_count(config: LaunchConfig) -> int:
@@ -108,6 +143,7 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
     paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     settings[DRIVER] = str(driver_id(os.getpid()))
+    settings[LAUNCH] = f"{settings[DRIVER]} {directory.resolve()}"
     if gpu_count() == 0:
         cores = len(os.sched_getaffinity(0))
         settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // processes))}
@@ -132,10 +168,10 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """End the program's whole process group: ask, wait, kill. Ranks outlive their launcher otherwise."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + grace_s
         try:
             os.killpg(process.pid, number)
             while time.monotonic() < deadline:
@@ -168,24 +204,3 @@ class _MetricsTail:
         records: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
         if records:
             events.metrics(self._run, records)
-
-
-def _failure(run: StageRun, command: list[str], log: Path, code: int, seconds: float) -> str:
-    """What a user needs after a failure: the failing rank's own reason, the command, the log."""
-    reports = sorted((run.directory / ERRORS).glob("*.txt"))  # by time: the first failure caused the others
-    reason = reports[0].read_text().strip() if reports else _last_lines(log)
-    rank = reports[0].stem.rpartition("-")[2] if reports else "no rank left a reason; the log ends with"
-    return (
-        f"stage {run.stage} failed after {seconds:.0f} s with {_exit(code)}\n{rank}: {reason}\n"
-        f"  command  {' '.join(command)}\n  log      {log}"
-    )
-
-
-def _exit(code: int) -> str:
-    if code == 0:
-        return "exit code 0 but no manifest: a rank was ended by a signal, most often by the kernel for lack of memory"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _last_lines(log: Path, count: int = 20) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])

@@ -42,6 +42,8 @@ class Manifest:
     """Path relative to the artifact to its size and digest."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's own configuration of each engine, by model."""
+    adjusted: dict[str, Any] = field(default_factory=dict)
+    """Parameters by place that are not as configured, because that took too much memory: {"configured": 8, "used": 4}."""
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:

@@ -18,7 +18,7 @@ from rlhf_pipeline.stages.differences import differences
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.fingerprint import fingerprint, recipe
 from rlhf_pipeline.stages.forcing import forced
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, as_json
 from rlhf_pipeline.stages.launcher import process_count
 from rlhf_pipeline.stages.lock import user
 from rlhf_pipeline.stages.manifest import NAME, content_digest
@@ -87,10 +87,17 @@ def identify(job: Job, digests: Mapping[str, str], launch_config: LaunchConfig, 
     """The run of a job by its fingerprint, in the directory of its first attempt."""
     ingredients = recipe(job, digests=digests, processes=process_count(launch_config))
     key = fingerprint(ingredients)
-    config = {name: block.model_dump(mode="json") for name, block in job.config.items()}
     directory = first_attempt(workspace, job.stage, key)
     return StageRun(
-        job.stage, key, directory, config, job.seed, dict(digests), cached=False, paths=job.inputs, recipe=ingredients
+        job.stage,
+        key,
+        directory,
+        as_json(job.config),
+        job.seed,
+        dict(digests),
+        cached=False,
+        paths=job.inputs,
+        recipe=ingredients,
     )
 
 

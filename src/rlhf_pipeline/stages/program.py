@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.fingerprint import library_versions
 from rlhf_pipeline.stages.job import PROGRAMS, LaunchedJob
 from rlhf_pipeline.stages.manifest import Manifest, file_entries
@@ -25,6 +27,10 @@ ERRORS = "errors"
 DRIVER = "RLHF_DRIVER"
 """Environment variable that names the process which launched this program."""
 
+LAUNCH = "RLHF_LAUNCH"
+"""Environment variable that all processes of a launch have in common, those that left its process group included: the
+driver and the work directory."""
+
 
 def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     """Run `main` on the job named on the command line; the first rank writes the manifest from the metrics it returns.
@@ -32,14 +38,19 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     A failing rank leaves its reason in the work directory before it exits with 1: a `PipelineError`'s message as it is,
     anything else with its traceback.
     """
-    if DRIVER in os.environ:  # not by hand, and not on another machine
+    local = DRIVER in os.environ  # not by hand, and not on another machine
+    if local:
         _end_with_driver()
     job = LaunchedJob.read(Path(sys.argv[1]))
     rank = int(os.environ.get("RANK", "0"))
+    faulthandler.enable()  # a crash in compiled code leaves its stack in the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the driver asks of a rank that is stuck
+    heartbeat.start(job.directory, rank, local=local)
     try:
         metrics = main(job)
         if rank == 0:
             write_manifest(job, metrics)
+        heartbeat.at("finished")
     except BaseException as error:
         reason = str(error) if isinstance(error, PipelineError) else traceback.format_exc()
         folder = job.directory / ERRORS
@@ -49,7 +60,7 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
 
 
 def _end_with_driver() -> None:
-    """End this program's whole process group soon after the process that launched it is gone, by SIGKILL for example.
+    """End all of this launch soon after the process that launched it is gone, by SIGKILL for example.
 
     Ranks would train on unseen otherwise, and write where the next attempt writes.
     """
@@ -57,10 +68,21 @@ def _end_with_driver() -> None:
 
     def watch() -> None:
         while driver_id(int(driver)) == f"{driver}@{born}":
-            time.sleep(1.0)
+            time.sleep(0.5)
+        kill_strays(os.environ[LAUNCH], but_group=os.getpgrp())
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def kill_strays(launch: str, *, but_group: int | None = None) -> None:
+    """Kill the processes of a launch wherever they are, such as a worker with a session of its own, except in a group."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(LAUNCH) == launch and os.getpgid(process.pid) != but_group:
+                process.kill()
+        except (psutil.Error, OSError):
+            continue  # not ours to look at, or gone
 
 
 def driver_id(pid: int) -> str | None:
@@ -84,4 +106,5 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         metrics=metrics,
         deepspeed=json.loads(job.deepspeed_file.read_text()) if job.deepspeed_file.is_file() else {},
         files=file_entries(job.export),
+        adjusted=job.adjusted,
     ).write(job.export)

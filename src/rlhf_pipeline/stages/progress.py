@@ -54,6 +54,8 @@ class ProgressDisplay:
             return
         goes_on = f", from step {run.resumed_from} on" if run.resumed_from is not None else ""
         self._say(f"[bold]{run.title}[/]: running as {run.fingerprint[:8]} in {run.directory}{goes_on}")
+        for place, size in run.adjusted.items():
+            self._say(f"  out of memory with {place} {size['configured']}: now {size['used']}; the global batch stays")
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),

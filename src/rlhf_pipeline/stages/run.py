@@ -9,16 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import ArtifactError, Interrupted
+from rlhf_pipeline.errors import ArtifactError, Interrupted, StageError
 from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.checkpoints import checkpoints_in, newest_whole
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.forcing import forced
-from rlhf_pipeline.stages.job import Job, write_job
+from rlhf_pipeline.stages.hints import CPU_MEMORY, GPU_MEMORY
+from rlhf_pipeline.stages.job import Job, as_json, write_job
 from rlhf_pipeline.stages.launcher import launch, process_count
 from rlhf_pipeline.stages.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.planning import active_plan, identify
+from rlhf_pipeline.stages.smaller_batches import adjusted, halved
 from rlhf_pipeline.stages.workspace import RECIPE, attempts, next_attempt
 
 logger = logging.getLogger(__name__)
@@ -53,21 +55,31 @@ def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
         directory = attempts(run.directory)[-1:] or [run.directory]
         if finished is not None and directory == [finished.directory]:
             directory = [next_attempt(run.directory)]
-        return _run(job, replace(run, directory=directory[0]), launch_config)
+        run = replace(run, directory=directory[0])
+        attempted = job
+        while True:
+            try:
+                return _attempt(attempted, replace(run, adjusted=adjusted(job.config, attempted.config)), launch_config)
+            except StageError as error:
+                smaller = halved(attempted.config)
+                out_of_memory = error.cause in (GPU_MEMORY, CPU_MEMORY)
+                if not (launch_config.halve_micro_batch_on_oom and out_of_memory) or smaller is None:
+                    raise
+                attempted = replace(job, config=smaller)
 
 
-def _run(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
-    """Launch the stage's program in the work directory, to go on from the newest checkpoint there."""
+def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
+    """Launch the program, from its newest whole checkpoint on; return its artifact."""
     run.directory.mkdir(parents=True, exist_ok=True)
     await_programs(run.directory)
     resume_from = newest_whole(run.directory / "checkpoints")
     _clear(run, keep_progress=resume_from is not None)
     (run.directory / RECIPE).write_text(json.dumps(run.recipe, indent=2))
     job_file = write_job(
-        job, run.directory, fingerprint=run.fingerprint, digests=run.inputs,
-        collective_timeout_s=launch_config.collective_timeout_s, resume_from=resume_from,
+        job, run.directory, fingerprint=run.fingerprint, digests=run.inputs, resume_from=resume_from,
+        collective_timeout_s=launch_config.collective_timeout_s, adjusted=run.adjusted,
     )  # fmt: skip
-    run = replace(run, resumed_from=resume_from)
+    run = replace(run, config=as_json(job.config), resumed_from=resume_from)
     events.started(run)
     try:
         launch(job.program, job_file, run, launch_config, process_count(launch_config))
@@ -112,7 +124,7 @@ def _clear(run: StageRun, *, keep_progress: bool) -> None:
 
     A published version shares files with the export by hard links, and keeps its own.
     """
-    for name in ("export", "errors", *([] if keep_progress else ["checkpoints"])):
+    for name in ("export", *([] if keep_progress else ["checkpoints"])):
         shutil.rmtree(run.directory / name, ignore_errors=True)
     for path in (run.directory / "deepspeed.json", *([] if keep_progress else [run.metrics_file])):
         path.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from rlhf_pipeline.models.loading import DTYPES
 from rlhf_pipeline.models.lora import merged, trained_names, write_adapter
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.sharding import whole_state_dict
@@ -141,6 +142,7 @@ class BestCheckpoint:
         self._world.barrier()
 
     def _save(self, model: nn.Module, name: str) -> None:
+        heartbeat.at("saving")
         if self._config.lora is None:
             save_model(model, self._tokenizer, self._directory / name)
         else:

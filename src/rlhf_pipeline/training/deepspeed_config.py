@@ -57,23 +57,32 @@ def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, A
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": True,  # optimizer_step says which micro batch is the last
         "gradient_clipping": 0.0,  # DeepSpeed's own default became 1.0 in 2026
         "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "gradient_allreduce_op": "mean",  # optimizer_step multiplies by the number of ranks
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
-        "bf16": {"enabled": precision == "bf16"},
+        "data_types": {
+            "grad_accum_dtype": None,  # the precision of the weights
+            "keep_in_fp32_modules": "auto",  # what the model's authors say
+        },
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
         "fp16": {
             "enabled": precision == "fp16",
             "loss_scale": 0,  # dynamic
             "initial_scale_power": 16,
             "loss_scale_window": 1000,
             "hysteresis": 2,
+            "consecutive_hysteresis": False,
             "min_loss_scale": 1,
         },
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": stage == 3,
             "contiguous_gradients": True,
+            "reduce_scatter": True,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
             "memory_efficient_linear": False,  # would replace torch's linear function in the whole process

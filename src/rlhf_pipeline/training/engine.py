@@ -21,6 +21,7 @@ from transformers import get_scheduler
 from rlhf_pipeline.config.training import FrozenModelConfig, Precision, TrainedModelConfig
 from rlhf_pipeline.models.loading import enable_checkpointing, freeze
 from rlhf_pipeline.models.lora import add_adapters
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.training.deepspeed_config import inference_settings, training_settings
 from rlhf_pipeline.training.sharding import sharded_loading
 
@@ -101,6 +102,7 @@ def train_engine(load: Callable[..., nn.Module], config: TrainedModelConfig, tot
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
     engine.train()
+    heartbeat.tick()
     return engine
 
 
@@ -131,6 +133,7 @@ def _loaded(
     on_gpu = torch.cuda.is_available()
     with sharded_loading(settings(hidden_size=0, on_gpu=on_gpu)):
         model = load(precision)
+    heartbeat.tick()
     return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu)
 
 
@@ -162,10 +165,40 @@ def optimizer_step(engine: DeepSpeedEngine, world: World, losses: Sequence[Calla
     cut into micro batches and ranks. DeepSpeed averages over ranks; the factor undoes that. A loss is computed when its
     turn comes, so the activations of one micro batch are in memory at a time.
     """
+    accumulate(engine, world, losses)
+    engine.step()
+
+
+def accumulate(engine: DeepSpeedEngine, world: World, losses: Sequence[Callable[[], Tensor]]) -> None:
+    """The gradient of `optimizer_step`, without the step."""
     for number, loss in enumerate(losses, start=1):
         engine.set_gradient_accumulation_boundary(number == len(losses))
         engine.backward(loss() * world.size)
-    engine.step()
+        heartbeat.tick()
+
+
+def step_together(engines: Sequence[DeepSpeedEngine]) -> None:
+    """The optimizer steps of fp16 engines whose gradients are accumulated: all, or none where the gradients of any overflow.
+
+    By itself DeepSpeed leaves out the step and the schedule of the one engine whose gradients overflow, and lowers its loss
+    scale. Here the others are told that theirs do, too; but their loss scale is right, and stays.
+    """
+    overflows = [engine.optimizer.has_overflow() for engine in engines]  # agreed on by all ranks
+    for engine, own in zip(engines, overflows, strict=True):
+        optimizer = engine.optimizer
+        before = dict(vars(optimizer.loss_scaler))
+        optimizer.has_overflow = lambda *_, **__: any(overflows)  # step() asks again, and clears up
+        engine.step()
+        del optimizer.has_overflow
+        if any(overflows) and not own:
+            vars(optimizer.loss_scaler).update(before)
+
+
+def fp16_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
+    """In fp16, the loss scale and how many steps have been left out to find it; nothing in other precisions."""
+    if not engine.fp16_enabled():
+        return {}
+    return {"loss_scale": float(engine.optimizer.loss_scale), "skipped_steps": float(engine.skipped_steps)}
 
 
 def skip_optimizer_steps(engine: DeepSpeedEngine, count: int) -> None:

@@ -19,6 +19,7 @@ from rlhf_pipeline.rl.advantages import gae, group_relative, leave_one_out, to_t
 from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rl.masking import masked_moments, masked_sum, mean_and_variance, whiten
 from rlhf_pipeline.rl.rewards import per_token_rewards, shaped_scores
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.training.engine import World
 
 
@@ -200,5 +201,6 @@ def by_micro_batches(
             whole[index, : part.shape[1]] = part
         else:
             whole[index] = part
+        heartbeat.tick()
     assert whole is not None, "a rollout has at least one row"
     return whole

@@ -9,10 +9,11 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import uses_trained
-from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_scores
+from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
@@ -40,6 +41,8 @@ class FourModels:
     """Makes the score of several sources, or of others than the reward model; None where that alone is the score."""
     contract: TokenContract
     """What all of them mean by a token."""
+    tokenizer: PreTrainedTokenizerBase
+    """What makes texts of their tokens."""
     ema: EMA | None = None
     """The average of the actor's weights; None where `ppo.ema` is off."""
 
@@ -90,5 +93,6 @@ def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContrac
         score_mean=judge.score_mean if judge is not None and rewards is None else 0.0,  # the sum is centred already
         rewards=rewards,
         contract=contract,
+        tokenizer=load_tokenizer(sft_model),
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
     )

@@ -20,11 +20,13 @@ import pyarrow as pa
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.judges import judged
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.token_contract import common_contract
 from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
 from rlhf_pipeline.stages.reward_inputs import PREFIX
@@ -34,13 +36,14 @@ from rlhf_pipeline.training.engine import World, join
 from rlhf_pipeline.training.experience import Scored, make_experience, score
 from rlhf_pipeline.training.four_models import FourModels, load_four_models
 from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.training.ppo_faults import remedy, rollout_fault
 from rlhf_pipeline.training.ptx import TextBatches, load_text
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.rollout import generate, uniform_draws
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.training.sharding import for_generation, is_sharded
 from rlhf_pipeline.training.update import learn
-from rlhf_pipeline.training.watch import Watch, steadier
+from rlhf_pipeline.training.watch import Watch
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
 """Prefixes of held-out metrics: the actor's, and those of the average of its weights."""
@@ -60,7 +63,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
     validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
     start = job.inputs["sft_model"]
-    keep = partial(BestCheckpoint, job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
+    keep = partial(BestCheckpoint, job, world, models.tokenizer, config.actor, partial(load_policy, start))
     best = {VALIDATION: keep()}
     if models.ema is not None:
         best[VALIDATION_EMA] = keep(variant="ema")
@@ -119,6 +122,7 @@ def train(
     watch = Watch(world, writer, best[VALIDATION], lambda metric: remedy(metric, config))
     evaluated = {round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)}
     for step in range(done + 1, config.steps + 1):
+        heartbeat.at("rollout", step)
         start = time.monotonic()
         asked = step_rows(prompts.num_rows, config.prompts_per_step, step - 1, seed)
         # All prompts once, then all again: the ranks divide the prompts, so a rank has all responses to each of its own.
@@ -135,6 +139,7 @@ def train(
             watch.fail(step, metrics, fault)
         watch.require_finite(step, metrics)
         experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
+        heartbeat.at("update")
         metrics |= learn(
             models, experience, config, world, train_actor=step > config.critic_warmup_steps,
             texts=None if text is None else text.of_step(step),
@@ -177,6 +182,7 @@ def roll_out(
     step: int,
     slots: np.ndarray,
     with_values: bool = True,
+    scoring: heartbeat.Phase = "scoring",
 ) -> Scored:
     """Responses to this rank's prompts, as the models see them.
 
@@ -186,11 +192,13 @@ def roll_out(
         config: sampling and batch sizes.
         seed, step, slots: the randomness; a slot is a row's number in the global batch.
         with_values: False saves the critic's forward pass.
+        scoring: what scoring is a part of, for those who ask where this rank is.
     """
     draws = uniform_draws(seed, step, slots, config.sampling.max_response_tokens).to(models.actor.device)
     with for_generation(models.actor, gather=config.gather_for_generation) as policy:
         synced = is_sharded(policy) and not config.gather_for_generation
         rollout = generate(policy, prompts, draws, config.sampling, models.contract, synced=synced)
+    heartbeat.at(scoring)
     return score(
         rollout,
         models.actor,
@@ -224,52 +232,34 @@ def _short(metric: str) -> str:
     return metric.removeprefix("objective/").removeprefix("rollout/")
 
 
-def rollout_fault(metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool) -> str | None:
-    """Why nothing can be learned from a rollout with these metrics, in words; None where something can.
-
-    Args:
-        metrics: `rollout_metrics`.
-        config: the bound on KL, and the values that the remedies are about.
-        where: which rollout it is.
-        trained: whether the actor has taken an optimizer step: if not, it is the SFT model.
-    """
-    kl, bound = metrics["objective/kl"], config.kl.explosion
-    if bound is not None and not kl <= bound:
-        return (
-            f"objective/kl is {kl:.4g} nats a response {where}, not within ppo.kl.explosion ({bound:g}): the actor has left "
-            f"the reference for good; {remedy('objective/kl', config)}"
-        )
-    # An EOS ends a response and counts as one of its tokens.
-    if metrics["rollout/response_tokens"] == metrics["rollout/eos_fraction"]:
-        cause = (
-            f"the actor has learned to end at once, because the reward model likes it; raise ppo.kl.coef ({config.kl.coef:g}) "
-            "or look at the scores of short answers"
-            if trained
-            else "the SFT model ends at once; look at its demonstrations, and whether the chat template ends a prompt with EOS"
-        )
-        return f"every response is empty, EOS or nothing, {where}: {cause}"
-    return None
-
-
-def remedy(metric: str, config: PPOConfig) -> str:
-    """What to do about a metric that is not finite. The reward model does not train: it was damaged from the start."""
-    if metric.endswith("/score"):
-        precision = config.reward_model.deepspeed.precision
-        return f"look at the reward model, and at ppo.reward_model.deepspeed.precision ({precision})"
-    if config.critic is not None and ("value" in metric or "critic" in metric):
-        return steadier("ppo.critic.", config.critic)
-    return f"{steadier('ppo.actor.', config.actor)}, or raise ppo.kl.coef ({config.kl.coef:g})"
-
-
 @torch.no_grad()
 def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world: World, seed: int) -> dict[str, float]:
-    """Metrics of the actor on held-out prompts, with the same random draws at every evaluation."""
-    slots = own_share(np.arange(min(config.evaluation_prompts, validation.num_rows)), world)
+    """Metrics of the actor on held-out prompts, with the same random draws at every evaluation.
+
+    The gold score is among them where every prompt's source has a judge. It is there to be seen: no choice rests on it.
+    """
+    heartbeat.at("evaluation")
+    # As many on each rank, so that all take part in every forward pass, as ZeRO-3 demands.
+    count = max(1, min(config.evaluation_prompts, validation.num_rows) // world.size) * world.size
+    slots = own_share(np.arange(count), world)
     own = columns(validation, slots)
-    scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=HELD_OUT, slots=slots, with_values=False)
+    scored = roll_out(
+        models,
+        own["prompt_ids"],
+        config,
+        seed=seed,
+        step=HELD_OUT,
+        slots=slots,
+        with_values=False,
+        scoring="evaluation",
+    )
     if models.rewards is not None:
         scored = models.rewards(scored, own)
-    return rollout_metrics(scored, models.score_mean, world)
+    metrics = rollout_metrics(scored, models.score_mean, world)
+    texts = models.tokenizer.batch_decode(scored.rollout.response_ids, skip_special_tokens=True)
+    gold = [g for g in map(judged, own["source"], own["messages"], texts) if g is not None]
+    total, unjudged = world.sum(torch.tensor([sum(gold), len(texts) - len(gold)]).double().to(world.device)).tolist()
+    return metrics if unjudged else metrics | {"objective/gold_score": total / count}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from rlhf_pipeline.errors import Interrupted, StageError
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.checkpoints import checkpoint_of, checkpoints_in, seal
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.engine_state import bytes_needed, load_engine, save_engine
@@ -71,6 +72,7 @@ class Checkpoints:
 
     def save(self, step: int, loop: Mapping[str, Any]) -> None:
         """Write a checkpoint, whole or not at all, and remove those that are too old."""
+        heartbeat.at("saving", step)
         final = checkpoint_of(self._directory, step)
         partial = final.with_name(final.name + ".partial")
         if self._world.rank == 0:
@@ -83,6 +85,7 @@ class Checkpoints:
         self._world.barrier()
         for name, engine in self._engines.items():
             save_engine(engine, partial / name, average=self._averages.get(name))
+            heartbeat.tick()
         self._world.barrier()
         if self._world.rank == 0:
             seal(partial)

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from rlhf_pipeline.config.ppo import SamplingConfig
 from rlhf_pipeline.models.sequences import Sequences, collate, micro_batches, pad
 from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.stages import heartbeat
 
 
 @torch.no_grad()
@@ -81,6 +82,7 @@ class InverseCDFSampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Logits (B, V) with one finite entry a row."""
+        heartbeat.tick()
         draws = self._draws[:, input_ids.shape[1] - self._prompt_width].unsqueeze(1)
         cdf = (scores[:, : self._vocab_size].double() / self._temperature).softmax(-1).cumsum(-1)
         tokens = torch.searchsorted(cdf, draws * cdf[:, -1:], right=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.models.sequences import micro_batches
+from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.deepspeed_config import store_settings
-from rlhf_pipeline.training.engine import World, grad_norm, optimizer_step, train_engine
+from rlhf_pipeline.training.engine import World, fp16_metrics, grad_norm, optimizer_step, train_engine
 from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
@@ -138,6 +140,7 @@ def fit(
     total = optimizer_steps(config, training.num_rows)
     evaluated = {round(total * (i + 1) / config.evaluations) for i in range(config.evaluations)}
     for step in range(done + 1, total + 1):
+        heartbeat.at("update", step)
         start = time.monotonic()
         rows = own_share(step_rows(training.num_rows, config.batch_size, step - 1, seed), world)
         batch = task.collate(columns(training, rows))
@@ -150,6 +153,7 @@ def fit(
         sums = world.sums(totals)
         metrics = {f"{task.name}/{name}": value for name, value in task.metrics(sums).items()}
         metrics |= {"optim/lr": learning_rate} | ({} if norm is None else {"optim/grad_norm": sums["grad_norm"]})
+        metrics |= {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
         watch.require_finite(step, metrics)
         if step in evaluated:
             held_out = evaluate(engine, task, validation, world, config.micro_batch_size_per_gpu)
@@ -182,12 +186,22 @@ def evaluate(
     engine: DeepSpeedEngine, task: Task, rows: pa.Table, world: World, micro_batch_size: int
 ) -> dict[str, float]:
     """Held-out metrics over all rows, shared out among the ranks."""
+    heartbeat.at("evaluation")
     engine.eval()
     batch = task.collate(columns(rows, own_share(np.arange(rows.num_rows), world)))
     total: Sums = {}
     normalizer = torch.ones((), device=world.device)  # the sums count; the loss itself is not used
-    for index in micro_batches(batch.lengths, micro_batch_size):
-        _add(total, task.loss(engine, batch.rows(index).to(world.device), normalizer)[1])
+    own = list(micro_batches(batch.lengths, micro_batch_size))
+    most = math.ceil(
+        math.ceil(rows.num_rows / world.size) / micro_batch_size
+    )  # micro batches of the rank with most rows
+    for number in range(most):
+        # With one row fewer than others have, a rank may lack a micro batch. At ZeRO-3 they need it to take part in that
+        # forward pass all the same, with any rows.
+        sums = task.loss(engine, batch.rows(own[number % len(own)]).to(world.device), normalizer)[1]
+        if number < len(own):
+            _add(total, sums)
+        heartbeat.tick()
     engine.train()
     return task.metrics(world.sums(total))
 

@@ -14,7 +14,15 @@ from rlhf_pipeline.models.sequences import Sequences, micro_batches
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import entropy_loss, policy_loss, sft_loss, value_loss
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.training.engine import World, grad_norm, optimizer_step, skip_optimizer_steps
+from rlhf_pipeline.training.engine import (
+    World,
+    accumulate,
+    fp16_metrics,
+    grad_norm,
+    optimizer_step,
+    skip_optimizer_steps,
+    step_together,
+)
 from rlhf_pipeline.training.experience import Experience
 from rlhf_pipeline.training.four_models import FourModels
 
@@ -62,6 +70,7 @@ def learn(
         norm = grad_norm(engine)
         if norm is not None:
             metrics[f"optim/{name}_grad_norm"] = float(norm)
+        metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
     return metrics
 
 
@@ -143,13 +152,21 @@ def update(
         return config.ptx.coef * loss
 
     add({"tokens": tokens})
+    steps = []
     if train_actor:
         losses = [partial(actor_loss, piece) for piece in pieces]
         if text is not None:
             chunks = micro_batches(text.lengths, config.micro_batch_size_per_gpu)
             losses += [partial(text_loss, text.rows(i)) for i in chunks]
-        optimizer_step(models.actor, world, losses)
-        if models.ema is not None:
-            models.ema.update()
+        steps.append((models.actor, losses))
     if models.critic is not None:
-        optimizer_step(models.critic, world, [partial(critic_loss, piece) for piece in pieces])
+        steps.append((models.critic, [partial(critic_loss, piece) for piece in pieces]))
+    if config.actor.deepspeed.precision == "fp16":  # the critic's as well, by PPOConfig
+        for engine, losses in steps:
+            accumulate(engine, world, losses)
+        step_together([engine for engine, _ in steps])
+    else:
+        for engine, losses in steps:
+            optimizer_step(engine, world, losses)
+    if train_actor and models.ema is not None and models.actor.was_step_applied():  # fp16 may have left it out
+        models.ema.update()

@@ -1,0 +1,134 @@
+"""Over-optimization of the reward model (Gao et al. 2022): how gold and proxy score move as the policy leaves SFT.
+
+    python benchmarks/overoptimization.py                 # seeds 1 and 2
+    python benchmarks/overoptimization.py --seeds 1       # these
+
+The proxy is a reward model that saw a third of the comparisons, and the actor learns faster than by default, so that a
+short run goes too far. Each KL coefficient runs without a bound; then 0 again with `kl.maximum`, and an adaptive one with
+`kl.target`. All scores are of held-out prompts. Results and the plot go to benchmarks/results/overoptimization/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments import RESULTS, Start, commit, history, prepare, side_by_side, train, train_reward_model
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+WEAK_PROXY = {"epochs": 0.3}
+RECIPE = {"steps": 24, "evaluations": 12, "actor": {"optimizer": {"learning_rate": 5.0e-4}}}
+AT_REST = {"steps": 1, "evaluations": 1, "actor": {"optimizer": {"learning_rate": 1.0e-12}}}
+"""A step that moves nothing: what the SFT model scores on the same prompts with the same draws."""
+LEASHES: dict[str, dict[str, Any]] = {
+    **{f"coef {coef:g}": {"coef": coef, "maximum": None} for coef in (0.0, 0.03, 0.1, 0.3)},
+    "coef 0, maximum 1": {"coef": 0.0, "maximum": 1.0},
+    "adaptive, target 1": {"coef": 0.03, "maximum": None, "target": 1.0, "horizon": 50},
+}
+CONTROLLED = [name for name in LEASHES if "," in name]
+COLORS = dict(zip(LEASHES, ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#000000", "#CC79A7"), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept and results are written")
+    arguments = parser.parse_args()
+    folder = arguments.results / "overoptimization"
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = list(side_by_side(start, [(seed, arguments.results / "workspace") for seed in arguments.seeds]))
+    rows: list[dict[str, Any]] = []
+    for row in side_by_side(run, [(begin, name) for begin in starts for name in LEASHES]):
+        rows = sorted([*rows, row], key=lambda row: (list(LEASHES).index(row["leash"]), row["seed"]))
+        (folder / "overoptimization.json").write_text(json.dumps({"commit": commit(), "runs": rows}, indent=1))
+        show(rows)
+    plot(rows, folder / "overoptimization.png")
+
+
+def start(seed: int, workspace: Path) -> Start:
+    """What PPO starts from, with the weaker reward model."""
+    begin = prepare(seed, workspace)
+    return replace(begin, reward_model=train_reward_model(begin, WEAK_PROXY))
+
+
+def run(begin: Start, name: str) -> dict[str, Any]:
+    """One leash on one seed: the held-out course from SFT on, and the point on it that was exported."""
+    policy = train(begin, RECIPE | {"kl": LEASHES[name]})
+    course = evaluations(train(begin, AT_REST)) + evaluations(policy)
+    exported = int(json.loads((policy / "manifest.json").read_text())["metrics"]["step"])
+    return {
+        "leash": name,
+        "seed": begin.seed,
+        "steps": int(history(policy)[-1]["step"]),
+        "exported": next(point for point in course[1:] if point["step"] == exported),
+        "course": course,
+    }
+
+
+def evaluations(policy: Path) -> list[dict[str, float]]:
+    """KL, proxy and gold score at each evaluation."""
+    names = {"kl": "validation/kl", "proxy": "validation/score", "gold": "validation/gold_score"}
+    steps = [step for step in history(policy) if "validation/score" in step]
+    return [{"step": step["step"]} | {short: step[name] for short, name in names.items()} for step in steps]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """All runs so far: gold at its best, at the end, and where PPO exported."""
+    table = Table(title="Held-out gold score and proxy score by leash")
+    columns = (
+        "best gold",
+        "at KL",
+        "last gold",
+        "last proxy",
+        "last KL",
+        "exported gold",
+        "exported proxy",
+        "exported KL",
+    )
+    for column in ("leash", "seed", "steps", *columns):
+        table.add_column(column, justify="right")
+    for row in rows:
+        best, last = max(row["course"], key=lambda point: point["gold"]), row["course"][-1]
+        numbers = [best["gold"], best["kl"], last["gold"], last["proxy"], last["kl"]]
+        numbers += [row["exported"][key] for key in ("gold", "proxy", "kl")]
+        table.add_row(row["leash"], str(row["seed"]), str(row["steps"]), *(f"{number:.2f}" for number in numbers))
+    Console(width=140).print(table)
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Gold and proxy score against sqrt(KL), after figure 1 of Gao et al.: a row a seed; coefficients, then controls."""
+    seeds = sorted({row["seed"] for row in rows})
+    figure, axes = plt.subplots(
+        len(seeds),
+        2,
+        figsize=(9, 2.7 * len(seeds) + 0.9),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for row in rows:
+        controlled = row["leash"] in CONTROLLED
+        panels = axes[seeds.index(row["seed"])]
+        for panel in panels if row["leash"] == "coef 0" else [panels[int(controlled)]]:
+            at = [max(point["kl"], 0.0) ** 0.5 for point in row["course"]]
+            style = {"color": COLORS[row["leash"]], "markersize": 3.5, "linewidth": 1.4}
+            panel.plot(at, [p["gold"] for p in row["course"]], "-o", label=f"{row['leash']}: gold", **style)
+            panel.plot(at, [p["proxy"] for p in row["course"]], "--^", label=f"{row['leash']}: proxy", **style)
+    for index, seed in enumerate(seeds):
+        axes[index, 0].set_ylabel(f"seed {seed}\nscore, held out")
+    for panel, title in zip(axes[0], ("KL coefficient, no bound", "bounded"), strict=True):
+        panel.set_title(title)
+    for panel in axes[-1]:
+        panel.set_xlabel("sqrt(KL to SFT), sqrt(nats)")
+        panel.legend(fontsize="x-small")
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

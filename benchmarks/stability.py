@@ -1,0 +1,137 @@
+"""Is PPO stable with several epochs, pooled batches and small minibatches? Default parameters but for these, on several seeds.
+
+    python benchmarks/stability.py                 # seeds 1 to 3
+    python benchmarks/stability.py --seeds 1 2     # these
+
+Every setting sees the same number of prompts and responses, with the same learning rates and KL settings. Results and the
+plot go to benchmarks/results/stability/. The exit code is 0 if every run stays within the KL bound and each
+setting's win rate on gold, averaged over the seeds, is at most 0.03 below the plain setting's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from experiments import RESULTS, Start, commit, compare, history, prepare, side_by_side, train
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+PLAIN = "plain"
+SETTINGS: dict[str, dict[str, Any]] = {
+    PLAIN: {"ppo_epochs": 1},
+    "4 epochs": {"ppo_epochs": 4},
+    "4 batches": {"ppo_epochs": 1, "rollout_batches": 4, "steps": 12},
+    "half minibatches": {"ppo_epochs": 1, "minibatch_size": 32},
+    "all three": {"ppo_epochs": 4, "rollout_batches": 4, "steps": 12, "minibatch_size": 32},
+}
+TOLERANCE = 0.03
+COLORS = dict(zip(SETTINGS, ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7"), strict=True))  # Okabe and Ito
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept and results are written")
+    arguments = parser.parse_args()
+    folder = arguments.results / "stability"
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = list(side_by_side(prepare, [(seed, arguments.results / "workspace") for seed in arguments.seeds]))
+    rows: list[dict[str, Any]] = []
+    for row in side_by_side(run, [(start, name) for start in starts for name in SETTINGS]):
+        rows = sorted([*rows, row], key=lambda row: (list(SETTINGS).index(row["setting"]), row["seed"]))
+        (folder / "stability.json").write_text(json.dumps({"commit": commit(), "runs": rows}, indent=1))
+        show(rows)
+    plot(rows, folder / "stability.png")
+    return 0 if all(map(stable, rows)) and min(differences(rows).values()) >= -TOLERANCE else 1
+
+
+def run(start: Start, name: str) -> dict[str, Any]:
+    """One setting on one seed: what it ended with, and its course."""
+    policy = train(start, SETTINGS[name])
+    evaluation, steps = compare(start, policy), history(policy)
+    config = json.loads((policy / "manifest.json").read_text())["config"]["ppo"]
+    gold, ppo = evaluation["win_rates"]["gold"], evaluation["policies"]["ppo"]
+    held_out = [step for step in steps if "validation/score" in step]
+    return {
+        "setting": name,
+        "seed": start.seed,
+        "win_rate": gold["rate"],
+        "lower": gold["lower"],
+        "upper": gold["upper"],
+        "gold": ppo["gold_score"],
+        "sft_gold": evaluation["policies"]["sft"]["gold_score"],
+        "kl": ppo["kl"],
+        "largest_kl": max(step["objective/kl"] for step in steps),
+        "largest_update": max(step["policy/approx_kl"] for step in steps),
+        "clipped": max(step["policy/clip_fraction"] for step in steps),
+        "last_gold": held_out[-1]["validation/gold_score"],
+        "share_of_steps": steps[-1]["step"] / config["steps"],
+        "course": [
+            {
+                "responses": step["step"] * config["rollout_batches"] * config["rollout_batch_size"],
+                "kl": step["validation/kl"],
+                "gold": step["validation/gold_score"],
+                "score": step["validation/score"],
+            }
+            for step in held_out
+        ],
+    }
+
+
+def stable(row: dict[str, Any]) -> bool:
+    """The run took all its steps (no loss was NaN, no rollout's KL beyond the bound) and ended above SFT."""
+    return bool(row["share_of_steps"] == 1 and row["last_gold"] > row["sft_gold"])
+
+
+def differences(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Each setting's mean win rate less the plain one's, over the seeds that both have."""
+    rates = {(row["setting"], row["seed"]): row["win_rate"] for row in rows}
+    return {
+        name: fmean(
+            rates[name, seed] - rates[PLAIN, seed] for (n, seed) in rates if n == name and (PLAIN, seed) in rates
+        )
+        for name in SETTINGS
+        if any(n == name and (PLAIN, seed) in rates for n, seed in rates)
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """All runs so far."""
+    table = Table(title="PPO against SFT on the gold score, by what a step trains on")
+    columns = "win_rate lower upper sft_gold gold last_gold kl largest_kl largest_update clipped".split()
+    for column in ("setting", "seed", *columns, "stable"):
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        numbers = [f"{row[column]:.3f}" for column in columns]
+        table.add_row(row["setting"], str(row["seed"]), *numbers, "yes" if stable(row) else "no")
+    Console(width=160).print(table)
+    Console().print({name: round(difference, 3) for name, difference in differences(rows).items()})
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Held-out gold score and KL over the responses seen: a panel a seed, a line a setting."""
+    seeds = sorted({row["seed"] for row in rows})
+    figure, axes = plt.subplots(
+        2, len(seeds), figsize=(3.2 * len(seeds), 5), sharex=True, sharey="row", squeeze=False, layout="constrained"
+    )
+    for row in rows:
+        for panel, name in zip(axes[:, seeds.index(row["seed"])], ("gold", "kl"), strict=True):
+            at, values = ([point[key] for point in row["course"]] for key in ("responses", name))
+            panel.plot(at, values, color=COLORS[row["setting"]], label=row["setting"], marker="o", markersize=3)
+    for column, seed in enumerate(seeds):
+        axes[0, column].set_title(f"seed {seed}")
+        axes[1, column].set_xlabel("responses trained on")
+    axes[0, 0].set_ylabel("gold score, held out")
+    axes[1, 0].set_ylabel("KL to SFT, nats")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(SETTINGS), frameon=False)
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,37 @@
+"""Making a stage fit: its micro batches halved, its global batches as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_pipeline.config.block import Block, leaves
+from rlhf_pipeline.stages.job import as_json
+
+MICRO_BATCHES = ("micro_batch_size_per_gpu", "batch_size_per_gpu")
+"""Fields that bound what is in memory at a time and, up to rounding, change nothing else."""
+
+
+def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
+    """The blocks with every micro batch size halved, rounding down, where it is above 1; None where none is."""
+    smaller = {
+        name: type(block).model_validate(_halved(dumped))
+        for (name, block), dumped in zip(config.items(), as_json(config).values(), strict=True)
+    }
+    return None if smaller == dict(config) else smaller
+
+
+def adjusted(configured: Mapping[str, Block], used: Mapping[str, Block]) -> dict[str, dict[str, Any]]:
+    """What differs between two versions of the same blocks, by place: {"configured": 8, "used": 4}."""
+    before, after = leaves(as_json(configured)), leaves(as_json(used))
+    return {
+        place: {"configured": old, "used": new}
+        for (place, old), (_, new) in zip(before, after, strict=True)
+        if old != new
+    }
+
+
+def _halved(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: max(1, item // 2) if name in MICRO_BATCHES else _halved(item) for name, item in value.items()}
