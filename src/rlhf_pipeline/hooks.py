@@ -19,6 +19,7 @@ from rlhf_pipeline.data.report import print_summary
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.evaluation.report import print_table
 from rlhf_pipeline.stages.events import StageRun, Status, listening
+from rlhf_pipeline.stages.forcing import forced_stages, forcing
 from rlhf_pipeline.stages.launcher import free_port, gpu_count, process_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.tracking.runs import MlflowTracker
@@ -32,9 +33,36 @@ class PreflightHook:
     def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
         """Check all parameters together, and that a configured port is free."""
         parameters: dict[str, Any] = catalog.load("parameters")
-        launch = LaunchConfig.model_validate(parameters["launch"])
-        preflight(parameters, processes=process_count(launch), gpus=gpu_count())
-        free_port(launch.master_port)
+        check(parameters)
+        free_port(LaunchConfig.model_validate(parameters["launch"]).master_port)
+
+
+def check(parameters: dict[str, Any]) -> None:
+    """Refuse parameters that cannot work on this machine."""
+    processes = process_count(LaunchConfig.model_validate(parameters["launch"]))
+    preflight(parameters, processes=processes, gpus=gpu_count())
+
+
+class ForcingHook:
+    """Runs the stages again that the parameter `force` names."""
+
+    def __init__(self) -> None:
+        self._forcing = ExitStack()
+
+    @hook_impl
+    def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
+        """Force them in this run."""
+        self._forcing.enter_context(forcing(forced_stages(catalog.load("parameters").get("force"))))
+
+    @hook_impl
+    def after_pipeline_run(self) -> None:
+        """Force nothing in a later run of this process."""
+        self._forcing.close()
+
+    @hook_impl
+    def on_pipeline_error(self) -> None:
+        """The same."""
+        self._forcing.close()
 
 
 class TrackingHook:
@@ -99,17 +127,27 @@ class ProgressHook:
     def __init__(self) -> None:
         self._console = Console()
         self._listening = ExitStack()
+        self._outputs: dict[str, Any] = {}
 
     @hook_impl
     def before_pipeline_run(self) -> None:
         """Follow the stages."""
+        self._outputs = {}
         self._listening.enter_context(listening(ProgressDisplay(self._console), DataSummary(self._console)))
+
+    @hook_impl
+    def after_node_run(self, outputs: dict[str, Any]) -> None:
+        """Remember what this run made: the catalog may have a newer registration by then, another run's."""
+        self._outputs |= outputs
 
     @hook_impl
     def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Print the comparison, the registered versions, and the places of all results of this run."""
         self._listening.close()
-        results = {name: catalog.load(name) for name in sorted(pipeline.all_outputs())}
+        results = {
+            name: catalog.load(name) if isinstance(self._outputs[name], Path) else self._outputs[name]
+            for name in sorted(pipeline.all_outputs())
+        }
         for name in results:
             if name.endswith("evaluation"):
                 print_table(json.loads((results[name] / "evaluation.json").read_text()), self._console)

@@ -151,7 +151,7 @@ COMMIT, OTHER_COMMIT = "1" * 40, "2" * 40
 def key(seed: int = 0, **config: Any) -> str:
     job = source_job(SourceConfig(**config), seed)
     assert job.inputs == {}
-    return fingerprint.fingerprint(job, digests=job.identities, processes=1)
+    return fingerprint.fingerprint(fingerprint.recipe(job, digests=job.identities, processes=1))
 
 
 def test_the_commit_decides_and_the_seed_does_not() -> None:

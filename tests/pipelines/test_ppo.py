@@ -6,7 +6,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.ppo import nodes
-from rlhf_pipeline.stages.fingerprint import fingerprint
+from rlhf_pipeline.stages.fingerprint import fingerprint, recipe
 from rlhf_pipeline.stages.manifest import Manifest, content_digest, file_entries
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
@@ -17,7 +17,8 @@ def key(tmp_path, monkeypatch):
     """The stage's fingerprint for prepared data with some text, or without, in place of a launch."""
 
     def digest(job, launch, workspace):
-        return fingerprint(job, digests={n: content_digest(path) for n, path in job.inputs.items()}, processes=1)
+        digests = {n: content_digest(path) for n, path in job.inputs.items()}
+        return fingerprint(recipe(job, digests=digests, processes=1))
 
     monkeypatch.setattr(nodes, "run_stage", digest)
 

@@ -7,7 +7,7 @@ import pytest
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.training import OptimizerConfig, SFTConfig
 from rlhf_pipeline.stages import fingerprint as module
-from rlhf_pipeline.stages.fingerprint import code_digest, fingerprint
+from rlhf_pipeline.stages.fingerprint import code_digests, fingerprint, recipe
 from rlhf_pipeline.stages.job import Job
 
 
@@ -17,7 +17,7 @@ def job(seed: int = 1, **changes: object) -> Job:
 
 
 def key(job: Job, digest: str = "a", processes: int = 2) -> str:
-    return fingerprint(job, digests={"examples": digest}, processes=processes)
+    return fingerprint(recipe(job, digests={"examples": digest}, processes=processes))
 
 
 def test_the_same_recipe_has_the_same_fingerprint():
@@ -68,24 +68,24 @@ def package(tmp_path, monkeypatch):
 
 
 def test_code_that_the_program_can_execute_counts(package):
-    before = code_digest("rlhf_pipeline.a")
+    before = code_digests("rlhf_pipeline.a")
     (package / "sub" / "b.py").write_text("def g():\n    return 2\n")
-    assert code_digest("rlhf_pipeline.a") != before
+    assert code_digests("rlhf_pipeline.a") != before
 
 
 def test_other_code_and_comments_do_not_count(package):
-    before = code_digest("rlhf_pipeline.a")
+    before = code_digests("rlhf_pipeline.a")
     (package / "c.py").write_text("x = 2\n")
     (package / "sub" / "b.py").write_text("# why\ndef g():\n\n    return 1\n")
-    assert code_digest("rlhf_pipeline.a") == before
+    assert code_digests("rlhf_pipeline.a") == before
 
 
 def test_modules_that_are_imported_by_a_computed_name_count_with_all_that_they_import(package):
     (package / "d.py").write_text("from rlhf_pipeline import c\n")
-    before = code_digest("rlhf_pipeline.a", "rlhf_pipeline.d")
-    assert before != code_digest("rlhf_pipeline.a")
+    before = code_digests("rlhf_pipeline.a", "rlhf_pipeline.d")
+    assert before != code_digests("rlhf_pipeline.a")
     (package / "c.py").write_text("x = 2\n")
-    assert code_digest("rlhf_pipeline.a", "rlhf_pipeline.d") != before
+    assert code_digests("rlhf_pipeline.a", "rlhf_pipeline.d") != before
 
 
 def test_a_job_s_modules_change_its_fingerprint():

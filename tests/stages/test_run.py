@@ -20,7 +20,7 @@ import pytest
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted, StageError
-from rlhf_pipeline.stages import events, job, launcher, run
+from rlhf_pipeline.stages import events, job, launcher, planning, run
 from rlhf_pipeline.stages.job import Job, Program
 from rlhf_pipeline.stages.manifest import Manifest, verify
 from rlhf_pipeline.stages.progress import ProgressDisplay
@@ -100,7 +100,7 @@ def toy(tmp_path, monkeypatch):
     (tmp_path / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(job.PROGRAMS, "toy", Program("toy_program", distributed=False))
-    monkeypatch.setattr(run, "fingerprint", lambda job, **kw: job.config["toy"].action.ljust(64, "0"))
+    monkeypatch.setattr(planning, "fingerprint", lambda recipe: recipe["config"]["toy"]["action"].ljust(64, "0"))
 
     def run_toy(action="work", identities=None, halve=False, **inputs):
         toy_job = Job("toy", {"toy": ToyConfig(action=action)}, inputs, 1, identities or {})

@@ -20,6 +20,9 @@ class LaunchConfig(Block):
     collective_timeout_s: float = operational(1800.0, gt=0)
     """Seconds a rank waits for the others in a collective operation before the stage is ended as stuck."""
 
+    wait: bool = operational(True)
+    """Whether to wait while another run works on the same recipe, to use its result. False: refuse."""
+
     hang_timeout_s: float | None = operational(1500.0, gt=0)
     """Seconds without progress on any rank (a micro batch, a sampled token, a new phase) after which the stage is ended, and
     the rank that is behind is named. The ranks' start-up has five minutes in any case. 1500: longer than any one piece of

@@ -22,6 +22,7 @@ from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.stages.forcing import forced_stages
 
 BLOCKS: dict[str, type[Block]] = {
     "launch": LaunchConfig,
@@ -34,7 +35,7 @@ BLOCKS: dict[str, type[Block]] = {
     "evaluate": EvaluationConfig,
     "register": RegisterConfig,
 }
-"""Every top-level parameter that is a block; `seed` is the only one that is not."""
+"""Every top-level parameter that is a block; `seed` and `force` are the only ones that are not."""
 
 BATCH_SIZES = (
     "sft.batch_size",
@@ -77,7 +78,7 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
 
 
 def _unknown(parameters: Mapping[str, Any]) -> list[str]:
-    known = [*BLOCKS, "seed"]
+    known = [*BLOCKS, "seed", "force"]
     extra = [name for name in parameters if name not in known and name not in ("root",)]
     return [f"{name}: no such parameter{suggestion(name, known)}; known are {', '.join(known)}" for name in extra]
 
@@ -92,6 +93,10 @@ def _invalid(parameters: Mapping[str, Any]) -> list[str]:
     seed = parameters.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         faults.append(f"seed: must be a whole number from 0 on, is {seed!r}")
+    try:
+        forced_stages(parameters.get("force"))
+    except ConfigError as error:
+        faults.append(str(error))
     return faults
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
 from kedro.io import AbstractVersionedDataset, Version
 from kedro.io.core import DatasetError
 
@@ -40,13 +41,22 @@ class CheckpointDataset(AbstractVersionedDataset[Path, Path]):
         except ArtifactError as error:
             raise DatasetError(str(error)) from error
         target = Path(str(self._get_save_path()))
-        partial = target.with_name(target.name + ".partial")  # beside the target: no version pattern matches it
-        shutil.rmtree(partial, ignore_errors=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # no version pattern matches it
         shutil.copytree(data, partial, copy_function=_link_or_copy)
         partial.rename(target)
         if self._version is not None and self._version.load is None:
             # Read one's own writes, even when another run has published a newer version meanwhile.
             self._version = Version(target.parent.name, target.parent.name)
+
+    def versions(self) -> list[Path]:
+        """All published versions, oldest first."""
+        name = self._filepath.name
+        return sorted(path for path in Path(str(self._filepath)).glob(f"*/{name}") if path.is_dir())
+
+    def abandoned(self) -> list[Path]:
+        """What runs left that died while they published."""
+        partials = Path(str(self._filepath)).glob(f"*/{self._filepath.name}.[0-9]*.partial")
+        return sorted(path for path in partials if not psutil.pid_exists(int(path.suffixes[-2].removeprefix("."))))
 
     def _exists(self) -> bool:
         return Path(str(self._get_load_path())).is_dir()

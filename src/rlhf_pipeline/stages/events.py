@@ -31,6 +31,13 @@ class StageRun:
     """The step that training goes on from, where an earlier attempt left a checkpoint."""
     adjusted: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that are not as configured, because that took too much memory: `smaller_batches.adjusted`."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """What the fingerprint is the digest of."""
+
+    @property
+    def title(self) -> str:
+        """The stage's name; of the stages that read a source, which one."""
+        return f"source {self.config['source']['name']}" if self.stage == "source" else self.stage
 
     @property
     def export(self) -> Path:

@@ -6,8 +6,10 @@ import ast
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import rlhf_pipeline
 from rlhf_pipeline.stages.job import Job, Program
@@ -16,23 +18,27 @@ PACKAGE = "rlhf_pipeline"
 ROOT = Path(rlhf_pipeline.__file__).parent
 
 
-def fingerprint(job: Job, *, digests: Mapping[str, str], processes: int) -> str:
-    """SHA-256 of everything that decides a stage's result.
+def recipe(job: Job, *, digests: Mapping[str, str], processes: int) -> dict[str, Any]:
+    """Everything that decides a stage's result, as JSON.
 
     Args:
         job: the stage, its parameters and its seed; operational fields (ports, log intervals) do not count.
         digests: content digest of each input, identities of inputs that are no files among them.
         processes: ranks of a distributed stage; floating-point sums depend on their number.
     """
-    recipe = {
+    return {
         "stage": job.stage,
         "seed": job.seed,
         "config": {name: block.recipe() for name, block in job.config.items()},
         "inputs": dict(digests),
-        "code": code_digest(job.program.module, *job.modules),
+        "code": code_digests(job.program.module, *job.modules),
         "versions": library_versions(job.program),
         "processes": processes if job.program.distributed else 1,
     }
+
+
+def fingerprint(recipe: Mapping[str, Any]) -> str:
+    """SHA-256 of a recipe."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
@@ -41,13 +47,13 @@ def library_versions(program: Program) -> dict[str, str]:
     return {name: metadata.version(name) for name in program.libraries}
 
 
-def code_digest(*modules: str) -> str:
-    """SHA-256 of the code of this package that a program can execute: its modules and all that they import from here.
+def code_digests(*modules: str) -> dict[str, str]:
+    """SHA-256 of the code of this package that a program can execute: its modules and all that they import from here, by file.
 
     Syntax trees are digested, not bytes: a comment or a line break trains nothing again.
     """
-    trees = {name: ast.dump(ast.parse(path.read_text())) for name, path in sorted(_closure(*modules).items())}
-    return hashlib.sha256(json.dumps(trees).encode()).hexdigest()
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _closure(*modules).values()}
+    return {name: _parsed(text)[0] for name, text in sorted(texts.items())}
 
 
 def _closure(*modules: str) -> dict[str, Path]:
@@ -59,8 +65,15 @@ def _closure(*modules: str) -> dict[str, Path]:
         path = None if name in found else _source(name)
         if path is not None:
             found[name] = path
-            pending.extend(_imports(ast.parse(path.read_text())))
+            pending.extend(_parsed(path.read_text())[1])
     return found
+
+
+@cache  # the stages share most of their code, and parsing it is most of the work
+def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
+    """A module's digest, and the names in this package that it imports."""
+    tree = ast.parse(text)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(_imports(tree))
 
 
 def _source(name: str) -> Path | None:
@@ -69,9 +82,17 @@ def _source(name: str) -> Path | None:
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below a node, at any depth; expressions, which are most of a tree, hold none."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(node, block, ()):
+            yield statement
+            yield from _statements(statement)
+
+
 def _imports(tree: ast.AST) -> Iterator[str]:
     """Names in this package that a syntax tree imports, at the top or inside a function."""
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith(PACKAGE))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):

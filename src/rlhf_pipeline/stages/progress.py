@@ -50,10 +50,10 @@ class ProgressDisplay:
         """Announce the stage; open a bar unless it was found finished."""
         self._shown, self._start, self._first = {}, time.monotonic(), None
         if run.cached:
-            self._say(f"[bold]{_title(run)}[/]: finished before as {run.fingerprint[:8]}, reused")
+            self._say(f"[bold]{run.title}[/]: finished before as {run.fingerprint[:8]}, reused")
             return
         goes_on = f", from step {run.resumed_from} on" if run.resumed_from is not None else ""
-        self._say(f"[bold]{_title(run)}[/]: running as {run.fingerprint[:8]} in {run.directory}{goes_on}")
+        self._say(f"[bold]{run.title}[/]: running as {run.fingerprint[:8]} in {run.directory}{goes_on}")
         for place, size in run.adjusted.items():
             self._say(f"  out of memory with {place} {size['configured']}: now {size['used']}; the global batch stays")
         if self._console.is_terminal:
@@ -67,7 +67,7 @@ class ProgressDisplay:
                 console=self._console,
                 transient=True,
             )
-            self._task = self._progress.add_task(_title(run), total=None, numbers="starting")
+            self._task = self._progress.add_task(run.title, total=None, numbers="starting")
             self._progress.start()
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
@@ -79,7 +79,7 @@ class ProgressDisplay:
             self._progress.update(self._task, completed=step, total=total, numbers=self._numbers())
         elif time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self._say(f"{_title(run)}: step {step}/{total or '?'}  {self._numbers()}{self._left(records[-1])}")
+            self._say(f"{run.title}: step {step}/{total or '?'}  {self._numbers()}{self._left(records[-1])}")
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """Close the bar; say how it went."""
@@ -88,7 +88,7 @@ class ProgressDisplay:
             self._progress = self._task = None
         if not run.cached:
             self._say(
-                f"[bold]{_title(run)}[/]: {status.lower()} in {time.monotonic() - self._start:.0f} s  {self._numbers()}"
+                f"[bold]{run.title}[/]: {status.lower()} in {time.monotonic() - self._start:.0f} s  {self._numbers()}"
             )
 
     def _left(self, record: dict[str, Any]) -> str:
@@ -105,8 +105,3 @@ class ProgressDisplay:
 
     def _say(self, text: str) -> None:
         self._console.print(text.rstrip(), highlight=False, soft_wrap=True)
-
-
-def _title(run: StageRun) -> str:
-    """The stage's name; of the stages that read a source, which one."""
-    return f"source {run.config['source']['name']}" if run.stage == "source" else run.stage

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
-
-from filelock import FileLock
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ArtifactError, Interrupted, StageError
 from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.checkpoints import checkpoints_in, newest_whole
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.fingerprint import fingerprint
+from rlhf_pipeline.stages.forcing import forced
 from rlhf_pipeline.stages.hints import CPU_MEMORY, GPU_MEMORY
 from rlhf_pipeline.stages.job import Job, as_json, write_job
 from rlhf_pipeline.stages.launcher import launch, process_count
+from rlhf_pipeline.stages.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.manifest import NAME, Manifest, artifact_of, content_digest, verify
+from rlhf_pipeline.stages.planning import active_plan, identify
 from rlhf_pipeline.stages.smaller_batches import adjusted, halved
+from rlhf_pipeline.stages.workspace import RECIPE, attempts, next_attempt
 
 logger = logging.getLogger(__name__)
 
@@ -29,33 +31,35 @@ def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
 
     The recipe's fingerprint names the work directory, so an unchanged recipe is found whatever ran in between, and a
     changed one starts in a directory of its own. Two runs of one recipe wait for each other. A finished result that was
-    damaged since is made again.
+    damaged since is made again. A forced one (`forcing`) is made in another directory; it counts when it is finished.
 
     Raises:
         ArtifactError: an input is incomplete or was altered.
-        StageError: the program failed; the message holds the failing rank's own error.
+        StageError: the program failed; the message holds the failing rank's own error. Or another process runs the recipe,
+            and `launch.wait` is false.
         Interrupted: a signal ended it.
     """
+    plan = active_plan()
+    if plan is not None:
+        return plan.add(job, launch_config, workspace)
     digests = {name: content_digest(path) for name, path in job.inputs.items()} | dict(job.identities)
-    processes = process_count(launch_config)
-    key = fingerprint(job, digests=digests, processes=processes)
-    directory = workspace / job.stage / key[:16]
-    directory.mkdir(parents=True, exist_ok=True)
-    run = StageRun(job.stage, key, directory, as_json(job.config), job.seed, digests, cached=False, paths=job.inputs)
-    with FileLock(directory / ".lock"):
+    run = identify(job, digests, launch_config, workspace)
+    with recipe_lock(run.directory, wait=launch_config.wait):
         finished = _finished(run)
-        if finished is not None:
-            run = replace(run, cached=True)
-            events.started(run)
-            events.ended(run, "FINISHED", finished.metrics)
-            return run.export
+        if finished is not None and not forced(run.stage, run.fingerprint):
+            events.started(finished)
+            events.ended(finished, "FINISHED", Manifest.read(finished.export).metrics)
+            (finished.directory / RECIPE).touch()
+            return finished.export
         _verify_inputs(job)
+        directory = attempts(run.directory)[-1:] or [run.directory]
+        if finished is not None and directory == [finished.directory]:
+            directory = [next_attempt(run.directory)]
+        run = replace(run, directory=directory[0])
         attempted = job
         while True:
             try:
-                return _attempt(
-                    attempted, replace(run, adjusted=adjusted(job.config, attempted.config)), launch_config, processes
-                )
+                return _attempt(attempted, replace(run, adjusted=adjusted(job.config, attempted.config)), launch_config)
             except StageError as error:
                 smaller = halved(attempted.config)
                 out_of_memory = error.cause in (GPU_MEMORY, CPU_MEMORY)
@@ -64,10 +68,13 @@ def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
                 attempted = replace(job, config=smaller)
 
 
-def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig, processes: int) -> Path:
+def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
     """Launch the program, from its newest whole checkpoint on; return its artifact."""
+    run.directory.mkdir(parents=True, exist_ok=True)
+    await_programs(run.directory)
     resume_from = newest_whole(run.directory / "checkpoints")
     _clear(run, keep_progress=resume_from is not None)
+    (run.directory / RECIPE).write_text(json.dumps(run.recipe, indent=2))
     job_file = write_job(
         job, run.directory, fingerprint=run.fingerprint, digests=run.inputs, resume_from=resume_from,
         collective_timeout_s=launch_config.collective_timeout_s, adjusted=run.adjusted,
@@ -75,7 +82,7 @@ def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig, processes: in
     run = replace(run, config=as_json(job.config), resumed_from=resume_from)
     events.started(run)
     try:
-        launch(job.program, job_file, run, launch_config, processes)
+        launch(job.program, job_file, run, launch_config, process_count(launch_config))
         metrics = Manifest.read(run.export).metrics
         for checkpoint in checkpoints_in(run.directory / "checkpoints"):  # nothing is left to go on with
             shutil.rmtree(checkpoint)
@@ -87,17 +94,21 @@ def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig, processes: in
     return run.export
 
 
-def _finished(run: StageRun) -> Manifest | None:
-    """The manifest of the stage's own result; None where there is none to reuse."""
-    if not (run.export / NAME).is_file():
-        return None
-    try:
-        return verify(run.export)
-    except ArtifactError as error:
-        logger.warning(
-            "The result of stage %s in the cache is damaged, so the stage is run again: %s", run.stage, error
-        )
-        return None
+def _finished(run: StageRun) -> StageRun | None:
+    """The newest attempt whose result is whole; None where there is none to reuse."""
+    for directory in reversed(attempts(run.directory)):
+        attempt = replace(run, directory=directory, cached=True)
+        if not (attempt.export / NAME).is_file():
+            continue
+        try:
+            verify(attempt.export)
+        except ArtifactError as error:
+            logger.warning(
+                "The result of stage %s in the cache is damaged, so the stage is run again: %s", run.stage, error
+            )
+            continue
+        return attempt
+    return None
 
 
 def _verify_inputs(job: Job) -> None:

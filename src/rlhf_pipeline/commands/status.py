@@ -1,0 +1,102 @@
+"""`kedro rlhf status`: what `kedro run` would do, stage by stage, and why."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
+from kedro.pipeline.node import Node
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_pipeline.commands.versions import first_version, is_unpublished
+from rlhf_pipeline.hooks import check
+from rlhf_pipeline.stages.forcing import forced_stages, forcing
+from rlhf_pipeline.stages.job import PROGRAMS
+from rlhf_pipeline.stages.manifest import NAME
+from rlhf_pipeline.stages.planning import Plan, PlannedStage, downstream, planning
+from rlhf_pipeline.stages.workspace import has_run
+
+STYLES = {"finished": "green", "resume": "yellow", "run": "cyan", "may run": "cyan"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    stage: str
+    state: str
+    recipe: str = ""
+    details: str = ""
+
+
+def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
+    """What a pipeline's stages would do, from left to right. The nodes' own functions tell; nothing is launched.
+
+    Raises:
+        ConfigError, DataError, ArtifactError: what `kedro run` would refuse before it starts.
+    """
+    parameters: dict[str, Any] = catalog.load("parameters")
+    check(parameters)
+    rows: list[Row] = []
+    made: dict[str, Path] = {}
+    with forcing(forced_stages(parameters.get("force"))), planning() as plan:
+        for node in pipeline.nodes:
+            known = len(plan.stages)
+            extra = _visit(node, catalog, made, plan)
+            rows += [_row(stage, node, catalog) for stage in list(plan.stages.values())[known:]]
+            rows += [extra] if extra is not None else []
+    return rows
+
+
+def show(rows: list[Row], console: Console) -> None:
+    """Print the table."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("stage", "would", "recipe"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("", overflow="fold")
+    for row in rows:
+        table.add_row(f"[bold]{row.stage}", f"[{STYLES.get(row.state, 'default')}]{row.state}", row.recipe, row.details)
+    console.print(table)
+
+
+def _visit(node: Node, catalog: CatalogProtocol, made: dict[str, Path], plan: Plan) -> Row | None:
+    """Let a node's function name its stages; a row for what they do not tell."""
+    (output,) = node.outputs
+    if node.name not in PROGRAMS:
+        return Row(node.name, "run", details="every time")
+    missing = [name for name in node.inputs if name not in made and is_unpublished(catalog, name)]
+    if missing:
+        made[output] = plan.unmade(node.name)
+        return Row(node.name, "fail", details=f"no version of {', '.join(missing)} is published")
+    inputs = {name: made[name] if name in made else catalog.load(name) for name in node.inputs}
+    known = len(plan.stages)
+    try:
+        made[output] = node.func(*inputs.values())
+    except FileNotFoundError:
+        # A node that looks into what a stage has yet to make cannot go on to its own stage.
+        unmade = [stage.run.title for stage in list(plan.stages.values())[known:] if stage.state != "finished"]
+        unmade += [name for path in inputs.values() if isinstance(path, Path) and (name := plan.maker(path))]
+        if not unmade:
+            raise
+        made[output] = plan.unmade(node.name)
+        if has_run(catalog.load("workspace"), node.name):
+            return Row(node.name, "may run", details=downstream(unmade))
+        return Row(node.name, "run", details=f"{downstream(unmade)}; never run here")
+    return None
+
+
+def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
+    run, details = planned.run, list(planned.reasons)
+    if planned.state == "finished":
+        finished_at = (run.export / NAME).stat().st_mtime
+        details.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(finished_at)))
+        version = first_version(catalog, node.outputs[0], run.fingerprint) if run.stage == node.name else None
+        details += [f"run {version}"] if version is not None else []
+    if planned.state == "resume":
+        details.insert(0, f"from step {run.resumed_from}")  # a run passes over a checkpoint whose bytes are damaged
+    return Row(run.title, planned.state, run.fingerprint[:8], "; ".join(details))

@@ -1,0 +1,110 @@
+"""`kedro rlhf ...` as it is typed, on a run of the cheap stages."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def kedro(tmp_path_factory):
+    """Runs a Kedro command on the environment `tiny` with a root of its own; returns what it prints."""
+    root = tmp_path_factory.mktemp("root")
+    settings = {
+        "PYTHONPATH": str(PROJECT / "src"),
+        "COLUMNS": "120",
+        "OMP_NUM_THREADS": "1",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{root}/mlflow.db",
+    }
+
+    def kedro(*arguments, params="", fails=False, python=()):
+        result = subprocess.run(
+            [
+                sys.executable,
+                *python,
+                "-m",
+                "kedro",
+                *arguments,
+                "--env=tiny",
+                f"--params=root={root / 'data'}{params}",
+            ],
+            cwd=PROJECT,
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+        )
+        assert (result.returncode != 0) == fails, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    kedro.workspace = root / "data" / "07_workspace"
+    return kedro
+
+
+def rows(printed):
+    """Stage, state and the rest, of each line of the table."""
+    return [re.split(r"  +", line.strip()) for line in printed.splitlines()[1:]]
+
+
+def test_an_empty_workspace_is_all_to_do_and_stays_empty(kedro):
+    printed = kedro("rlhf", "status", python=("-X", "importtime"))
+    table = [line for line in printed.splitlines() if not line.startswith("import time:")]
+    assert [(row[0], row[1], row[-1]) for row in rows("\n".join(table))] == [
+        ("source synthetic", "run", "never run here"),
+        ("base_model", "run", "downstream of source synthetic; never run here"),
+        ("split", "run", "downstream of base_model; never run here"),
+        ("sft", "run", "downstream of split, base_model; never run here"),
+        ("reward_model", "run", "downstream of split, sft; never run here"),
+        ("ppo", "run", "downstream of split, sft, reward_model; never run here"),
+        ("evaluate", "run", "downstream of split, sft, ppo, reward_model; never run here"),
+        ("register", "run", "every time"),
+    ]
+    assert list(kedro.workspace.iterdir()) == []
+    imported = {line.rpartition("|")[2].strip() for line in printed.splitlines() if line.startswith("import time:")}
+    assert "rlhf_pipeline.commands.status" in imported
+    assert imported & {"torch", "transformers", "deepspeed", "mlflow"} == set()
+
+
+def test_a_pipeline_whose_inputs_were_never_published_says_so(kedro):
+    printed = kedro("rlhf", "status", "--pipeline=sft")
+    assert "fail" in printed
+    assert "no version of prepared_data, base_model is published" in printed
+
+
+def test_unknown_names_are_refused(kedro):
+    assert "no pipeline 'pppo'; known are data_preparation, sft" in kedro("rlhf", "status", "-p", "pppo", fails=True)
+    assert "sft.batch_size: 33 rows cannot be" in kedro("rlhf", "status", params=",sft.batch_size=33", fails=True)
+    refusal = "force: no stage 'pppo' (did you mean ppo?)"
+    assert refusal in kedro("rlhf", "status", params=",force=pppo", fails=True)
+    assert refusal in kedro("run", params=",force=pppo", fails=True)
+
+
+@pytest.mark.slow
+def test_status_force_and_clean_on_stages_that_have_run(kedro):
+    assert "base_model: finished in" in kedro("run", "--nodes=base_model")
+    (version,) = (kedro.workspace.parent / "02_base_model" / "base_model").iterdir()
+    source, base_model, split, *_ = rows(kedro("rlhf", "status"))
+    assert (source[1], base_model[1]) == ("finished", "finished")
+    assert base_model[-1].endswith(f"; run {version.name}")
+    assert (split[1], split[-1]) == ("run", "never run here")
+    assert rows(kedro("rlhf", "status", params=",seed=7"))[1][1:] == ["may run", "downstream of source synthetic"]
+    changed = rows(kedro("rlhf", "status", params=",base_model.vocab_size=400"))
+    assert changed[1][::3] == ["base_model", "base_model.vocab_size 512 -> 400"]
+    assert rows(kedro("rlhf", "status", params=",force=source"))[0][-1] == "forced"
+
+    (old,) = (kedro.workspace / "source").iterdir()
+    printed = kedro("run", "--nodes=base_model", params=",force=source")
+    assert f"running as {old.name[:8]} in {old}.2" in printed
+    assert "base_model: finished before" in printed  # the same bytes came out
+    preview = kedro("rlhf", "clean")
+    assert f"07_workspace/source/{old.name}  made again since" in preview
+    assert "Nothing is removed yet" in preview
+    assert old.is_dir()
+    assert "are free" in kedro("rlhf", "clean", "--yes")
+    assert not old.exists()
+    assert "Nothing to remove." in kedro("rlhf", "clean", "--yes")
+    assert [row[1] for row in rows(kedro("rlhf", "status"))[:2]] == ["finished", "finished"]
