@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,14 @@ from rlhf_pipeline.models.loading import load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import store_score_mean
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.training.engine import join
+
+
+@pytest.fixture(autouse=True)
+def _signals_end_the_tests():
+    """Training takes SIGTERM for a request to save; without this it would be taken from pytest, too."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="package")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlhf_pipeline.stages.checkpoints import checkpoint_of, checkpoints_in, newest_whole, seal
-from rlhf_pipeline.stages.manifest import content_digest
+from rlhf_pipeline.stages.manifest import Manifest, content_digest
 from rlhf_pipeline.stages.metrics import forget_after
 
 DRIVER = """
@@ -28,13 +28,13 @@ done = json.loads(Path(sys.argv[1]).read_text())
 stage = done["stage"]
 block = {"sft": SFTConfig, "ppo": PPOConfig}[stage].model_validate(done["config"][stage] | {"checkpoint_every": 1})
 inputs = {name: Path(path) for name, path in done["inputs"].items()}
-run_stage(Job(stage, {stage: block}, inputs, done["seed"]), LaunchConfig(), Path(sys.argv[2]))
+run_stage(Job(stage, {stage: block}, inputs, done["seed"]), LaunchConfig(**json.loads(sys.argv[3])), Path(sys.argv[2]))
 """
 
 
-def start(recipe: Path, workspace: Path) -> subprocess.Popen:
+def start(recipe: Path, workspace: Path, **launch: int) -> subprocess.Popen:
     """The stage of a recipe that was finished elsewhere, in a workspace of its own."""
-    command = [sys.executable, "-c", DRIVER, str(recipe / "job.json"), str(workspace)]
+    command = [sys.executable, "-c", DRIVER, str(recipe / "job.json"), str(workspace), json.dumps(launch)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -92,6 +92,24 @@ def test_it_ends_as_if_nothing_had_happened(project, tmp_path, stage, end, after
     assert content_digest(directory / "export") == content_digest(recipe / "export")
     assert lines(directory) == lines(recipe)
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["best", "last"]
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_goes_on(project, tmp_path):
+    """Two ranks are interrupted and one goes on, on the same rows: the same losses to rounding, which Adam makes larger."""
+    (recipe,) = project.recipes("sft")[:1]
+    driver = start(recipe, tmp_path)
+    wait_for("sft/*/checkpoints/step-00000002", tmp_path, driver)
+    driver.terminate()
+    assert driver.wait(30) != 0
+    again = start(recipe, tmp_path, processes=1, continue_from=2)
+    assert again.wait(300) == 0, again.stdout.read()
+    (directory,) = (tmp_path / "sft").iterdir()
+    assert json.loads((directory / "job.json").read_text())["resume_from"] >= 2
+    assert Manifest.read(directory / "export").ranks == 1 and Manifest.read(recipe / "export").ranks == 2
+    assert [step for step, _ in lines(directory)] == [step for step, _ in lines(recipe)]
+    for (_, found), (_, expected) in zip(lines(directory), lines(recipe), strict=True):
+        assert found["sft/loss"] == pytest.approx(expected["sft/loss"], rel=1e-4)
 
 
 def written(directory: Path, step: int) -> Path:

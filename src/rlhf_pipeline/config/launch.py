@@ -14,6 +14,10 @@ class LaunchConfig(Block):
     """Training processes on this machine. None: one for each GPU, or two where there is no GPU. Every global batch size
     must be a multiple of it. Part of the recipe, because the order of floating-point sums depends on it."""
 
+    continue_from: int | None = operational(None, ge=1)
+    """Ranks of earlier runs whose stages are to be found, too: finished ones are reused, an interrupted one goes on from its
+    checkpoint on the ranks there are now. None: another number of ranks begins anew."""
+
     master_port: int | None = operational(None, ge=1024, le=65535)
     """TCP port where the ranks meet. None: a free one is picked for each launch."""
 

@@ -40,6 +40,8 @@ class Manifest:
     """The stage's result in numbers, `group/name`."""
     files: dict[str, FileEntry]
     """Path relative to the artifact to its size and digest."""
+    ranks: int = 1
+    """Processes that finished it; they may have gone on where another number of them was interrupted."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's own configuration of each engine, by model."""
     adjusted: dict[str, Any] = field(default_factory=dict)

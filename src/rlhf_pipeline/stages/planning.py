@@ -84,8 +84,19 @@ def active_plan() -> Plan | None:
 
 
 def identify(job: Job, digests: Mapping[str, str], launch_config: LaunchConfig, workspace: Path) -> StageRun:
-    """The run of a job by its fingerprint, in the directory of its first attempt."""
-    ingredients = recipe(job, digests=digests, processes=process_count(launch_config))
+    """The run of a job by its fingerprint, in the directory of its first attempt.
+
+    With `launch.continue_from`, what that number of ranks finished or began is found under its own fingerprint.
+    """
+    run = _identified(job, digests, process_count(launch_config), workspace)
+    if launch_config.continue_from is None or attempts(run.directory):
+        return run
+    earlier = _identified(job, digests, launch_config.continue_from, workspace)
+    return earlier if attempts(earlier.directory) else run
+
+
+def _identified(job: Job, digests: Mapping[str, str], processes: int, workspace: Path) -> StageRun:
+    ingredients = recipe(job, digests=digests, processes=processes)
     key = fingerprint(ingredients)
     directory = first_attempt(workspace, job.stage, key)
     return StageRun(

@@ -104,6 +104,7 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         inputs=job.digests,
         versions=library_versions(PROGRAMS[job.stage]),
         metrics=metrics,
+        ranks=int(os.environ.get("WORLD_SIZE", "1")),
         deepspeed=json.loads(job.deepspeed_file.read_text()) if job.deepspeed_file.is_file() else {},
         files=file_entries(job.export),
         adjusted=job.adjusted,
