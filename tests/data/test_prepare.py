@@ -50,6 +50,8 @@ def test_files_and_columns(write_records, prepare: Prepare, tokenizer, tmp_path:
             others = {name: value for name, value in one.items() if name not in texts}
             prompt = {"prompt_ids": by_number[n]}
             match file.split("/")[0]:
+                case "ppo" if file == "ppo/train.arrow":
+                    assert (texts, others) == (prompt, {"id": f"own:{n}"})
                 case "sft":
                     assert texts == prompt | {"response_ids": f" Right {n}.<|end|>"}
                     assert others == {"id": f"own:{n}", "loss_mask": [True] * len(one["response_ids"])}
@@ -59,9 +61,7 @@ def test_files_and_columns(write_records, prepare: Prepare, tokenizer, tmp_path:
                         "rejected_ids": f" Wrong {n}.<|end|>",
                     }
                     assert others == {"id": f"own:{n}"}
-                case "ppo":
-                    assert (texts, others) == (prompt, {"id": f"own:{n}"})
-                case "evaluation":
+                case "ppo" | "evaluation":
                     messages = [{"role": "user", "content": f"Question {n}?"}]
                     assert (texts, others) == (
                         prompt,
