@@ -1,20 +1,23 @@
-# `make run` trains and compares; `make test` runs every test. Both set up .venv on the first call and skip that on later ones.
+# `make run` trains and compares; `make test` runs the tests, `make long` the long ones. Both set up .venv on the first call and skip that on later ones.
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test quick check format seeds kills stability overoptimization ui clean
+.PHONY: run test quick long check format seeds kills stability overoptimization ui clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipelines=full $(ARGS)
 
 test: $(VENV)/dev.stamp
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -m "not long" $(ARGS)
 
 quick: $(VENV)/dev.stamp   # without the real launches
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest -m "not slow and not long" $(ARGS)
+
+long: $(VENV)/dev.stamp    # what is left out above: every ZeRO stage, precision, kind of end, and number of ranks
+	$(BIN)/pytest -m long $(ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .

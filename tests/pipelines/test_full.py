@@ -140,6 +140,7 @@ def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
         assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.long
 def test_with_text_one_rank_and_two_ranks_start_alike(project, tmp_path):
     """Both losses in one step, cut into unequal micro batches, with the gradients sharded: the same gradient on one rank
     and on two."""

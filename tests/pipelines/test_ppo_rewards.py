@@ -13,7 +13,7 @@ from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.pipelines.ppo.nodes import ppo
 from rlhf_pipeline.stages.manifest import Manifest, file_entries
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 SHORT = "def short(prompts, responses):\n    return [-len(response) / 10 for response in responses]\n"
 
 

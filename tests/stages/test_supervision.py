@@ -22,7 +22,7 @@ import pytest
 
 from rlhf_pipeline.stages import run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 PROGRAM = """
 import os, signal, socket, subprocess, sys, time

@@ -162,7 +162,7 @@ def plain(ppo_inputs):
     return {bound: steps(bound) for bound in (1e9, 0.05)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_gradient_is_that_of_the_whole_batch(two_ranks, plain, name):
     """Accumulated, clipped, computed from activations that were not kept, or after generation failed: the same."""
@@ -176,7 +176,7 @@ def test_the_gradient_is_that_of_the_whole_batch(two_ranks, plain, name):
         assert found_norms == pytest.approx(norms, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torch_s_linear_function_stays_torch_s(two_ranks):
     assert two_ranks["linear is torch's own"]
 
@@ -193,7 +193,7 @@ def one_rank(world, ppo_inputs, tmp_path_factory):
     return found | {("ppo", size): ppo_steps(size, ppo_inputs, world, tmp_path_factory.mktemp("ppo")) for size in CUTS}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("size", CUTS)
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_five_steps_do_not_depend_on_micro_batches_and_ranks(one_rank, two_ranks, stage, size):

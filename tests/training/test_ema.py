@@ -76,7 +76,7 @@ def results(on_ranks, make_model):
     return {name: torch.load(folder / f"{name}.pt") for name in SETTINGS}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_is_the_average_of_the_masters(results, name):
     """In place it is what DeepSpeed's whole fp32 weights average to, in the precision of the model."""
@@ -88,7 +88,7 @@ def test_it_is_the_average_of_the_masters(results, name):
         assert not torch.equal(found, looked["last"][key])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_looking_at_it_changes_no_bit_of_training(results, name):
     for kind in ("last", "masters"):

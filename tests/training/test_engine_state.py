@@ -103,7 +103,7 @@ def other_ranks(on_ranks, two, world, tmp_path_factory):
     return results, {ranks: torch.load(found / "results.pt") for ranks, found in folders.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_going_on_is_bit_for_bit_the_unbroken_run(two, name):
     _, _, results = two
@@ -113,7 +113,7 @@ def test_going_on_is_bit_for_bit_the_unbroken_run(two, name):
         assert all(torch.equal(resumed[kind][key], value) for key, value in unbroken[kind].items())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "saved, name",
     [("fp32, stage 2", "fp32, stage 3"), ("fp32, stage 3", "fp32, stage 0"), ("fp32, stage 0", "fp32, stage 1")],
@@ -123,7 +123,7 @@ def test_another_stage_goes_on_from_it(two, saved, name):
     assert_alike(results[f"{saved} -> {name}"], results[f"unbroken {name}"], 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_another_number_of_ranks_goes_on_from_it(other_ranks, name, ranks):

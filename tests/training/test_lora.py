@@ -119,7 +119,7 @@ def precision_of(name):
     return "bf16" if "bf16" in name else "fp32"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "rest" not in name])
 def test_the_base_stays_to_the_bit_and_every_adapter_moves(results, inputs, name):
     found = torch.load(results / name / "live-export.pt")["weights"]
@@ -133,7 +133,7 @@ def test_the_base_stays_to_the_bit_and_every_adapter_moves(results, inputs, name
     assert all(value.any() for value in adapters.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "rest" not in name])
 def test_without_adapters_it_is_the_start_to_the_bit(results, inputs, name):
     if name.startswith("reward"):
@@ -145,7 +145,7 @@ def test_without_adapters_it_is_the_start_to_the_bit(results, inputs, name):
     assert not torch.allclose(live["trained"], live["start"], atol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_export_is_the_live_model_merged(results, name):
     stage, live = SETTINGS[name][0], torch.load(results / name / "live-export.pt")
@@ -160,7 +160,7 @@ def test_the_export_is_the_live_model_merged(results, name):
     torch.testing.assert_close(found, live["trained"], rtol=0, atol=1e-5 if precision_of(name) == "fp32" else 0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_average_of_the_adapters_is_merged_too(results):
     with torch.no_grad():
         found = load_policy(results / "ppo" / "export" / "ema", "fp32")(IDS, attention_mask=torch.ones_like(IDS)).logits
@@ -169,14 +169,14 @@ def test_the_average_of_the_adapters_is_merged_too(results):
     assert (results / "ppo" / "export" / "ema" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_export_has_the_engine_s_precision(results):
     for name, dtype in (("sft 3 bf16", torch.bfloat16), ("sft 2", torch.float32)):
         for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
             assert {weight.dtype for weight in load_file(results / name / "export" / file).values()} == {dtype}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "auto", "base"),
     [("sft 2", "AutoModelForCausalLM", "base_model"), ("ppo", "AutoModelForCausalLM", "sft_model"),
@@ -198,7 +198,7 @@ def test_peft_reads_the_adapter_beside_the_export(results, inputs, name, auto, b
         assert torch.equal(read[f"base_model.model.{key}"], value.cpu()), key
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_hold_what_trains_and_no_more(results):
     for kind in ("best", "last"):
         folder = results / "sft 2" / "checkpoints" / kind
@@ -208,7 +208,7 @@ def test_checkpoints_hold_what_trains_and_no_more(results):
     assert not (results / "sft 3 rest" / "export" / "adapter").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_has_no_adapter_trains_if_asked(results, inputs):
     found = torch.load(results / "sft 3 rest" / "live-export.pt")["weights"]
     start = load_policy(inputs["base_model"], "fp32").state_dict()
@@ -217,7 +217,7 @@ def test_what_has_no_adapter_trains_if_asked(results, inputs):
         assert same == (key not in found), key
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ppo_has_no_engine_for_its_reference(results):
     """A reference of its own would be sharded as the actor is. The reward model goes with the critic, whole."""
     assert json.loads((results / "ppo" / "deepspeed.json").read_text()).keys() == {"actor", "critic"}

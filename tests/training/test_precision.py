@@ -147,7 +147,7 @@ def metrics(results: Path, name: str) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in (results / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fp32"])
 def test_sft_in_bf16_stays_close_to_fp32(results, name):
     """bf16 has 8 bits of mantissa, 2^-9 = 0.2 % of rounding in each operation. The bound is 2 % of the loss."""
@@ -158,7 +158,7 @@ def test_sft_in_bf16_stays_close_to_fp32(results, name):
     assert expected[-1]["sft/loss"] < expected[0]["sft/loss"] - 0.5  # it is a loss that moves
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fp32"])
 def test_ppo_in_bf16_stays_close_to_fp32(results, name):
     """2 % of the entropy in each step. Other numbers depend on which tokens are drawn, and rounding moves some draws to the
@@ -172,7 +172,7 @@ def test_ppo_in_bf16_stays_close_to_fp32(results, name):
     assert found[0]["value/loss"] == pytest.approx(expected[0]["value/loss"], rel=0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fp32"])
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_the_export_is_in_bf16(results, stage, name):
@@ -185,7 +185,7 @@ def test_the_export_is_in_bf16(results, stage, name):
     assert all(torch.equal(loaded[key], value.float()) for key, value in stored.items())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_fp16_actor_and_critic_stay_in_step(results):
     """Where one's gradients overflow, neither moves, on any rank, and both schedules wait; only its own scale falls."""
     log, lines = json.loads((results / "fp16.json").read_text()), metrics(results, "ppo, fp16")

@@ -70,8 +70,12 @@ def terminate_driver(driver):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "end", "after"),
-    [("sft", kill_group, "step-00000003"), ("ppo", kill_driver, "step-00000001"), ("sft", terminate_driver, "step-00000002")],
-)  # fmt: skip
+    [
+        ("ppo", kill_driver, "step-00000001"),
+        pytest.param("sft", kill_group, "step-00000003", marks=pytest.mark.long),
+        pytest.param("sft", terminate_driver, "step-00000002", marks=pytest.mark.long),
+    ],
+)
 def test_it_ends_as_if_nothing_had_happened(project, tmp_path, stage, end, after):
     (recipe,) = project.recipes(stage)[:1]
     driver = start(recipe, tmp_path)
@@ -94,7 +98,7 @@ def test_it_ends_as_if_nothing_had_happened(project, tmp_path, stage, end, after
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["best", "last"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_number_of_ranks_goes_on(project, tmp_path):
     """Two ranks are interrupted and one goes on, on the same rows: the same losses to rounding, which Adam makes larger."""
     (recipe,) = project.recipes("sft")[:1]

@@ -58,7 +58,7 @@ def main(inputs: dict[str, str], folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(found))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_held_out_rows_need_not_be_shared_evenly(on_ranks, ppo_inputs):
     found = json.loads((on_ranks(__file__, ppo_inputs) / "found.json").read_text())
     assert found["sft 0"]["tokens"] == 5 + 4 + 3 + 2 + 1  # each row once

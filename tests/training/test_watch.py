@@ -326,7 +326,7 @@ def assert_equal_weights(folder: Path, expected: Path) -> None:
     assert load_tokenizer(folder).chat_template
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sft_that_diverges(policy, rows, tmp_path):
     """Step 1 has learning rate 0 and is evaluated; step 2 breaks the model; step 3 is the first to show it."""
     config = SFTConfig.model_validate(supervised(**model(WILD, warmup=0.25), evaluations=3, log_every=100))
@@ -339,7 +339,7 @@ def test_sft_that_diverges(policy, rows, tmp_path):
     assert_equal_weights(work / "checkpoints" / "best", policy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ppo_whose_critic_diverges(policy, reward_model, rows, tmp_path):
     """The critic breaks in the second update; the actor, which has not learned from it yet, is sound after both."""
     config = ppo_config(critic=model(WILD, warmup=0.34))
@@ -357,7 +357,7 @@ def test_ppo_whose_critic_diverges(policy, reward_model, rows, tmp_path):
     assert all(value.isfinite().all() for value in kept.state_dict().values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_exploding_kl(policy, reward_model, rows, tmp_path):
     """Step 2 moves weights of 0.2 by 1 each, so the rollout of step 3 is beyond both bounds at once."""
     bounds = {"maximum": 1.0, "explosion": 5.0}
@@ -371,7 +371,7 @@ def test_an_exploding_kl(policy, reward_model, rows, tmp_path):
     assert "ppo.actor.optimizer.learning_rate (1)" in message and "ppo.kl.coef (0.1)" in message
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_empty_responses(mute, reward_model, rows, tmp_path):
     inputs = {"prompts": rows, "sft_model": mute, "reward_model": reward_model}
     message, work = launch("ppo", ppo_config(), inputs, tmp_path)
