@@ -37,6 +37,8 @@ FAILED_GRACE_S = 3.0
 """The same where a rank has failed: the others cannot finish their step without it."""
 SETTLE_S = 1.5
 """Seconds from a rank's failure to the end of the others, in which they say what they have to say."""
+STACKS_S = 1.0
+"""Seconds that ranks get to print what they are doing before a stuck stage is ended."""
 
 
 def launch(program: Program, job_file: Path, run: StageRun, config: LaunchConfig, processes: int) -> None:
@@ -81,6 +83,7 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
                 if ranks.stuck:
                     stuck = f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.whereabouts()}"
                     ranks.ask_for_stacks()
+                    time.sleep(STACKS_S)
                     break
             ranks.look()
             code, grace_s = process.poll(), FAILED_GRACE_S
