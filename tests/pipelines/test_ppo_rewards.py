@@ -30,7 +30,13 @@ def artifacts(make_model, tmp_path):
     messages = [[{"role": "user", "content": f"what is {n}?"}] for n in range(32)]
     ids = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
     table = pa.table(
-        {"id": [str(n) for n in range(32)], "prompt_ids": ids, "messages": messages, "reference": ["x"] * 32}
+        {
+            "id": [str(n) for n in range(32)],
+            "prompt_ids": ids,
+            "source": ["files"] * 32,
+            "messages": messages,
+            "reference": ["x"] * 32,
+        }
     )
     (prepared / "ppo").mkdir(parents=True)
     for name in ("train", "validation"):
