@@ -6,6 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +19,7 @@ import rlhf_pipeline
 from rlhf_pipeline.models.loading import load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import store_score_mean
 from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.training.engine import join
+from rlhf_pipeline.training.engine import World, join
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,34 @@ def world(environment):
             patch.setenv(name, value)
         yield join(0, timeout_s=60)
         torch.distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class ThreadWorld(World):
+    """Ranks that are threads of this process."""
+
+    meeting: threading.Barrier
+    sent: list
+
+    def sum(self, tensor):
+        self.sent[self.rank] = tensor.detach().clone()
+        self.meeting.wait(30)
+        total = torch.stack(self.sent).sum(0)
+        self.meeting.wait(30)
+        return total
+
+
+@pytest.fixture(scope="session")
+def on_threads():
+    """Calls a function with each of `ranks` worlds at once, in threads that talk to each other; returns what each made."""
+
+    def run(ranks: int, function) -> list:
+        meeting, sent = threading.Barrier(ranks), [None] * ranks
+        worlds = [ThreadWorld(rank, ranks, torch.device("cpu"), meeting, sent) for rank in range(ranks)]
+        with ThreadPoolExecutor(ranks) as pool:
+            return list(pool.map(function, worlds))
+
+    return run
 
 
 @pytest.fixture(scope="session")

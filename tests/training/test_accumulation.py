@@ -14,15 +14,13 @@ import torch
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.engine import join, optimizer_step, train_engine
-from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.sft import SFTTask
 from rlhf_pipeline.training.sharding import for_generation, whole_state_dict
 from rlhf_pipeline.training.supervised import train_step
@@ -114,11 +112,9 @@ def ppo_steps(size, inputs, world, folder):
     )  # fmt: skip
     folder.mkdir(exist_ok=True)
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
-    models = ppo.load_four_models(job, config, TokenContract.read(inputs["sft_model"]), world)
-    prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
-    writer = MetricsWriter(folder / "metrics.jsonl", world, 5)
-    best = BestCheckpoint(job, world, load_tokenizer(inputs["sft_model"]))
-    ppo.train(models, config, prompts, prompts, world=world, seed=1, writer=writer, best=best)
+    setup = ppo.set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
+    ppo.train(setup)
+    models = setup.models
     actor, critic = whole_state_dict(models.actor.module), whole_state_dict(models.critic.module)
     return {f"actor.{key}": value for key, value in actor.items()} | critic
 

@@ -1,9 +1,5 @@
 """What a rollout is worth, by every estimator, on one rank and on two that talk to each other."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -20,48 +16,37 @@ SCORES = torch.tensor([3.3, 1.5, 1.2, 2.0])
 # Less 0.1 for each nat of KL, 3, 0, 2 and 0 by k1: returns 3, 1.5, 1, 2.
 
 
-@dataclass(frozen=True)
-class ThreadWorld(World):
-    """Ranks that are threads of this process."""
-
-    meeting: threading.Barrier
-    sent: list
-
-    def sum(self, tensor):
-        self.sent[self.rank] = tensor.detach().clone()
-        self.meeting.wait(30)
-        total = torch.stack(self.sent).sum(0)
-        self.meeting.wait(30)
-        return total
-
-
-def experience_of(ranks: int, values: bool, **options) -> list[Experience]:
+@pytest.fixture
+def experience_of(on_threads):
     """Each rank's experience of every `ranks`-th row."""
-    model = {"optimizer": {"learning_rate": 1e-3}}
-    fields = {
-        "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 4, "responses_per_prompt": 2,
-        "actor": model, "critic": model if values else None, "score_clip": None, "missing_eos_score": None,
-    }  # fmt: skip
-    config = PPOConfig.model_validate(fields | options)
-    meeting, sent = threading.Barrier(ranks), [None] * ranks
 
-    def one(rank: int) -> Experience:
-        own = slice(rank, None, ranks)
-        mask = MASK[own]
-        rollout = Sequences(torch.zeros_like(mask).long(), torch.ones_like(mask), torch.zeros_like(mask).long(), mask)
-        scored = Scored(
-            rollout=rollout,
-            logprobs=LOGPROBS[own],
-            ref_logprobs=torch.zeros_like(LOGPROBS[own]),
-            values=torch.zeros_like(LOGPROBS[own]) if values else None,
-            scores=SCORES[own],
-            ended=torch.ones(len(mask), dtype=torch.bool),
-        )
-        world = ThreadWorld(rank, ranks, torch.device("cpu"), meeting, sent)
-        return make_experience(scored, config, kl_coef=0.1, score_mean=0.0, world=world)
+    def make(ranks: int, values: bool, **options) -> list[Experience]:
+        model = {"optimizer": {"learning_rate": 1e-3}}
+        fields = {
+            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 4, "responses_per_prompt": 2,
+            "actor": model, "critic": model if values else None, "score_clip": None, "missing_eos_score": None,
+        }  # fmt: skip
+        config = PPOConfig.model_validate(fields | options)
 
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(ranks)))
+        def one(world: World) -> Experience:
+            own = slice(world.rank, None, ranks)
+            mask = MASK[own]
+            rollout = Sequences(
+                torch.zeros_like(mask).long(), torch.ones_like(mask), torch.zeros_like(mask).long(), mask
+            )
+            scored = Scored(
+                rollout=rollout,
+                logprobs=LOGPROBS[own],
+                ref_logprobs=torch.zeros_like(LOGPROBS[own]),
+                values=torch.zeros_like(LOGPROBS[own]) if values else None,
+                scores=SCORES[own],
+                ended=torch.ones(len(mask), dtype=torch.bool),
+            )
+            return make_experience(scored, config, kl_coef=0.1, score_mean=0.0, world=world)
+
+        return on_threads(ranks, one)
+
+    return make
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -81,7 +66,7 @@ def experience_of(ranks: int, values: bool, **options) -> list[Experience]:
         ({"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"estimator": "k2"}}, [3.05, 1.5, 1.0, 1.9]),
     ],
 )
-def test_advantages_without_a_critic(ranks, options, expected):
+def test_advantages_without_a_critic(experience_of, ranks, options, expected):
     whole = torch.where(MASK, torch.tensor(expected).unsqueeze(1), 0.0)
     for rank, experience in enumerate(experience_of(ranks, values=False, **options)):
         torch.testing.assert_close(experience.advantages, whole[rank::ranks], rtol=1e-5, atol=1e-6)
@@ -89,7 +74,7 @@ def test_advantages_without_a_critic(ranks, options, expected):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_whitened_rewards_keep_their_mean(ranks):
+def test_whitened_rewards_keep_their_mean(experience_of, ranks):
     """Rewards -0.1, 3.1; 1.5; 1; -0.1, 2.1: mean 1.25, variance 17.29/6 - 1.5625 = 1.3191667, deviation 1.1485498.
 
     Scaled about the mean: 0.0746047, 2.8607268; 1.4676658; 1.0323342; 0.0746047, 1.9900637. Values are 0 and lambda is 1,
@@ -101,7 +86,7 @@ def test_whitened_rewards_keep_their_mean(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_the_option_rewards_are_as_they_are(ranks):
+def test_without_the_option_rewards_are_as_they_are(experience_of, ranks):
     expected = torch.tensor([[3.0, 3.1], [1.5, 0.0], [1.0, 0.0], [2.0, 2.1]])
     for rank, experience in enumerate(experience_of(ranks, values=True, lam=1.0)):
         torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,12 +11,10 @@ import torch
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.judges import JUDGES
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy, load_scores
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo, update
-from rlhf_pipeline.training.checkpoint import BestCheckpoint
-from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.rollout import generate
 
 
@@ -37,36 +34,14 @@ def config(**changes) -> PPOConfig:
 
 
 def run(config, inputs, world, folder, seed=1):
-    """The stage's loop; returns models, the frozen models before, and the metrics lines."""
+    """The stage's loop; returns models, the models before, the metrics lines and what was kept."""
     folder.mkdir(exist_ok=True)
     job = LaunchedJob("ppo", "f", seed, {}, inputs, {}, folder, 60.0)
-    models = ppo.load_four_models(job, config, TokenContract.read(inputs["sft_model"]), world)
-    before = {
-        name: copy.deepcopy(module(models, name).state_dict())
-        for name in ("actor", "reference", "critic", "reward_model")
-        if getattr(models, name) is not None
-    }
-    start = inputs["sft_model"]
-    keep = partial(BestCheckpoint, job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
-    best = {"validation": keep()}
-    if config.ema is not None:
-        best["validation_ema"] = keep(variant="ema")
-    prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
-    writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
-    ppo.train(
-        models,
-        config,
-        prompts,
-        prompts,
-        world=world,
-        seed=seed,
-        writer=writer,
-        best=best,
-        checkpoints=models.checkpoints(job.checkpoints, world),
-        kl_coef=config.kl.coef,
-    )
+    setup = ppo.set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
+    before = {name: copy.deepcopy(module(setup.models, name).state_dict()) for name in setup.models.engines()}
+    ppo.train(setup)
     lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return models, before, lines, best
+    return setup.models, before, lines, setup.best
 
 
 def module(models, name):

@@ -1,10 +1,7 @@
 """The language-model loss beside PPO's: its gradient, its batches, and that it keeps what it is for."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import deepspeed
 import numpy as np
@@ -20,11 +17,9 @@ from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.deepspeed_config import training_settings
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.experience import Experience
-from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.ptx import TextBatches, load_text
 from rlhf_pipeline.training.update import learn, update
 
@@ -82,41 +77,10 @@ def models_of(config, inputs, world, folder):
 
 def run(config, inputs, world, folder):
     """The stage's loop; returns the models and the metrics lines."""
-    job, models = job_of(inputs, folder), models_of(config, inputs, world, folder)
-    start = inputs["sft_model"]
-    best = BestCheckpoint(job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
-    prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
-    writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
-    text = load_text(job, config, world)
-    ppo.train(
-        models,
-        config,
-        prompts,
-        prompts,
-        world=world,
-        seed=1,
-        writer=writer,
-        best={"validation": best},
-        text=text,
-        checkpoints=models.checkpoints(folder, world),
-        kl_coef=config.kl.coef,
-    )
-    return models, [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@dataclass(frozen=True)
-class ThreadWorld(World):
-    """Ranks that are threads of this process."""
-
-    meeting: threading.Barrier
-    sent: list
-
-    def sum(self, tensor):
-        self.sent[self.rank] = tensor.detach().clone()
-        self.meeting.wait(30)
-        total = torch.stack(self.sent).sum(0)
-        self.meeting.wait(30)
-        return total
+    setup = ppo.set_up(job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world)
+    ppo.train(setup)
+    lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return setup.models, lines
 
 
 def descent(model, zero_stage):
@@ -154,22 +118,20 @@ def gradients_by_hand(model, coef):
 
 
 @pytest.fixture(scope="module")
-def steps(inputs, world, tmp_path_factory):
+def steps(inputs, world, tmp_path_factory, on_threads):
     """Takes one optimizer step on the rows above, on ranks that are threads; returns each parameter's gradient, averaged
     over the ranks as DeepSpeed does, and the metrics' sums over the ranks."""
     models = models_of(config(), inputs, world, tmp_path_factory.mktemp("models"))
     table = ppo.load_rows(inputs["pretraining"] / "train.arrow", world)
 
     def step(*, ranks=1, micro_batch=3, zero_stage=1, with_text=True):
-        meeting, sent = threading.Barrier(ranks), [None] * ranks
-        worlds = [ThreadWorld(rank, ranks, torch.device("cpu"), meeting, sent) for rank in range(ranks)]
-        policies = [load_policy(inputs["sft_model"], "fp32") for _ in worlds]
+        policies = [load_policy(inputs["sft_model"], "fp32") for _ in range(ranks)]
         engines = [descent(policy, zero_stage) for policy in policies]
         before = {name: value.detach().clone() for name, value in policies[0].named_parameters()}
         options = config(micro_batch_size_per_gpu=micro_batch)
 
-        def one(rank):
-            own = slice(rank, None, ranks)
+        def one(world):
+            rank, own = world.rank, slice(world.rank, None, ranks)
             rollout = collate(PROMPTS[own], RESPONSES[own], 0)
             width = rollout.response_ids.shape[1]
             old = torch.zeros(len(rollout), width)
@@ -178,16 +140,15 @@ def steps(inputs, world, tmp_path_factory):
                     logprobs = token_logprobs(policies[rank], prompt + response, 0.7)
                 old[row, : len(response)] = logprobs[-len(response) :]
             experience = Experience(rollout, old, ADVANTAGES[own, :width])
-            text = TextBatches(table, options, worlds[rank], 1).batch(0) if with_text else None
+            text = TextBatches(table, options, world, 1).batch(0) if with_text else None
             totals = {}
             update(
-                replace(models, actor=engines[rank]), experience, options, worlds[rank], totals,
+                replace(models, actor=engines[rank]), experience, options, world, totals,
                 train_actor=True, text=text,
             )  # fmt: skip
-            return worlds[rank].sums(totals)
+            return world.sums(totals)
 
-        with ThreadPoolExecutor(ranks) as pool:
-            sums = list(pool.map(one, range(ranks)))
+        sums = on_threads(ranks, one)
         lost = {
             name: sum(before[name] - dict(policy.named_parameters())[name].detach() for policy in policies) / ranks
             for name in before

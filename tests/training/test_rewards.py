@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,15 +11,13 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.models.loading import freeze, load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.models.loading import freeze, load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.checkpoint import BestCheckpoint
 from rlhf_pipeline.training.experience import Scored, make_experience
-from rlhf_pipeline.training.metrics import MetricsWriter
 from rlhf_pipeline.training.rewards import Asked, FunctionSource, load_rewards
 
 PROMPTS = [[{"role": "user", "content": f"Question {n}?"}] for n in range(3)]
@@ -86,26 +83,10 @@ def job_of(inputs, folder):
 
 def run(config, inputs, world, folder):
     """The stage's loop; returns the models and the metrics lines."""
-    job = job_of(inputs, folder)
-    models = ppo.load_four_models(job, config, TokenContract.read(inputs["sft_model"]), world)
-    start = inputs["sft_model"]
-    best = BestCheckpoint(job, world, load_tokenizer(start), config.actor, partial(load_policy, start))
-    prompts = ppo.load_rows(inputs["prompts"] / "train.arrow", world)
-    writer = MetricsWriter(folder / "metrics.jsonl", world, config.steps)
-    ppo.train(
-        models,
-        config,
-        prompts,
-        prompts,
-        world=world,
-        seed=1,
-        writer=writer,
-        best={"validation": best},
-        checkpoints=models.checkpoints(folder, world),
-        kl_coef=config.kl.coef,
-    )
+    setup = ppo.set_up(job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world)
+    ppo.train(setup)
     lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return models, lines
+    return setup.models, lines
 
 
 def write(folder, source):
@@ -121,11 +102,9 @@ def experience(rewards, inputs, contract, world, folder):
     settings = config(*rewards)
     models = ppo.load_four_models(job_of(inputs, folder), settings, contract, world)
     rows = ppo.columns(ppo.load_rows(inputs["prompts"] / "train.arrow", world), np.arange(8))
-    scored = ppo.roll_out(models, rows["prompt_ids"], settings, seed=1, step=1, slots=np.arange(8))
-    summed = models.rewards is not None
-    if summed:
-        scored = models.rewards(scored, rows)
-    return make_experience(scored, settings, kl_coef=0.1, score_mean=models.score_mean, world=world), summed
+    scored = ppo.roll_out(models, rows, settings, seed=1, step=1, slots=np.arange(8))
+    experience = make_experience(scored, settings, kl_coef=0.1, score_mean=models.score_mean, world=world)
+    return experience, models.rewards is not None
 
 
 def test_the_default_s_experience_is_what_the_sum_makes_of_it_bit_by_bit(inputs, contract, world, tmp_path):
@@ -145,9 +124,10 @@ def test_the_default_reads_no_references(inputs, world, tmp_path):
     """Its prompts' table may be one without them, and its score is centred by the stored mean."""
     table = ppo.load_rows(inputs["prompts"] / "train.arrow", world).drop_columns(["reference"])
     (tmp_path / "prompts").mkdir()
-    path = tmp_path / "prompts" / "train.arrow"
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+    for name in ("train", "validation"):
+        path = tmp_path / "prompts" / f"{name}.arrow"
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
     models, (line,) = run(config(), inputs | {"prompts": tmp_path / "prompts"}, world, tmp_path)
     assert models.score_mean == 0.1 and models.rewards is None
     assert not any(name.startswith("reward/") for name in line)

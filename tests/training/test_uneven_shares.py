@@ -38,6 +38,8 @@ def main(inputs: dict[str, str], folder: Path) -> None:
             "prompt_ids": [[5 + i] * (1 + i) for i in range(ROWS)],
             "response_ids": [[20 + i] * (ROWS - i) for i in range(ROWS)],
             "loss_mask": [[True] * (ROWS - i) for i in range(ROWS)],
+            "source": ["files"] * ROWS,
+            "messages": [[{"role": "user", "content": "?"}]] * ROWS,
         }
     )
     found = {}

@@ -124,13 +124,6 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def in_process(folder, world, policy, steps, config):
-    """What `fit` and `ppo.train` write to."""
-    job = LaunchedJob("test", "f", 1, {}, {}, {}, folder, 60.0)
-    best = BestCheckpoint(job, world, load_tokenizer(policy), config, partial(load_policy, policy))
-    return {"world": world, "seed": 1, "writer": MetricsWriter(job.metrics_file, world, steps), "best": best}
-
-
 def fit_stage(stage, folder, world, policy, config_fields, damage=None):
     """One of the supervised stages on `TABLE`; `damage` changes the model that it starts from."""
     contract = TokenContract.read(policy)
@@ -150,20 +143,21 @@ def fit_stage(stage, folder, world, policy, config_fields, damage=None):
     }[stage]()  # fmt: skip
     config = config.model_validate(config_fields)
     engine = train_engine(load, config, 4)
-    outlets = in_process(folder, world, policy, 4, config)
-    checkpoints = Checkpoints(folder / "checkpoints", world, {stage: engine})
-    fit(engine, task, config, training=TABLE, validation=TABLE, **outlets, checkpoints=checkpoints)
-    return outlets["best"]
+    job = LaunchedJob(stage, "f", 1, {}, {}, {}, folder, 60.0)
+    best = BestCheckpoint(job, world, load_tokenizer(policy), config, partial(load_policy, policy))
+    fit(
+        engine, task, config, training=TABLE, validation=TABLE, world=world, seed=1, best=best,
+        writer=MetricsWriter(job.metrics_file, world, 4), checkpoints=Checkpoints(job.checkpoints, world, {stage: engine}),
+    )  # fmt: skip
+    return best
 
 
 def train_ppo(folder, world, policy, reward_model, rows, config):
     inputs = {"prompts": rows, "sft_model": policy, "reward_model": reward_model}
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
-    models = ppo.load_four_models(job, config, TokenContract.read(policy), world)
-    outlets = in_process(folder, world, policy, config.steps, config.actor)
-    outlets |= {"best": {"validation": outlets["best"]}, "checkpoints": models.checkpoints(job.checkpoints, world)}
-    ppo.train(models, config, TABLE, TABLE, **outlets, kl_coef=config.kl.coef)
-    return outlets["best"]["validation"]
+    setup = ppo.set_up(job, config, TokenContract.read(policy), world)
+    ppo.train(setup)
+    return setup.best["validation"]
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward_model", "dpo"])

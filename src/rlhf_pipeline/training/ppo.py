@@ -11,9 +11,11 @@ checkpoint within the bound is exported, not the last.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +25,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.judges import judged
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.models.token_contract import common_contract
+from rlhf_pipeline.models.token_contract import TokenContract, common_contract
 from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.serving import write_mlmodel
 from rlhf_pipeline.stages import heartbeat
@@ -52,16 +54,43 @@ HELD_OUT = 2**31
 """Stands for the step in the random draws of held-out responses: the same at every evaluation, unlike any step's."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What PPO works with, from its first step or from the one after a checkpoint."""
+
+    config: PPOConfig
+    models: FourModels
+    prompts: pa.Table
+    validation: pa.Table
+    text: TextBatches | None
+    """For `ppo.ptx`; None where it is off."""
+    world: World
+    seed: int
+    writer: MetricsWriter
+    best: dict[str, BestCheckpoint]
+    """By prefix of the metrics: one for each policy of `candidates`."""
+    checkpoints: Checkpoints
+    done: int
+    """Steps that were taken before."""
+    kl_coef: float
+    """The coefficient after them."""
+
+
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train the actor, and export the checkpoint with the highest held-out score within the KL bound."""
     config = job.block("ppo", PPOConfig)
     contract = common_contract({name: path for name, path in job.inputs.items() if not name.startswith(PREFIX)})
     world = join(job.seed, timeout_s=job.collective_timeout_s)
+    setup = set_up(job, config, contract, world)
+    train(setup)
+    return export(setup)
+
+
+def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> Setup:
+    """Load all that takes part, and stand where the checkpoint of `job.resume_from` was taken, if it names one."""
     text = load_text(job, config, world)
     models = load_four_models(job, config, contract, world)
     store_settings(models.deepspeed_settings(), job)
-    prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
-    validation = load_rows(job.inputs["prompts"] / "validation.arrow", world)
     start = job.inputs["sft_model"]
     keep = partial(BestCheckpoint, job, world, models.tokenizer, config.actor, partial(load_policy, start))
     best = {VALIDATION: keep()}
@@ -71,22 +100,39 @@ def main(job: LaunchedJob) -> dict[str, float]:
     loop = checkpoints.restore(job.resume_from)
     for name, state in loop.get("best", {}).items():
         best[name].restored(state)
-    writer = MetricsWriter(job.metrics_file, world, config.steps, resumed_from=job.resume_from)
-    train(
-        models, config, prompts, validation, world=world, seed=job.seed, writer=writer, best=best, text=text,
-        checkpoints=checkpoints, done=job.resume_from or 0, kl_coef=loop.get("kl_coef", config.kl.coef),
-    )  # fmt: skip
-    for name, kept in best.items():
+    return Setup(
+        config=config,
+        models=models,
+        prompts=load_rows(job.inputs["prompts"] / "train.arrow", world),
+        validation=load_rows(job.inputs["prompts"] / "validation.arrow", world),
+        text=text,
+        world=world,
+        seed=job.seed,
+        writer=MetricsWriter(job.metrics_file, world, config.steps, resumed_from=job.resume_from),
+        best=best,
+        checkpoints=checkpoints,
+        done=job.resume_from or 0,
+        kl_coef=loop.get("kl_coef", config.kl.coef),
+    )
+
+
+def export(setup: Setup) -> dict[str, float]:
+    """Export the best of each policy; returns the metrics of the actor's.
+
+    Raises:
+        StageError: none was ever within the KL bound.
+    """
+    for name, kept in setup.best.items():
         if kept.merit is None:
             raise StageError(
-                f"no actor stayed within ppo.kl.maximum {config.kl.maximum} ({name}/kl); lower "
+                f"no actor stayed within ppo.kl.maximum {setup.config.kl.maximum} ({name}/kl); lower "
                 "ppo.actor.optimizer.learning_rate, raise ppo.kl.coef, or evaluate more often (ppo.evaluations)"
             )
-        with candidates(models)[name]():
-            kept.finish(models.actor)
-        if world.rank == 0:
+        with candidates(setup.models)[name]():
+            kept.finish(setup.models.actor)
+        if setup.world.rank == 0:
             write_mlmodel(kept.export)
-    return best[VALIDATION].metrics
+    return setup.best[VALIDATION].metrics
 
 
 def candidates(models: FourModels) -> dict[str, Callable[[], AbstractContextManager[object]]]:
@@ -97,53 +143,36 @@ def candidates(models: FourModels) -> dict[str, Callable[[], AbstractContextMana
     return found
 
 
-def train(
-    models: FourModels,
-    config: PPOConfig,
-    prompts: pa.Table,
-    validation: pa.Table,
-    *,
-    world: World,
-    seed: int,
-    writer: MetricsWriter,
-    best: dict[str, BestCheckpoint],
-    text: TextBatches | None = None,
-    checkpoints: Checkpoints,
-    done: int = 0,
-    kl_coef: float,
-) -> None:
-    """Roll out, score, learn, after the first `done` steps; evaluate on the way and offer the policies within the KL bound
-    to `best`.
+def train(setup: Setup) -> None:
+    """Roll out, score, learn; evaluate on the way and offer the policies within the KL bound to `setup.best`.
 
     Raises:
         Interrupted: the program was asked to end, after a step and with a checkpoint of it.
         StageError: a metric of some step is not finite, or nothing can be learned from its rollout: `rollout_fault`.
     """
-    watch = Watch(world, writer, best[VALIDATION], lambda metric: remedy(metric, config))
+    config, models, world, kl_coef = setup.config, setup.models, setup.world, setup.kl_coef
+    watch = Watch(world, setup.writer, setup.best[VALIDATION], lambda metric: remedy(metric, config))
     evaluated = {round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)}
-    for step in range(done + 1, config.steps + 1):
+    for step in range(setup.done + 1, config.steps + 1):
         heartbeat.at("rollout", step)
         start = time.monotonic()
-        asked = step_rows(prompts.num_rows, config.prompts_per_step, step - 1, seed)
+        asked = step_rows(setup.prompts.num_rows, config.prompts_per_step, step - 1, setup.seed)
         # All prompts once, then all again: the ranks divide the prompts, so a rank has all responses to each of its own.
-        rows = own_share(np.tile(asked, config.responses_per_prompt), world)
+        rows = columns(setup.prompts, own_share(np.tile(asked, config.responses_per_prompt), world))
         slots = own_share(np.arange(config.responses_per_step), world)
-        own = columns(prompts, rows)
-        scored = roll_out(models, own["prompt_ids"], config, seed=seed, step=step, slots=slots)
-        if models.rewards is not None:
-            scored = models.rewards(scored, own)
+        scored = roll_out(models, rows, config, seed=setup.seed, step=step, slots=slots)
         generated = time.monotonic()
+        trains_actor = step > config.critic_warmup_steps
         metrics = rollout_metrics(scored, models.score_mean, world)
+        # In the first step that trains it, the actor is still the SFT model.
         fault = rollout_fault(metrics, config, f"at step {step}", trained=step > config.critic_warmup_steps + 1)
         if fault is not None:
             watch.fail(step, metrics, fault)
         watch.require_finite(step, metrics)
         experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
         heartbeat.at("update")
-        metrics |= learn(
-            models, experience, config, world, train_actor=step > config.critic_warmup_steps,
-            texts=None if text is None else text.of_step(step),
-        )  # fmt: skip
+        texts = None if setup.text is None else setup.text.of_step(step)
+        metrics |= learn(models, experience, config, world, train_actor=trains_actor, texts=texts)
         metrics |= {"objective/kl_coef": kl_coef, "time/rollout_s": generated - start}
         watch.require_finite(step, metrics)
         kl = metrics["objective/kl"]
@@ -153,63 +182,70 @@ def train(
             )
         beyond = config.kl.maximum is not None and kl > config.kl.maximum
         if step in evaluated and not beyond:
-            for prefix, as_actor in candidates(models).items():
-                with as_actor():
-                    held_out = evaluate(models, validation, config, world, seed)
-                    metrics |= {f"{prefix}/{_short(name)}": value for name, value in held_out.items()}
-                    fault = rollout_fault(held_out, config, f"on held-out prompts after step {step}", trained=True)
-                    if fault is not None:
-                        watch.fail(step, metrics, fault)
-                    watch.require_finite(step, metrics)
-                    if config.kl.maximum is None or held_out["objective/kl"] <= config.kl.maximum:
-                        best[prefix].offer(models.actor, held_out["objective/score"], {"step": step} | metrics)
+            metrics = offer(setup, watch, step, metrics)
         metrics["time/step_s"] = time.monotonic() - start
         if beyond or step in evaluated or step % config.log_every == 0:
-            writer.write(step, metrics)
+            setup.writer.write(step, metrics)
         if beyond:
             break
         due = step in evaluated or (config.checkpoint_every is not None and step % config.checkpoint_every == 0)
-        loop = {"kl_coef": kl_coef, "best": {name: kept.state() for name, kept in best.items()}}
-        checkpoints.step_ended(step, due=due, loop=loop)
+        loop = {"kl_coef": kl_coef, "best": {name: kept.state() for name, kept in setup.best.items()}}
+        setup.checkpoints.step_ended(step, due=due, loop=loop)
+
+
+def offer(setup: Setup, watch: Watch, step: int, metrics: dict[str, float]) -> dict[str, float]:
+    """Evaluate each policy and offer it to `setup.best` if it is within the KL bound; returns all metrics of the step."""
+    bound = setup.config.kl.maximum
+    for prefix, as_actor in candidates(setup.models).items():
+        with as_actor():
+            held_out = evaluate(setup.models, setup.validation, setup.config, setup.world, setup.seed)
+            metrics = metrics | {f"{prefix}/{_short(name)}": value for name, value in held_out.items()}
+            fault = rollout_fault(held_out, setup.config, f"on held-out prompts after step {step}", trained=True)
+            if fault is not None:
+                watch.fail(step, metrics, fault)
+            watch.require_finite(step, metrics)
+            if bound is None or held_out["objective/kl"] <= bound:
+                setup.best[prefix].offer(setup.models.actor, held_out["objective/score"], {"step": step} | metrics)
+    return metrics
 
 
 def roll_out(
     models: FourModels,
-    prompts: list[list[int]],
+    rows: Mapping[str, list[Any]],
     config: PPOConfig,
     *,
     seed: int,
     step: int,
     slots: np.ndarray,
-    with_values: bool = True,
-    scoring: heartbeat.Phase = "scoring",
+    held_out: bool = False,
 ) -> Scored:
-    """Responses to this rank's prompts, as the models see them.
+    """Responses to this rank's prompts, as the models see them and with their scores.
 
     Args:
         models: who takes part.
-        prompts: token ids.
+        rows: columns of the prompts' table.
         config: sampling and batch sizes.
         seed, step, slots: the randomness; a slot is a row's number in the global batch.
-        with_values: False saves the critic's forward pass.
-        scoring: what scoring is a part of, for those who ask where this rank is.
+        held_out: nothing is learned from them: without the critic's forward pass, and a part of the evaluation for those
+            who ask where this rank is.
     """
     draws = uniform_draws(seed, step, slots, config.sampling.max_response_tokens).to(models.actor.device)
     with for_generation(models.actor, gather=config.gather_for_generation) as policy:
         synced = is_sharded(policy) and not config.gather_for_generation
-        rollout = generate(policy, prompts, draws, config.sampling, models.contract, synced=synced)
-    heartbeat.at(scoring)
-    return score(
+        rollout = generate(policy, rows["prompt_ids"], draws, config.sampling, models.contract, synced=synced)
+    heartbeat.at("evaluation" if held_out else "scoring")
+    scored = score(
         rollout,
         models.actor,
         models.reference,
-        models.critic if with_values else None,
+        None if held_out else models.critic,
         models.reward_model,
         contract=models.contract,
         device=models.actor.device,
         temperature=config.sampling.temperature,
         micro_batch_size=config.micro_batch_size_per_gpu,
     )
+    return scored if models.rewards is None else models.rewards(scored, rows)
 
 
 def rollout_metrics(scored: Scored, score_mean: float, world: World) -> dict[str, float]:
@@ -243,18 +279,7 @@ def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world:
     count = max(1, min(config.evaluation_prompts, validation.num_rows) // world.size) * world.size
     slots = own_share(np.arange(count), world)
     own = columns(validation, slots)
-    scored = roll_out(
-        models,
-        own["prompt_ids"],
-        config,
-        seed=seed,
-        step=HELD_OUT,
-        slots=slots,
-        with_values=False,
-        scoring="evaluation",
-    )
-    if models.rewards is not None:
-        scored = models.rewards(scored, own)
+    scored = roll_out(models, own, config, seed=seed, step=HELD_OUT, slots=slots, held_out=True)
     metrics = rollout_metrics(scored, models.score_mean, world)
     texts = models.tokenizer.batch_decode(scored.rollout.response_ids, skip_special_tokens=True)
     gold = [g for g in map(judged, own["source"], own["messages"], texts) if g is not None]

@@ -19,7 +19,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -68,7 +68,7 @@ class RewardSum:
     tokenizer: PreTrainedTokenizerBase
     """The policy's."""
 
-    def __call__(self, scored: Scored, rows: dict[str, list[Any]]) -> Scored:
+    def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with its total as the score; `rows` are the columns of the prompts' table.
 
         Raises:
