@@ -1,6 +1,7 @@
 """The whole pipeline by its command line: real launches on two CPU ranks, a real MLflow store."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ def test_policies_load_in_transformers_as_they_are(project):
 def test_best_and_last_checkpoint_are_kept(project):
     for stage in ("sft", "reward_model", "ppo"):
         kept = project.recipes(stage)[0] / "checkpoints"
-        assert sorted(path.name for path in kept.iterdir()) == ["best", "last"]
+        best, last = sorted(path.name for path in kept.iterdir())
+        assert re.fullmatch(r"best-\d{8}", best) and last == "last"
 
 
 def test_no_prompt_is_in_two_phases(project):

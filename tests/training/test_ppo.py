@@ -44,6 +44,11 @@ def run(config, inputs, world, folder, seed=1):
     return setup.models, before, lines, setup.best
 
 
+def only_best(checkpoints):
+    (best,) = checkpoints.glob("best-*")
+    return best
+
+
 def module(models, name):
     model = getattr(models, name)
     return getattr(model, "module", model)
@@ -170,7 +175,7 @@ def test_training_stops_beyond_the_kl_bound_and_exports_nothing_from_there(input
     assert len(lines) < 50
     assert lines[-1]["objective/kl"] > 0.05
     assert all(line["objective/kl"] <= 0.05 for line in lines[:-1])
-    assert best["validation"].metrics["validation/kl"] <= 0.05
+    assert best["validation"].best.metrics["validation/kl"] <= 0.05
 
 
 def test_the_average_of_the_weights_is_a_policy_of_its_own(inputs, world, tmp_path):
@@ -179,8 +184,8 @@ def test_the_average_of_the_weights_is_a_policy_of_its_own(inputs, world, tmp_pa
     for decay, same in ((1e-6, "last"), (1 - 1e-9, "start")):
         folder = tmp_path / same
         lines = run(config(ema={"decay": decay}), inputs, world, folder)[2]
-        kept = load_policy(folder / "checkpoints" / "ema" / "best", "fp32").state_dict()
-        expected = inputs["sft_model"] if same == "start" else folder / "checkpoints" / "best"
+        kept = load_policy(only_best(folder / "checkpoints" / "ema"), "fp32").state_dict()
+        expected = inputs["sft_model"] if same == "start" else only_best(folder / "checkpoints")
         for name, value in load_policy(expected, "fp32").state_dict().items():
             torch.testing.assert_close(kept[name], value, rtol=1e-5, atol=1e-6)
         kl = [line["validation_ema/kl"] for line in lines]
@@ -221,8 +226,8 @@ def test_the_gold_score_chooses_no_checkpoint(trained, inputs, world, tmp_path, 
     monkeypatch.setitem(JUDGES, "files", lambda prompt, text: sign * 1000.0 * next(calls))
     _, _, lines, best = run(config(), inputs, world, tmp_path)
     assert (lines[0]["validation/gold_score"] < lines[1]["validation/gold_score"]) == (sign > 0)
-    best = best["validation"]
-    assert best.metrics["step"] == trained[3]["validation"].metrics["step"]
+    best = best["validation"].best
+    assert best.step == trained[3]["validation"].best.step
     assert best.merit == best.metrics["validation/score"]
 
 

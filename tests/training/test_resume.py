@@ -179,7 +179,7 @@ def test_two_checkpoints_are_kept_and_a_full_disk_is_said_before_anything_is_wri
     from rlhf_pipeline.errors import StageError
     from rlhf_pipeline.training.resume import Checkpoints
 
-    checkpoints = Checkpoints(tmp_path, world, {})
+    checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
     for step in (1, 2, 3):
         checkpoints.step_ended(step, due=True, loop={"kl_coef": 0.5})
     checkpoints.step_ended(4, due=False, loop={})
@@ -197,7 +197,7 @@ def test_a_signal_is_obeyed_after_the_step_with_a_checkpoint(world, tmp_path):
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        checkpoints = Checkpoints(tmp_path, world, {})
+        checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted, match="after step 7; run the same command again"):
             checkpoints.step_ended(7, due=False, loop={})

@@ -145,9 +145,10 @@ def fit_stage(stage, folder, world, policy, config_fields, damage=None):
     engine = train_engine(load, config, 4)
     job = LaunchedJob(stage, "f", 1, {}, {}, {}, folder, 60.0)
     best = BestCheckpoint(job, world, load_tokenizer(policy), config, partial(load_policy, policy))
+    checkpoints = Checkpoints(job.checkpoints, world, {stage: engine}, keep=2)
     fit(
         engine, task, config, training=TABLE, validation=TABLE, world=world, seed=1, best=best,
-        writer=MetricsWriter(job.metrics_file, world, 4), checkpoints=Checkpoints(job.checkpoints, world, {stage: engine}),
+        writer=MetricsWriter(job.metrics_file, world, 4), checkpoints=checkpoints,
     )  # fmt: skip
     return best
 
@@ -188,9 +189,11 @@ def test_a_model_that_an_evaluation_finds_damaged_is_not_the_best(world, policy,
     with pytest.raises(StageError) as failure:
         fit_stage("sft", tmp_path, world, policy, supervised(**model(WILD, warmup=0.25), evaluations=4))
     assert "validation/loss is nan at step 2: training has diverged; " in str(failure.value)
-    assert str(failure.value).endswith(f"The best checkpoint, of step 1, is left in {tmp_path}/checkpoints/best.")
+    assert str(failure.value).endswith(
+        f"The best checkpoint, of step 1, is left in {tmp_path}/checkpoints/best-00000001."
+    )
     assert math.isfinite(lines(tmp_path)[-1]["metrics"]["sft/loss"])
-    assert_equal_weights(tmp_path / "checkpoints" / "best", policy)
+    assert_equal_weights(tmp_path / "checkpoints" / "best-00000001", policy)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
@@ -218,7 +221,7 @@ def test_sound_training_reports_its_gradient_norm(world, policy, tmp_path):
     best = fit_stage("sft", tmp_path, world, policy, supervised(**model()))
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
     assert all(line["metrics"]["optim/grad_norm"] > 0 for line in lines(tmp_path))
-    assert best.metrics["step"] == 4
+    assert best.best.step == 4
 
 
 def test_a_damaged_reward_model_is_named(world, policy, make_reward_model, rows, tmp_path):
@@ -254,7 +257,7 @@ def test_between_maximum_and_explosion_training_ends_well(world, policy, reward_
     config = ppo_config(steps=3, actor=model(3e-2, warmup=0.34), kl=bounds, missing_eos_score=None)
     best = train_ppo(tmp_path, world, policy, reward_model, rows, config)
     assert 1e-3 < lines(tmp_path)[-1]["metrics"]["objective/kl"] < 100.0
-    assert best.metrics["step"] == 1
+    assert best.best.step == 1
 
 
 def test_an_actor_that_evaluation_finds_broken_is_not_the_best(world, policy, reward_model, rows, tmp_path):
@@ -328,9 +331,9 @@ def test_sft_that_diverges(policy, rows, tmp_path):
     assert (
         "sft/loss is nan at step 3: training has diverged; lower sft.optimizer.learning_rate (1e+30) or sft." in message
     )
-    assert f"The best checkpoint, of step 1, is left in {work}/checkpoints/best." in message
+    assert f"The best checkpoint, of step 1, is left in {work}/checkpoints/best-00000001." in message
     assert [line["step"] for line in lines(work)] == [1, 3]
-    assert_equal_weights(work / "checkpoints" / "best", policy)
+    assert_equal_weights(work / "checkpoints" / "best-00000001", policy)
 
 
 @pytest.mark.long
@@ -346,8 +349,8 @@ def test_ppo_whose_critic_diverges(policy, reward_model, rows, tmp_path):
     assert [line["step"] for line in lines(work)] == [1, 2, 3]
     scores = [line["metrics"]["validation/score"] for line in lines(work)[:2]]
     best = 1 if scores[0] >= scores[1] else 2
-    assert f"The best checkpoint, of step {best}, is left in {work}/checkpoints/best." in message
-    kept = AutoModelForCausalLM.from_pretrained(work / "checkpoints" / "best")
+    assert f"The best checkpoint, of step {best}, is left in {work}/checkpoints/best-0000000{best}." in message
+    kept = AutoModelForCausalLM.from_pretrained(work / "checkpoints" / f"best-0000000{best}")
     assert all(value.isfinite().all() for value in kept.state_dict().values())
 
 

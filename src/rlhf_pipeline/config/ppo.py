@@ -6,9 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from rlhf_pipeline.config.block import Block, operational
+from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward
-from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import FrozenModelConfig, SavingConfig, TrainedModelConfig
 
 
 class SamplingConfig(Block):
@@ -82,7 +82,7 @@ class PtxConfig(Block):
     them are in one forward pass."""
 
 
-class PPOConfig(Block):
+class PPOConfig(SavingConfig):
     """Proximal policy optimization (Schulman et al. 2017) on the reward model's score."""
 
     steps: PositiveInt
@@ -187,12 +187,6 @@ class PPOConfig(Block):
 
     evaluation_prompts: PositiveInt = 256
     """Held-out prompts in each evaluation, at most, and as many on each rank."""
-
-    log_every: PositiveInt = operational(1)
-    """Steps between two lines of metrics."""
-
-    checkpoint_every: PositiveInt | None = operational(None)
-    """Steps between two checkpoints to go on from, at each evaluation in any case. None: only there."""
 
     @property
     def responses_per_step(self) -> int:

@@ -162,7 +162,27 @@ class FrozenModelConfig(Block):
             )
 
 
-class SupervisedConfig(TrainedModelConfig):
+class SavingConfig(Block):
+    """How often a training stage writes, and what it keeps in its work directory; no part of its recipe."""
+
+    log_every: PositiveInt = operational(1)
+    """Steps between two lines of metrics."""
+
+    checkpoint_every: PositiveInt | None = operational(None)
+    """Steps between two checkpoints to go on from, at each evaluation in any case. None: only there."""
+
+    keep_last: PositiveInt = operational(2)
+    """Checkpoints to go on from that are kept until the stage is finished: the newest, and some to fall back on."""
+
+    keep_best: PositiveInt = operational(1)
+    """Evaluated models that are kept. The best of them is exported."""
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether `checkpoint_every` asks for a checkpoint after this step."""
+        return self.checkpoint_every is not None and step % self.checkpoint_every == 0
+
+
+class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """What SFT, reward modelling and DPO have in common: passes over a fixed data set."""
 
     epochs: PositiveFloat
@@ -177,12 +197,6 @@ class SupervisedConfig(TrainedModelConfig):
     evaluations: PositiveInt = 4
     """Evaluations on the held-out rows, evenly spaced, the last one after the last step. The best checkpoint among them
     is exported."""
-
-    log_every: PositiveInt = operational(1)
-    """Optimizer steps between two lines of metrics."""
-
-    checkpoint_every: PositiveInt | None = operational(None)
-    """Optimizer steps between two checkpoints to go on from, at each evaluation in any case. None: only there."""
 
 
 class SFTConfig(SupervisedConfig):

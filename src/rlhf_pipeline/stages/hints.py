@@ -119,7 +119,7 @@ HINTS = (
     Hint(
         "disk full",
         "no room is left on the device, or in the quota, where the work directory or a cache is",
-        "`df -h` and `du -sh data/*` tell. Finished stages keep their exports, unfinished ones two checkpoints.",
+        "`df -h` and `du -sh data/*` tell. Finished stages keep their exports, unfinished ones `keep_last` checkpoints.",
         (Remedy("raise or set to null", "checkpoint_every", (None,)),),
         r"No space left on device|Disk quota exceeded|ENOSPC",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.sharding import whole_state_dict
+
+_BEST = "best-"
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -71,8 +74,20 @@ def _whole(directory: Path) -> Iterator[Path]:
     shutil.rmtree(outgoing, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """A model that was evaluated."""
+
+    step: int
+    merit: float
+    """Higher is better."""
+    metrics: dict[str, float]
+    """Those of its step."""
+
+
 class BestCheckpoint:
-    """Keeps the best model so far in the work directory; the best becomes the stage's export.
+    """Keeps the best models so far in the work directory, as `best-00000012` by their steps; the best becomes the stage's
+    export.
 
     A `variant` is another model of the same stage: it is kept in, and exported to, a folder of that name. With LoRA it is
     adapters that are kept, and a whole model that is exported: `load`'s weights with the best adapters added, in fp32.
@@ -84,6 +99,7 @@ class BestCheckpoint:
         config: block of the model.
         load: reads what the model was at its start, see `train_engine`.
         variant: folder.
+        keep: how many stand at once.
     """
 
     def __init__(
@@ -95,6 +111,7 @@ class BestCheckpoint:
         load: Callable[..., nn.Module],
         *,
         variant: str = "",
+        keep: int = 1,
     ) -> None:
         self._inputs = job.inputs
         self._directory = job.directory / "checkpoints" / variant
@@ -103,43 +120,69 @@ class BestCheckpoint:
         self._tokenizer = tokenizer
         self._config = config
         self._load = load
-        self.merit: float | None = None
-        self.metrics: dict[str, float] = {}
+        self._keep = keep
+        self._ranking: list[Evaluated] = []
 
-    def offer(self, model: nn.Module, merit: float, metrics: dict[str, float]) -> None:
-        """Save the model if its merit is higher than that of all before; `metrics` are remembered with it.
+    @property
+    def best(self) -> Evaluated | None:
+        """The best so far; None before the first offer."""
+        return self._ranking[0] if self._ranking else None
+
+    def offer(self, model: nn.Module, step: int, merit: float, metrics: dict[str, float]) -> None:
+        """Save the model if it is among the best; of equals the earlier one is better.
 
         All ranks call this together, with the same merit."""
-        if self.merit is None or merit > self.merit:
-            self.merit, self.metrics = merit, metrics
-            self._save(model, "best")
+        offered = Evaluated(step, merit, metrics)
+        ranking = sorted([*self._ranking, offered], key=lambda model: model.merit, reverse=True)[: self._keep]
+        if offered in ranking:
+            self._save(model, self._folder(offered).name)
+            self._ranking = ranking
 
-    def state(self) -> dict[str, Any]:
-        """What `restored` takes, as JSON: the model itself lies in the work directory."""
-        return {"merit": self.merit, "metrics": self.metrics}
+    def forget_the_rest(self) -> None:
+        """Remove models that are no longer among the best.
 
-    def restored(self, state: dict[str, Any]) -> None:
+        Not before a checkpoint to go on from has their successors: one that has not would miss them."""
+        if self._world.rank == 0:
+            kept = {self._folder(model) for model in self._ranking}
+            for folder in set(self._directory.glob(f"{_BEST}*")) - kept:
+                shutil.rmtree(folder)
+
+    def state(self) -> list[dict[str, Any]]:
+        """What `restored` takes, as JSON: the models themselves lie in the work directory."""
+        return [asdict(model) for model in self._ranking]
+
+    def restored(self, state: list[dict[str, Any]]) -> None:
         """Stand where `state` was taken."""
-        self.merit, self.metrics = state["merit"], state["metrics"]
+        self._ranking = [Evaluated(**model) for model in state]
 
     @property
     def kept(self) -> str:
         """What training leaves behind if it fails now, in words."""
-        if self.merit is None:
+        if self.best is None:
             return "No checkpoint is left: none had been evaluated."
-        return (
-            f"The best checkpoint, of step {self.metrics['step']:g}, is left in {(self._directory / 'best').resolve()}."
-        )
+        return f"The best checkpoint, of step {self.best.step}, is left in {self._folder(self.best).resolve()}."
 
-    def finish(self, last: nn.Module) -> None:
-        """Save the last model beside the best, and export the best. All ranks call this together."""
+    def finish(self, last: nn.Module) -> dict[str, float]:
+        """Save the last model beside the best, and export the best; returns the step and the metrics of the best.
+
+        All ranks call this together.
+
+        Raises:
+            ValueError: none was ever offered.
+        """
+        if self.best is None:
+            raise ValueError("no model was offered")
         self._save(last, "last")
         if self._world.rank == 0:
             if self._config.lora is None:
-                shutil.copytree(self._directory / "best", self.export, dirs_exist_ok=True)
+                shutil.copytree(self._folder(self.best), self.export, dirs_exist_ok=True)
             else:
-                self._export_merged(self._config.lora)
+                self._export_merged(self._config.lora, self._folder(self.best))
         self._world.barrier()
+        return {"step": self.best.step} | self.best.metrics
+
+    def _folder(self, model: Evaluated) -> Path:
+        return self._directory / f"{_BEST}{model.step:08d}"
 
     def _save(self, model: nn.Module, name: str) -> None:
         heartbeat.at("saving")
@@ -148,9 +191,8 @@ class BestCheckpoint:
         else:
             save_adapter(model, self._base(model), self._directory / name)
 
-    def _export_merged(self, lora: LoRAConfig) -> None:
+    def _export_merged(self, lora: LoRAConfig, best: Path) -> None:
         """Not from the engine: in bf16, merging would round the base, and this rank need not have all of it."""
-        best = self._directory / "best"
         model = merged(self._load("fp32"), lora, best).to(DTYPES[self._config.deepspeed.precision])
         save_model(model, self._tokenizer, self.export)
         if not lora.train_rest:

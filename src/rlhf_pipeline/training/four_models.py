@@ -64,10 +64,11 @@ class FourModels:
         """DeepSpeed's configuration of each model that has an engine."""
         return {name: model.config for name, model in self.engines().items() if isinstance(model, DeepSpeedEngine)}
 
-    def checkpoints(self, directory: Path, world: World) -> Checkpoints:
+    def checkpoints(self, directory: Path, world: World, *, keep: int) -> Checkpoints:
         """What saves and restores the models that train."""
         trained = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
-        return Checkpoints(directory, world, trained, {} if self.ema is None else {"actor": self.ema.shards})
+        averages = {} if self.ema is None else {"actor": self.ema.shards}
+        return Checkpoints(directory, world, trained, averages, keep=keep)
 
 
 def load_four_models(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> FourModels:

@@ -92,11 +92,12 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     models = load_four_models(job, config, contract, world)
     store_settings(models.deepspeed_settings(), job)
     start = job.inputs["sft_model"]
-    keep = partial(BestCheckpoint, job, world, models.tokenizer, config.actor, partial(load_policy, start))
-    best = {VALIDATION: keep()}
+    load = partial(load_policy, start)
+    kept = partial(BestCheckpoint, job, world, models.tokenizer, config.actor, load, keep=config.keep_best)
+    best = {VALIDATION: kept()}
     if models.ema is not None:
-        best[VALIDATION_EMA] = keep(variant="ema")
-    checkpoints = models.checkpoints(job.checkpoints, world)
+        best[VALIDATION_EMA] = kept(variant="ema")
+    checkpoints = models.checkpoints(job.checkpoints, world, keep=config.keep_last)
     loop = checkpoints.restore(job.resume_from)
     for name, state in loop.get("best", {}).items():
         best[name].restored(state)
@@ -122,17 +123,18 @@ def export(setup: Setup) -> dict[str, float]:
     Raises:
         StageError: none was ever within the KL bound.
     """
+    metrics = {}
     for name, kept in setup.best.items():
-        if kept.merit is None:
+        if kept.best is None:
             raise StageError(
                 f"no actor stayed within ppo.kl.maximum {setup.config.kl.maximum} ({name}/kl); lower "
                 "ppo.actor.optimizer.learning_rate, raise ppo.kl.coef, or evaluate more often (ppo.evaluations)"
             )
         with candidates(setup.models)[name]():
-            kept.finish(setup.models.actor)
+            metrics[name] = kept.finish(setup.models.actor)
         if setup.world.rank == 0:
             write_mlmodel(kept.export)
-    return setup.best[VALIDATION].metrics
+    return metrics[VALIDATION]
 
 
 def candidates(models: FourModels) -> dict[str, Callable[[], AbstractContextManager[object]]]:
@@ -188,9 +190,10 @@ def train(setup: Setup) -> None:
             setup.writer.write(step, metrics)
         if beyond:
             break
-        due = step in evaluated or (config.checkpoint_every is not None and step % config.checkpoint_every == 0)
         loop = {"kl_coef": kl_coef, "best": {name: kept.state() for name, kept in setup.best.items()}}
-        setup.checkpoints.step_ended(step, due=due, loop=loop)
+        setup.checkpoints.step_ended(step, due=step in evaluated or config.checkpoint_due(step), loop=loop)
+        for kept in setup.best.values():
+            kept.forget_the_rest()
 
 
 def offer(setup: Setup, watch: Watch, step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -205,7 +208,8 @@ def offer(setup: Setup, watch: Watch, step: int, metrics: dict[str, float]) -> d
                 watch.fail(step, metrics, fault)
             watch.require_finite(step, metrics)
             if bound is None or held_out["objective/kl"] <= bound:
-                setup.best[prefix].offer(setup.models.actor, held_out["objective/score"], {"step": step} | metrics)
+                merit = held_out["objective/score"]
+                setup.best[prefix].offer(setup.models.actor, step, merit, metrics)
     return metrics
 
 

@@ -19,9 +19,6 @@ from rlhf_pipeline.stages.checkpoints import checkpoint_of, checkpoints_in, seal
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.engine_state import bytes_needed, load_engine, save_engine
 
-KEPT = 2
-"""Checkpoints that are kept: the newest, and one to fall back on."""
-
 
 class Checkpoints:
     """Saves and restores one training program; remembers a signal to end until the step is over."""
@@ -32,6 +29,8 @@ class Checkpoints:
         world: World,
         engines: Mapping[str, DeepSpeedEngine],
         averages: Mapping[str, list[torch.Tensor]] | None = None,
+        *,
+        keep: int,
     ) -> None:
         """Start to watch for SIGTERM.
 
@@ -40,11 +39,13 @@ class Checkpoints:
             world: the ranks.
             engines: who trains, by name.
             averages: averages of their weights, see `save_engine`.
+            keep: how many checkpoints stand at once.
         """
         self._directory = directory
         self._world = world
         self._engines = dict(engines)
         self._averages = dict(averages or {})
+        self._keep = keep
         self._asked_to_end = False
         signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -91,7 +92,7 @@ class Checkpoints:
             seal(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-            for old in checkpoints_in(self._directory)[:-KEPT]:
+            for old in checkpoints_in(self._directory)[: -self._keep]:
                 shutil.rmtree(old)
 
     def _require_room(self, step: int) -> None:

@@ -96,8 +96,8 @@ def train(
     steps = optimizer_steps(config, training.num_rows)
     engine = train_engine(load, config, steps)
     store_settings({task.name: engine.config}, job)
-    best = BestCheckpoint(job, world, tokenizer, config, load)
-    checkpoints = Checkpoints(job.checkpoints, world, {task.name: engine})
+    best = BestCheckpoint(job, world, tokenizer, config, load, keep=config.keep_best)
+    checkpoints = Checkpoints(job.checkpoints, world, {task.name: engine}, keep=config.keep_last)
     loop = checkpoints.restore(job.resume_from)
     if loop:
         best.restored(loop["best"])
@@ -106,8 +106,7 @@ def train(
         engine, task, config, training=training, validation=validation,
         world=world, seed=job.seed, writer=writer, best=best, checkpoints=checkpoints, done=job.resume_from or 0,
     )  # fmt: skip
-    best.finish(engine)
-    return best.metrics
+    return best.finish(engine)
 
 
 def optimizer_steps(config: SupervisedConfig, rows: int) -> int:
@@ -159,11 +158,12 @@ def fit(
             held_out = evaluate(engine, task, validation, world, config.micro_batch_size_per_gpu)
             metrics |= {f"validation/{name}": value for name, value in held_out.items()}
             watch.require_finite(step, metrics)
-            best.offer(engine, task.merit(held_out), {"step": step} | metrics)
+            best.offer(engine, step, task.merit(held_out), metrics)
         if step in evaluated or step % config.log_every == 0:
             writer.write(step, metrics | {"time/step_s": time.monotonic() - start})
-        due = step in evaluated or (config.checkpoint_every is not None and step % config.checkpoint_every == 0)
+        due = step in evaluated or config.checkpoint_due(step)
         checkpoints.step_ended(step, due=due, loop={"best": best.state()})
+        best.forget_the_rest()
 
 
 def train_step(
