@@ -6,7 +6,8 @@
 Each kill is a SIGKILL at a random moment: to the whole process group, to one rank, or to the driver, the `kedro run`
 itself; every fourth waits for a checkpoint that is being written. The same command is then run again. What must hold: 10
 seconds after the kill no process is left; the final weights are those of an undisturbed run to the bit; every step is in
-metrics.jsonl once, with the same numbers; MLflow has one finished run of the stage. Results: benchmarks/results/kills/.
+metrics.jsonl once, with the same numbers; MLflow has one finished run of the stage, and there, too, every step once.
+Results: benchmarks/results/kills/.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def main() -> int:
                     "same_weights": found["weights"] == expected["weights"],
                     "same_metrics": found["metrics"] == expected["metrics"],
                     "one_run": found["runs"] == ["FINISHED"],
+                    "logged_once": found["logged"] == steps_of(found["metrics"]),
                 }
             )
             (RESULTS / "kills.json").write_text(json.dumps(rows, indent=2))
@@ -102,7 +104,7 @@ def attempt(
         "resumed_from": json.loads((directory / "job.json").read_text())["resume_from"],
         "weights": {name: entry["sha256"] for name, entry in manifest["files"].items()},
         "metrics": [(r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")}) for r in records],
-        "runs": statuses(store, stage),
+        **tracked(store, stage),
     }
 
 
@@ -159,17 +161,27 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-def statuses(store: Path, stage: str) -> list[str]:
-    """Status of every MLflow run of the stage."""
+def tracked(store: Path, stage: str) -> dict[str, Any]:
+    """Status of every MLflow run of the stage, and the steps at which they have each metric of the training loop."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{store}")
     experiment = client.get_experiment_by_name("rlhf-pipeline")
-    return [run.info.status for run in client.search_runs([experiment.experiment_id], f"tags.`rlhf.stage` = '{stage}'")]
+    runs = client.search_runs([experiment.experiment_id], f"tags.`rlhf.stage` = '{stage}'")
+    logged = {
+        name: [point.step for run in runs for point in client.get_metric_history(run.info.run_id, name)]
+        for name in {name for run in runs for name in run.data.metrics if "/" in name and not name.startswith("time/")}
+    }
+    return {"runs": [run.info.status for run in runs], "logged": logged}
+
+
+def steps_of(records: list[tuple[int, dict[str, float]]]) -> dict[str, list[int]]:
+    """The steps at which metrics.jsonl has each metric."""
+    return {name: [step for step, values in records if name in values] for _, values in records for name in values}
 
 
 def passes(row: dict[str, Any]) -> bool:
-    return row["left"] == 0 and row["same_weights"] and row["same_metrics"] and row["one_run"]
+    return row["left"] == 0 and all(row[name] for name in ("same_weights", "same_metrics", "one_run", "logged_once"))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
