@@ -77,7 +77,7 @@ def main(inputs: dict[str, str], folder: Path) -> None:
         }
         if world.rank == 0:
             torch.save(live, directory / f"live-{self.export.name}.pt")
-        exported(self, last)
+        return exported(self, last)
 
     world = join(1, timeout_s=60)
     exported, BestCheckpoint.finish = BestCheckpoint.finish, finish
