@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -138,6 +139,14 @@ def start_server(tmp_path):
         server.wait()
 
 
+SECRETS = {
+    name: f"canary-{name}"
+    for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_USERNAME",
+                 "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY")
+}  # fmt: skip
+"""What no run may write anywhere."""
+
+
 class Project:
     """The project with a data folder and a tracking store of its own."""
 
@@ -147,8 +156,9 @@ class Project:
 
     def kedro(self, *arguments: str, params: str = "", env: str = "tiny", check: bool = True) -> str:
         command = [str(Path(sys.executable).with_name("kedro")), "run", f"--env={env}", *arguments]
-        command.append(f"--params=root={self.root}" + (f",{params}" if params else ""))
-        environment = os.environ | {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
+        # Values are YAML: unquoted, a line break would be a blank, and what follows a " #" a comment.
+        command.append(f"--params=root={json.dumps(str(self.root))}" + (f",{params}" if params else ""))
+        environment = os.environ | SECRETS | {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
         result = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
         output = result.stdout + result.stderr
         assert (result.returncode == 0) == check, output
@@ -175,8 +185,13 @@ class Project:
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory):
-    """One full run of the smallest environment, by the command line; the tests that need artifacts share it."""
-    project = Project(tmp_path_factory.mktemp("project"))
+    """One full run of the smallest environment, by the command line; the tests that need artifacts share it.
+
+    Its folder has a name that a shell would take apart, or execute.
+    """
+    root = tmp_path_factory.mktemp("project") / 'it\'s a "root"\nof $HOME; touch `executed` & # 100% <é>\\'
+    root.mkdir()
+    project = Project(root)
     project.output = project.kedro("--pipeline=full")
     return project
 

@@ -1,13 +1,17 @@
 """What a run says of itself is about its own results."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, Version
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 
 from rlhf_pipeline.datasets.checkpoint import CheckpointDataset
-from rlhf_pipeline.hooks import ProgressHook
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.hooks import PreflightHook, ProgressHook, _tags
 from rlhf_pipeline.stages.manifest import Manifest, file_entries
 
 
@@ -47,3 +51,21 @@ def test_a_run_shows_what_it_made_though_another_one_finished_meanwhile(tmp_path
     assert "candidate = version 7" in shown
     assert "2026-01-01T00.00.00.000Z/ppo_model" in shown
     assert "version 8" not in shown and "2026-01-02" not in shown
+
+
+@pytest.mark.parametrize("parameters", [{}, {"root": "/data/a[b]"}])
+def test_a_root_that_cannot_work_is_refused_before_the_catalog_is_made_of_it(tmp_path, parameters):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "globals.yml").write_text('root: "/data/a{b}"' if not parameters else "root: data")
+    loader = OmegaConfigLoader(str(tmp_path), base_env="base", default_run_env="base", runtime_params=parameters)
+    with pytest.raises(ConfigError, match=r"root: '/data/a[\[{]b[\]}]' has the character"):
+        PreflightHook().after_context_created(context=SimpleNamespace(config_loader=loader))
+
+
+def test_a_run_s_tags_hold_no_secret():
+    tags = _tags(
+        {"runtime_params": {"path": "https://me:canary@host/a?sig=canary"}, "env": "tiny", "save_version": "v"}
+    )
+    assert tags == {
+        "kedro.version": "v", "kedro.env": "tiny", "kedro.runtime_params": "{'path': 'https://...@host/a?...'}",
+    }  # fmt: skip

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pandas
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -162,3 +163,12 @@ def test_mlflow_serves_the_directory(policy, served, start_server):
     with urllib.request.urlopen(request, timeout=30) as response:
         answer = json.load(response)
     assert answer == {"predictions": served.predict(prompts("a b c"), {"max_new_tokens": 5})}
+    port = int(address.rpartition(":")[2])
+    listening = [socket for socket in psutil.net_connections("inet") if socket.status == "LISTEN"]
+    assert {socket.laddr.ip for socket in listening if socket.laddr.port == port} == {"127.0.0.1"}
+
+
+def test_make_ui_listens_on_this_machine_alone():
+    steps = subprocess.run(["make", "-n", "ui"], cwd=SOURCE.parent, capture_output=True, text=True, check=True).stdout
+    (command,) = [line for line in steps.splitlines() if "mlflow ui" in line]
+    assert " --host 127.0.0.1 " in command

@@ -14,20 +14,29 @@ from kedro.pipeline import Pipeline
 from rich.console import Console
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.preflight import preflight
+from rlhf_pipeline.config.model import BaseModelConfig
+from rlhf_pipeline.config.preflight import check_root, preflight
 from rlhf_pipeline.data.report import print_summary
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.evaluation.report import print_table
+from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stages.events import StageRun, Status, listening
 from rlhf_pipeline.stages.forcing import forced_stages, forcing
 from rlhf_pipeline.stages.launcher import free_port, gpu_count, process_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
+from rlhf_pipeline.stages.trust import trusting
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
 
 
 class PreflightHook:
     """Refuses parameters that cannot work before the first node runs."""
+
+    @hook_impl
+    def after_context_created(self, context: KedroContext) -> None:
+        """Check the path that all others begin with, before the catalog is made of it."""
+        loader = context.config_loader
+        check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
@@ -41,6 +50,11 @@ def check(parameters: dict[str, Any]) -> None:
     """Refuse parameters that cannot work on this machine."""
     processes = process_count(LaunchConfig.model_validate(parameters["launch"]))
     preflight(parameters, processes=processes, gpus=gpu_count())
+
+
+def trusted_by(parameters: dict[str, Any]) -> bool:
+    """Whether the parameters say that models' own code may be executed."""
+    return BaseModelConfig.model_validate(parameters["base_model"]).trust_remote_code
 
 
 class ForcingHook:
@@ -63,6 +77,28 @@ class ForcingHook:
     def on_pipeline_error(self) -> None:
         """The same."""
         self._forcing.close()
+
+
+class TrustHook:
+    """Lets code that lies beside a model's weights be executed in this run, or not: `base_model.trust_remote_code`."""
+
+    def __init__(self) -> None:
+        self._trusting = ExitStack()
+
+    @hook_impl
+    def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
+        """Take the user's word for it."""
+        self._trusting.enter_context(trusting(trusted_by(catalog.load("parameters"))))
+
+    @hook_impl
+    def after_pipeline_run(self) -> None:
+        """Which does not hold for a later run of this process."""
+        self._trusting.close()
+
+    @hook_impl
+    def on_pipeline_error(self) -> None:
+        """The same."""
+        self._trusting.close()
 
 
 class TrackingHook:
@@ -182,4 +218,7 @@ def _tags(run_params: dict[str, Any]) -> dict[str, str]:
         key: run_params.get(key) for key in ("env", "from_nodes", "to_nodes", "node_names", "tags", "runtime_params")
     }
     version = run_params.get("save_version") or run_params.get("session_id") or run_params.get("run_id")
-    return {"kedro.version": str(version), **{f"kedro.{key}": str(value) for key, value in asked.items() if value}}
+    return {
+        "kedro.version": str(version),
+        **{f"kedro.{key}": without_secrets(str(value)) for key, value in asked.items() if value},
+    }

@@ -7,9 +7,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.stages.trust import trusting, trusts_remote_code
 
 if TYPE_CHECKING:
     import pandas
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 128
+TRUST = "RLHF_TRUST_REMOTE_CODE"
+"""Environment variable that is "true" where a served policy's own Python code may be executed."""
 
 # As mlflow.models.Model.save writes it, less what differs from one export to the next (time, random id, versions):
 # equal policies have equal bytes. Written without mlflow, which the training programs do not know.
@@ -99,6 +104,9 @@ def _load_pyfunc(path: str) -> ServedPolicy:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    from rlhf_pipeline.models.reading import explained, reading
+
+    with trusting(os.environ.get(TRUST) == "true"), explained(path):
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trusts_remote_code())
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **reading(path))
     return ServedPolicy(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer)

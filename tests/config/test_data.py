@@ -124,7 +124,7 @@ class TestSourceConfig:
             ("/data/own/*.jsonl.gz", "files (*.jsonl.gz)"),
             ("s3://bucket/folder/", "files (folder)"),
             ("s3://bucket/part-?.csv", "files (part-?.csv)"),
-            ("https://host/own.csv?Signature=secret", "files (own.csv)"),
+            ("https://host/own.csv?$QUERY", "files (own.csv)"),
         ],
     )
     def test_label_tells_the_file_and_not_the_folder(self, path: str | None, label: str) -> None:
@@ -143,6 +143,14 @@ class TestSourceConfig:
         assert SourceConfig(name="files", path="s3://bucket/a@b.csv").path == "s3://bucket/a@b.csv"
         with pytest.raises(ValidationError, match="give the store's keys in the environment"):
             SourceConfig(name="files", path="https://me:secret@host/own.csv")
+        with pytest.raises(ValidationError, match="give the store's keys in the environment"):
+            SourceConfig(name="files", path="s3://me:sec/ret@bucket/own.csv")
+        assert SourceConfig(name="files", path="http://host:80/a@b.csv").path == "http://host:80/a@b.csv"
+
+    def test_no_query_in_a_path(self) -> None:
+        for path in ("https://host/own.csv?Signature=secret", "https://host/own.csv?$NAME&sig=secret"):
+            with pytest.raises(ValidationError, match=r"export it as an environment variable, and write \?\$NAME"):
+                SourceConfig(name="files", path=path)
 
     def test_where_files_lie_is_no_part_of_the_recipe(self) -> None:
         assert (

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rlhf_pipeline.config.dpo import DPOConfig
-from rlhf_pipeline.config.preflight import preflight
+from rlhf_pipeline.config.preflight import check_root, preflight
 from rlhf_pipeline.errors import ConfigError
 
 BASE = Path(__file__).parents[2] / "conf" / "base"
@@ -136,6 +136,26 @@ def test_each_fault_is_named(parameters, place, value, message):
     with pytest.raises(ConfigError) as refusal:
         preflight(changed(parameters, place, value), processes=2, gpus=0)
     assert message in str(refusal.value)
+
+
+def test_what_may_be_a_secret_is_not_repeated(parameters):
+    given = changed(parameters, "base_model.token", "canary")
+    given = changed(given, "split.sources", [{"name": "files", "path": "https://me:canary@host/a.jsonl"}])
+    given = changed(given, "base_model.path", "https://me:canary@huggingface.co/model")
+    with pytest.raises(ConfigError) as refusal:
+        preflight(given, processes=2, gpus=0)
+    told = str(refusal.value)
+    assert "base_model.token: Extra inputs are not permitted" in told
+    assert "split.sources.0.path: a URL with a user or password would end up in logs" in told
+    assert "base_model.path: path is a Hugging Face id or a folder, not a URL" in told
+    assert "canary" not in told
+
+
+@pytest.mark.parametrize("character", "*?[]{}:")
+def test_a_root_that_would_be_read_as_a_pattern_or_a_list_is_refused(character):
+    with pytest.raises(ConfigError, match=rf"^root: '/data/a\{character}b' has the character '\{character}'"):
+        check_root(f"/data/a{character}b")
+    check_root('/data/it\'s "a"\nroot, $HOME;touch x=1 # 100% `id` & <é> \\')
 
 
 @pytest.mark.parametrize(

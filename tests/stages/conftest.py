@@ -27,6 +27,7 @@ from pathlib import Path
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.stages.job import PROGRAMS, Program
 from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.stages.trust import trusts_remote_code
 
 def main(job):
     orders = Path(__file__).parent
@@ -39,6 +40,7 @@ def main(job):
         time.sleep(0.05)
     job.export.mkdir()
     (job.export / "result").write_text(f"launch {number}")
+    (job.export / "trusts").write_text(str(trusts_remote_code()))
     return {}
 
 PROGRAMS["drill"] = Program("drill_program", distributed=False)

@@ -145,3 +145,40 @@ def test_other_folders_in_the_workspace_are_none_of_its_business(workspace):
     (workspace / "sft" / "notes").mkdir(parents=True)
     (workspace / "mine" / "a000000000000000").mkdir(parents=True)
     assert fates(workspace) == ({}, {})
+
+
+@pytest.mark.parametrize("linked", ["attempt", "stage"])
+def test_nothing_is_removed_through_a_link(make_work, workspace, tmp_path, linked):
+    directory = make_work("sft", "a", finished=False)
+    there, elsewhere = {"attempt": directory, "stage": directory.parent}[linked], tmp_path / "elsewhere"
+    there.rename(elsewhere)
+    there.symlink_to(elsewhere)
+    reasons, kept = fates(workspace)
+    assert reasons == {}
+    assert kept == {"sft/a000000000000000": f"a link leads to {directory.resolve()}; remove that yourself"}
+
+
+def test_nor_through_a_link_in_what_is_removed(make_work, workspace, tmp_path):
+    directory = make_work("sft", "a", finished=False)
+    precious = tmp_path / "precious"
+    (precious / "sub").mkdir(parents=True)
+    (precious / "sub" / "file").write_text("12345")
+    (directory / "folder").symlink_to(precious)
+    (directory / "file").symlink_to(precious / "sub" / "file")
+    (leftover,) = survey(workspace, [], [], unfinished=False)[0]
+    assert remove(leftover, workspace) is None
+    assert not directory.exists()
+    assert (precious / "sub" / "file").read_text() == "12345"
+
+
+def test_a_half_published_version_behind_a_link_stays(workspace, tmp_path):
+    (tmp_path / "precious").mkdir()
+    for version in ("v1", "v2"):
+        (tmp_path / "models" / version).mkdir(parents=True)
+    (tmp_path / "models" / "v1" / "sft_model.99.partial").symlink_to(tmp_path / "precious")
+    (tmp_path / "precious" / "sft_model.99.partial").mkdir()
+    (tmp_path / "models" / "v3").symlink_to(tmp_path / "precious")
+    partials = sorted((tmp_path / "models").glob("*/*.partial"))
+    assert len(partials) == 2
+    leftovers, kept = survey(workspace, [], partials, unfinished=False)
+    assert leftovers == [] and sorted(kept) == partials

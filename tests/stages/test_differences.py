@@ -28,6 +28,7 @@ def ppo(**changes):
     [
         (new(), []),
         (ppo(kl={"coef": 0.2}), ["ppo.kl.coef 0.1 -> 0.2"]),
+        (new(trust_remote_code=True), ["base_model.trust_remote_code false -> true"]),
         (ppo(lora={"rank": 8}), ['ppo.lora null -> {"rank": 8}']),
         (ppo(rewards=[{"weight": 1.0}, {"weight": 3.0}]), ["ppo.rewards.1.weight 2.0 -> 3.0"]),
         (ppo(rewards=[]), ['ppo.rewards [{"weight": 1.0}, {"weight": 2.0}] -> []']),

@@ -134,3 +134,9 @@ def test_where_to_look_and_how_to_go_on(attempt, monkeypatch):
     (attempt.run.directory / "checkpoints" / "step-00000012").mkdir(parents=True)
     assert "(this stage goes on after step 12)" in text(attempt)
     assert stage_error(attempt).cause == "disk full"
+
+
+def test_the_command_that_goes_on_is_shown_without_secrets(attempt, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bin/kedro", "run", "--params=a=https://me:canary@host/x?sig=canary,b=c d"])
+    assert "  again    kedro run '--params=a=https://...@host/x?... d'" in text(attempt)
+    assert "canary" not in text(attempt)

@@ -78,3 +78,24 @@ def test_a_missing_file_is_found(tmp_path):
     (artifact / "sub" / "more").unlink()
     with pytest.raises(ArtifactError, match=r"sub/more is missing"):
         verify(artifact)
+
+
+def test_what_lies_outside_is_no_part_of_an_artifact(tmp_path):
+    artifact = make_artifact(tmp_path / "a", weights="abc")
+    (artifact / "weights").rename(tmp_path / "weights")
+    (artifact / "weights").symlink_to(tmp_path / "weights")
+    with pytest.raises(
+        ArtifactError, match=r"a/weights lies outside of its artifact, at .*/weights; put the file itself"
+    ):
+        verify(artifact)
+    (artifact / "weights").unlink()
+    manifest = artifact / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"weights"', '"../weights"'))
+    with pytest.raises(ArtifactError, match=r"\.\./weights lies outside of its artifact"):
+        verify(artifact)
+
+
+def test_an_artifact_may_be_reached_by_a_link(tmp_path):
+    make_artifact(tmp_path / "a", weights="abc")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert verify(tmp_path / "link").metrics == {"loss": 0.5}

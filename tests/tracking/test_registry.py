@@ -131,6 +131,16 @@ def test_a_refusal_of_the_store_names_it(client, sft, ppo):
         register(client, sft=sft, candidate=ppo, refusals=[], model="a/b")
 
 
+def test_a_store_that_refuses_is_named_without_its_password(sft, ppo, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    client = MlflowClient("http://me:canary@127.0.0.1:9")  # nothing listens on the discard port
+    with pytest.raises(StageError, match=r"MLflow at http://\.\.\.@127\.0\.0\.1:9 did not register") as refusal:
+        register(client, sft=sft, candidate=ppo, refusals=[])
+    assert "canary" not in str(refusal.value) and refusal.value.__suppress_context__
+
+
 @pytest.mark.slow
 def test_through_a_server_the_checkpoint_is_uploaded_once(served, sft, ppo, monkeypatch):
     from mlflow.artifacts import download_artifacts

@@ -255,9 +255,10 @@ def test_a_store_that_cannot_be_reached_harms_no_stage(stage, tmp_path, monkeypa
         tracker.end("FINISHED")
     messages = [line.getMessage() for line in caplog.records if line.name.startswith("rlhf_pipeline")]
     assert [message.partition(" (")[0] for message in messages] == [
-        "MLflow at http://127.0.0.1:9 does not record the pipeline run",
-        "MLflow at http://127.0.0.1:9 does not record ppo",
+        "MLflow at http://...@127.0.0.1:9 does not record the pipeline run",
+        "MLflow at http://...@127.0.0.1:9 does not record ppo",
     ]
+    assert "secret" not in caplog.text
 
 
 def test_an_interruption_amid_a_database_call_is_not_swallowed(tracker, stage, monkeypatch):

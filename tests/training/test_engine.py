@@ -29,3 +29,21 @@ def test_a_program_needs_no_compiler_and_leaves_before_the_interpreter_ends(envi
         "connected: True",
         "connected at the end: False",
     ]
+
+
+LISTENING = """
+import psutil
+from rlhf_pipeline.training.engine import join
+world = join(0, timeout_s=60)
+world.barrier()
+sockets = psutil.Process().net_connections("inet")
+print("listens at:", sorted({socket.laddr.ip for socket in sockets if socket.status == "LISTEN"}))
+"""
+
+
+def test_ranks_of_one_machine_can_be_reached_from_there_alone(environment):
+    """torch's own store would listen at "::", every interface."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LISTENING], env=os.environ | environment(), capture_output=True, text=True, check=False
+    )
+    assert "listens at: ['127.0.0.1']" in ended.stdout, ended.stdout + ended.stderr

@@ -199,7 +199,8 @@ def test_peft_reads_the_adapter_beside_the_export(results, inputs, name, auto, b
 
 @pytest.mark.long
 def test_checkpoints_hold_what_trains_and_no_more(results):
-    for folder in (results / "sft 2" / "checkpoints").iterdir():
+    (best,) = (results / "sft 2" / "checkpoints").glob("best-*")
+    for folder in (best, best.with_name("last")):
         assert sorted(path.name for path in folder.iterdir() if path.name != "README.md") == [
             "adapter_config.json", "adapter_model.safetensors",
         ]  # fmt: skip

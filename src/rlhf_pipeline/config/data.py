@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.data.records import Phase
+
+_LOGIN = re.compile(r"[\w+.-]+://[^/@]*(?:@|:(?!\d+/)[^@]*@)")  # a password may hold slashes, though it should not
+_WRITTEN_QUERY = re.compile(r"https?://[^?]*\?(?!\$\w+$)")
 
 
 class ColumnMap(Block):
@@ -68,8 +72,9 @@ class SourceConfig(Block):
 
     path: str | None = operational(None)
     """Read from here instead of the hub: a .jsonl, .json, .csv, .parquet or .txt file (also .gz), a glob of such files, or
-    a folder written by `save_to_disk`; local or any fsspec URL (s3://...); `~` is expanded. What counts for the cache is
-    the files' names and bytes, not where they lie."""
+    a folder written by `save_to_disk`; local or any fsspec URL (s3://...); `~` is expanded. The query of an HTTP URL, which
+    may sign it, is given in the environment: `https://host/pairs.jsonl?$NAME`. What counts for the cache is the files' names
+    and bytes, not where they lie."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub. None is the newest; name a commit to be able to repeat a run."""
@@ -89,10 +94,15 @@ class SourceConfig(Block):
 
     @field_validator("path")
     @classmethod
-    def _no_password(cls, path: str | None) -> str | None:
-        if path is not None and "@" in path.partition("://")[2].partition("/")[0]:
+    def _no_secret(cls, path: str | None) -> str | None:
+        if path is not None and _LOGIN.match(path):
             raise ValueError(
                 "a URL with a user or password would end up in logs; give the store's keys in the environment"
+            )
+        if path is not None and _WRITTEN_QUERY.match(path):
+            raise ValueError(
+                "a URL's query, which may sign it, would end up in logs; export it as an environment variable, and write "
+                "?$NAME in its place"
             )
         return path
 
@@ -148,6 +158,8 @@ class PretrainingConfig(Block):
 
 class SplitConfig(Block):
     """How the sources become disjoint sets for the three phases, validation and test."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # a path that is refused for its secret
 
     sources: tuple[BlendedSourceConfig, ...] = Field(min_length=1)
     """What is read, in this order. A prompt that occurs in several sources lands in one part all the same."""

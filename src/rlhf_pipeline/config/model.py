@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_pipeline.config.architecture import find_family
 from rlhf_pipeline.config.block import Block
@@ -13,11 +13,24 @@ from rlhf_pipeline.config.block import Block
 class BaseModelConfig(Block):
     """What every later stage starts from. Give `path`, or `architecture` with `vocab_size`."""
 
+    model_config = ConfigDict(
+        hide_input_in_errors=True
+    )  # a path that is refused for its secret, a token that is no field
+
     path: str | None = None
     """A Hugging Face id (`facebook/opt-350m`) or a local folder with a causal language model and its tokenizer."""
 
     revision: str | None = None
     """Hub revision of `path`: branch, tag or commit. Pin a commit for a run that can be repeated."""
+
+    trust_remote_code: bool = False
+    """Execute Python code that lies in `path` (`auto_map` in its configuration), here and wherever a later stage loads what was
+    made of it. Read the code and pin `revision` first: it runs with all your rights. False: such a model is refused, unless
+    transformers knows its type without that code."""
+
+    unpickle_weights: bool = False
+    """Read `pytorch_model.bin` where `path` has no safetensors. torch reads tensors only (`weights_only`) and refuses anything
+    that would be executed; what later stages read is safetensors. False: such a model is refused."""
 
     architecture: dict[str, Any] | None = None
     """Fields of a Hugging Face model configuration, `model_type` among them (`llama`, `opt`, ...): a model with random
@@ -50,10 +63,23 @@ class BaseModelConfig(Block):
             )
         return architecture
 
+    @field_validator("path")
+    @classmethod
+    def _no_url(cls, path: str | None) -> str | None:
+        if path is not None and "://" in path:
+            raise ValueError(
+                "path is a Hugging Face id or a folder, not a URL; give the hub's token as HF_TOKEN in the environment"
+            )
+        return path
+
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if self.path is not None and self.architecture is not None:
             raise ValueError("path and architecture are both set; set the other one to null")
+        if self.path is None and (self.trust_remote_code or self.unpickle_weights):
+            raise ValueError(
+                "trust_remote_code and unpickle_weights are about path, which is null; set path, or both to false"
+            )
         if self.path is None and (self.architecture is None or self.vocab_size is None):
             raise ValueError("set path (a Hugging Face id or folder), or architecture and vocab_size to build a model")
         return self

@@ -22,6 +22,7 @@ from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stages.forcing import forced_stages
 
 BLOCKS: dict[str, type[Block]] = {
@@ -46,6 +47,16 @@ BATCH_SIZES = (
     "dpo.batch_size",
 )
 """Global batch sizes, each shared out evenly among the ranks."""
+
+
+def check_root(root: str) -> None:
+    """Refuse a folder for all artifacts whose name Kedro, or Python's module path, would take for something else."""
+    found = [character for character in root if character in "*?[]{}:"]
+    if found:
+        raise ConfigError(
+            f"root: {root!r} has the character {found[0]!r}, which Kedro or PYTHONPATH reads as part of a pattern or a list; "
+            "name a local folder without any of * ? [ ] { } :"
+        )
 
 
 def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> None:
@@ -102,7 +113,9 @@ def _invalid(parameters: Mapping[str, Any]) -> list[str]:
 
 def _fault(block: str, detail: Any) -> str:
     place = ".".join([block, *(str(part) for part in detail["loc"])])
-    given = "" if isinstance(detail["input"], dict) else f", is {detail['input']!r}"
+    misplaced = detail["type"] == "extra_forbidden" and isinstance(detail["input"], str)  # it may be a token
+    shown = not misplaced and not isinstance(detail["input"], dict)
+    given = f", is {without_secrets(repr(detail['input']))}" if shown else ""
     return f"{place}: {detail['msg'].removeprefix('Value error, ')}{given}"
 
 

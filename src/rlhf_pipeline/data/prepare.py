@@ -32,6 +32,7 @@ from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.metrics import RowProgress
 from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.stages.trust import trusts_remote_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +46,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("split", SplitConfig)
     report = prepare(
         config,
-        AutoTokenizer.from_pretrained(base_model),
+        AutoTokenizer.from_pretrained(base_model, trust_remote_code=trusts_remote_code()),
         job.seed,
         sources=_inputs(job, "source"),
         pretraining=_inputs(job, "pretraining"),

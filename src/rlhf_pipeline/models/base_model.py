@@ -23,9 +23,11 @@ from rlhf_pipeline.data.corpus import corpus
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.reading import explained, reading
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.stages.trust import trusting
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +38,21 @@ EOS_TOKEN = "<|end|>"  # noqa: S105
 def main(job: LaunchedJob) -> dict[str, float]:
     """Load or build the model and its tokenizer, and write both with their token contract."""
     config = job.block("base_model", BaseModelConfig)
+    with trusting(config.trust_remote_code):
+        return _make(job, config)
+
+
+def _make(job: LaunchedJob, config: BaseModelConfig) -> dict[str, float]:
     torch.manual_seed(job.seed)
     if config.path is None:
         trained = train_tokenizer(config, list(job.inputs.values()))
         tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(config.path, revision=config.revision)
-        model = AutoModelForCausalLM.from_pretrained(config.path, revision=config.revision, dtype="auto")
+        with explained(config.path):
+            how = reading(config.path, revision=config.revision, unpickle=config.unpickle_weights)
+            model = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto", **how)
+        tokenizer = load_tokenizer(config.path, config.revision)
         give_pad_token(tokenizer, model)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE

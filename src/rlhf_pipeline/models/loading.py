@@ -18,8 +18,10 @@ from transformers import (
 
 from rlhf_pipeline.config.training import Precision, Quantization
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.reading import explained, reading
 from rlhf_pipeline.models.scalar_head import HEAD, TokenScores, pretrained
 from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.stages.trust import trusts_remote_code
 
 M = TypeVar("M", bound=nn.Module)
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,7 +29,10 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 def load_policy(checkpoint: Path, precision: Precision, *, quantize: Quantization | None = None) -> PreTrainedModel:
     """A causal language model: the SFT model, actor or reference."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=DTYPES[precision], **_quantized(quantize, precision))
+    with explained(checkpoint):
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=DTYPES[precision], **reading(checkpoint), **_quantized(quantize, precision)
+        )
     contract = TokenContract.read(checkpoint)
     # A hub model's own generation settings (top-k, repetition penalty) would change the distribution that is sampled.
     model.generation_config = GenerationConfig(eos_token_id=contract.eos_id, pad_token_id=contract.pad_id)
@@ -54,9 +59,11 @@ def load_scores(
     Raises:
         ArtifactError: the checkpoint has no trained scalar head, and none was asked for.
     """
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, num_labels=1, dtype=DTYPES[precision], output_loading_info=True, **_quantized(quantize, precision)
-    )
+    with explained(checkpoint):
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            checkpoint, num_labels=1, dtype=DTYPES[precision], output_loading_info=True,
+            **reading(checkpoint), **_quantized(quantize, precision),
+        )  # fmt: skip
     if missing := [name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))]:
         raise ArtifactError(f"{checkpoint} is not a reward model: it has no weights for {', '.join(sorted(missing))}")
     if not foreign:
@@ -68,9 +75,10 @@ def load_scores(
     return TokenScores(_without_dropout(model))
 
 
-def load_tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer stored with a checkpoint."""
-    return AutoTokenizer.from_pretrained(checkpoint)
+def load_tokenizer(checkpoint: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer stored with a checkpoint, or with a model on the hub."""
+    with explained(checkpoint):
+        return AutoTokenizer.from_pretrained(checkpoint, revision=revision, trust_remote_code=trusts_remote_code())
 
 
 def freeze(model: M) -> M:

@@ -73,6 +73,9 @@ def survey(
             del doomed[path]
             kept[path] = f"goes on from step {step} when it is run again; --unfinished removes it"
     doomed |= dict.fromkeys(abandoned, "half published")
+    for path in [path for path in doomed if _behind_link(path)]:
+        del doomed[path]
+        kept[path] = f"a link leads to {path.resolve()}; remove that yourself"
     return list(_weighed(doomed)), kept
 
 
@@ -92,6 +95,11 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
     except StageError as error:
         return str(error)
     return None
+
+
+def _behind_link(path: Path) -> bool:
+    """Whether a directory is a link, or lies in a stage's or a version's folder that is one."""
+    return path.is_symlink() or path.parent.is_symlink()
 
 
 def _needed(directories: list[Path], published: Collection[Path], needed_by: list[Path]) -> set[Path]:

@@ -19,9 +19,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, unmade: Colle
         *_changes({"seed": old["seed"]}, {"seed": new["seed"]}),
         *(_input(name, old["inputs"], new["inputs"]) for name in inputs if _differ(name, old["inputs"], new["inputs"])),
         *_changes({"processes": old["processes"]}, {"processes": new["processes"]}),
+        *_changes(_trust(old), _trust(new)),
         *_changes(old["versions"], new["versions"]),
         *_code(old["code"], new["code"]),
     ]
+
+
+def _trust(recipe: Mapping[str, Any]) -> dict[str, bool]:
+    return {"base_model.trust_remote_code": recipe.get("trust_remote_code", False)}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stages.checkpoints import PREFIX, checkpoints_in
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.hints import FOLLOW_UP, advice, find_hint
@@ -146,7 +147,7 @@ def _signal(number: int) -> str:
 def _again(run: StageRun) -> str:
     """The command that goes on from here, and where that is."""
     called = Path(sys.argv[0]).name
-    command = shlex.join([called, *sys.argv[1:]]) if called == "kedro" else "the same command"
+    command = without_secrets(shlex.join([called, *sys.argv[1:]])) if called == "kedro" else "the same command"
     checkpoints = checkpoints_in(run.directory / "checkpoints")
     if not checkpoints:
         return f"{command}  (this stage starts from its beginning)"

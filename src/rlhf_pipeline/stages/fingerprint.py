@@ -13,6 +13,7 @@ from typing import Any
 
 import rlhf_pipeline
 from rlhf_pipeline.stages.job import Job, Program
+from rlhf_pipeline.stages.trust import trusts_remote_code
 
 PACKAGE = "rlhf_pipeline"
 ROOT = Path(rlhf_pipeline.__file__).parent
@@ -34,6 +35,7 @@ def recipe(job: Job, *, digests: Mapping[str, str], processes: int) -> dict[str,
         "code": code_digests(job.program.module, *job.modules),
         "versions": library_versions(job.program),
         "processes": processes if job.program.distributed else 1,
+        **({"trust_remote_code": True} if trusts_remote_code() and "transformers" in job.program.libraries else {}),
     }
 
 

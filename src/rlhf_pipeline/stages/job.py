@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.stages.trust import trusts_remote_code
 
 B = TypeVar("B", bound=Block)
 
@@ -78,6 +79,8 @@ class LaunchedJob:
     """The step whose checkpoint training goes on from; None: it starts from its beginning."""
     adjusted: dict[str, Any] = field(default_factory=dict)
     """Parameters that are not as configured, because that took too much memory: `smaller_batches.adjusted`."""
+    trust_remote_code: bool = False
+    """Whether code that lies beside a model's weights is executed: `base_model.trust_remote_code`."""
 
     @property
     def checkpoints(self) -> Path:
@@ -137,6 +140,7 @@ def write_job(
         "collective_timeout_s": collective_timeout_s,
         "resume_from": resume_from,
         "adjusted": dict(adjusted),
+        "trust_remote_code": trusts_remote_code(),
     }
     path = directory / "job.json"
     path.write_text(json.dumps(fields, indent=2))

@@ -69,6 +69,7 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
     with _signals_raise(), (run.directory / LOG).open("wb") as output:
         process = subprocess.Popen(
             command,
+            stdin=subprocess.DEVNULL,  # nobody answers a question: a library that asks is refused
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -145,6 +146,9 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
     source = Path(rlhf_pipeline.__file__).parent.parent
     paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    settings["DISABLE_SAFETENSORS_CONVERSION"] = (
+        "1"  # transformers asks a bot on the hub for it, and takes what that made
+    )
     settings[DRIVER] = str(driver_id(os.getpid()))
     settings[LAUNCH] = f"{settings[DRIVER]} {directory.resolve()}"
     if gpu_count() == 0:

@@ -117,6 +117,8 @@ def verify(directory: Path) -> Manifest:
     manifest = Manifest.read(directory)
     for name, entry in manifest.files.items():
         path = directory / name
+        if not path.resolve().is_relative_to(directory.resolve()):
+            raise ArtifactError(f"{path} lies outside of its artifact, at {path.resolve()}; put the file itself there")
         if not path.is_file():
             raise ArtifactError(f"{path} is missing from a finished artifact; run stage {manifest.stage} again")
         if path.stat().st_size != entry.size or file_digest(path) != entry.sha256:

@@ -20,6 +20,7 @@ from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.fingerprint import library_versions
 from rlhf_pipeline.stages.job import PROGRAMS, LaunchedJob
 from rlhf_pipeline.stages.manifest import Manifest, file_entries
+from rlhf_pipeline.stages.trust import trusting
 
 ERRORS = "errors"
 """Folder of the work directory where a failing rank leaves its reason, named by time and rank."""
@@ -47,7 +48,8 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the driver asks of a rank that is stuck
     heartbeat.start(job.directory, rank, local=local)
     try:
-        metrics = main(job)
+        with trusting(job.trust_remote_code):
+            metrics = main(job)
         if rank == 0:
             write_manifest(job, metrics)
         heartbeat.at("finished")

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from rlhf_pipeline.config.registry import RegisterConfig
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stages.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, connect, find_run, is_server, tracking_uri
 
@@ -105,9 +106,9 @@ def register(
         aliases = {alias: str(version) for alias, version in client.get_registered_model(model).aliases.items()}
     except MlflowException as error:
         raise StageError(
-            f"MLflow at {client.tracking_uri} did not register {model}: {error}; "
+            f"MLflow at {without_secrets(client.tracking_uri)} did not register {model}: {without_secrets(str(error))}; "
             "the checkpoints are finished; once it answers, repeat the `kedro run`: no finished stage is trained again"
-        ) from error
+        ) from None  # whose own words may name the store with its password
     compare = compare_path(model, {versions[stage]: runs[stage] for stage in policies})
     return Registration(model, versions, runs, aliases, list(refusals), compare)
 
@@ -139,9 +140,9 @@ def _training_run(client: MlflowClient, policy: Policy) -> str:
     run_id = find_run(client, manifest.fingerprint)
     if run_id is None:
         raise StageError(
-            f"MLflow at {client.tracking_uri} has no finished run of {policy.checkpoint} (stage {manifest.stage}, "
-            f"fingerprint {manifest.fingerprint[:16]}); repeat the `kedro run` from its first node on: "
-            "finished stages are not trained again, and the missing run is filled in from disk"
+            f"MLflow at {without_secrets(client.tracking_uri)} has no finished run of {policy.checkpoint} "
+            f"(stage {manifest.stage}, fingerprint {manifest.fingerprint[:16]}); repeat the `kedro run` from its first node "
+            "on: finished stages are not trained again, and the missing run is filled in from disk"
         )
     return run_id
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stages.events import StageRun, Status
 from rlhf_pipeline.stages.manifest import Manifest
 from rlhf_pipeline.tracking.lineage import log_data_read, log_result
@@ -135,10 +136,10 @@ class MlflowTracker:
             self._children.pop(what, None)
             if what not in self._warned:
                 self._warned.add(what)
-                reason = str(error).partition("\n")[0]
+                reason = without_secrets(str(error).partition("\n")[0])
                 logger.warning(
                     "MLflow at %s does not record %s (%s: %s); training goes on, and metrics.jsonl has every number",
-                    re.sub(r"//[^/@]*@", "//", self._uri),  # no password in a log
+                    without_secrets(self._uri),
                     what,
                     type(error).__name__,
                     reason,

@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, cast
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import get_scheduler
 
@@ -26,6 +28,7 @@ from rlhf_pipeline.training.deepspeed_config import inference_settings, training
 from rlhf_pipeline.training.sharding import sharded_loading
 
 M = TypeVar("M", bound=nn.Module)
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ def join(seed: int, *, timeout_s: float) -> World:
     """Join the other ranks of this launch; the same seed on all, so that equal models are initialised equally."""
     # The shared-memory op serves tensor-parallel inference only, needs a compiler, and leaves 69 MB a rank in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ["MASTER_ADDR"] == LOOPBACK and not torch.distributed.is_initialized():
+        _meet_on_loopback(timedelta(seconds=timeout_s))
     deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -69,6 +74,21 @@ def join(seed: int, *, timeout_s: float) -> World:
         torch.cuda.set_device(device)
     torch.manual_seed(seed)
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+
+
+def _meet_on_loopback(timeout: timedelta) -> None:
+    """Where all ranks are on this machine, nobody else can reach them: torch's own store listens on every interface, and
+    does what anybody tells it.
+    """
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    listener = None
+    if rank == 0:
+        listener = socket.create_server((LOOPBACK, port), backlog=size).detach()
+    store = torch.distributed.TCPStore(LOOPBACK, port, size, rank == 0, timeout, master_listen_fd=listener)
+    if LOOPBACK_INTERFACE in [name for _, name in socket.if_nameindex()]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # else that which the machine's name leads to
+    backend = get_accelerator().communication_backend_name()
+    torch.distributed.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
 
 
 def _leave() -> None:

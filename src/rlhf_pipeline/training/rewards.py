@@ -42,6 +42,7 @@ from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.reward_inputs import PREFIX
+from rlhf_pipeline.stages.trust import trusting
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.experience import Scored, by_micro_batches
 
@@ -243,8 +244,9 @@ class ModelSource:
                 f"{place}: {reward.path} does not speak the policy's tokens; set its retokenize to true to give it texts in "
                 "its own chat template"
             )
-        tokenizer = load_tokenizer(folder) if reward.retokenize else None
-        model = freeze(load_scores(folder, reward.precision, foreign=reward.retokenize)).to(world.device)
+        with trusting(False):  # the user's word is for the base model
+            tokenizer = load_tokenizer(folder) if reward.retokenize else None
+            model = freeze(load_scores(folder, reward.precision, foreign=reward.retokenize)).to(world.device)
         assert_no_dropout(model)
         mean = float(getattr(model.config, "score_mean", 0.0)) if reward.mean is None else reward.mean
         return cls(reward.path, model, mean, tokenizer, micro_batch_size)

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_pipeline.data.files.location import reaching, without_secrets
+from rlhf_pipeline.data.files.location import reaching
 from rlhf_pipeline.data.files.stream import Stream
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.source import Row
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.redaction import without_secrets
 
 _BATCH_ROWS = 1_000
 

@@ -3,11 +3,13 @@
 Stores take their settings from the environment, so that no secret is part of a configuration. S3:
 `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (or any other of botocore's ways), and for a store that is not Amazon's
 `AWS_ENDPOINT_URL`. Any store: `FSSPEC_<PROTOCOL>_<OPTION>`, such as `FSSPEC_S3_ANON=true`
-(https://filesystem-spec.readthedocs.io/en/latest/features.html#configuration).
+(https://filesystem-spec.readthedocs.io/en/latest/features.html#configuration). The query of a signed URL: `?$NAME` stands
+for the value of NAME.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +24,11 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from rlhf_pipeline.errors import DataError, PipelineError
+from rlhf_pipeline.redaction import without_secrets
 
 Format = Literal["jsonl", "json", "csv", "parquet", "txt"]
 
-_CREDENTIALS = re.compile(r"(?<=://)(?:[^/@]*|[^@]*:[^@]*)@")  # a password may hold slashes, though it should not
-_QUERY = re.compile(r"^(https?://[^?]*\?).*")  # elsewhere a question mark is a glob's
+_QUERY_VARIABLE = re.compile(r"(https?://[^?]*\?)\$(\w+)")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def find(path: str) -> Location:
         DataError: nothing is there, a file is of no known kind, or the store cannot be reached.
     """
     with reaching(path):
-        store, root = fsspec.url_to_fs(path)
+        store, root = fsspec.url_to_fs(_signed(path))
         store.invalidate_cache()  # of listings that an earlier call left; files may have changed since
         infos = _infos(store, root)
         if root in infos and infos[root]["type"] == "directory":
@@ -126,9 +128,14 @@ def reaching(url: str) -> Iterator[None]:
         raise DataError(f"{shown}: {_reason(error, told or type(cause).__name__)}") from None
 
 
-def without_secrets(url: str) -> str:
-    """A path or URL without user, password and an HTTP query, where signed URLs carry their key."""
-    return _QUERY.sub(r"\1...", _CREDENTIALS.sub("...@", url))
+def _signed(path: str) -> str:
+    """The path with the query that `?$NAME` stands for."""
+    found = _QUERY_VARIABLE.fullmatch(path)
+    if found is None:
+        return path
+    if found[2] not in os.environ:
+        raise DataError(f"{without_secrets(path)}: the environment has no {found[2]}; export it with the URL's query")
+    return found[1] + os.environ[found[2]].removeprefix("?")
 
 
 def _reason(error: Exception, told: str) -> str:

@@ -10,12 +10,13 @@ import pyarrow as pa
 
 from rlhf_pipeline.data.files.arrow_rows import parquet_rows, saved_rows
 from rlhf_pipeline.data.files.json_rows import json_lines, json_rows
-from rlhf_pipeline.data.files.location import File, Format, find, without_secrets
+from rlhf_pipeline.data.files.location import File, Format, find
 from rlhf_pipeline.data.files.stream import FileFault, Stream, opened
 from rlhf_pipeline.data.files.text_rows import csv_rows, text_rows
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.source import Row
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.redaction import without_secrets
 
 _READERS: dict[Format, Callable[[Stream], Iterator[tuple[int, Row | Unused]]]] = {
     "jsonl": json_lines,

@@ -1,0 +1,22 @@
+"""Secrets leave a text, and nothing else does."""
+
+import pytest
+
+from rlhf_pipeline.redaction import without_secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:key@host/a.jsonl?sign=key&x=1", "https://...@host/a.jsonl?..."),
+        ("https://host/a.jsonl?key", "https://host/a.jsonl?..."),
+        ("s3://id:ke/y@bucket/a.jsonl", "s3://...@bucket/a.jsonl"),
+        ("s3://bucket/me@home/a-?.jsonl", "s3://bucket/me@home/a-?.jsonl"),
+        ("data/me@home/a-?.jsonl", "data/me@home/a-?.jsonl"),
+        ("mysql://me:k@y@host/db refused", "mysql://...@host/db refused"),
+        ("kedro run '--params=a=https://h/x?sig=key' --env=b", "kedro run '--params=a=https://h/x?...' --env=b"),
+        ("got https://h:80/x from me@home", "got https://h:80/x from me@home"),
+    ],
+)
+def test_secrets_are_not_shown(text, shown):
+    assert without_secrets(text) == shown

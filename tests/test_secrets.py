@@ -1,0 +1,106 @@
+"""Secrets that a run is given are in no file that it leaves, in no log and in no message."""
+
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+PROJECT = Path(__file__).parents[1]
+
+
+def leaks(folder: Path) -> list[str]:
+    """Files that hold a canary, or are called after one."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [str(path) for path in files if b"canary" in path.read_bytes() or "canary" in path.name]
+
+
+@pytest.mark.slow
+def test_no_stage_writes_a_secret_of_its_environment(project):
+    assert (project.root / "mlflow.db").stat().st_size > 0
+    logs = list(project.root.rglob("program.log"))
+    assert len(logs) >= 7 and sum(log.stat().st_size for log in logs) > 0
+    assert leaks(project.root) == []
+    assert "canary" not in project.output
+
+
+@pytest.mark.slow
+def test_nothing_that_a_run_leaves_can_be_written_by_others(project):
+    assert [path for path in project.root.rglob("*") if path.stat().st_mode & 0o002] == []
+
+
+class Signed(http.server.SimpleHTTPRequestHandler):
+    """Answers only who knows the signature."""
+
+    def send_head(self):
+        return super().send_head() if self.path.endswith("?sig=canary-query") else self.send_error(403)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def signed(tmp_path):
+    """The URL of a file of comparisons, without its signature."""
+    folder = tmp_path / "web"
+    folder.mkdir()
+    rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(300)]
+    (folder / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Signed, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/pairs.jsonl"
+        server.shutdown()
+
+
+@pytest.fixture
+def kedro(tmp_path):
+    """Runs node base_model on a source, with a secret in every place where one can be; returns exit code and output."""
+    conf, left = tmp_path / "conf", tmp_path / "left"
+    shutil.copytree(PROJECT / "conf", conf)
+    (conf / "local").mkdir(exist_ok=True)
+    (conf / "local" / "credentials.yml").write_text("store: {key: canary-credentials}")
+    left.mkdir()
+
+    def run(path: str, *, query: str, tracking: str) -> tuple[int, str]:
+        source = {"name": "files", "path": path}
+        (conf / "local" / "parameters_source.yml").write_text(yaml.safe_dump({"split": {"sources": [source]}}))
+        command = [str(Path(sys.executable).with_name("kedro")), "run", "--nodes=base_model", f"--conf-source={conf}"]
+        secrets = {name: f"canary-{name}" for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD")}
+        settings = {"MLFLOW_TRACKING_URI": tracking, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "QUERY": query}
+        ended = subprocess.run(
+            [*command, f"--params=root={left / 'data'}"], cwd=PROJECT, env=os.environ | secrets | settings,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return ended.returncode, ended.stdout + ended.stderr
+
+    run.left = left
+    return run
+
+
+@pytest.mark.slow
+def test_neither_does_a_run_whose_urls_hold_secrets(kedro, signed):
+    store = f"sqlite:///{kedro.left}/mlflow.db"
+    code, refused = kedro(f"{signed}?$QUERY", query="sig=canary-wrong", tracking=store)
+    assert code == 1 and "/pairs.jsonl?...: not found" in refused
+    code, untracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking="http://me:canary-login@127.0.0.1:9")
+    assert code == 0 and "MLflow at http://...@127.0.0.1:9 does not record source" in untracked
+    code, tracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking=store)
+    assert code == 0
+    literal = {
+        "http://me:canary-login@127.0.0.1:9/a.jsonl": "give the store's keys in the environment",
+        "s3://me:canary/login@bucket/a.jsonl": "give the store's keys in the environment",
+        f"{signed}?sig=canary": "export it as an environment variable",
+    }
+    for path, advice in literal.items():
+        code, written = kedro(path, query="", tracking=store)
+        assert code == 1 and advice in written and "canary" not in written
+    (job,) = kedro.left.glob("data/07_workspace/source/*/job.json")
+    assert json.loads(job.read_text())["config"]["source"]["path"] == f"{signed}?$QUERY"
+    assert leaks(kedro.left) == []
+    assert [said for said in (refused, untracked, tracked) if "canary" in said] == []
