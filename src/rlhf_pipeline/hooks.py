@@ -87,6 +87,12 @@ class TrackingHook:
         self._listening.enter_context(listening(self._tracker))
 
     @hook_impl
+    def before_node_run(self) -> None:
+        """Send what the store could not take before: the registration looks for it there."""
+        if self._tracker is not None:
+            self._tracker.catch_up()
+
+    @hook_impl
     def after_pipeline_run(self) -> None:
         """End the parent run."""
         self._end("FINISHED")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.stages.workspace import write_whole
 
 B = TypeVar("B", bound=Block)
 
@@ -139,5 +140,5 @@ def write_job(
         "adjusted": dict(adjusted),
     }
     path = directory / "job.json"
-    path.write_text(json.dumps(fields, indent=2))
+    write_whole(path, json.dumps(fields, indent=2))
     return path

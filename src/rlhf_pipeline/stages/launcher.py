@@ -25,7 +25,7 @@ from rlhf_pipeline.stages.failure import LOG, Attempt, kernel_kills, stage_error
 from rlhf_pipeline.stages.hints import PORT
 from rlhf_pipeline.stages.job import Program
 from rlhf_pipeline.stages.manifest import NAME
-from rlhf_pipeline.stages.program import DRIVER, ERRORS, LAUNCH, driver_id, kill_strays
+from rlhf_pipeline.stages.program import DRIVER, LAUNCH, driver_id, kill_strays, reserve_reasons
 from rlhf_pipeline.stages.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ def launch(program: Program, job_file: Path, run: StageRun, config: LaunchConfig
 
 
 def _launch_once(program: Program, job_file: Path, run: StageRun, config: LaunchConfig, processes: int) -> None:
-    for name in (ERRORS, heartbeat.FOLDER):  # of an earlier attempt
-        shutil.rmtree(run.directory / name, ignore_errors=True)
+    shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)  # of an earlier attempt
+    reserve_reasons(run.directory, processes if program.distributed else 1)
     command = _command(program, job_file, config, processes)
     ranks = Ranks(run.directory, *((processes, config.hang_timeout_s) if program.distributed else (1, None)))
     environment = _environment(run.directory, processes)
