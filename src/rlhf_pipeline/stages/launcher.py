@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
     ranks = Ranks(run.directory, *((processes, config.hang_timeout_s) if program.distributed else (1, None)))
     environment = _environment(run.directory, processes)
     start, kills_before, stuck, grace_s = time.monotonic(), kernel_kills(), None, GRACE_S
-    with _signals_raise(), (run.directory / LOG).open("wb") as output:
+    with _signals_raise(), (run.directory / LOG).open("wb") as output, _guard() as guarded:
         process = subprocess.Popen(
             command,
             stdout=output,
@@ -74,6 +74,7 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
             start_new_session=True,
             env=environment,
         )
+        guarded(process.pid)
         tail = _MetricsTail(run)
         try:
             while process.poll() is None and ranks.failed_s < SETTLE_S:
@@ -89,9 +90,11 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
             code, grace_s = process.poll(), FAILED_GRACE_S
             orphaned = code is not None and bool(ranks.alive)
         finally:
-            _end_group(process, grace_s)
-            kill_strays(environment[LAUNCH])
-            tail.forward()
+            try:
+                _end_group(process, grace_s)
+            finally:
+                kill_strays(environment[LAUNCH])
+                tail.forward()
     if code != 0 or not (run.export / NAME).is_file():
         kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
         raise stage_error(
@@ -171,8 +174,26 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _guard() -> Iterator[Callable[[int], int]]:
+    """Have a process group killed as soon as this process is gone, by SIGKILL for example: the programs see to that
+    themselves, but only when they have begun, and their imports take a while."""
+    command = ["sh", "-c", 'read -r group; read -r end; kill -KILL -- "-$group"']  # what is read last never comes
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as guard:
+        assert guard.stdin is not None
+        write = guard.stdin.write
+        try:
+            yield lambda group: write(f"{group}\n".encode())
+        finally:
+            guard.kill()
+
+
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End the program's whole process group: ask, wait, kill. Ranks outlive their launcher otherwise."""
+    """End the program's whole process group: ask, wait, kill. Ranks outlive their launcher otherwise.
+
+    A further signal to this process, a second Ctrl-C say, ends the waiting, not the work.
+    """
+    again: Interrupted | None = None
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace_s
         try:
@@ -183,7 +204,11 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
                 time.sleep(POLL_S / 4)
         except ProcessLookupError:
             break
+        except Interrupted as error:
+            again = error
     process.wait()
+    if again is not None:
+        raise again
 
 
 class _MetricsTail:

@@ -168,15 +168,16 @@ class MlflowTracker:
             if run_id is not None and status is not None:
                 note_end(self._project, run_id, status, round(time.time() * 1000))
             if not down:
-                logger.warning(
-                    _without_password(
-                        f"MLflow at {self._uri} does not record {what} ({_root(error)}); training goes on, metrics.jsonl has every number, and what is "
-                        "missing is sent when it answers again, at the latest by the next `kedro run` of the same stages"
-                    )
+                self._warn(
+                    f"does not record {what} ({_root(error)}); training goes on, metrics.jsonl has every number, and what is "
+                    "missing is sent when it answers again, at the latest by the next `kedro run` of the same stages"
                 )
         else:
             if down:
-                logger.warning(_without_password(f"MLflow at {self._uri} records again"))
+                self._warn("records again")
+
+    def _warn(self, what: str) -> None:
+        logger.warning(re.sub(r"//[^/@\s]*@", "//", f"MLflow at {self._uri} {what}"))  # no password in a log
 
 
 @dataclass
@@ -270,10 +271,6 @@ def _tags(run: StageRun) -> dict[str, str]:
 def _last_steps(client: MlflowClient, opened: Run) -> dict[str, int]:
     histories = {name: client.get_metric_history(opened.info.run_id, name) for name in opened.data.metrics}
     return {name: max(point.step for point in history) for name, history in histories.items()}
-
-
-def _without_password(text: str) -> str:
-    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def _read_records(file: Path) -> list[dict[str, Any]]:
