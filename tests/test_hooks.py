@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 from kedro.io import DataCatalog, Version
+from kedro.io.core import DatasetError
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 
 from rlhf_pipeline.datasets.checkpoint import CheckpointDataset
-from rlhf_pipeline.hooks import ProgressHook
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.hooks import ErrorHook, ProgressHook
 from rlhf_pipeline.stages.manifest import Manifest, file_entries
 
 
@@ -47,3 +50,14 @@ def test_a_run_shows_what_it_made_though_another_one_finished_meanwhile(tmp_path
     assert "candidate = version 7" in shown
     assert "2026-01-01T00.00.00.000Z/ppo_model" in shown
     assert "version 8" not in shown and "2026-01-02" not in shown
+
+
+def test_a_failure_that_the_catalog_has_wrapped_is_shown_as_itself():
+    told = StageError("the disk is full")
+    wrapped = DatasetError("sft_model: ...")
+    wrapped.__cause__ = DatasetError("...")
+    wrapped.__cause__.__cause__ = told
+    with pytest.raises(StageError) as caught:
+        ErrorHook().on_pipeline_error(error=wrapped)
+    assert caught.value is told
+    ErrorHook().on_pipeline_error(error=DatasetError("Kedro's own"))

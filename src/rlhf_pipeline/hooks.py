@@ -16,7 +16,7 @@ from rich.console import Console
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.preflight import preflight
 from rlhf_pipeline.data.report import print_summary
-from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.errors import Interrupted, PipelineError
 from rlhf_pipeline.evaluation.report import print_table
 from rlhf_pipeline.stages.events import StageRun, Status, listening
 from rlhf_pipeline.stages.forcing import forced_stages, forcing
@@ -107,6 +107,19 @@ class TrackingHook:
         if self._tracker is not None:
             self._tracker.end(status)
             self._tracker = None
+
+
+class ErrorHook:
+    """Shows the pipeline's own failures as they are: Kedro's catalog wraps them, and that would be printed with its stack."""
+
+    @hook_impl(trylast=True)
+    def on_pipeline_error(self, error: Exception) -> None:
+        """Raise what is inside, after the other hooks have seen to their things."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PipelineError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause
 
 
 class DataSummary:

@@ -11,13 +11,9 @@ import psutil
 from kedro.io import AbstractVersionedDataset, Version
 from kedro.io.core import DatasetError
 
-from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.stages.manifest import Manifest
 from rlhf_pipeline.stages.room import full_disk_told
-
-
-class PublishError(StageError, DatasetError):
-    """A finished artifact that could not be published. A `DatasetError`, or Kedro would wrap it in one, and print its stack."""
 
 
 class CheckpointDataset(AbstractVersionedDataset[Path, Path]):
@@ -48,7 +44,7 @@ class CheckpointDataset(AbstractVersionedDataset[Path, Path]):
         target = Path(str(self._get_save_path()))
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # no version pattern matches it
         what = f"stage {manifest.stage} is finished in {data} and not published as {target}"
-        with full_disk_told(what, target, PublishError):
+        with full_disk_told(what, target):
             try:
                 shutil.copytree(data, partial, copy_function=_link_or_copy)
                 partial.rename(target)

@@ -33,11 +33,11 @@ def require_room(directory: Path, needed: int, what: str, then: str = "") -> Non
 
 
 @contextmanager
-def full_disk_told(what: str, place: Path, error_type: type[StageError] = StageError) -> Iterator[None]:
+def full_disk_told(what: str, place: Path) -> Iterator[None]:
     """Where the disk is full inside the block, say so in the stage's words.
 
     Raises:
-        StageError, or the `error_type`: instead of the system's error, which names no file system.
+        StageError: instead of the system's error, which names no file system.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def full_disk_told(what: str, place: Path, error_type: type[StageError] = StageE
         hint = find_hint(reason)
         if hint is None or hint.name != DISK:
             raise
-        raise error_type(
+        raise StageError(
             f"{what}: {reason}\n  room     {room_left(place)}\n  try      {hint.advice}\n"
             "  again    the same command, once there is room: nothing that was finished is lost",
             cause=DISK,
