@@ -178,7 +178,7 @@ def _signals_raise() -> Iterator[None]:
 def _guard() -> Iterator[Callable[[int], int]]:
     """Have a process group killed as soon as this process is gone, by SIGKILL for example: the programs see to that
     themselves, but only when they have begun, and their imports take a while."""
-    command = ["sh", "-c", 'read -r group; read -r end; kill -KILL -- "-$group"']  # what is read last never comes
+    command = ["sh", "-c", 'read -r group; read -r end; kill -KILL "-$group"']  # what is read last never comes
     with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as guard:
         assert guard.stdin is not None
         write = guard.stdin.write
