@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.stages.checkpoints import checkpoint_of, seal
 from rlhf_pipeline.stages.cleaning import remove, survey
 from rlhf_pipeline.stages.program import REASON_BYTES
 from rlhf_pipeline.stages.room import full_disk_told, require_room
@@ -100,11 +101,18 @@ def test_half_written_checkpoints_of_an_earlier_attempt_make_room(small):
     with pytest.raises(StageError):
         small.run()
     (directory,) = (small.workspace / "drill").iterdir()
-    for name in ("step-00000007.partial", "ema/best.partial"):
-        (directory / "checkpoints" / name).mkdir(parents=True)
+    whole = checkpoint_of(directory / "checkpoints", 5)
+    for folder in (
+        whole,
+        directory / "checkpoints" / "step-00000007.partial",
+        directory / "checkpoints/ema/best.partial",
+    ):
+        folder.mkdir(parents=True)
+    seal(whole)
     with pytest.raises(StageError):
         small.run()
     assert not list(directory.rglob("*.partial"))
+    assert whole.is_dir()
 
 
 def test_other_errors_of_the_system_pass(tmp_path):
