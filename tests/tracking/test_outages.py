@@ -22,6 +22,7 @@ from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.launcher import free_port
 from rlhf_pipeline.stages.manifest import Manifest
 from rlhf_pipeline.tracking import runs
+from rlhf_pipeline.tracking.orphans import driver_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import connect, experiment_id, patience
 
@@ -218,6 +219,7 @@ def test_a_database_on_a_full_disk(full_disk, tmp_path, monkeypatch, caplog):
     tracker.stage_ended(sft, "FINISHED", {"result": 2.0})
     disk.make_room()
     tracker.end("FINISHED")
+    assert warnings(caplog)[1:] == [f"MLflow at {uri} records again"]
     client = connect(uri, tmp_path)
     assert statuses(client) == {"full": "FINISHED", "sft": "FINISHED"}
     assert losses(client, "sft") == list(range(1, 200))
@@ -289,6 +291,7 @@ def test_runs_of_a_killed_driver_are_ended_and_its_stage_goes_on_in_the_same_run
     sft = stage_run(tmp_path, "sft", steps=3)
     again.stage_started(sft)
     assert statuses(client)["sft"] == "RUNNING"
+    assert found(client)["sft"].data.tags["rlhf.driver"] == driver_tag()  # should this one be killed, too
     again.stage_ended(sft, "FINISHED", {})
     assert found(client)["sft"].info.run_id == before["sft"].info.run_id
     assert losses(client, "sft") == [1, 2, 3]
