@@ -174,7 +174,7 @@ def silent_server():
             connection.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_silent_server_is_asked_thrice_and_then_once_a_stage(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with silent_server() as (uri, asked):

@@ -51,7 +51,7 @@ def patience(*, again: bool = False, uploads: bool = False) -> Iterator[None]:
     """Inside the block, give a server up that does not answer. MLflow's own patience is minutes, during which a stage goes
     unwatched; environment variables that are set decide instead.
 
-    A server that refuses connections costs 6 seconds, one that is silent 36; with `again`, where it has failed just now,
+    A server that refuses connections costs 6 seconds, one that is silent 35; with `again`, where it has failed just now,
     none, and 3. With `uploads` of checkpoints each answer may take as long as MLflow says.
     """
     settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0" if again else "2"}
