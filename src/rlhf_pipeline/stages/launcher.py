@@ -37,6 +37,8 @@ FAILED_GRACE_S = 3.0
 """The same where a rank has failed: the others cannot finish their step without it."""
 SETTLE_S = 1.5
 """Seconds from a rank's failure to the end of the others, in which they say what they have to say."""
+ORPHANED_S = 3
+"""Seconds that programs have to end themselves once the driver is gone."""
 STACKS_S = 1.0
 """Seconds that ranks get to print what they are doing before a stuck stage is ended."""
 
@@ -176,9 +178,10 @@ def _signals_raise() -> Iterator[None]:
 
 @contextmanager
 def _guard() -> Iterator[Callable[[int], int]]:
-    """Have a process group killed as soon as this process is gone, by SIGKILL for example: the programs see to that
-    themselves, but only when they have begun, and their imports take a while."""
-    command = ["sh", "-c", 'read -r group; read -r end; kill -KILL "-$group"']  # what is read last never comes
+    """Have a process group killed soon after this process is gone, by SIGKILL for example. Its programs see to that
+    themselves, and to what left the group, but only when they have begun, and their imports take a while."""
+    wait = "read -r group; read -r end"  # what is read last never comes
+    command = ["sh", "-c", f'{wait}; sleep {ORPHANED_S}; kill -KILL "-$group"']
     with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as guard:
         assert guard.stdin is not None
         write = guard.stdin.write
