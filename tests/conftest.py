@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,6 +146,37 @@ SECRETS = {
                  "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY")
 }  # fmt: skip
 """What no run may write anywhere."""
+
+
+class Disk:
+    """A file system of its own whose free room is steered by a file that takes the rest."""
+
+    def __init__(self, path: Path, size: int = 8 * 2**20) -> None:
+        self.path, self.filler = path, path / "filler"
+        path.mkdir()
+        options = ["-t", "tmpfs", "-o", f"size={size}", "none"]
+        mounted = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True, check=False)
+        if mounted.returncode != 0:
+            pytest.skip(f"a file system of its own cannot be mounted: {mounted.stderr.strip()}")
+
+    def leave(self, room: int) -> None:
+        """Take all but so many bytes."""
+        with self.filler.open("ab") as file:
+            os.posix_fallocate(file.fileno(), file.tell(), shutil.disk_usage(self.path).free - room)
+
+    def make_room(self) -> None:
+        self.filler.unlink()
+
+    def remount(self, option: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{option}", str(self.path)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A small file system; tests that use it are skipped where none may be mounted."""
+    disk = Disk(tmp_path / "disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk.path)], check=True)
 
 
 class Project:

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, Version
+from kedro.io.core import DatasetError
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 
 from rlhf_pipeline.datasets.checkpoint import CheckpointDataset
-from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.hooks import PreflightHook, ProgressHook, _tags
+from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.hooks import ErrorHook, PreflightHook, ProgressHook, _tags
 from rlhf_pipeline.stages.manifest import Manifest, file_entries
 
 
@@ -69,3 +70,14 @@ def test_a_run_s_tags_hold_no_secret():
     assert tags == {
         "kedro.version": "v", "kedro.env": "tiny", "kedro.runtime_params": "{'path': 'https://...@host/a?...'}",
     }  # fmt: skip
+
+
+def test_a_failure_that_the_catalog_has_wrapped_is_shown_as_itself():
+    told = StageError("the disk is full")
+    wrapped = DatasetError("sft_model: ...")
+    wrapped.__cause__ = DatasetError("...")
+    wrapped.__cause__.__cause__ = told
+    with pytest.raises(StageError) as caught:
+        ErrorHook().on_pipeline_error(error=wrapped)
+    assert caught.value is told
+    ErrorHook().on_pipeline_error(error=DatasetError("Kedro's own"))

@@ -17,7 +17,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.model import BaseModelConfig
 from rlhf_pipeline.config.preflight import check_root, preflight
 from rlhf_pipeline.data.report import print_summary
-from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.errors import Interrupted, PipelineError
 from rlhf_pipeline.evaluation.report import print_table
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stages.events import StageRun, Status, listening
@@ -123,6 +123,12 @@ class TrackingHook:
         self._listening.enter_context(listening(self._tracker))
 
     @hook_impl
+    def before_node_run(self) -> None:
+        """Send what the store could not take before: the registration looks for it there."""
+        if self._tracker is not None:
+            self._tracker.catch_up()
+
+    @hook_impl
     def after_pipeline_run(self) -> None:
         """End the parent run."""
         self._end("FINISHED")
@@ -137,6 +143,19 @@ class TrackingHook:
         if self._tracker is not None:
             self._tracker.end(status)
             self._tracker = None
+
+
+class ErrorHook:
+    """Shows the pipeline's own failures as they are: Kedro's catalog wraps them, and that would be printed with its stack."""
+
+    @hook_impl(trylast=True)
+    def on_pipeline_error(self, error: Exception) -> None:
+        """Raise what is inside, after the other hooks have seen to their things."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PipelineError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause
 
 
 class DataSummary:

@@ -5,12 +5,12 @@ import warnings
 
 from omegaconf.resolvers import oc
 
-from rlhf_pipeline.hooks import ForcingHook, PreflightHook, ProgressHook, TrackingHook, TrustHook
+from rlhf_pipeline.hooks import ErrorHook, ForcingHook, PreflightHook, ProgressHook, TrackingHook, TrustHook
 
 os.environ.setdefault("DO_NOT_TRACK", "true")
 warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
 
-HOOKS = (PreflightHook(), ForcingHook(), TrustHook(), TrackingHook(), ProgressHook())
+HOOKS = (ErrorHook(), PreflightHook(), ForcingHook(), TrustHook(), TrackingHook(), ProgressHook())
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro-viz",)
 # Without the soft merge an environment that overrides one key of a block would drop the rest of the block.
 CONFIG_LOADER_ARGS = {

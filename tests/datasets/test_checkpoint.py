@@ -1,12 +1,15 @@
 """Artifacts in the catalog: whole or not at all, and each run reads what it wrote."""
 
+import re
+
 import pytest
 from kedro.io import Version
 from kedro.io.core import DatasetError
 
 from rlhf_pipeline.datasets.checkpoint import CheckpointDataset
 from rlhf_pipeline.datasets.directory import DirectoryDataset
-from rlhf_pipeline.stages.manifest import Manifest, file_entries
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.stages.manifest import Manifest, file_entries, verify
 
 
 @pytest.fixture
@@ -44,6 +47,24 @@ def test_a_run_that_dies_while_publishing_leaves_no_version(finished, tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         dataset(tmp_path, "2026-01-02T00.00.00.000Z").save(finished)
     assert dataset(tmp_path, "2026-01-03T00.00.00.000Z").load().parent.name == "2026-01-01T00.00.00.000Z"
+
+
+def test_a_full_disk_leaves_no_version_and_takes_no_room(finished, disk):
+    """On another disk than the work directory, where files are copied."""
+    (finished / "large").write_bytes(bytes(2**20))
+    Manifest("sft", "f", 1, {}, {}, {}, {}, file_entries(finished)).write(finished)
+    disk.leave(2**19)
+    with pytest.raises(DatasetError) as caught:
+        dataset(disk.path, "2026-01-01T00.00.00.000Z").save(finished)
+    assert isinstance(caught.value.__cause__, StageError)
+    assert re.search("stage sft is finished in .*/export and not published as .*/sft_model", str(caught.value))
+    assert "[Errno 28] No space left on device: " in str(caught.value)
+    assert "  room     0.5 of 8.0 MiB are left on the file system of " in str(caught.value)
+    assert dataset(disk.path, "2026-01-02T00.00.00.000Z").versions() == []
+    disk.make_room()
+    catalog = dataset(disk.path, "2026-01-02T00.00.00.000Z")
+    catalog.save(finished)
+    verify(catalog.load())
 
 
 def test_a_run_reads_its_own_version_though_another_is_newer(finished, tmp_path):

@@ -30,11 +30,14 @@ from pathlib import Path
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.stages import heartbeat, launcher, planning, run
+from rlhf_pipeline.stages import events, heartbeat, launcher, planning, run
 from rlhf_pipeline.stages.job import Job, PROGRAMS, Program
 from rlhf_pipeline.stages.program import driver_id, run_program
 
 PROGRAMS["toy"] = Program("toy_program", distributed=True, libraries=())
+
+if "RANK" in os.environ and '"import"' in Path(sys.argv[1]).read_text():
+    time.sleep(300)
 
 class Toy(Block):
     ranks: tuple[str, str]
@@ -52,6 +55,8 @@ def main(job):
     if act == "parent":
         for session in (False, True):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=session)
+    if act == "measure":
+        job.metrics_file.write_text('{"step": 1, "total_steps": 2, "time": 1.0, "metrics": {}}\\n')
     heartbeat.at("update", 7)
     if act == "raise":
         raise ValueError("the cause")
@@ -69,6 +74,11 @@ def main(job):
 if __name__ == "__main__" and "RANK" in os.environ:
     run_program(main)
 elif __name__ == "__main__":
+    class Watcher:
+        stage_started = stage_ended = lambda *arguments: None
+        def stage_metrics(self, run, records):
+            raise KeyError("in a hook of the driver")
+    events._listeners.append(Watcher())
     workspace, ranks, options, ports = (__import__("json").loads(a) for a in sys.argv[1:])
     if ports:
         free = launcher.free_port
@@ -90,6 +100,9 @@ CASES = {
     "rank": (("complain", "parent"), {}, "1", signal.SIGKILL),
     "raise": (("ignore", "raise"), {}, "report", None),
     "hang": (("wait", "stop"), {"hang_timeout_s": 4.0}, None, None),
+    "twice": (("ignore", "ignore"), {}, "driver", (signal.SIGINT, signal.SIGINT)),
+    "start": (("import", "import"), {}, "importing", signal.SIGKILL),
+    "hook": (("measure", "parent"), {}, None, None),
     "port": (("listen", "listen"), {}, None, None),
 }
 """What each rank does, options, and who gets which signal once both ranks are there; or what is waited for instead."""
@@ -107,7 +120,10 @@ class Ended:
         (folder / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
         with (folder / "output").open("w") as output:
             driver = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-        if whom == "report":
+        if whom == "importing":
+            self.wait_for(lambda: sum("RANK" in self.environment(process) for process in self.left()) == 2)
+            driver.send_signal(number)
+        elif whom == "report":
             self.wait_for(lambda: any(self.directory.glob("errors/*.txt")))
         elif whom is not None:
             self.wait_for(lambda: len(self.at_work()) == 2)
@@ -115,7 +131,9 @@ class Ended:
             named = [
                 p for p in family if whom in (self.environment(p).get("RANK"), Path(p.cmdline()[1]).name, *p.cmdline())
             ]
-            os.kill(driver.pid if whom == "driver" else named[0].pid, number)
+            for each in number if isinstance(number, tuple) else (number,):
+                os.kill(driver.pid if whom == "driver" else named[0].pid, each)
+                time.sleep(1)
         else:
             self.wait_for(lambda: driver.poll() is not None)
         ended = time.monotonic()
@@ -170,9 +188,13 @@ def test_nothing_is_left_ten_seconds_later(ended, name):
     assert ended[name].seconds < 10, ended[name].output
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP", "twice"])
 def test_a_signal_to_the_driver_is_an_interruption(ended, name):
-    assert f"Interrupted: ended by SIG{name}" in ended[name].output
+    assert f"Interrupted: ended by SIG{name.replace('twice', 'INT')}" in ended[name].output
+
+
+def test_an_error_in_the_driver_is_its_own(ended):
+    assert "KeyError: 'in a hook of the driver'" in ended["hook"].output
 
 
 def test_a_killed_rank_is_the_cause_and_its_peers_complaint_is_not(ended):

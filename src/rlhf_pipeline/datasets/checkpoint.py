@@ -13,6 +13,7 @@ from kedro.io.core import DatasetError
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.stages.manifest import Manifest
+from rlhf_pipeline.stages.room import full_disk_told
 
 
 class CheckpointDataset(AbstractVersionedDataset[Path, Path]):
@@ -37,13 +38,19 @@ class CheckpointDataset(AbstractVersionedDataset[Path, Path]):
     def save(self, data: Path) -> None:
         """Publish a finished directory under this run's version."""
         try:
-            Manifest.read(data)
+            manifest = Manifest.read(data)
         except ArtifactError as error:
             raise DatasetError(str(error)) from error
         target = Path(str(self._get_save_path()))
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # no version pattern matches it
-        shutil.copytree(data, partial, copy_function=_link_or_copy)
-        partial.rename(target)
+        what = f"stage {manifest.stage} is finished in {data} and not published as {target}"
+        with full_disk_told(what, target):
+            try:
+                shutil.copytree(data, partial, copy_function=_link_or_copy)
+                partial.rename(target)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)  # it would keep the room that is needed
+                raise
         if self._version is not None and self._version.load is None:
             # Read one's own writes, even when another run has published a newer version meanwhile.
             self._version = Version(target.parent.name, target.parent.name)

@@ -90,7 +90,7 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
     if holder := user(first):
         return holder
     try:
-        with recipe_lock(first, wait=False):
+        with recipe_lock(first, wait=False, record=False):
             shutil.rmtree(leftover.path)
     except StageError as error:
         return str(error)

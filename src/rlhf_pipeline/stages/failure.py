@@ -14,9 +14,10 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stages.checkpoints import PREFIX, checkpoints_in
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.hints import FOLLOW_UP, advice, find_hint
+from rlhf_pipeline.stages.hints import DISK, FOLLOW_UP, advice, find_hint
 from rlhf_pipeline.stages.program import ERRORS
 from rlhf_pipeline.stages.ranks import Death, Ranks
+from rlhf_pipeline.stages.room import is_full, room_left
 
 LOG = "program.log"
 
@@ -60,7 +61,9 @@ def stage_error(attempt: Attempt) -> StageError:
     if hint is not None:
         launch = attempt.config.model_dump(mode="json") | {"processes": attempt.processes}
         remedies = advice(hint, {**run.config, "launch": launch})
-        lines += [f"  cause    {hint.cause}", *([f"  try      {remedies}"] if remedies else [])]
+        lines += [f"  cause    {hint.cause}"]
+        lines += [f"  room     {room_left(run.directory)}"] if hint.name == DISK else []
+        lines += [f"  try      {remedies}"] if remedies else []
     lines += [f"  command  {shlex.join(attempt.command)}", f"  log      {log}", f"  again    {_again(run)}"]
     return StageError("\n".join(lines), cause=None if hint is None else hint.name)
 
@@ -101,7 +104,8 @@ def _cause(attempt: Attempt) -> tuple[str, str, int | None]:
         return _exit(attempt.code), f"a rank {_death(status)}, the launcher reports", status
     if reports:  # of a peer that is gone; which one, and why, is in no file
         return _exit(attempt.code), f"{_said(reports[0])}{_tail(log)}", None
-    return _exit(attempt.code), f"no rank left a reason{_tail(log)}", None
+    full = ": No space left on device, not for a reason either" if is_full(log.parent) else ""
+    return _exit(attempt.code), f"no rank left a reason{full}{_tail(log)}", None
 
 
 def _precedes(death: Death, report: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_pipeline.config.block import leaves
 
-GPU_MEMORY, CPU_MEMORY, PORT = "GPU memory", "main memory", "port in use"
+GPU_MEMORY, CPU_MEMORY, PORT, DISK = "GPU memory", "main memory", "port in use", "disk full"
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,12 @@ HINTS = (
         pattern=r"EADDRINUSE|[Aa]ddress already in use",
     ),
     Hint(
-        "disk full",
+        DISK,
         "no room is left on the device, or in the quota, where the work directory or a cache is",
-        "`df -h` and `du -sh data/*` tell. Finished stages keep their exports, unfinished ones `keep_last` checkpoints.",
+        "`df -h` and `du -sh data/*` tell. Finished stages keep their exports, unfinished ones `keep_last` checkpoints; "
+        "`kedro rlhf clean` shows what may go.",
         (Remedy("raise or set to null", "checkpoint_every", (None,)),),
-        r"No space left on device|Disk quota exceeded|ENOSPC",
+        r"No space left on device|Disk quota exceeded|ENOSPC|MiB left; make room",
     ),
     Hint(
         "no compiler",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.stages.trust import trusts_remote_code
+from rlhf_pipeline.stages.workspace import write_whole
 
 B = TypeVar("B", bound=Block)
 
@@ -143,5 +144,5 @@ def write_job(
         "trust_remote_code": trusts_remote_code(),
     }
     path = directory / "job.json"
-    path.write_text(json.dumps(fields, indent=2))
+    write_whole(path, json.dumps(fields, indent=2))
     return path

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rlhf_pipeline.stages.failure import LOG, Attempt, kernel_kills, stage_error
 from rlhf_pipeline.stages.hints import PORT
 from rlhf_pipeline.stages.job import Program
 from rlhf_pipeline.stages.manifest import NAME
-from rlhf_pipeline.stages.program import DRIVER, ERRORS, LAUNCH, driver_id, kill_strays
+from rlhf_pipeline.stages.program import DRIVER, LAUNCH, driver_id, kill_strays, reserve_reasons
 from rlhf_pipeline.stages.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ FAILED_GRACE_S = 3.0
 """The same where a rank has failed: the others cannot finish their step without it."""
 SETTLE_S = 1.5
 """Seconds from a rank's failure to the end of the others, in which they say what they have to say."""
+ORPHANED_S = 3
+"""Seconds that programs have to end themselves once the driver is gone."""
 STACKS_S = 1.0
 """Seconds that ranks get to print what they are doing before a stuck stage is ended."""
 
@@ -60,13 +62,13 @@ def launch(program: Program, job_file: Path, run: StageRun, config: LaunchConfig
 
 
 def _launch_once(program: Program, job_file: Path, run: StageRun, config: LaunchConfig, processes: int) -> None:
-    for name in (ERRORS, heartbeat.FOLDER):  # of an earlier attempt
-        shutil.rmtree(run.directory / name, ignore_errors=True)
+    shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)  # of an earlier attempt
+    reserve_reasons(run.directory, processes if program.distributed else 1)
     command = _command(program, job_file, config, processes)
     ranks = Ranks(run.directory, *((processes, config.hang_timeout_s) if program.distributed else (1, None)))
     environment = _environment(run.directory, processes)
     start, kills_before, stuck, grace_s = time.monotonic(), kernel_kills(), None, GRACE_S
-    with _signals_raise(), (run.directory / LOG).open("wb") as output:
+    with _signals_raise(), (run.directory / LOG).open("wb") as output, _guard() as guarded:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,  # nobody answers a question: a library that asks is refused
@@ -75,6 +77,7 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
             start_new_session=True,
             env=environment,
         )
+        guarded(process.pid)
         tail = _MetricsTail(run)
         try:
             while process.poll() is None and ranks.failed_s < SETTLE_S:
@@ -90,9 +93,11 @@ def _launch_once(program: Program, job_file: Path, run: StageRun, config: Launch
             code, grace_s = process.poll(), FAILED_GRACE_S
             orphaned = code is not None and bool(ranks.alive)
         finally:
-            _end_group(process, grace_s)
-            kill_strays(environment[LAUNCH])
-            tail.forward()
+            try:
+                _end_group(process, grace_s)
+            finally:
+                kill_strays(environment[LAUNCH])
+                tail.forward()
     if code != 0 or not (run.export / NAME).is_file():
         kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
         raise stage_error(
@@ -175,8 +180,27 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _guard() -> Iterator[Callable[[int], int]]:
+    """Have a process group killed soon after this process is gone, by SIGKILL for example. Its programs see to that
+    themselves, and to what left the group, but only when they have begun, and their imports take a while."""
+    wait = "read -r group; read -r end"  # what is read last never comes
+    command = ["sh", "-c", f'{wait}; sleep {ORPHANED_S}; kill -KILL "-$group"']
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as guard:
+        assert guard.stdin is not None
+        write = guard.stdin.write
+        try:
+            yield lambda group: write(f"{group}\n".encode())
+        finally:
+            guard.kill()
+
+
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End the program's whole process group: ask, wait, kill. Ranks outlive their launcher otherwise."""
+    """End the program's whole process group: ask, wait, kill. Ranks outlive their launcher otherwise.
+
+    A further signal to this process, a second Ctrl-C say, ends the waiting, not the work.
+    """
+    again: Interrupted | None = None
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace_s
         try:
@@ -187,7 +211,11 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
                 time.sleep(POLL_S / 4)
         except ProcessLookupError:
             break
+        except Interrupted as error:
+            again = error
     process.wait()
+    if again is not None:
+        raise again
 
 
 class _MetricsTail:

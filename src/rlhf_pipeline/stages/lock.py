@@ -15,16 +15,17 @@ from filelock import FileLock, Timeout
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.program import driver_id
+from rlhf_pipeline.stages.workspace import write_whole
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def recipe_lock(first_attempt: Path, *, wait: bool = True) -> Iterator[None]:
+def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) -> Iterator[None]:
     """Hold a recipe, whose work directories are `first_attempt` and those beside it.
 
     The kernel frees the lock of a process that is gone, however it went. Who took it last stays on record: until that
-    process ends it may use the result, see `user`.
+    process ends it may use the result, see `user`. Who only removes leaves no record, which takes room.
 
     Raises:
         StageError: another process holds the recipe and `wait` is false.
@@ -38,10 +39,9 @@ def recipe_lock(first_attempt: Path, *, wait: bool = True) -> Iterator[None]:
         _meet_holder(first_attempt, wait=wait)
         lock.acquire()
     try:
-        owner = {"driver": driver_id(os.getpid()), "since": time.time()}
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(owner))
-        partial.replace(file.with_suffix(".json"))
+        if record:
+            owner = {"driver": driver_id(os.getpid()), "since": time.time()}
+            write_whole(file.with_suffix(".json"), json.dumps(owner))
         yield
     finally:
         lock.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -24,6 +25,9 @@ from rlhf_pipeline.stages.trust import trusting
 
 ERRORS = "errors"
 """Folder of the work directory where a failing rank leaves its reason, named by time and rank."""
+
+REASON_BYTES = 2**14
+"""Longest reason; the end of a longer one is kept."""
 
 DRIVER = "RLHF_DRIVER"
 """Environment variable that names the process which launched this program."""
@@ -46,8 +50,8 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     faulthandler.enable()  # a crash in compiled code leaves its stack in the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the driver asks of a rank that is stuck
-    heartbeat.start(job.directory, rank, local=local)
     try:
+        heartbeat.start(job.directory, rank, local=local)
         with trusting(job.trust_remote_code):
             metrics = main(job)
         if rank == 0:
@@ -55,10 +59,31 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
         heartbeat.at("finished")
     except BaseException as error:
         reason = str(error) if isinstance(error, PipelineError) else traceback.format_exc()
-        folder = job.directory / ERRORS
-        folder.mkdir(exist_ok=True)
-        (folder / f"{time.time_ns()}-rank{rank}.txt").write_text(reason)
+        _leave_reason(job.directory / ERRORS, rank, reason)
         raise
+
+
+def reserve_reasons(directory: Path, ranks: int) -> None:
+    """Empty the folder of reasons, and keep room there for one of each rank: a full disk is the reason then."""
+    folder = directory / ERRORS
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for rank in range(ranks):
+        with _reserve(folder, rank).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, REASON_BYTES)
+
+
+def _reserve(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.reserve"
+
+
+def _leave_reason(folder: Path, rank: int, reason: str) -> None:
+    folder.mkdir(exist_ok=True)
+    reserve = _reserve(folder, rank)
+    with reserve.open("r+b" if reserve.is_file() else "wb") as file:
+        file.write(reason.encode()[-REASON_BYTES:])
+        file.truncate()
+    reserve.rename(folder / f"{time.time_ns()}-rank{rank}.txt")
 
 
 def _end_with_driver() -> None:

@@ -20,8 +20,9 @@ from rlhf_pipeline.stages.launcher import launch, process_count
 from rlhf_pipeline.stages.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.planning import active_plan, identify
+from rlhf_pipeline.stages.room import full_disk_told
 from rlhf_pipeline.stages.smaller_batches import adjusted, halved
-from rlhf_pipeline.stages.workspace import RECIPE, attempts, next_attempt
+from rlhf_pipeline.stages.workspace import RECIPE, attempts, next_attempt, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
         return plan.add(job, launch_config, workspace)
     digests = {name: content_digest(path) for name, path in job.inputs.items()} | dict(job.identities)
     run = identify(job, digests, launch_config, workspace)
-    with recipe_lock(run.directory, wait=launch_config.wait):
+    with full_disk_told(f"stage {run.stage}", workspace), recipe_lock(run.directory, wait=launch_config.wait):
         finished = _finished(run)
         if finished is not None and not forced(run.stage, run.fingerprint):
             events.started(finished)
@@ -74,7 +75,7 @@ def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
     await_programs(run.directory)
     resume_from = newest_whole(run.directory / "checkpoints")
     _clear(run, keep_progress=resume_from is not None)
-    (run.directory / RECIPE).write_text(json.dumps(run.recipe, indent=2))
+    write_whole(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
     job_file = write_job(
         job, run.directory, fingerprint=run.fingerprint, digests=run.inputs, resume_from=resume_from,
         collective_timeout_s=launch_config.collective_timeout_s, adjusted=run.adjusted,
@@ -126,5 +127,7 @@ def _clear(run: StageRun, *, keep_progress: bool) -> None:
     """
     for name in ("export", *([] if keep_progress else ["checkpoints"])):
         shutil.rmtree(run.directory / name, ignore_errors=True)
+    for partial in (run.directory / "checkpoints").rglob("*.partial"):  # they hold room that is needed now
+        shutil.rmtree(partial, ignore_errors=True)
     for path in (run.directory / "deepspeed.json", *([] if keep_progress else [run.metrics_file])):
         path.unlink(missing_ok=True)

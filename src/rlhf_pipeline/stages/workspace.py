@@ -68,6 +68,13 @@ def is_finished(directory: Path) -> bool:
     return (directory / "export" / NAME).is_file() and damage(directory / "export") is None
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: half of one, on a full disk, would end the commands that make room."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def has_run(workspace: Path, stage: str) -> bool:
     """Whether a stage was ever launched here."""
     return any((workspace / stage).glob(f"*/{RECIPE}"))

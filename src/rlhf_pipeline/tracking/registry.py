@@ -12,7 +12,7 @@ from rlhf_pipeline.config.registry import RegisterConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stages.manifest import NAME, Manifest, content_digest
-from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, connect, find_run, is_server, tracking_uri
+from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, connect, find_run, is_server, patience, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -200,10 +200,11 @@ def register_evaluated(
         f"eval/win_rate{suffix}": rates[measure][key]
         for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
     }
-    return register(
-        connect(tracking_uri(project), project),
-        sft=Policy(sft_model, policies["sft"]),
-        candidate=Policy(candidate_model, policies[candidate]),
-        refusals=gate(policies[candidate], config),
-        model=config.model,
-    )
+    with patience(uploads=True):
+        return register(
+            connect(tracking_uri(project), project),
+            sft=Policy(sft_model, policies["sft"]),
+            candidate=Policy(candidate_model, policies[candidate]),
+            refusals=gate(policies[candidate], config),
+            model=config.model,
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,14 +33,9 @@ def is_server(uri: str) -> bool:
 
 
 def connect(uri: str, project: Path) -> MlflowClient:
-    """A client of the store; the first one creates the tables of an empty SQLite database.
-
-    A server that does not answer is given up after about five seconds instead of MLflow's four minutes, during which
-    the stage would go unwatched. MLFLOW_HTTP_REQUEST_MAX_RETRIES, where set, decides instead.
-    """
+    """A client of the store; the first one creates the tables of an empty SQLite database."""
     from mlflow import MlflowClient
 
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     for name in ("mlflow", "alembic"):  # they announce every migration of a new database
         logging.getLogger(name).setLevel(logging.WARNING)
     if not uri.startswith("sqlite:"):
@@ -47,6 +44,25 @@ def connect(uri: str, project: Path) -> MlflowClient:
     artifacts.mkdir(parents=True, exist_ok=True)
     with FileLock(artifacts / ".lock"):  # MLflow's migrations fail where two processes run them on one empty database
         return MlflowClient(uri)
+
+
+@contextmanager
+def patience(*, again: bool = False, uploads: bool = False) -> Iterator[None]:
+    """Inside the block, give a server up that does not answer. MLflow's own patience is minutes, during which a stage goes
+    unwatched; environment variables that are set decide instead.
+
+    A server that refuses connections costs 6 seconds, one that is silent 35; with `again`, where it has failed just now,
+    none, and 3. With `uploads` of checkpoints each answer may take as long as MLflow says.
+    """
+    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0" if again else "2"}
+    settings |= {} if uploads else {"MLFLOW_HTTP_REQUEST_TIMEOUT": "3" if again else "10"}
+    given = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del os.environ[name]
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:

@@ -21,6 +21,7 @@ from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.stages.room import require_room
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.sharding import whole_state_dict
 
@@ -35,7 +36,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
     saved = pretrained(_module(model))
     weights = whole_state_dict(saved)
     if _is_first():
-        with _whole(directory) as partial:
+        with _whole(directory, weights) as partial:
             saved.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
             TokenContract.of(tokenizer).write(partial)
@@ -48,7 +49,7 @@ def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
     module = _module(model)
     weights = whole_state_dict(pretrained(module), trained_names(module))
     if _is_first():
-        with _whole(directory) as partial:
+        with _whole(directory, weights) as partial:
             write_adapter(module, weights, base, partial)
 
 
@@ -61,10 +62,13 @@ def _is_first() -> bool:
 
 
 @contextmanager
-def _whole(directory: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `directory` when it is complete."""
+def _whole(directory: Path, weights: dict[str, torch.Tensor]) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `directory` when it is complete; it must have room for the weights."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}  # tied ones are written once
+    require_room(partial, sum(tensors.values()), f"the model for {directory}")
     yield partial
     outgoing = directory.with_name(directory.name + ".outgoing")  # one of the two is there whenever this is interrupted
     shutil.rmtree(outgoing, ignore_errors=True)

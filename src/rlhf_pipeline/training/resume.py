@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from rlhf_pipeline.errors import Interrupted, StageError
+from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.checkpoints import checkpoint_of, checkpoints_in, seal
+from rlhf_pipeline.stages.room import require_room
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.engine_state import bytes_needed, load_engine, save_engine
 
@@ -96,16 +97,14 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def _require_room(self, step: int) -> None:
-        needed = self._world.size * sum(
-            bytes_needed(engine, self._averages.get(name)) for name, engine in self._engines.items()
+        needed = sum(
+            bytes_needed(engine, self._averages.get(name))
+            * (self._world.size if engine.zero_optimization_stage() else 1)
+            for name, engine in self._engines.items()
         )
         self._directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._directory).free
-        if free < needed:
-            raise StageError(
-                f"the checkpoint of step {step} takes {needed / 2**20:.0f} MiB, and {self._directory} has {free / 2**20:.0f} "
-                "MiB left; make room and run the same command again: it goes on from the checkpoint before"
-            )
+        what = f"the checkpoint of step {step}"
+        require_room(self._directory, needed, what, ": it goes on from the checkpoint before")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_end = True

@@ -1,0 +1,341 @@
+"""MLflow out of reach: servers that are down, killed or silent, and databases on a full or a read-only disk, all of them real.
+
+Training never notices; what is missing is sent later; every run ends as what it was.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.launcher import free_port
+from rlhf_pipeline.stages.manifest import Manifest
+from rlhf_pipeline.tracking import runs
+from rlhf_pipeline.tracking.orphans import driver_tag
+from rlhf_pipeline.tracking.runs import MlflowTracker
+from rlhf_pipeline.tracking.store import connect, experiment_id, patience
+
+SOURCE = Path(runs.__file__).parents[2]
+
+
+def stage_run(workspace, stage, steps=0):
+    """A stage whose program has written so many records; its loss is its step."""
+    run = StageRun(stage, stage * 8, workspace / stage, {stage: {"lr": 1.0}}, 7, {}, cached=False)
+    run.export.mkdir(parents=True, exist_ok=True)
+    write(run, steps)
+    return run
+
+
+def write(run, steps):
+    """Let the program get on to a step; the new records."""
+    known = run.metrics_file.read_text().count("\n") if run.metrics_file.is_file() else 0
+    new = [
+        {"step": step, "total_steps": 9, "time": 1000.0 + step, "metrics": {"loss": float(step), "lr": 1.0}}
+        for step in range(known + 1, steps + 1)
+    ]
+    with run.metrics_file.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in new)
+    return new
+
+
+def end(run):
+    Manifest(run.stage, run.fingerprint, 7, run.config, {}, {}, {"result": 2.0}, {}).write(run.export)
+
+
+def started(uri, project):
+    tracker = MlflowTracker(uri, project)
+    tracker.start("full", {})
+    return tracker
+
+
+def found(client):
+    """Status, by name, of every run; a parent is called full."""
+    experiment = experiment_id(client, "rlhf-pipeline")
+    return {run.info.run_name: run for run in client.search_runs([experiment], order_by=["attributes.start_time DESC"])}
+
+
+def statuses(client):
+    return {name: run.info.status for name, run in found(client).items()}
+
+
+def losses(client, stage):
+    return [point.value for point in client.get_metric_history(found(client)[stage].info.run_id, "loss")]
+
+
+def warnings(caplog):
+    return [line.getMessage() for line in caplog.records if line.name.startswith("rlhf_pipeline")]
+
+
+class Server:
+    """A real tracking server at one address, started and killed at will."""
+
+    def __init__(self, folder: Path, database: str) -> None:
+        self.port, self.folder, self.database = free_port(None), folder, database
+        self.uri = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.database]
+        command += ["--artifacts-destination", str(self.folder / "served"), "--port", str(self.port), "--workers", "1"]
+        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
+        with (self.folder / "server.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
+            )
+        while True:
+            assert self.process.poll() is None, (self.folder / "server.log").read_text()
+            try:
+                with urllib.request.urlopen(f"{self.uri}/health", timeout=1):
+                    return
+            except OSError:
+                continue
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path, uri):
+    server = Server(tmp_path, uri)
+    yield server
+    if server.process.poll() is None:
+        server.kill()
+
+
+@pytest.fixture
+def full_disk(disk, empty_database):
+    """A store on a disk of its own, which can be filled."""
+    shutil.copy(empty_database, disk.path / "mlflow.db")
+    return disk, f"sqlite:///{disk.path}/mlflow.db"
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_in_the_midst_of_a_stage_and_comes_back(server, client, tmp_path, monkeypatch, caplog):
+    server.start()
+    tracker, sft, ppo = started(server.uri, tmp_path), stage_run(tmp_path, "sft"), stage_run(tmp_path, "ppo")
+    tracker.stage_started(sft)
+    tracker.stage_metrics(sft, write(sft, 2))
+    server.kill()
+    for step in (3, 4, 5):
+        tracker.stage_metrics(sft, write(sft, step))
+    assert losses(client, "sft") == [1, 2]
+    assert len(warnings(caplog)) == 1
+    assert f"MLflow at {server.uri} does not record sft" in warnings(caplog)[0]
+
+    server.start()
+    tracker.stage_metrics(sft, write(sft, 6))
+    assert losses(client, "sft") == [1, 2]  # not tried again so soon
+    monkeypatch.setattr(runs, "RETRY_S", 0.0)
+    tracker.stage_metrics(sft, write(sft, 7))
+    assert losses(client, "sft") == [1, 2, 3, 4, 5, 6, 7]
+    assert warnings(caplog)[1:] == [f"MLflow at {server.uri} records again"]
+
+    server.kill()
+    tracker.stage_ended(sft, "FAILED", {})
+    assert statuses(client)["sft"] == "RUNNING"
+    server.start()
+    tracker.stage_started(ppo)
+    tracker.stage_ended(ppo, "FINISHED", {"result": 2.0})
+    tracker.catch_up()
+    tracker.end("FAILED")
+    assert statuses(client) == {"full": "FAILED", "sft": "FAILED", "ppo": "FINISHED"}
+    assert len(warnings(caplog)) == 4  # an outage and its end, twice
+
+
+@contextmanager
+def silent_server():
+    """Takes connections, reads, and never answers; counts them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = []
+
+        def accept():
+            while True:
+                try:
+                    taken.append(listener.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", taken
+        for connection in taken:
+            connection.close()
+
+
+@pytest.mark.long
+def test_a_silent_server_is_asked_thrice_and_then_once_a_stage(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with silent_server() as (uri, asked):
+        tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
+        assert len(asked) == 3
+        tracker.stage_started(sft)
+        assert len(asked) == 4
+        for step in range(1, 9):
+            tracker.stage_metrics(sft, write(sft, step))
+        assert len(asked) == 4
+        tracker.stage_ended(sft, "FINISHED", {})
+        assert len(asked) == 5
+    assert len(warnings(caplog)) == 1
+
+
+def test_patience_is_seconds_unless_the_user_says_otherwise(monkeypatch):
+    names = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def inside(**how):
+        with patience(**how):
+            return [os.environ.get(name) for name in names]
+
+    assert inside() == ["2", "10"]
+    assert inside(again=True) == ["0", "3"]
+    assert inside(uploads=True) == ["2", None]
+    monkeypatch.setenv(names[1], "77")
+    assert inside(again=True) == ["0", "77"]
+    assert [os.environ.get(name) for name in names] == [None, "77"]
+
+
+def test_a_database_on_a_full_disk(full_disk, tmp_path, monkeypatch, caplog):
+    disk, uri = full_disk
+    tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
+    tracker.stage_started(sft)
+    tracker.stage_metrics(sft, write(sft, 1))
+    disk.leave(0)
+    for step in range(2, 200):  # the database has some room within itself
+        tracker.stage_metrics(sft, write(sft, step))
+    assert len(warnings(caplog)) == 1 and "disk is full" in warnings(caplog)[0]
+    tracker.stage_ended(sft, "FINISHED", {"result": 2.0})
+    disk.make_room()
+    tracker.end("FINISHED")
+    assert warnings(caplog)[1:] == [f"MLflow at {uri} records again"]
+    client = connect(uri, tmp_path)
+    assert statuses(client) == {"full": "FINISHED", "sft": "FINISHED"}
+    assert losses(client, "sft") == list(range(1, 200))
+
+
+def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path):
+    """1000 points a request: of two metrics, the second request begins in the midst of a step."""
+    tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
+    tracker.stage_started(sft)
+    first, second, third = write(sft, 3)
+    tracker.stage_metrics(sft, [first, second | {"metrics": {"loss": 2.0}}])  # and the other half was not sent
+    tracker._children.clear()
+    tracker.stage_metrics(sft, [third])
+    history = client.get_metric_history(found(client)["sft"].info.run_id, "lr")
+    assert [point.step for point in history] == [1, 2, 3]
+    assert losses(client, "sft") == [1, 2, 3]
+
+
+def test_values_that_are_too_long_for_mlflow_are_cut(uri, client, tmp_path):
+    tracker = MlflowTracker(uri, tmp_path)
+    tracker.start("full", {"kedro.runtime_params": "x" * 9000})
+    sft = stage_run(tmp_path, "sft")
+    tracker.stage_started(StageRun(**{**vars(sft), "config": {"sft": {"path": "y" * 6001, "exact": "z" * 6000}}}))
+    params = found(client)["sft"].data.params
+    assert params["sft.path"] == "y" * 5999 + "…"
+    assert params["sft.exact"] == "z" * 6000
+    assert re.fullmatch("x{4999}…", found(client)["full"].data.tags["kedro.runtime_params"])
+
+
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_outages import *
+uri, folder, orders = sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
+tracker, sft = started(uri, folder), stage_run(folder, "sft", steps=2)
+tracker.stage_started(sft)
+print("at work", flush=True)
+if "wait" in orders:
+    sys.stdin.readline()
+if set(orders) & {"FAILED", "FINISHED"}:
+    tracker.stage_ended(sft, orders[-1], {})
+    tracker.end(orders[-1])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def driver(uri, folder, *orders):
+    """A `kedro run` of its own, as far as tracking goes; it ends by SIGKILL."""
+    command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), uri, str(folder), *orders]
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=environment, text=True, **pipes)
+    assert process.stdout.readline() == "at work\n"
+    return process
+
+
+def test_runs_of_a_killed_driver_are_ended_and_its_stage_goes_on_in_the_same_run(uri, client, tmp_path):
+    driver(uri, tmp_path).wait()
+    before = found(client)
+    assert {run.info.status for run in before.values()} == {"RUNNING"}
+
+    again = started(uri, tmp_path)
+    status = {run.info.run_id: run.info.status for run in client.search_runs([experiment_id(client, "rlhf-pipeline")])}
+    assert status.pop(before["full"].info.run_id) == "KILLED"
+    assert status.pop(before["sft"].info.run_id) == "KILLED"
+    assert list(status.values()) == ["RUNNING"]
+
+    sft = stage_run(tmp_path, "sft", steps=3)
+    again.stage_started(sft)
+    assert statuses(client)["sft"] == "RUNNING"
+    assert found(client)["sft"].data.tags["rlhf.driver"] == driver_tag()  # should this one be killed, too
+    again.stage_ended(sft, "FINISHED", {})
+    assert found(client)["sft"].info.run_id == before["sft"].info.run_id
+    assert losses(client, "sft") == [1, 2, 3]
+
+
+def test_runs_of_a_driver_that_is_alive_are_left_alone(uri, client, tmp_path):
+    other = driver(uri, tmp_path, "wait")
+    started(uri, tmp_path)
+    assert statuses(client) == {"full": "RUNNING", "sft": "RUNNING"}
+    other.communicate("\n")
+    started(uri, tmp_path)
+    assert sorted(run.info.status for run in client.search_runs([experiment_id(client, "rlhf-pipeline")])) == [
+        "KILLED", "KILLED", "RUNNING", "RUNNING",
+    ]  # fmt: skip
+
+
+def test_an_end_that_the_store_could_not_be_told_is_told_by_the_next_run(full_disk, tmp_path):
+    disk, uri = full_disk
+    other = driver(uri, tmp_path, "wait", "FAILED")
+    disk.leave(0)
+    other.communicate("\n")
+    disk.make_room()
+    client = connect(uri, tmp_path)
+    assert statuses(client) == {"full": "RUNNING", "sft": "RUNNING"}
+    before = found(client)
+    started(uri, tmp_path)
+    for name, run in before.items():
+        assert (name, client.get_run(run.info.run_id).info.status) == (name, "FAILED")
+
+
+def test_a_read_only_database(full_disk, tmp_path):
+    disk, uri = full_disk
+    disk.remount("ro")
+    run = driver(uri, tmp_path, "FINISHED")
+    _, said = run.communicate()
+    assert said.count("does not record") == 1 and "OperationalError: attempt to write a readonly database" in said
+
+    disk.remount("rw")
+    sft = stage_run(tmp_path, "sft")
+    end(sft)
+    again = started(uri, tmp_path)  # the next `kedro run`, which finds the stage finished
+    again.stage_started(StageRun(**{**vars(sft), "cached": True}))
+    again.end("FINISHED")
+    client = connect(uri, tmp_path)
+    assert statuses(client) == {"full": "FINISHED", "sft": "FINISHED"}
+    assert losses(client, "sft") == [1, 2]
+    assert found(client)["sft"].data.metrics["result"] == 2.0
