@@ -22,6 +22,10 @@ class ArtifactError(PipelineError):
     """A checkpoint or a prepared data set that is incomplete, altered, or does not fit the others."""
 
 
+class ForeignFileError(ArtifactError):
+    """A file lies in an artifact that its stage did not put there; all of the artifact's own are whole."""
+
+
 class StageError(PipelineError):
     """A launched stage ended without a finished result.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, ForeignFileError
 from rlhf_pipeline.stages.manifest import Manifest, content_digest, file_digest, file_entries, verify
 
 
@@ -70,6 +70,29 @@ def test_a_flipped_bit_is_found(tmp_path):
     verify(artifact)
     (artifact / "weights").write_text("abb")
     with pytest.raises(ArtifactError, match=r"weights was changed after stage sft finished"):
+        verify(artifact)
+
+
+def test_what_a_manifest_says_is_as_safe_as_the_files(tmp_path):
+    """Another fingerprint or other metrics are valid JSON, and no file differs."""
+    artifact = make_artifact(tmp_path / "a", weights="abc")
+    text = (artifact / "manifest.json").read_text()
+    for old, new in [("0.5", "0.6"), ('"ffff', '"efff'), ('"sft"', '"ppo"')]:
+        assert text.count(old) == 1
+        (artifact / "manifest.json").write_text(text.replace(old, new))
+        with pytest.raises(ArtifactError, match=r"manifest\.json is damaged \(it is not what was written\)"):
+            verify(artifact)
+
+
+def test_an_added_file_is_found_but_for_those_that_nothing_loads(tmp_path):
+    artifact = make_artifact(tmp_path / "a", weights="abc", sub__more="d")
+    (artifact / "registered_model_meta").touch()  # MLflow's, when it loads the model
+    (artifact / ".DS_Store").touch()
+    (artifact / "sub" / ".cache").mkdir()
+    (artifact / "sub" / ".cache" / "index").touch()
+    verify(artifact)
+    (artifact / "sub" / "manifest.json").touch()
+    with pytest.raises(ForeignFileError, match=r"sub/manifest\.json was added after stage sft finished"):
         verify(artifact)
 
 

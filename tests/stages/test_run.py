@@ -19,7 +19,7 @@ import pytest
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted, StageError
+from rlhf_pipeline.errors import ArtifactError, ConfigError, ForeignFileError, Interrupted, StageError
 from rlhf_pipeline.stages import events, job, launcher, planning, run
 from rlhf_pipeline.stages.job import Job, Program
 from rlhf_pipeline.stages.manifest import Manifest, verify
@@ -221,12 +221,17 @@ def lose_half_the_manifest(export):
     manifest.write_text(manifest.read_text()[:100])
 
 
+def lose_the_manifest(export):
+    (export / "manifest.json").unlink()
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
         (flip_a_byte, "export/result was changed after stage toy finished"),
         (lose_a_file, "export/result is missing"),
         (lose_half_the_manifest, "export/manifest.json is damaged"),
+        (lose_the_manifest, "export is not a finished artifact: it has no manifest.json"),
     ],
 )
 def test_a_damaged_result_is_made_again(toy, caplog, damage, named):
@@ -239,10 +244,20 @@ def test_a_damaged_result_is_made_again(toy, caplog, damage, named):
     assert launches(export) == 2
     assert recorder.heard[0] == ("started", False)
     (warning,) = caplog.messages
-    assert warning.startswith("The result of stage toy in the cache is damaged, so the stage is run again: ")
+    assert warning.startswith("A result of stage toy is passed over: ")
     assert named in warning
     assert toy() == export
     assert launches(export) == 2
+
+
+def test_a_file_that_was_added_to_a_result_stops_the_stage_and_costs_nothing(toy):
+    export = toy()
+    (export / "notes.txt").write_text("by hand")
+    with pytest.raises(ForeignFileError, match=r"export/notes\.txt was added after stage toy finished; move it elsewhere"):
+        toy()
+    (export / "notes.txt").rename(export / ".notes")
+    assert toy() == export
+    assert launches(export) == 1
 
 
 def test_a_published_version_keeps_its_files_when_the_result_is_made_again(toy, tmp_path):

@@ -1,4 +1,7 @@
-"""The manifest of an artifact: what it holds, byte for byte, and where it came from. Written last: no manifest, no artifact."""
+"""The manifest of an artifact: what it holds, byte for byte, and where it came from. Written last: no manifest, no artifact.
+
+It holds a digest of itself, so that a damaged one is known from a whole one, too.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, ForeignFileError
 
 NAME = "manifest.json"
+
+NOT_OURS = "registered_model_meta"
+"""What MLflow leaves in the folder of a model that it loads from its registry."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Manifest:
         path = directory / NAME
         try:
             fields = json.loads(path.read_text())
+            if fields.pop("digest", None) != _digest(fields):
+                raise ValueError("it is not what was written")
             files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
             return cls(files=files, **fields)
         except FileNotFoundError:
@@ -63,14 +71,24 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write the manifest whole or not at all."""
         partial = directory / f"{NAME}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=2, sort_keys=True))
+        fields = asdict(self)
+        partial.write_text(json.dumps(fields | {"digest": _digest(fields)}, indent=2, sort_keys=True))
         partial.rename(directory / NAME)
 
 
 def file_entries(directory: Path) -> dict[str, FileEntry]:
     """Size and SHA-256 of every file below `directory`, the manifest itself left out."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != NAME)
-    return {path.relative_to(directory).as_posix(): FileEntry(path.stat().st_size, file_digest(path)) for path in paths}
+    return {name: FileEntry(path.stat().st_size, file_digest(path)) for name, path in _files(directory).items()}
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Every file below an artifact's directory by its relative path, the manifest itself left out."""
+    found = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / NAME)
+    return {path.relative_to(directory).as_posix(): path for path in found}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
@@ -93,7 +111,7 @@ def content_digest(path: Path) -> str:
     owner = artifact_of(path)
     if owner is None:
         if not path.is_file():
-            raise ArtifactError(f"{path} is neither a file nor part of a finished artifact")
+            raise ArtifactError(f"{path} is neither a file nor part of a finished artifact: no {NAME} is in or above it")
         return file_digest(path)
     prefix = "" if path == owner else path.relative_to(owner).as_posix() + "/"
     manifest = Manifest.read(owner)
@@ -103,17 +121,21 @@ def content_digest(path: Path) -> str:
             f"{path} holds nothing: {owner / NAME} lists no file below {prefix}; run stage {manifest.stage} with parameters "
             "that make it"
         )
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return _digest(files)
 
 
 def folder_digest(directory: Path) -> str:
     """Digest of a folder that no stage made, by the names and bytes of all its files."""
-    files = {name: entry.sha256 for name, entry in file_entries(directory).items()}
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return _digest({name: entry.sha256 for name, entry in file_entries(directory).items()})
 
 
 def verify(directory: Path) -> Manifest:
-    """Check every file of an artifact against its manifest; raise `ArtifactError` that names the first one that differs."""
+    """Check every file of an artifact against its manifest; the error names the first one that differs.
+
+    Raises:
+        ArtifactError: a file was changed or is missing, or the manifest is.
+        ForeignFileError: a file was added. transformers would load it if it had the right name.
+    """
     manifest = Manifest.read(directory)
     for name, entry in manifest.files.items():
         path = directory / name
@@ -126,4 +148,8 @@ def verify(directory: Path) -> Manifest:
                 f"{path} was changed after stage {manifest.stage} finished: its SHA-256 is not {entry.sha256[:12]}...; "
                 f"restore the file or run stage {manifest.stage} again"
             )
+    for name, path in _files(directory).items():
+        hidden = any(part.startswith(".") for part in Path(name).parts)  # a desktop's or a file system's; nothing loads it
+        if name not in manifest.files and not hidden and name != NOT_OURS:
+            raise ForeignFileError(f"{path} was added after stage {manifest.stage} finished; move it elsewhere")
     return manifest

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import ArtifactError, Interrupted, StageError
+from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
 from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.checkpoints import checkpoints_in, newest_whole
 from rlhf_pipeline.stages.events import StageRun
@@ -18,7 +18,7 @@ from rlhf_pipeline.stages.hints import CPU_MEMORY, GPU_MEMORY
 from rlhf_pipeline.stages.job import Job, as_json, write_job
 from rlhf_pipeline.stages.launcher import launch, process_count
 from rlhf_pipeline.stages.lock import await_programs, recipe_lock
-from rlhf_pipeline.stages.manifest import NAME, Manifest, artifact_of, content_digest, verify
+from rlhf_pipeline.stages.manifest import Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.planning import active_plan, identify
 from rlhf_pipeline.stages.room import full_disk_told
 from rlhf_pipeline.stages.smaller_batches import adjusted, halved
@@ -96,17 +96,21 @@ def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
 
 
 def _finished(run: StageRun) -> StageRun | None:
-    """The newest attempt whose result is whole; None where there is none to reuse."""
+    """The newest attempt whose result is whole; None where there is none to reuse.
+
+    Raises:
+        ForeignFileError: it is whole, and more. To make it again would cost the whole stage, and lose what was added.
+    """
     for directory in reversed(attempts(run.directory)):
         attempt = replace(run, directory=directory, cached=True)
-        if not (attempt.export / NAME).is_file():
+        if not attempt.export.is_dir():
             continue
         try:
             verify(attempt.export)
+        except ForeignFileError:
+            raise
         except ArtifactError as error:
-            logger.warning(
-                "The result of stage %s in the cache is damaged, so the stage is run again: %s", run.stage, error
-            )
+            logger.warning("A result of stage %s is passed over: %s", run.stage, error)
             continue
         return attempt
     return None

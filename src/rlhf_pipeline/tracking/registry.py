@@ -11,7 +11,7 @@ from urllib.parse import quote
 from rlhf_pipeline.config.registry import RegisterConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.redaction import without_secrets
-from rlhf_pipeline.stages.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.stages.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, connect, find_run, is_server, patience, tracking_uri
 
 if TYPE_CHECKING:
@@ -189,7 +189,12 @@ def register_evaluated(
         evaluation: the published comparison of the two.
         config: the registered model's name and the gate.
         project: where the tracking database lies, unless MLFLOW_TRACKING_URI names another store.
+
+    Raises:
+        ArtifactError: one of the three is not what its stage made.
     """
+    for artifact in (sft_model, candidate_model, evaluation):
+        verify(artifact)
     compared = json.loads((evaluation / "evaluation.json").read_text())
     candidate, rates = compared["candidate"], compared["win_rates"]
     measure = "gold" if "gold" in rates else "score"
