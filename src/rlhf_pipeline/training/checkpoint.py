@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.training import LoRAConfig, TrainedModelConfig
+from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import DTYPES
 from rlhf_pipeline.models.lora import merged, trained_names, write_adapter
 from rlhf_pipeline.models.scalar_head import pretrained
@@ -31,15 +32,35 @@ _BEST = "best-"
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write safetensors, configuration, tokenizer, chat template and token contract, whole or not at all.
 
-    All ranks call this together, the first one writes. `model` may be an engine.
+    All ranks call this together, the first one writes, and reads it back. `model` may be an engine.
+
+    Raises:
+        ArtifactError: transformers reads another model from it than the one that was to be saved.
     """
     saved = pretrained(_module(model))
     weights = whole_state_dict(saved)
     if _is_first():
         with _whole(directory, weights) as partial:
-            saved.save_pretrained(partial, state_dict=weights)
+            saved.save_pretrained(partial, state_dict=dict(weights))
+            _require_same(saved, weights, partial)
             tokenizer.save_pretrained(partial)
             TokenContract.of(tokenizer).write(partial)
+
+
+def _require_same(saved: PreTrainedModel, weights: dict[str, Tensor], directory: Path) -> None:
+    """Read a checkpoint as everyone will: the model's weights and no others, bit for bit."""
+    loaded, info = type(saved).from_pretrained(directory, dtype=saved.dtype, output_loading_info=True)
+    found = loaded.state_dict()
+    differing = [name for name in weights if name not in found or not _identical(weights[name], found[name])]
+    if wrong := [*info["missing_keys"], *info["unexpected_keys"], *differing]:
+        raise ArtifactError(f"what was written to {directory} is not the model in training: {', '.join(wrong[:3])} differ")
+
+
+def _identical(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same bytes; NaN equals itself."""
+    one, other = one.detach().cpu(), other.detach().cpu()
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
@@ -62,7 +83,7 @@ def _is_first() -> bool:
 
 
 @contextmanager
-def _whole(directory: Path, weights: dict[str, torch.Tensor]) -> Iterator[Path]:
+def _whole(directory: Path, weights: dict[str, Tensor]) -> Iterator[Path]:
     """A folder to write to, which takes the place of `directory` when it is complete; it must have room for the weights."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

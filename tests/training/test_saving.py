@@ -1,0 +1,97 @@
+"""What is saved is what was in training: read back bit for bit, and the same model to others."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.models.scalar_head import pretrained
+from rlhf_pipeline.training.checkpoint import save_model
+from rlhf_pipeline.training.engine import train_engine
+
+IDS = torch.arange(5, 17).view(2, 6)
+
+READER = """
+import json, sys, torch, transformers
+for kind, folder in json.loads(sys.argv[1]).items():
+    model, info = getattr(transformers, kind).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        torch.save(model.eval()(input_ids=torch.arange(5, 17).view(2, 6)).logits, f"{folder}/logits.pt")
+assert not any(name.startswith("rlhf_pipeline") for name in sys.modules)
+"""
+
+
+def trained(load, precision):
+    """An engine after one optimizer step, so that its weights are those of no file."""
+    config = {
+        "optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0, "schedule": "constant"},
+        "deepspeed": {"precision": precision},
+    }
+    engine = train_engine(load, TrainedModelConfig.model_validate(config), 1)
+    engine.backward(pretrained(engine.module)(input_ids=IDS).logits.float().square().mean())
+    engine.step()
+    return engine
+
+
+def test_a_clean_process_computes_the_live_model_s_logits(world, ppo_inputs, tmp_path):
+    """By transformers alone: no missing or unexpected key, and not one bit of difference."""
+    sft_model, reward_model = ppo_inputs["sft_model"], ppo_inputs["reward_model"]
+    engines = {
+        "AutoModelForCausalLM": trained(partial(load_policy, sft_model), "bf16"),
+        "AutoModelForSequenceClassification": trained(partial(load_scores, reward_model), "fp32"),
+    }
+    for kind, engine in engines.items():
+        save_model(engine, load_tokenizer(sft_model), tmp_path / kind)
+    folders = json.dumps({kind: str(tmp_path / kind) for kind in engines})
+    subprocess.run([sys.executable, "-c", READER, folders], check=True, cwd=tmp_path)
+    for kind, engine in engines.items():
+        with torch.no_grad():
+            live = pretrained(engine.module).eval()(input_ids=IDS).logits
+        read = torch.load(tmp_path / kind / "logits.pt")
+        assert read.dtype == live.dtype and torch.equal(read, live)
+    start = load_scores(reward_model, "fp32").classifier(input_ids=IDS).logits
+    assert not torch.allclose(read, start, rtol=1e-2)  # training did change it
+    scores = engines["AutoModelForSequenceClassification"].module(
+        input_ids=IDS, attention_mask=torch.ones_like(IDS), scores_to_keep=1
+    )
+    torch.testing.assert_close(read, scores, rtol=1e-5, atol=1e-6)  # PPO's scores are what others read
+
+
+def changed(weights):
+    weights["model.norm.weight"][3] = torch.nextafter(weights["model.norm.weight"][3], torch.tensor(9.0))
+
+
+def lost(weights):
+    del weights["model.norm.weight"]
+
+
+def added(weights):
+    weights["model.norm.other"] = torch.zeros(2)
+
+
+@pytest.mark.parametrize(("harm", "named"), [(changed, "norm.weight"), (lost, "norm.weight"), (added, "norm.other")])
+def test_what_is_written_wrongly_is_not_kept(ppo_inputs, tmp_path, monkeypatch, harm, named):
+    model, tokenizer = load_policy(ppo_inputs["sft_model"], "fp32"), load_tokenizer(ppo_inputs["sft_model"])
+    save_model(model, tokenizer, tmp_path / "saved")
+    before = (tmp_path / "saved" / "model.safetensors").stat().st_ino
+    write = type(model).save_pretrained
+
+    def write_wrongly(self, folder: Path, **kwargs):
+        write(self, folder, **kwargs)
+        weights = load_file(folder / "model.safetensors")
+        harm(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(type(model), "save_pretrained", write_wrongly)
+    with pytest.raises(ArtifactError, match=rf"is not the model in training: model\.{named} differ"):
+        save_model(model, tokenizer, tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").stat().st_ino == before
