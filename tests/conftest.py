@@ -186,8 +186,10 @@ class Project:
         self.root = root
         self.uri = f"sqlite:///{root}/mlflow.db"
 
-    def kedro(self, *arguments: str, params: str = "", env: str = "tiny", check: bool = True) -> str:
-        command = [str(Path(sys.executable).with_name("kedro")), "run", f"--env={env}", *arguments]
+    def kedro(
+        self, *arguments: str, params: str = "", env: str = "tiny", check: bool = True, command: str = "run"
+    ) -> str:
+        command = [str(Path(sys.executable).with_name("kedro")), *command.split(), f"--env={env}", *arguments]
         # Values are YAML: unquoted, a line break would be a blank, and what follows a " #" a comment.
         command.append(f"--params=root={json.dumps(str(self.root))}" + (f",{params}" if params else ""))
         environment = os.environ | SECRETS | {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}

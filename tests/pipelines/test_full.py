@@ -2,15 +2,19 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pipeline.config.data import SplitConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.models.loading import load_policy, load_scores
 from rlhf_pipeline.pipelines.data_preparation.nodes import split
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.manifest import Manifest, content_digest, verify
@@ -33,15 +37,35 @@ def test_every_artifact_is_published_whole(project):
     assert not list(project.root.rglob("*.partial"))
 
 
-def test_policies_load_in_transformers_as_they_are(project):
-    from transformers import AutoModelForSequenceClassification
+READER = """
+import json, sys, torch, transformers
+for folder, kind in json.loads(sys.argv[1]).items():
+    model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        print(json.dumps([text["input_ids"].tolist(), model(**text).logits.tolist()]))
+assert not any(name.startswith("rlhf_pipeline") for name in sys.modules)
+"""
 
-    for name, auto in (("sft_model", AutoModelForCausalLM), ("ppo_model", AutoModelForCausalLM),
-                       ("reward_model", AutoModelForSequenceClassification)):  # fmt: skip
-        folder = project.newest(f"06_models/{name}")
-        _, info = auto.from_pretrained(folder, output_loading_info=True)
-        assert not any(info.values()), info
-        assert AutoTokenizer.from_pretrained(folder).chat_template
+
+def test_exports_are_the_same_models_to_others(project, tmp_path):
+    """In a clean process, by transformers alone: no missing or unexpected key, and the logits that the next stage sees."""
+    folders = {project.newest(f"06_models/{name}"): name for name in ("sft_model", "ppo_model", "reward_model")}
+    kinds = {"reward_model": "AutoModelForSequenceClassification"}
+    argument = {str(folder): kinds.get(name, "AutoModelForCausalLM") for folder, name in folders.items()}
+    command = [sys.executable, "-c", READER, json.dumps(argument)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    for folder, line in zip(folders, done.stdout.splitlines(), strict=True):
+        ids, logits = map(torch.tensor, json.loads(line))
+        with torch.no_grad():
+            if folders[folder] == "reward_model":
+                mask = torch.ones_like(ids)
+                own = load_scores(folder, "fp32")(input_ids=ids, attention_mask=mask, scores_to_keep=1)
+            else:
+                own = load_policy(folder, "fp32")(input_ids=ids).logits
+        torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-6)
 
 
 def test_best_and_last_checkpoint_are_kept(project):
@@ -193,7 +217,12 @@ def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
 
 def test_from_ppo_on_only_ppo_trains_again(project):
     before = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
-    output = project.kedro("--from-nodes=ppo", params="ppo.kl.coef=0.2,ppo.ema.decay=0.9")
+    change = "ppo.kl.coef=0.2,ppo.ema.decay=0.9"
+    foretold = project.kedro(params=change, command="rlhf status")
+    assert re.findall(r"^(\w+) .*?  (run|may run|resume|fail)  ", foretold, re.MULTILINE) == [
+        ("ppo", "run"), ("evaluate", "may run"), ("register", "run"),
+    ]  # fmt: skip
+    output = project.kedro("--from-nodes=ppo", params=change)
     after = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
     assert {stage for stage in STAGES if after[stage] != before[stage]} == {"ppo", "evaluate"}
     assert len(project.versions("06_models/ppo_model")) == 2
@@ -215,12 +244,17 @@ def test_the_average_of_the_weights_is_evaluated_beside_the_actor(project):
     AutoModelForCausalLM.from_pretrained(actor / "ema")
 
 
-def test_an_unchanged_run_launches_nothing(project):
+def test_an_unchanged_run_launches_nothing_and_imports_no_training_stack(project, monkeypatch):
+    """The imports are most of such a run's time."""
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     launched = {stage: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(stage)] for stage in STAGES}
     output = project.kedro("--pipelines=full")
     assert output.count("finished before") == 8  # base_model and split each ask for the source
     assert {s: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(s)] for s in STAGES} == launched
     assert len(project.client().search_model_versions("name = 'rlhf-policy'")) <= 3  # none was added by this run
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", output, re.MULTILINE))
+    assert "rlhf_pipeline.hooks" in imported
+    assert imported & {"torch", "transformers", "deepspeed", "datasets", "peft", "matplotlib", "mlflow.server"} == set()
 
 
 def test_a_wrong_parameter_stops_before_anything_runs(project):

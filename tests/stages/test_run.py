@@ -253,7 +253,9 @@ def test_a_damaged_result_is_made_again(toy, caplog, damage, named):
 def test_a_file_that_was_added_to_a_result_stops_the_stage_and_costs_nothing(toy):
     export = toy()
     (export / "notes.txt").write_text("by hand")
-    with pytest.raises(ForeignFileError, match=r"export/notes\.txt was added after stage toy finished; move it elsewhere"):
+    with pytest.raises(
+        ForeignFileError, match=r"export/notes\.txt was added after stage toy finished; move it elsewhere"
+    ):
         toy()
     (export / "notes.txt").rename(export / ".notes")
     assert toy() == export

@@ -30,11 +30,11 @@ assert not any(name.startswith("rlhf_pipeline") for name in sys.modules)
 """
 
 
-def trained(load, precision):
+def trained(load, **deepspeed):
     """An engine after one optimizer step, so that its weights are those of no file."""
     config = {
         "optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0, "schedule": "constant"},
-        "deepspeed": {"precision": precision},
+        "deepspeed": deepspeed,
     }
     engine = train_engine(load, TrainedModelConfig.model_validate(config), 1)
     engine.backward(pretrained(engine.module)(input_ids=IDS).logits.float().square().mean())
@@ -46,8 +46,8 @@ def test_a_clean_process_computes_the_live_model_s_logits(world, ppo_inputs, tmp
     """By transformers alone: no missing or unexpected key, and not one bit of difference."""
     sft_model, reward_model = ppo_inputs["sft_model"], ppo_inputs["reward_model"]
     engines = {
-        "AutoModelForCausalLM": trained(partial(load_policy, sft_model), "bf16"),
-        "AutoModelForSequenceClassification": trained(partial(load_scores, reward_model), "fp32"),
+        "AutoModelForCausalLM": trained(partial(load_policy, sft_model), precision="bf16", zero_stage=3),
+        "AutoModelForSequenceClassification": trained(partial(load_scores, reward_model)),
     }
     for kind, engine in engines.items():
         save_model(engine, load_tokenizer(sft_model), tmp_path / kind)
@@ -92,6 +92,6 @@ def test_what_is_written_wrongly_is_not_kept(ppo_inputs, tmp_path, monkeypatch, 
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(type(model), "save_pretrained", write_wrongly)
-    with pytest.raises(ArtifactError, match=rf"is not the model in training: model\.{named} differ"):
+    with pytest.raises(ArtifactError, match=rf"is not the model that was saved: model\.{named} differ"):
         save_model(model, tokenizer, tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").stat().st_ino == before

@@ -111,7 +111,7 @@ def content_digest(path: Path) -> str:
     owner = artifact_of(path)
     if owner is None:
         if not path.is_file():
-            raise ArtifactError(f"{path} is neither a file nor part of a finished artifact: no {NAME} is in or above it")
+            raise ArtifactError(f"{path} is neither a file nor part of a finished artifact: it is below no {NAME}")
         return file_digest(path)
     prefix = "" if path == owner else path.relative_to(owner).as_posix() + "/"
     manifest = Manifest.read(owner)
@@ -149,7 +149,8 @@ def verify(directory: Path) -> Manifest:
                 f"restore the file or run stage {manifest.stage} again"
             )
     for name, path in _files(directory).items():
-        hidden = any(part.startswith(".") for part in Path(name).parts)  # a desktop's or a file system's; nothing loads it
+        # A desktop or a file system leaves hidden files, which nothing loads.
+        hidden = any(part.startswith(".") for part in Path(name).parts)
         if name not in manifest.files and not hidden and name != NOT_OURS:
             raise ForeignFileError(f"{path} was added after stage {manifest.stage} finished; move it elsewhere")
     return manifest

@@ -53,7 +53,7 @@ def _require_same(saved: PreTrainedModel, weights: dict[str, Tensor], directory:
     found = loaded.state_dict()
     differing = [name for name in weights if name not in found or not _identical(weights[name], found[name])]
     if wrong := [*info["missing_keys"], *info["unexpected_keys"], *differing]:
-        raise ArtifactError(f"what was written to {directory} is not the model in training: {', '.join(wrong[:3])} differ")
+        raise ArtifactError(f"what {directory} holds is not the model that was saved: {', '.join(wrong[:3])} differ")
 
 
 def _identical(one: Tensor, other: Tensor) -> bool:
