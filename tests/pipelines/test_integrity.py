@@ -119,7 +119,9 @@ def stages(project, tmp_path_factory):
 
         def call(name: str, *, cached: bool) -> None:
             inputs = {name: catalog.load(name) for name in nodes[name].inputs}
-            nodes[name].func(*(inputs if cached else inputs | {"workspace": sources_only}).values())
+            if not cached and "workspace" in inputs:
+                inputs["workspace"] = sources_only
+            nodes[name].func(*inputs.values())
 
         call.catalog, call.root = catalog, root
         yield call
