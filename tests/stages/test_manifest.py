@@ -1,6 +1,7 @@
 """Manifests: what an artifact holds, by content alone."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,8 +113,8 @@ def test_what_lies_outside_is_no_part_of_an_artifact(tmp_path):
     ):
         verify(artifact)
     (artifact / "weights").unlink()
-    manifest = artifact / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"weights"', '"../weights"'))
+    manifest = Manifest.read(artifact)
+    replace(manifest, files={"../weights": manifest.files["weights"]}).write(artifact)
     with pytest.raises(ArtifactError, match=r"\.\./weights lies outside of its artifact"):
         verify(artifact)
 
