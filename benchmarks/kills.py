@@ -3,11 +3,11 @@
     python benchmarks/kills.py                                    # 10 kills of each stage
     python benchmarks/kills.py --kills 2 --stages ppo --zero 2 --precision bf16
 
-Each kill is a SIGKILL at a random moment: to the whole process group, to one rank, or to the driver, the `kedro run`
-itself; every fourth waits for a checkpoint that is being written. The same command is then run again. What must hold: 10
-seconds after the kill no process is left; the final weights are those of an undisturbed run to the bit; every step is in
-metrics.jsonl once, with the same numbers; MLflow has one finished run of the stage, and there, too, every step once.
-Results: benchmarks/results/kills/.
+Each kill is a SIGKILL at a random moment, of training or, one in five, of the start: to the whole process group, to one
+rank, or to the driver, the `kedro run` itself; every fourth waits for a checkpoint that is being written. The same command
+is then run again. What must hold: 10 seconds after the kill no process is left; the final weights are those of an
+undisturbed run to the bit; every step is in metrics.jsonl once, with the same numbers; MLflow has one finished run of the
+stage, and there, too, every step once. Results: benchmarks/results/kills/.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,19 @@ from rich.table import Table
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results" / "kills"
-STEPS = {"sft": "sft.epochs=3", "reward_model": "reward_model.epochs=2", "ppo": "ppo.steps=8"}
+STEPS = {"sft": "sft.epochs=15", "reward_model": "reward_model.epochs=8", "ppo": "ppo.steps=20"}
 TARGETS = ("group", "rank", "driver")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Whom to kill, and when."""
+
+    whom: str
+    """One of TARGETS; or `checkpoint`: the group, while it writes the first checkpoint after that moment."""
+    training: bool
+    """Whether seconds count from the first line of metrics, or from the start."""
+    after_s: float
 
 
 def main() -> int:
@@ -59,7 +71,8 @@ def main() -> int:
                 undisturbed[setting] = attempt(stage, setting, "undisturbed", None, draw)
             expected = undisturbed[setting]
             whom = "checkpoint" if number % 4 == 3 else TARGETS[number % 3]
-            kill = whom, draw.uniform(0.2, 1.0) * expected["seconds"]
+            training = whom == "checkpoint" or draw.random() > 0.2
+            kill = Kill(whom, training, 0.9 * draw.random() * expected["training_s" if training else "start_s"])
             found = attempt(stage, setting, f"kill-{number}", kill, draw)
             rows.append(
                 {
@@ -67,7 +80,7 @@ def main() -> int:
                     "zero": setting[0],
                     "precision": setting[1],
                     "kill": whom,
-                    "at_s": found["killed_after_s"],
+                    "at_step": found["killed_at_step"],
                     "resumed_from": found["resumed_from"],
                     "left": found["left"],
                     "same_weights": found["weights"] == expected["weights"],
@@ -81,18 +94,16 @@ def main() -> int:
     return 0 if all(passes(row) for row in rows) else 1
 
 
-def attempt(
-    stage: str, setting: tuple[int, str], name: str, kill: tuple[str, float] | None, draw: random.Random
-) -> dict[str, Any]:
-    """One stage from its beginning to its end, killed once on the way if `kill` (whom, and when) says so."""
+def attempt(stage: str, setting: tuple[int, str], name: str, kill: Kill | None, draw: random.Random) -> dict[str, Any]:
+    """One stage from its beginning to its end, killed once on the way if `kill` says so."""
     root, store = RESULTS / "root", RESULTS / f"{stage}-{name}-{setting[0]}-{setting[1]}.db"
     workspace, parameters = root / "07_workspace" / stage, stage_parameters(stage, *setting)
     shutil.rmtree(workspace, ignore_errors=True)
-    start = time.monotonic()
-    found: dict[str, Any] = {"killed_after_s": None, "left": 0}
+    start = time.time()
+    found: dict[str, Any] = {"killed_at_step": None, "left": 0}
     process = kedro(f"--nodes={stage}", root, store, parameters)
     if kill is not None:
-        found |= end(process, *kill, workspace, draw)
+        found |= end(process, kill, workspace, draw)
         process = kedro(f"--nodes={stage}", root, store, parameters)
     if process.wait() != 0:
         raise SystemExit(f"{stage} {name} failed, see {RESULTS / 'run.log'}")
@@ -100,7 +111,8 @@ def attempt(
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     manifest = json.loads((directory / "export" / "manifest.json").read_text())
     return found | {
-        "seconds": time.monotonic() - start,
+        "start_s": records[0]["time"] - start,
+        "training_s": records[-1]["time"] - records[0]["time"],
         "resumed_from": json.loads((directory / "job.json").read_text())["resume_from"],
         "weights": {name: entry["sha256"] for name, entry in manifest["files"].items()},
         "metrics": [(r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")}) for r in records],
@@ -109,11 +121,11 @@ def attempt(
 
 
 def stage_parameters(stage: str, zero: int, precision: str) -> str:
-    """What makes the stage take some steps, with a checkpoint after every second."""
+    """What makes the stage train for some seconds, with a checkpoint after every third step."""
     blocks = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
     engine = {"zero_stage": zero, "precision": precision}
     engines = [f"{block}.deepspeed.{key}={value}" for block in blocks for key, value in engine.items()]
-    return ",".join([STEPS[stage], f"{stage}.checkpoint_every=2", *engines])
+    return ",".join([STEPS[stage], f"{stage}.checkpoint_every=3", *engines])
 
 
 def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subprocess.Popen[bytes]:
@@ -125,19 +137,23 @@ def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subproce
         return subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
-def end(
-    driver: subprocess.Popen[bytes], whom: str, after_s: float, workspace: Path, draw: random.Random
-) -> dict[str, Any]:
+def end(driver: subprocess.Popen[bytes], kill: Kill, workspace: Path, draw: random.Random) -> dict[str, Any]:
     """Kill, then wait until nothing of it runs any more, 10 seconds at most."""
-    start = time.monotonic()
-    while driver.poll() is None and not due(whom, time.monotonic() - start, after_s, workspace):
-        time.sleep(0.002 if whom == "checkpoint" else 0.02)
+    while kill.training and driver.poll() is None and not steps_taken(workspace):
+        time.sleep(0.005)
+    since = time.monotonic()
+    while driver.poll() is None and time.monotonic() - since < kill.after_s:
+        time.sleep(0.005)
+    while (
+        kill.whom == "checkpoint" and driver.poll() is None and not any(workspace.glob("*/checkpoints/step-*.partial"))
+    ):
+        time.sleep(0.001)
     family = psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else []
     ranks = [process for process in family if "RANK" in environment_of(process)]
-    found = {"killed_after_s": time.monotonic() - start}
-    if whom == "driver" or not ranks:
+    found = {"killed_at_step": steps_taken(workspace) if driver.poll() is None else None}
+    if kill.whom == "driver" or not ranks:
         driver.kill()
-    elif whom == "rank":
+    elif kill.whom == "rank":
         draw.choice(ranks).kill()
     else:
         os.killpg(os.getpgid(ranks[0].pid), signal.SIGKILL)
@@ -147,11 +163,9 @@ def end(
     return found | {"left": len(alive)}
 
 
-def due(whom: str, passed_s: float, after_s: float, workspace: Path) -> bool:
-    """Whether it is time; a kill in a checkpoint waits for one that is being written."""
-    if whom != "checkpoint":
-        return passed_s > after_s
-    return any(workspace.glob("*/checkpoints/step-*.partial")) if workspace.is_dir() else False
+def steps_taken(workspace: Path) -> int:
+    """Lines of metrics so far; the stage has one work directory."""
+    return sum(file.read_bytes().count(b"\n") for file in workspace.glob("*/metrics.jsonl"))
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
@@ -181,7 +195,11 @@ def steps_of(records: list[tuple[int, dict[str, float]]]) -> dict[str, list[int]
 
 
 def passes(row: dict[str, Any]) -> bool:
-    return row["left"] == 0 and all(row[name] for name in ("same_weights", "same_metrics", "one_run", "logged_once"))
+    return (
+        row["at_step"] is not None
+        and row["left"] == 0
+        and all(row[name] for name in ("same_weights", "same_metrics", "one_run", "logged_once"))
+    )
 
 
 def show(rows: list[dict[str, Any]]) -> None:

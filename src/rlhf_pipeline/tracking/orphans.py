@@ -1,7 +1,7 @@
 """Runs that nobody ended: their driver was killed, or the store was out of reach at that moment.
 
-A run carries the tag `rlhf.driver`: host, container, process and its birth. What is still RUNNING when that process is gone is ended by
-the next `kedro run` on the same host: as KILLED, or as what its driver noted when it could not tell the store.
+A run carries the tag `rlhf.driver`: host, container, process and its birth. What is still RUNNING when that process is gone
+is ended by the next `kedro run` on the same host: as KILLED, or as what its driver noted when it could not tell the store.
 """
 
 from __future__ import annotations
