@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.training.checkpoint import BestCheckpoint
@@ -73,6 +74,24 @@ def test_the_best_stands_until_a_checkpoint_knows_its_successor(policy, keeper, 
     again.forget_the_rest()
     assert standing(tmp_path / "checkpoints") == ["best-00000004"]
     assert mark(tmp_path / "checkpoints" / "best-00000004") == 4.5
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_best_model_that_was_damaged_since_is_not_exported(policy, keeper, tmp_path, resumed):
+    best = keeper(1)
+    best.offer(marked(policy, 2), 2, 1.0, {})
+    if resumed:
+        state, best = json.loads(json.dumps(best.state())), keeper(1)
+        best.restored(state)
+    weights = tmp_path / "checkpoints" / "best-00000002" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(
+        ArtifactError, match=r"best-00000002 was changed after step 2, the best; remove .*/checkpoints and"
+    ):
+        best.finish(marked(policy, 4))
+    assert not (tmp_path / "export").exists()
 
 
 def test_without_an_offer_there_is_nothing_to_export(policy, keeper):

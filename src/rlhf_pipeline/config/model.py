@@ -21,7 +21,8 @@ class BaseModelConfig(Block):
     """A Hugging Face id (`facebook/opt-350m`) or a local folder with a causal language model and its tokenizer."""
 
     revision: str | None = None
-    """Hub revision of `path`: branch, tag or commit. Pin a commit for a run that can be repeated."""
+    """Hub revision of `path`: branch, tag or commit. What counts, and is loaded, is the commit that it names when the stage is
+    looked up; name one to be able to repeat a run."""
 
     trust_remote_code: bool = False
     """Execute Python code that lies in `path` (`auto_map` in its configuration), here and wherever a later stage loads what was

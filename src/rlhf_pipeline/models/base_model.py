@@ -25,6 +25,7 @@ from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.reading import explained, reading
 from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.stages.base_model_origin import COMMIT
 from rlhf_pipeline.stages.job import LaunchedJob
 from rlhf_pipeline.stages.program import run_program
 from rlhf_pipeline.stages.trust import trusting
@@ -49,10 +50,11 @@ def _make(job: LaunchedJob, config: BaseModelConfig) -> dict[str, float]:
         tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
     else:
+        revision = job.digests.get(COMMIT)  # what the branch named when the stage was looked up, not what it names now
         with explained(config.path):
-            how = reading(config.path, revision=config.revision, unpickle=config.unpickle_weights)
+            how = reading(config.path, revision=revision, unpickle=config.unpickle_weights)
             model = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto", **how)
-        tokenizer = load_tokenizer(config.path, config.revision)
+        tokenizer = load_tokenizer(config.path, revision)
         give_pad_token(tokenizer, model)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_pipeline.errors import ArtifactError
@@ -83,8 +85,14 @@ def has_run(workspace: Path, stage: str) -> bool:
 def last_recipe(stage_directory: Path, like: dict[str, object]) -> dict[str, object] | None:
     """The recipe of a stage that was used last; of the stages that read a source, of the same source."""
     found = sorted(stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    recipes = (json.loads(path.read_text()) for path in found)
-    return next((recipe for recipe in recipes if _source(recipe) == _source(like)), None)
+    return next((recipe for recipe in _readable(found) if _source(recipe) == _source(like)), None)
+
+
+def _readable(recipes: list[Path]) -> Iterator[dict[str, object]]:
+    """Those that are whole; a damaged one only tells nothing about what has changed since."""
+    for path in recipes:
+        with suppress(ValueError):
+            yield json.loads(path.read_text())
 
 
 def _source(recipe: dict[str, object]) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.stages import heartbeat
 from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.stages.manifest import folder_digest
 from rlhf_pipeline.stages.room import require_room
 from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.sharding import whole_state_dict
@@ -108,6 +109,8 @@ class Evaluated:
     """Higher is better."""
     metrics: dict[str, float]
     """Those of its step."""
+    digest: str = ""
+    """Of what was saved, known to the first rank: training may be interrupted before it is exported."""
 
 
 class BestCheckpoint:
@@ -160,8 +163,10 @@ class BestCheckpoint:
         offered = Evaluated(step, merit, metrics)
         ranking = sorted([*self._ranking, offered], key=lambda model: model.merit, reverse=True)[: self._keep]
         if offered in ranking:
-            self._save(model, self._folder(offered).name)
-            self._ranking = ranking
+            folder = self._folder(offered)
+            self._save(model, folder.name)
+            saved = replace(offered, digest=folder_digest(folder) if self._world.rank == 0 else "")
+            self._ranking = [saved if model == offered else model for model in ranking]
 
     def forget_the_rest(self) -> None:
         """Remove models that are no longer among the best.
@@ -193,16 +198,23 @@ class BestCheckpoint:
         All ranks call this together.
 
         Raises:
+            ArtifactError: the best is not what was saved.
             ValueError: none was ever offered.
         """
         if self.best is None:
             raise ValueError("no model was offered")
         self._save(last, "last")
         if self._world.rank == 0:
+            folder = self._folder(self.best)
+            if folder_digest(folder) != self.best.digest:
+                raise ArtifactError(
+                    f"{folder} was changed after step {self.best.step}, the best; remove {folder.parent} and run the same "
+                    "command again: the stage starts from its beginning"
+                )
             if self._config.lora is None:
-                shutil.copytree(self._folder(self.best), self.export, dirs_exist_ok=True)
+                shutil.copytree(folder, self.export, dirs_exist_ok=True)
             else:
-                self._export_merged(self._config.lora, self._folder(self.best))
+                self._export_merged(self._config.lora, folder)
         self._world.barrier()
         return {"step": self.best.step} | self.best.metrics
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from stand_in_hub import COMMITS, serving
 
 from rlhf_pipeline.config.data import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text
@@ -25,9 +22,6 @@ from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.data.sources.source import CONVERTED, Source
 
 pytestmark = pytest.mark.slow
-
-COMMITS = {"main": "1" * 40, CONVERTED: "2" * 40}
-"""What every repository's branches name now."""
 
 READER = """
 import json, sys
@@ -43,78 +37,6 @@ for line in sys.stdin:
         print(json.dumps([type(error).__name__, str(error)]), flush=True)
 """
 """A process of its own, since huggingface_hub takes its settings from the environment when it is imported."""
-
-
-class Hub(ThreadingHTTPServer):
-    """What huggingface_hub asks about data sets, from files at <root>/<repository>/<commit>/."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.root = root
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_POST(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        match [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]:
-            case ["datasets", owner, name, "resolve", revision, *path]:
-                self.file(*self.state(owner, name, revision), "/".join(path))
-            case ["api", "datasets", owner, name]:
-                self.json({"id": f"{owner}/{name}", "sha": COMMITS["main"]})
-            case ["api", "datasets", owner, name, "revision", revision]:
-                self.json({"id": f"{owner}/{name}", "sha": self.state(owner, name, revision)[1]})
-            case ["api", "datasets", owner, name, "tree", revision, *path]:
-                self.json(self.listing(self.state(owner, name, revision)[0], "/".join(path)))
-            case ["api", "datasets", owner, name, "paths-info", revision]:
-                folder, _ = self.state(owner, name, revision)
-                asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-                self.json([self.entry(folder, folder / path) for path in asked if (folder / path).exists()])
-            case _:
-                self.reply(404, b"")
-
-    def state(self, owner: str, name: str, revision: str) -> tuple[Path, str]:
-        commit = COMMITS.get(revision, revision)
-        return self.server.root / owner / name / commit, commit
-
-    def file(self, folder: Path, commit: str, path: str) -> None:
-        if not (folder / path).is_file():
-            missing = "EntryNotFound" if folder.exists() else "RevisionNotFound"
-            self.reply(404, b"", **{"X-Error-Code": missing, "X-Repo-Commit": commit})
-            return
-        content = (folder / path).read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
-        self.reply(200, content, **{"ETag": f'"{digest}"', "X-Repo-Commit": commit})
-
-    def listing(self, folder: Path, path: str) -> list[dict[str, object]]:
-        return [self.entry(folder, found) for found in sorted((folder / path).rglob("*"))]
-
-    def entry(self, folder: Path, found: Path) -> dict[str, object]:
-        kind, size = ("directory", 0) if found.is_dir() else ("file", found.stat().st_size)
-        path = str(found.relative_to(folder))
-        return {"type": kind, "path": path, "size": size, "oid": hashlib.sha1(path.encode()).hexdigest()}
-
-    def json(self, value: object) -> None:
-        self.reply(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})
-
-    def reply(self, status: int, content: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
 
 
 def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
@@ -192,10 +114,8 @@ def hub(rows: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPath
     root = tmp_path_factory.mktemp("hub")
     for name, published in rows.items():
         publish(root, find_source(name), published)
-    with Hub(root) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(root) as hub:
+        yield hub.address
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +168,9 @@ def test_a_repository_with_a_loading_script(hub: str, tmp_path: Path) -> None:
 def test_a_hub_out_of_reach(tmp_path: Path) -> None:
     ((error, told),) = ask(NOWHERE, tmp_path, {"name": ALPACA})
     assert error == "DataError"
-    assert told.startswith("the hub does not tell which commit the newest of 'tatsu-lab/alpaca' is: ")
+    assert told.startswith(
+        "source 'tatsu-lab/alpaca': the hub does not tell which commit the newest of 'tatsu-lab/alpaca' is: "
+    )
 
 
 def test_a_commit_that_was_read_before_needs_no_hub(answers, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
@@ -14,9 +13,9 @@ from rlhf_pipeline.data.records import Example, Record, Text, Unused
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.data.sources.source import CONVERTED, Row, Source, outcome
 from rlhf_pipeline.errors import ConfigError, DataError
+from rlhf_pipeline.hub import commit_of, is_commit
 
 _HUB_BATCH_ROWS = 1_000
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def source_origin(config: SourceConfig) -> Origin:
@@ -112,7 +111,7 @@ def _hub_rows(source: Source, config: SourceConfig, split: str, revision: str | 
     where = {subset_by: config.subset or source.subset}
     try:
         builder = datasets.load_dataset_builder(source.hub or source.name, revision=revision, **where)
-        if revision is not None and _COMMIT.fullmatch(revision) and builder.hash != revision:
+        if is_commit(revision) and builder.hash != revision:
             # Where `datasets` cannot get what is asked for, it takes whatever else of the repository it finds in its cache.
             raise FileNotFoundError(f"the hub does not give it, and the local cache holds only {builder.hash}")
         builder.download_and_prepare()
@@ -132,18 +131,12 @@ def _hub_rows(source: Source, config: SourceConfig, split: str, revision: str | 
 
 
 def _hub_commit(source: Source, config: SourceConfig) -> str:
-    """The commit that a branch or tag of the hub names now."""
-    revision = config.revision or source.revision
-    if revision is not None and _COMMIT.fullmatch(revision):
-        return revision
-    from huggingface_hub import HfApi
-
     try:
-        return str(HfApi().dataset_info(source.hub or source.name, revision=revision).sha)
-    except Exception as error:  # the HTTP library's own, for lost connections, have no base in common with the hub's
+        return commit_of("dataset", source.hub or source.name, config.revision or source.revision)
+    except LookupError as error:
         raise DataError(
-            f"the hub does not tell which commit {revision or 'the newest'} of {source.name!r} is: {error}. "
-            "Check the network, set the source's `revision` to a commit that was downloaded before, or set its `path`."
+            f"source {source.name!r}: {error}. Check the network, set the source's `revision` to a commit that was downloaded "
+            "before, or set its `path`."
         ) from error
 
 

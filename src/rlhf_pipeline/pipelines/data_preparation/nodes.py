@@ -10,8 +10,8 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.model import BaseModelConfig
 from rlhf_pipeline.data.ingest import source_job
 from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.stages.base_model_origin import model_origin
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.manifest import folder_digest
 from rlhf_pipeline.stages.run import run_stage
 
 
@@ -19,12 +19,10 @@ def base_model(
     config: BaseModelConfig, split_config: SplitConfig, launch: LaunchConfig, seed: int, workspace: Path
 ) -> Path:
     """Fetch the base model, or build a small one with a tokenizer trained on the sources' texts."""
-    records, identities = {}, {}
+    records = {}
     if config.path is None:
         records = _records("source", split_config.records(), split_config, launch, seed, workspace)
-    elif Path(config.path).is_dir():
-        identities["path"] = folder_digest(Path(config.path))  # the hub's are told apart by the revision
-    return run_stage(Job("base_model", {"base_model": config}, records, seed, identities), launch, workspace)
+    return run_stage(Job("base_model", {"base_model": config}, records, seed, model_origin(config)), launch, workspace)
 
 
 def split(base_model: Path, config: SplitConfig, launch: LaunchConfig, seed: int, workspace: Path) -> Path:

@@ -1,0 +1,69 @@
+"""A base model from the hub: the commit that a branch names is looked up, loaded, and part of the recipe."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stand_in_hub import COMMITS, serving
+
+from rlhf_pipeline.models.loading import load_policy
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.model import BaseModelConfig
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.pipelines.data_preparation.nodes import base_model
+
+split = SplitConfig(sources=[{"name": "synthetic"}], max_prompt_tokens=8, max_response_tokens=8)
+for line in sys.stdin:
+    try:
+        made = base_model(BaseModelConfig(**json.loads(line)), split, LaunchConfig(processes=1), 0, Path(sys.argv[1]))
+        print(made, flush=True)
+    except PipelineError as error:
+        print("error: " + str(error).replace(chr(10), " "), flush=True)
+"""
+"""A process of its own, since huggingface_hub takes its settings from the environment when it is imported."""
+
+
+def fetch(endpoint, folder, *configurations):
+    """The artifact of each configuration, or the failure."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder / "workspace")],
+        input="\n".join(map(json.dumps, configurations)), capture_output=True, text=True, check=False,
+        env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_branch_that_moves_is_another_base_model(make_model, tmp_path):
+    repository = tmp_path / "hub" / "lab" / "tiny"
+    old, new = COMMITS["main"], "3" * 40
+    for commit, seed in ((old, 1), (new, 2)):
+        shutil.copytree(make_model("llama", seed=seed), repository / commit)
+    with serving(tmp_path / "hub") as hub:
+        first, again = fetch(hub.address, tmp_path, {"path": "lab/tiny"}, {"path": "lab/tiny", "revision": None})
+        hub.commits["main"] = new
+        moved, pinned, missing = fetch(
+            hub.address, tmp_path,
+            {"path": "lab/tiny"}, {"path": "lab/tiny", "revision": old}, {"path": "lab/none"},
+        )  # fmt: skip
+    assert first == again != moved
+    assert hub.revisions == {old, new}  # what the branch names while files are read does not matter
+    for made, commit in ((first, old), (moved, new), (pinned, old)):
+        found, expected = (load_policy(path, "fp32").state_dict() for path in (Path(made), repository / commit))
+        assert all(found[name].equal(value) for name, value in expected.items())
+    assert missing.startswith("error: base_model.path: the hub does not tell which commit the newest of 'lab/none' is")
+    nowhere = "http://127.0.0.1:9"
+    (unreached,) = fetch(nowhere, tmp_path, {"path": "lab/tiny"})
+    assert "check the spelling and the network, or set base_model.revision to a commit" in unreached
+    assert fetch(nowhere, tmp_path, {"path": "lab/tiny", "revision": old}) == [pinned]

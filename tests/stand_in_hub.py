@@ -1,0 +1,109 @@
+"""A hub that stands in for Hugging Face's, over HTTP: what huggingface_hub asks about data sets and models, from files at
+<root>/<owner>/<name>/<commit>/."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from rlhf_pipeline.data.sources.source import CONVERTED
+
+COMMITS = {"main": "1" * 40, CONVERTED: "2" * 40}
+"""What every repository's branches name at first."""
+
+
+@contextmanager
+def serving(root: Path) -> Iterator[Hub]:
+    """A hub that answers while the block runs."""
+    with Hub(root) as hub:
+        Thread(target=hub.serve_forever, daemon=True).start()
+        yield hub
+        hub.shutdown()
+
+
+class Hub(ThreadingHTTPServer):
+    """The server; what its branches name may be changed while it runs."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.root = root
+        self.commits = dict(COMMITS)
+        self.revisions: set[str] = set()  # that files were asked for
+
+    @property
+    def address(self) -> str:
+        """For HF_ENDPOINT."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        match [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]:
+            case ["datasets", owner, name, "resolve", revision, *path] | [owner, name, "resolve", revision, *path]:
+                self.server.revisions.add(revision)
+                self.file(*self.state(owner, name, revision), "/".join(path))
+            case ["api", "datasets" | "models", owner, name, *_] if not (self.server.root / owner / name).is_dir():
+                self.reply(404, b"", **{"X-Error-Code": "RepoNotFound"})
+            case ["api", "datasets" | "models", owner, name]:
+                self.json({"id": f"{owner}/{name}", "sha": self.server.commits["main"]})
+            case ["api", "datasets" | "models", owner, name, "revision", revision]:
+                self.json({"id": f"{owner}/{name}", "sha": self.state(owner, name, revision)[1]})
+            case ["api", "datasets" | "models", owner, name, "tree", revision, *path]:
+                self.json(self.listing(self.state(owner, name, revision)[0], "/".join(path)))
+            case ["api", "datasets" | "models", owner, name, "paths-info", revision]:
+                folder, _ = self.state(owner, name, revision)
+                asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
+                self.json([self.entry(folder, folder / path) for path in asked if (folder / path).exists()])
+            case _:
+                self.reply(404, b"")
+
+    def state(self, owner: str, name: str, revision: str) -> tuple[Path, str]:
+        commit = self.server.commits.get(revision, revision)
+        return self.server.root / owner / name / commit, commit
+
+    def file(self, folder: Path, commit: str, path: str) -> None:
+        if not (folder / path).is_file():
+            missing = "EntryNotFound" if folder.exists() else "RevisionNotFound"
+            self.reply(404, b"", **{"X-Error-Code": missing, "X-Repo-Commit": commit})
+            return
+        content = (folder / path).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        self.reply(200, content, **{"ETag": f'"{digest}"', "X-Repo-Commit": commit})
+
+    def listing(self, folder: Path, path: str) -> list[dict[str, object]]:
+        return [self.entry(folder, found) for found in sorted((folder / path).rglob("*"))]
+
+    def entry(self, folder: Path, found: Path) -> dict[str, object]:
+        kind, size = ("directory", 0) if found.is_dir() else ("file", found.stat().st_size)
+        path = str(found.relative_to(folder))
+        return {"type": kind, "path": path, "size": size, "oid": hashlib.sha1(path.encode()).hexdigest()}
+
+    def json(self, value: object) -> None:
+        self.reply(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})
+
+    def reply(self, status: int, content: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
