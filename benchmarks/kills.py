@@ -184,7 +184,9 @@ def tracked(store: Path, stage: str) -> dict[str, Any]:
     runs = client.search_runs([experiment.experiment_id], f"tags.`rlhf.stage` = '{stage}'")
     logged = {
         name: [point.step for run in runs for point in client.get_metric_history(run.info.run_id, name)]
-        for name in {name for run in runs for name in run.data.metrics if "/" in name and not name.startswith("time/")}
+        for name in {
+            name for run in runs for name in run.data.metrics if "/" in name and not name.startswith(("time/", "best/"))
+        }
     }
     return {"runs": [run.info.status for run in runs], "logged": logged}
 

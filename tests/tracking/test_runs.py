@@ -118,6 +118,16 @@ def test_a_result_that_repeats_the_last_record_is_one_point(tracker, stage, clie
     assert history(client, runs()[0], "eval/loss") == [(1, 1_001_000, 0.5)]
 
 
+def test_the_best_model_s_metrics_stand_beside_those_of_the_last_step(tracker, stage, client, runs):
+    tracker.stage_started(stage)
+    tracker.stage_metrics(stage, [record(1, eval_loss=0.5), record(2, eval_loss=0.75)])
+    tracker.stage_ended(stage, "FINISHED", {"step": 1, "eval/loss": 0.5})
+    (child,) = runs()
+    assert history(client, child, "eval/loss") == [(1, 1_001_000, 0.5), (2, 1_002_000, 0.75)]
+    assert (child.data.metrics["eval/loss"], child.data.metrics["best/eval/loss"]) == (0.75, 0.5)
+    assert child.data.metrics["best/step"] == 1
+
+
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
 def test_an_unsuccessful_stage_says_so(tracker, stage, runs, parents, status):
     tracker.stage_started(stage)

@@ -211,12 +211,15 @@ class _Child:
             self.step, self.time_ms = records[-1]["step"], _milliseconds(records[-1])
 
     def finish(self, status: Status, metrics: dict[str, float], *, end_time: int | None = None) -> None:
-        """Log the result at the last record's step and time, where a repeated value is one point; close the run."""
+        """Log the result at the last record's step and time, where a repeated value is one point; close the run.
+
+        Training exports the best model, whose metrics are those of an earlier step: they go by names of their own."""
         from mlflow.entities import Metric
         from mlflow.utils.time import get_current_time_millis
 
         time_ms = self.time_ms or get_current_time_millis()
-        points = [Metric(name, float(value), time_ms, self.step) for name, value in metrics.items()]
+        prefix = "best/" if "step" in metrics else ""
+        points = [Metric(prefix + name, float(value), time_ms, self.step) for name, value in metrics.items()]
         self.client.log_batch(self.run_id, metrics=points)
         self.client.set_terminated(self.run_id, status, end_time)
 
