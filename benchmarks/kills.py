@@ -41,8 +41,8 @@ class Kill:
 
     whom: str
     """One of TARGETS; or `checkpoint`: the group, while it writes the first checkpoint after that moment."""
-    training: bool
-    """Whether seconds count from the first line of metrics, or from the start."""
+    step: int
+    """Not before so many lines of metrics; 0: from the start."""
     after_s: float
 
 
@@ -72,7 +72,9 @@ def main() -> int:
             expected = undisturbed[setting]
             whom = "checkpoint" if number % 4 == 3 else TARGETS[number % 3]
             training = whom == "checkpoint" or draw.random() > 0.2
-            kill = Kill(whom, training, 0.9 * draw.random() * expected["training_s" if training else "start_s"])
+            steps = len(expected["metrics"])
+            longest_s = expected["training_s"] / steps if training else expected["start_s"] / 2
+            kill = Kill(whom, draw.randrange(1, steps - 3) if training else 0, draw.random() * longest_s)
             found = attempt(stage, setting, f"kill-{number}", kill, draw)
             rows.append(
                 {
@@ -139,7 +141,7 @@ def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subproce
 
 def end(driver: subprocess.Popen[bytes], kill: Kill, workspace: Path, draw: random.Random) -> dict[str, Any]:
     """Kill, then wait until nothing of it runs any more, 10 seconds at most."""
-    while kill.training and driver.poll() is None and not steps_taken(workspace):
+    while driver.poll() is None and steps_taken(workspace) < kill.step:
         time.sleep(0.005)
     since = time.monotonic()
     while driver.poll() is None and time.monotonic() - since < kill.after_s:
