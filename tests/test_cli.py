@@ -83,7 +83,7 @@ def test_unknown_names_are_refused(kedro):
     assert refusal in kedro("run", params=",force=pppo", fails=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_status_force_and_clean_on_stages_that_have_run(kedro):
     assert "base_model: finished in" in kedro("run", "--nodes=base_model")
     (version,) = (kedro.workspace.parent / "02_base_model" / "base_model").iterdir()

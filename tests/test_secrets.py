@@ -89,7 +89,7 @@ def test_neither_does_a_run_whose_urls_hold_secrets(kedro, signed):
     code, refused = kedro(f"{signed}?$QUERY", query="sig=canary-wrong", tracking=store)
     assert code == 1 and "/pairs.jsonl?...: not found" in refused
     code, untracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking="http://me:canary-login@127.0.0.1:9")
-    assert code == 0 and "MLflow at http://...@127.0.0.1:9 does not record source" in untracked
+    assert code == 0 and "MLflow at http://...@127.0.0.1:9 does not record the pipeline run" in untracked
     code, tracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking=store)
     assert code == 0
     literal = {

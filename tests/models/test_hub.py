@@ -12,7 +12,7 @@ from stand_in_hub import COMMITS, serving
 
 from rlhf_pipeline.models.loading import load_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 PROGRAM = """
 import json, sys

@@ -94,6 +94,7 @@ def test_mlflow_calls_the_runs_by_their_stages(by_dpo):
     assert [tag.value for tag in prompts.tags if tag.key == "mlflow.data.context"] == ["evaluation"]
 
 
+@pytest.mark.long
 def test_one_rank_and_two_ranks_start_alike(by_dpo, tmp_path):
     """The same global batches on one rank: the losses of the first steps agree to 1e-5."""
     done = json.loads((by_dpo.recipes("dpo")[0] / "job.json").read_text())

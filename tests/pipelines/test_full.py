@@ -128,8 +128,8 @@ def test_the_registry_holds_both_policies_side_by_side(project):
 @pytest.mark.parametrize(
     ("stage", "block", "names"),
     [
-        ("sft", SFTConfig, ["sft/loss"]),
-        ("reward_model", RewardModelConfig, ["reward_model/loss"]),
+        pytest.param("sft", SFTConfig, ["sft/loss"], marks=pytest.mark.long),
+        pytest.param("reward_model", RewardModelConfig, ["reward_model/loss"], marks=pytest.mark.long),
         (
             "ppo",
             PPOConfig,
@@ -148,6 +148,7 @@ def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, nam
         assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.long
 def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
     """RLOO, two responses to a prompt, two pooled batches of 16, two epochs: the actor trains, nothing like a critic does."""
     done = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
@@ -191,6 +192,7 @@ def test_with_text_one_rank_and_two_ranks_start_alike(project, tmp_path):
     assert lines[2][1]["ptx/loss"] < lines[2][0]["ptx/loss"]
 
 
+@pytest.mark.long
 def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
     """Each dialogue has two assistant turns, "one." and "two three."; with `sft_loss: assistant` all their tokens count."""
     dialogue = [("user", "Hello {}."), ("assistant", "one."), ("user", "And then?"), ("assistant", "two three.")]

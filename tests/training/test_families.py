@@ -105,7 +105,7 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     trained, frozen = (models.actor.module, models.critic.module), (models.reference, models.reward_model)
     before = [copy.deepcopy(model.state_dict()) for model in (*trained, *frozen)]
 
-    scored = roll_out(models, PROMPTS, config, seed=1, step=1, slots=range(3))
+    scored = roll_out(models, {"prompt_ids": PROMPTS}, config, seed=1, step=1, slots=range(3))
     metrics = rollout_metrics(scored, 0.1, world)
     assert metrics["objective/kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["objective/kl_k3"] == pytest.approx(0.0, abs=1e-6)

@@ -289,7 +289,7 @@ def test_ppo_in_process_moves_critic_head_and_adapters(inputs, world, tmp_path):
     assert isinstance(models.reference, WithoutAdapters) and models.reference.trained is models.actor
     before = copy.deepcopy(models.critic.module.state_dict())
     for step in (1, 2):
-        scored = roll_out(models, ROWS["prompt_ids"], config, seed=1, step=step, slots=range(4))
+        scored = roll_out(models, ROWS, config, seed=1, step=step, slots=range(4))
         kl = rollout_metrics(scored, 0.1, world)["objective/kl_k3"]
         assert kl == 0 if step == 1 else kl > 0
         experience = make_experience(scored, config, kl_coef=0.1, score_mean=0.1, world=world)

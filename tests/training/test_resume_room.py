@@ -21,7 +21,7 @@ def test_only_sharded_engines_are_counted_once_a_rank(world, make_model, disk, z
     )
     engine = train_engine(partial(load_policy, make_model("llama")), config, 4)
     numbers = sum(parameter.numel() for parameter in engine.module.parameters())
-    checkpoints = Checkpoints(disk.path / "checkpoints", replace(world, size=2), {"actor": engine})
+    checkpoints = Checkpoints(disk.path / "checkpoints", replace(world, size=2), {"actor": engine}, keep=2)
     disk.leave(12 * numbers + 2**17)
     if fits:
         checkpoints.save(1, {})

@@ -86,7 +86,7 @@ def metrics(results: Path, name: str) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in (results / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
 def test_losses_are_those_of_stage_0(results, name):
     expected, found = metrics(results, WHOLE[name]), metrics(results, name)
@@ -97,7 +97,7 @@ def test_losses_are_those_of_stage_0(results, name):
                 assert sharded[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} at step {step}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_export_is_whole_and_that_of_stage_0(results, name):
     from rlhf_pipeline.models.loading import load_policy
@@ -108,14 +108,14 @@ def test_the_export_is_whole_and_that_of_stage_0(results, name):
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", STAGES)
 def test_what_is_sharded_follows_the_stages(results, name):
     """Loading one model in shards must not shard the next, and a rule gives the frozen models their stages."""
     assert json.loads((results / "sharded.json").read_text())[name] == SHARDED[name]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_settings_of_every_engine_are_kept(results):
     settings = json.loads((results / "offloaded" / "deepspeed.json").read_text())
     stages = {name: engine["zero_optimization"]["stage"] for name, engine in settings.items()}
