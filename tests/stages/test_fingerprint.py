@@ -1,5 +1,6 @@
 """Fingerprints: what changes a result changes them, and nothing else does."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -97,3 +98,27 @@ def test_the_closure_of_sft_holds_its_math_and_not_ppo():
     assert "rlhf_pipeline.rl.losses" in closure
     assert "rlhf_pipeline.config.block" in closure
     assert "rlhf_pipeline.training.ppo" not in closure
+
+
+def test_what_was_parsed_is_remembered_by_its_text(package, tmp_path, monkeypatch):
+    """A process that finds it parses nothing; a memory that is damaged, or may not be written, only costs time."""
+    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory" / "syntax.json")
+
+    def digests():
+        module._parsed.cache_clear()
+        module._memory.cache_clear()
+        found = code_digests("rlhf_pipeline.a")
+        module._remember(module._memory(), 0)
+        return found
+
+    parsed = digests()
+    assert len(json.loads(module.MEMORY.read_text())) == len(parsed) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(module.ast, "parse", None)
+        assert digests() == parsed
+    module.MEMORY.write_text("{")
+    assert digests() == parsed
+    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory" / "syntax.json" / "below a file")
+    assert digests() == parsed
+    module._parsed.cache_clear()
+    module._memory.cache_clear()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +21,9 @@ from rlhf_pipeline.stages.trust import trusts_remote_code
 
 PACKAGE = "rlhf_pipeline"
 ROOT = Path(rlhf_pipeline.__file__).parent
+MEMORY = ROOT / "__pycache__" / f"syntax.{sys.implementation.cache_tag}.json"
+MOST_REMEMBERED = 4096
+"""Texts, of a third of a kilobyte each; beyond that the memory begins anew."""
 
 
 def recipe(job: Job, *, digests: Mapping[str, str], processes: int) -> dict[str, Any]:
@@ -71,11 +78,38 @@ def _closure(*modules: str) -> dict[str, Path]:
     return found
 
 
-@cache  # the stages share most of their code, and parsing it is most of the work
+@cache  # the stages share most of their code
 def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
     """A module's digest, and the names in this package that it imports."""
-    tree = ast.parse(text)
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(_imports(tree))
+    known, key = _memory(), hashlib.sha256(text.encode()).hexdigest()
+    if key not in known:
+        tree = ast.parse(text)
+        known[key] = (hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(_imports(tree)))
+    digest, imports = known[key]
+    return digest, tuple(imports)
+
+
+@cache
+def _memory() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """What parsing found, by the text's SHA-256; kept beside Python's own caches, since a run that launches nothing would
+    spend a tenth of its time on it."""
+    known: dict[str, tuple[str, tuple[str, ...]]] = {}
+    with suppress(OSError, ValueError):
+        known.update(json.loads(MEMORY.read_text()))
+    if len(known) > MOST_REMEMBERED:
+        known.clear()
+    if not sys.dont_write_bytecode:
+        atexit.register(_remember, known, len(known))
+    return known
+
+
+def _remember(known: Mapping[str, Any], before: int) -> None:
+    if len(known) > before:
+        partial = MEMORY.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # a package that may not be written to is parsed each time
+            MEMORY.parent.mkdir(exist_ok=True)
+            partial.write_text(json.dumps(known))
+            partial.replace(MEMORY)
 
 
 def _source(name: str) -> Path | None:
