@@ -46,7 +46,7 @@ def test_the_log_interval_does_not_change_it():
 
 def test_library_versions_change_it(monkeypatch):
     before = key(job())
-    monkeypatch.setattr(module.metadata, "version", lambda name: "0")
+    monkeypatch.setattr(module, "_version", lambda name: "0")
     assert key(job()) != before
 
 

@@ -53,7 +53,10 @@ def fingerprint(recipe: Mapping[str, Any]) -> str:
 
 def library_versions(program: Program) -> dict[str, str]:
     """Version of each library that can change a program's result."""
-    return {name: metadata.version(name) for name in program.libraries}
+    return {name: _version(name) for name in program.libraries}
+
+
+_version = cache(metadata.version)  # the stages share most of their libraries, too
 
 
 def code_digests(*modules: str) -> dict[str, str]:
