@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,53 +53,35 @@ def check(parameters: dict[str, Any]) -> None:
     preflight(parameters, processes=processes, gpus=gpu_count())
 
 
-def trusted_by(parameters: dict[str, Any]) -> bool:
-    """Whether the parameters say that models' own code may be executed."""
-    return BaseModelConfig.model_validate(parameters["base_model"]).trust_remote_code
+@contextmanager
+def switches(parameters: dict[str, Any]) -> Iterator[None]:
+    """Inside the block, what parameters switch on for one run: stages run again (`force`), and code that lies beside a model's
+    weights may be executed (`base_model.trust_remote_code`)."""
+    trusted = BaseModelConfig.model_validate(parameters["base_model"]).trust_remote_code
+    with forcing(forced_stages(parameters.get("force"))), trusting(trusted):
+        yield
 
 
-class ForcingHook:
-    """Runs the stages again that the parameter `force` names."""
+class SwitchesHook:
+    """Holds the switches for one run: a later one of the same process has its own."""
 
     def __init__(self) -> None:
-        self._forcing = ExitStack()
+        self._on = ExitStack()
 
     @hook_impl
     def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
-        """Force them in this run."""
-        self._forcing.enter_context(forcing(forced_stages(catalog.load("parameters").get("force"))))
+        """Switch them on."""
+        self._on.enter_context(switches(catalog.load("parameters")))
 
     @hook_impl
     def after_pipeline_run(self) -> None:
-        """Force nothing in a later run of this process."""
-        self._forcing.close()
+        """Switch them off."""
+        self._on.close()
 
     @hook_impl
     def on_pipeline_error(self) -> None:
-        """The same."""
-        self._forcing.close()
-
-
-class TrustHook:
-    """Lets code that lies beside a model's weights be executed in this run, or not: `base_model.trust_remote_code`."""
-
-    def __init__(self) -> None:
-        self._trusting = ExitStack()
-
-    @hook_impl
-    def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
-        """Take the user's word for it."""
-        self._trusting.enter_context(trusting(trusted_by(catalog.load("parameters"))))
-
-    @hook_impl
-    def after_pipeline_run(self) -> None:
-        """Which does not hold for a later run of this process."""
-        self._trusting.close()
-
-    @hook_impl
-    def on_pipeline_error(self) -> None:
-        """The same."""
-        self._trusting.close()
+        """Switch them off."""
+        self._on.close()
 
 
 class TrackingHook:

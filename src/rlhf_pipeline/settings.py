@@ -7,14 +7,14 @@ import warnings
 
 from omegaconf.resolvers import oc
 
-from rlhf_pipeline.hooks import ErrorHook, ForcingHook, PreflightHook, ProgressHook, TrackingHook, TrustHook
+from rlhf_pipeline.hooks import ErrorHook, PreflightHook, ProgressHook, SwitchesHook, TrackingHook
 
 gc.set_threshold(100_000, 20, 100)  # imports make objects and no garbage: looking for it cost a sixth of a run
 atexit.register(gc.freeze)  # and the interpreter would look through them all again at its end: a fifth of a cached run
 os.environ.setdefault("DO_NOT_TRACK", "true")
 warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
 
-HOOKS = (ErrorHook(), PreflightHook(), ForcingHook(), TrustHook(), TrackingHook(), ProgressHook())
+HOOKS = (ErrorHook(), PreflightHook(), SwitchesHook(), TrackingHook(), ProgressHook())
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro-viz",)
 # Without the soft merge an environment that overrides one key of a block would drop the rest of the block.
 CONFIG_LOADER_ARGS = {

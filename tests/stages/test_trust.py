@@ -4,7 +4,7 @@ import json
 
 from kedro.io import DataCatalog, MemoryDataset
 
-from rlhf_pipeline.hooks import TrustHook
+from rlhf_pipeline.hooks import SwitchesHook
 from rlhf_pipeline.stages.trust import trusting, trusts_remote_code
 
 
@@ -23,7 +23,7 @@ def test_it_holds_for_one_run():
         block = {"path": "facebook/opt-350m", "trust_remote_code": trusted}
         hook.before_pipeline_run(catalog=DataCatalog({"parameters": MemoryDataset({"base_model": block})}))
 
-    hook = TrustHook()
+    hook = SwitchesHook()
     before(False)
     assert not trusts_remote_code()
     hook.after_pipeline_run()

@@ -14,12 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.commands.versions import first_version, is_unpublished
-from rlhf_pipeline.hooks import check, trusted_by
-from rlhf_pipeline.stages.forcing import forced_stages, forcing
+from rlhf_pipeline.hooks import check, switches
 from rlhf_pipeline.stages.job import PROGRAMS
 from rlhf_pipeline.stages.manifest import NAME
 from rlhf_pipeline.stages.planning import Plan, PlannedStage, downstream, planning
-from rlhf_pipeline.stages.trust import trusting
 from rlhf_pipeline.stages.workspace import has_run
 
 STYLES = {"finished": "green", "resume": "yellow", "run": "cyan", "may run": "cyan"}
@@ -45,7 +43,7 @@ def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
     check(parameters)
     rows: list[Row] = []
     made: dict[str, Path] = {}
-    with forcing(forced_stages(parameters.get("force"))), trusting(trusted_by(parameters)), planning() as plan:
+    with switches(parameters), planning() as plan:
         for node in pipeline.nodes:
             known = len(plan.stages)
             extra = _visit(node, catalog, made, plan)

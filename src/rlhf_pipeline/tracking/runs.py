@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from rlhf_pipeline.stages.events import StageRun, Status
 from rlhf_pipeline.stages.manifest import Manifest
 from rlhf_pipeline.tracking.lineage import log_data_read, log_result
 from rlhf_pipeline.tracking.orphans import DRIVER_TAG, driver_tag, end_orphans, note_end
+from rlhf_pipeline.tracking.parameters import cut, log_parameters
 from rlhf_pipeline.tracking.store import EXPERIMENT, FINGERPRINT_TAG, connect, experiment_id, find_run, patience
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class MlflowTracker:
             client.set_tag(unfinished, DRIVER_TAG, driver_tag())
             opened = client.get_run(unfinished)
         self._run_ids[run.fingerprint] = opened.info.run_id
-        _log_parameters(client, opened, run)
+        log_parameters(client, opened, run)
         log_data_read(client, opened.info.run_id, run)
         child = _Child(client, opened.info.run_id, logged=_last_steps(client, opened))
         child.log(records)
@@ -222,44 +222,6 @@ class _Child:
         points = [Metric(prefix + name, float(value), time_ms, self.step) for name, value in metrics.items()]
         self.client.log_batch(self.run_id, metrics=points)
         self.client.set_terminated(self.run_id, status, end_time)
-
-
-def parameters(config: dict[str, Any], seed: int) -> dict[str, str]:
-    """A stage's resolved configuration as MLflow parameters: {"ppo": {"lr": 1e-6}} is {"ppo.lr": "1e-06"}.
-
-    Values other than strings are spelled as JSON, as in job.json. Characters that MLflow refuses in a name, which a
-    user's own keys may hold, become underscores.
-    """
-    from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
-
-    flat = {**_flatten(config), "seed": seed}
-    return {
-        re.sub(r"[^\w.\- /:]", "_", name)[:MAX_ENTITY_KEY_LENGTH]: cut(
-            value if isinstance(value, str) else json.dumps(value), MAX_PARAM_VAL_LENGTH
-        )
-        for name, value in flat.items()
-    }
-
-
-def cut(value: str, length: int) -> str:
-    """A value as long as MLflow takes it; one that is cut ends in an ellipsis, and is whole in job.json."""
-    return value if len(value) <= length else value[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
-    return flat
-
-
-def _log_parameters(client: MlflowClient, opened: Run, run: StageRun) -> None:
-    """Log what the run lacks. MLflow refuses to change a parameter; operational ones may differ between attempts."""
-    from mlflow.entities import Param
-
-    wanted = parameters(run.config, run.seed)
-    missing = [Param(name, value) for name, value in wanted.items() if name not in opened.data.params]
-    client.log_batch(opened.info.run_id, params=missing)
 
 
 def _tags(run: StageRun) -> dict[str, str]:
