@@ -5,16 +5,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Two at a time, whatever the machine: a test that launches something uses two processes itself.
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadgroup
+
 .PHONY: run test quick long check format seeds kills stability overoptimization ui clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipelines=full $(ARGS)
 
 test: $(VENV)/dev.stamp
-	$(BIN)/pytest -m "not long" $(ARGS)
+	$(SIDE_BY_SIDE) -m "not long" $(ARGS)
 
 quick: $(VENV)/dev.stamp   # without the real launches
-	$(BIN)/pytest -m "not slow and not long" $(ARGS)
+	$(SIDE_BY_SIDE) -m "not slow and not long" $(ARGS)
 
 long: $(VENV)/dev.stamp    # what is left out above: every ZeRO stage, precision, kind of end, and number of ranks
 	$(BIN)/pytest -m long $(ARGS)

@@ -20,6 +20,13 @@ PROJECT = Path(__file__).parents[1]
 SHARED_DATA = PROJECT.parent / "shared" / "data"
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+def pytest_collection_modifyitems(items):
+    """Where tests run side by side, a file's stay together, and so do all that share the one full run: it is made once."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("project" if "project" in item.fixturenames else item.path.name))
+
+
 @pytest.fixture(autouse=True)
 def _no_ambient_tracking(monkeypatch, tmp_path):
     """No test writes into the project's own MLflow store."""

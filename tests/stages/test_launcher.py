@@ -1,4 +1,4 @@
-"""Ending a program's process group."""
+"""Signals to the driver, and the end of a program's process group."""
 
 import os
 import signal
@@ -22,3 +22,18 @@ def test_a_second_signal_ends_the_waiting_and_the_program():
     assert process.returncode == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_a_closed_terminal_ends_the_work():
+    with pytest.raises(Interrupted, match="SIGHUP"), _signals_raise():
+        os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_under_nohup_it_does_not():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts its command
+    try:
+        with _signals_raise():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

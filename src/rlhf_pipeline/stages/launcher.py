@@ -151,9 +151,8 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
     source = Path(rlhf_pipeline.__file__).parent.parent
     paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    settings["DISABLE_SAFETENSORS_CONVERSION"] = (
-        "1"  # transformers asks a bot on the hub for it, and takes what that made
-    )
+    # transformers asks a bot on the hub for a conversion, and takes what that made
+    settings["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     settings[DRIVER] = str(driver_id(os.getpid()))
     settings[LAUNCH] = f"{settings[DRIVER]} {directory.resolve()}"
     if gpu_count() == 0:
@@ -164,15 +163,16 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn INT, TERM and HUP into `Interrupted`, an ordinary exception, so that everyone above can tidy up."""
+    """Turn INT, TERM and HUP into `Interrupted`, an ordinary exception, so that everyone above can tidy up; under `nohup` a
+    closed terminal is still ignored."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(
             f"ended by {signal.Signals(number).name}; run the same command again: finished stages are kept"
         )
 
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, interrupt) for number in signals}
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, *hang_up)}
     try:
         yield
     finally:

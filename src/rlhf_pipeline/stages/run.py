@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
-from rlhf_pipeline.stages import events
+from rlhf_pipeline.stages import events, heartbeat
 from rlhf_pipeline.stages.checkpoints import checkpoints_in, newest_whole
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.forcing import forced
@@ -87,6 +87,7 @@ def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
         metrics = Manifest.read(run.export).metrics
         for checkpoint in checkpoints_in(run.directory / "checkpoints"):  # nothing is left to go on with
             shutil.rmtree(checkpoint)
+        shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)
     except BaseException as error:
         killed = isinstance(error, Interrupted | KeyboardInterrupt)
         events.ended(run, "KILLED" if killed else "FAILED", {})
