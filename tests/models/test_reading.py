@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_with_code import bring_code
 from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import ArtifactError
@@ -130,47 +131,11 @@ def test_a_configuration_names_no_pickle_as_the_weights(folder, marker, load):
     assert not marker.exists()
 
 
-CODE = """
-from pathlib import Path
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, PreTrainedTokenizerFast
-
-Path({marker!r}).touch()
-
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-
-class OwnForCausalLM(LlamaForCausalLM):
-    config_class = OwnConfig
-
-class OwnForSequenceClassification(LlamaPreTrainedModel):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model = LlamaModel(config)
-        self.score = torch.nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
-
-class OwnTokenizer(PreTrainedTokenizerFast):
-    pass
-"""
-
-
 @pytest.fixture
 def with_code(folder, marker, tmp_path, monkeypatch):
     """A model of a type of its own, by code in its folder."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    (folder / "modeling_own.py").write_text(CODE.format(marker=str(marker)))
-    classes = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnForCausalLM",
-               "AutoModelForSequenceClassification": "OwnForSequenceClassification"}  # fmt: skip
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
-    config["auto_map"] = {auto: f"modeling_own.{own}" for auto, own in classes.items()}
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "OwnTokenizer"}
-    tokenizer["auto_map"] = {"AutoTokenizer": [None, "modeling_own.OwnTokenizer"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    bring_code(folder, marker)
     return folder
 
 

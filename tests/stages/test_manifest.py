@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
-from rlhf_pipeline.stages.manifest import Manifest, content_digest, file_digest, file_entries, verify
+from rlhf_pipeline.stages.manifest import Manifest, artifact_of, content_digest, file_digest, file_entries, verify
 
 
 def make_artifact(directory: Path, **files: str) -> Path:
@@ -47,6 +47,22 @@ def test_a_part_of_an_artifact_is_digested_alone(tmp_path):
 def test_a_plain_file_is_digested_by_its_bytes(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     assert content_digest(tmp_path / "file") == file_digest(tmp_path / "file") == hashlib.sha256(b"abc").hexdigest()
+
+
+@pytest.mark.parametrize("theirs", ['{"files": ["pairs.jsonl"]}', "[1, 2]", "pairs.jsonl 12"])
+def test_a_file_counts_by_its_bytes_whatever_manifest_somebody_has_put_beside_it(tmp_path, theirs):
+    (tmp_path / "manifest.json").write_text(theirs)
+    (tmp_path / "pairs.jsonl").write_bytes(b"abc")
+    assert content_digest(tmp_path / "pairs.jsonl") == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_another_program_s_manifest_makes_no_folder_an_artifact(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"files": ["model.safetensors"]}')
+    (tmp_path / "model").mkdir()
+    assert artifact_of(tmp_path / "model") is None
+    assert artifact_of(make_artifact(tmp_path / "model" / "a", sub__weights="abc") / "sub") == tmp_path / "model" / "a"
+    with pytest.raises(ArtifactError, match="neither a file nor part of a finished artifact"):
+        content_digest(tmp_path / "model")
 
 
 def test_what_is_no_artifact_is_named(tmp_path):

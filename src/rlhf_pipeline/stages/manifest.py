@@ -98,15 +98,28 @@ def file_digest(path: Path) -> str:
 
 
 def artifact_of(path: Path) -> Path | None:
-    """The finished artifact that a path is, or lies in; None where there is none."""
-    return next((parent for parent in (path, *path.parents) if (parent / NAME).is_file()), None)
+    """The finished artifact that a folder is, or lies in; None where there is none, and for a file."""
+    if path.is_file():
+        return None
+    return next((parent for parent in (path, *path.parents) if _is_ours(parent / NAME)), None)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a manifest: others have files of that name, too. What cannot be read is taken for a damaged one."""
+    try:
+        fields = json.loads(path.read_text())
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return isinstance(fields, dict) and "fingerprint" in fields
 
 
 def content_digest(path: Path) -> str:
     """Digest of an input by content alone: equal bytes give equal digests, wherever and whenever they were made.
 
-    A path inside an artifact (`prepared / "sft"`) is digested from the manifest's entries below it, without reading the
-    files; a plain file outside any artifact by its bytes.
+    A folder inside an artifact (`prepared / "sft"`) is digested from the manifest's entries below it, without reading the
+    files; a plain file by its bytes.
     """
     owner = artifact_of(path)
     if owner is None:

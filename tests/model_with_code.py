@@ -1,0 +1,46 @@
+"""A checkpoint that brings Python code of its own, as models on the hub do whose type transformers does not know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+CODE = """
+from pathlib import Path
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+class OwnForSequenceClassification(LlamaPreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.score = torch.nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def bring_code(folder: Path, marker: Path) -> None:
+    """Make a Llama's checkpoint one of a type of its own. Its code leaves a marker when it is executed."""
+    (folder / "modeling_own.py").write_text(CODE.format(marker=str(marker)))
+    classes = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnForCausalLM",
+               "AutoModelForSequenceClassification": "OwnForSequenceClassification"}  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {auto: f"modeling_own.{own}" for auto, own in classes.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "OwnTokenizer"}
+    tokenizer["auto_map"] = {"AutoTokenizer": [None, "modeling_own.OwnTokenizer"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
