@@ -212,7 +212,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         table.add_column(column)
     for row in rows:
         table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import RESULTS, Start, commit, history, prepare, side_by_side, train, train_reward_model
-from matplotlib import pyplot as plt
+from panels import panels
 from rich.console import Console
 from rich.table import Table
 
@@ -103,23 +103,18 @@ def show(rows: list[dict[str, Any]]) -> None:
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Gold and proxy score against sqrt(KL), as Gao et al. plot them; a column a seed."""
     seeds = sorted({row["seed"] for row in rows})
-    figure, axes = plt.subplots(
-        2, len(seeds), figsize=(4.4 * len(seeds), 6.4), sharex=True, sharey="row", squeeze=False, layout="constrained"
-    )
-    for row in rows:
-        at = [max(point["kl"], 0.0) ** 0.5 for point in row["course"]]
-        style = {"linestyle": "--" if "," in row["leash"] else "-", "marker": MARKERS[row["leash"]], "markersize": 4}
-        for panel, name in zip(axes[:, seeds.index(row["seed"])], ("gold", "proxy"), strict=True):
-            values = [point[name] for point in row["course"]]
-            panel.plot(at, values, color=COLORS[row["leash"]], label=row["leash"], linewidth=1.3, **style)
-    for column, seed in enumerate(seeds):
-        axes[0, column].set_title(f"seed {seed}")
-        axes[1, column].set_xlabel("sqrt(KL to SFT), sqrt(nats)")
-    axes[0, 0].set_ylabel("gold score, held out")
-    axes[1, 0].set_ylabel("proxy: reward model's score, held out")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(file, dpi=110)
+    upright = ("gold score, held out", "proxy: reward model's score, held out")
+    with panels(file, seeds, upright=upright, across="sqrt(KL to SFT), sqrt(nats)", size=(4.4, 6.4)) as of_seed:
+        for row in rows:
+            at = [max(point["kl"], 0.0) ** 0.5 for point in row["course"]]
+            style = {
+                "linestyle": "--" if "," in row["leash"] else "-",
+                "marker": MARKERS[row["leash"]],
+                "markersize": 4,
+            }
+            for panel, name in zip(of_seed(row["seed"]), ("gold", "proxy"), strict=True):
+                values = [point[name] for point in row["course"]]
+                panel.plot(at, values, color=COLORS[row["leash"]], label=row["leash"], linewidth=1.3, **style)
 
 
 if __name__ == "__main__":

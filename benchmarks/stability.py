@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments import RESULTS, Start, commit, compare, history, prepare, side_by_side, train
-from matplotlib import pyplot as plt
+from panels import panels
 from rich.console import Console
 from rich.table import Table
 
@@ -129,21 +129,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Held-out gold score and KL over the responses seen: a panel a seed, a line a setting."""
     seeds = sorted({row["seed"] for row in rows})
-    figure, axes = plt.subplots(
-        2, len(seeds), figsize=(3.2 * len(seeds), 5), sharex=True, sharey="row", squeeze=False, layout="constrained"
-    )
-    for row in (row for row in rows if "error" not in row):
-        for panel, name in zip(axes[:, seeds.index(row["seed"])], ("gold", "kl"), strict=True):
-            at, values = ([point[key] for point in row["course"]] for key in ("responses", name))
-            panel.plot(at, values, color=COLORS[row["setting"]], label=row["setting"], marker="o", markersize=3)
-    for column, seed in enumerate(seeds):
-        axes[0, column].set_title(f"seed {seed}")
-        axes[1, column].set_xlabel("responses trained on")
-    axes[0, 0].set_ylabel("gold score, held out")
-    axes[1, 0].set_ylabel("KL to SFT, nats")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(file, dpi=110)
+    upright = ("gold score, held out", "KL to SFT, nats")
+    with panels(file, seeds, upright=upright, across="responses trained on", size=(3.2, 5)) as of_seed:
+        for row in (row for row in rows if "error" not in row):
+            for panel, name in zip(of_seed(row["seed"]), ("gold", "kl"), strict=True):
+                at, values = ([point[key] for point in row["course"]] for key in ("responses", name))
+                panel.plot(at, values, color=COLORS[row["setting"]], label=row["setting"], marker="o", markersize=3)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,6 @@ def wait_for(pattern: str, workspace: Path, driver: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-def ranks_of(driver: subprocess.Popen) -> list[psutil.Process]:
-    return [child for child in psutil.Process(driver.pid).children(recursive=True) if "RANK" in child.environ()]
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -59,15 +55,15 @@ def lines(directory: Path) -> list:
     return [(r["step"], {n: v for n, v in r["metrics"].items() if not n.startswith("time/")}) for r in records]
 
 
-def kill_group(driver):
-    os.killpg(os.getpgid(ranks_of(driver)[0].pid), signal.SIGKILL)
+def kill_group(driver, group):
+    os.killpg(group, signal.SIGKILL)
 
 
-def kill_driver(driver):
+def kill_driver(driver, group):
     driver.kill()
 
 
-def terminate_driver(driver):
+def terminate_driver(driver, group):
     driver.terminate()
 
 
@@ -83,9 +79,11 @@ def terminate_driver(driver):
 def test_it_ends_as_if_nothing_had_happened(project, tmp_path, stage, end, after):
     (recipe,) = project.recipes(stage)[:1]
     driver = start(recipe, tmp_path)
+    wait_for(f"{stage}/*/heartbeats/rank1.json", tmp_path, driver)
+    family = psutil.Process(driver.pid).children(recursive=True)  # now: no time is left for it between two steps
+    group = next(os.getpgid(child.pid) for child in family if "RANK" in child.environ())
     wait_for(f"{stage}/*/checkpoints/{after}", tmp_path, driver)
-    family = psutil.Process(driver.pid).children(recursive=True)
-    end(driver)
+    end(driver, group)
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
     assert driver.wait(30) != 0
