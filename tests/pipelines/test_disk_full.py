@@ -86,7 +86,7 @@ def test_when_a_result_is_published(project, disk):
         ("split", 200, "No space"),
         ("sft", 24, "No space"),
         ("sft", 64, "rank0: "),
-        ("sft", 128, r"the model for .*/best takes 0.1 MiB, and .* has 0.1 MiB left; make room"),
+        ("sft", 128, r"the model for .*/best-0{7}\d takes 0.1 MiB, and .* has 0.1 MiB left; make room"),
         ("reward_model", 320, "(the checkpoint of step|the model for) .* MiB left; make room"),
         ("ppo", 420, "(the checkpoint of step|the model for) .* MiB left; make room"),
         ("evaluate", 64, "No space"),
