@@ -18,11 +18,11 @@ from typing import Any
 from kedro.config import OmegaConfigLoader
 from omegaconf import OmegaConf
 
-from rlhf_pipeline.config.data import SplitConfig
-from rlhf_pipeline.config.evaluation import EvaluationConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.model import BaseModelConfig
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.pipelines.data_preparation.nodes import base_model, split
 from rlhf_pipeline.pipelines.evaluation.nodes import evaluate
@@ -56,7 +56,9 @@ def prepare(seed: int, workspace: Path) -> Start:
     base = base_model(BaseModelConfig.model_validate(given["base_model"]), split_config, *common)
     data = split(base, split_config, *common)
     policy = sft(data, base, SFTConfig.model_validate(given["sft"]), *common)
-    judge = reward_model(data, policy, RewardModelConfig.model_validate(given["reward_model"]), *common)
+    judge = reward_model(
+        data, policy, RewardModelConfig.model_validate(given["reward_model"]), *common
+    )
     return Start(seed, workspace, data, policy, judge)
 
 
@@ -68,15 +70,21 @@ def train_reward_model(start: Start, changes: Tree) -> Path:
 
 def train(start: Start, changes: Tree) -> Path:
     """The policy that PPO makes with the default parameters but for `changes`, a tree like that of the block `ppo`."""
-    config = PPOConfig.model_validate(OmegaConf.to_container(OmegaConf.merge(_parameters()["ppo"], changes)))
-    return ppo(start.data, start.sft_model, start.reward_model, config, LAUNCH, start.seed, start.workspace)
+    config = PPOConfig.model_validate(
+        OmegaConf.to_container(OmegaConf.merge(_parameters()["ppo"], changes))
+    )
+    return ppo(
+        start.data, start.sft_model, start.reward_model, config, LAUNCH, start.seed, start.workspace
+    )
 
 
 def compare(start: Start, policy: Path) -> Tree:
     """The evaluation stage's result for a policy, with the default parameters."""
-    config = EvaluationConfig.model_validate(_parameters()["evaluate"])
+    config = EvaluateConfig.model_validate(_parameters()["evaluate"])
     models = start.sft_model, policy, start.reward_model
-    export = evaluate("evaluate", "ppo")(start.data, *models, config, LAUNCH, start.seed, start.workspace)
+    export = evaluate("evaluate", "ppo")(
+        start.data, *models, config, LAUNCH, start.seed, start.workspace
+    )
     return dict(json.loads((export / "evaluation.json").read_text()))
 
 
@@ -91,7 +99,9 @@ def side_by_side(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> 
     cores = multiprocessing.Queue()  # type: ignore[var-annotated]
     for core in os.sched_getaffinity(0):
         cores.put(core)
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_take_core, initargs=(cores,)) as pool:
+    with ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), initializer=_take_core, initargs=(cores,)
+    ) as pool:
         for done in as_completed([pool.submit(function, *task) for task in tasks]):
             yield done.result()
 
@@ -99,7 +109,9 @@ def side_by_side(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> 
 def commit() -> str:
     """The commit in the work tree, marked where the tree differs from it."""
     describe = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
-    return subprocess.run(describe, cwd=PROJECT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        describe, cwd=PROJECT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def _take_core(cores: multiprocessing.Queue[int]) -> None:
@@ -107,4 +119,6 @@ def _take_core(cores: multiprocessing.Queue[int]) -> None:
 
 
 def _parameters() -> Tree:
-    return dict(OmegaConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)["parameters"])
+    return dict(
+        OmegaConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    )

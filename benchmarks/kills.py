@@ -48,7 +48,9 @@ class Kill:
 
 def main() -> int:
     """Kill, run again, compare; a row for each kill."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=10, help="for each stage and setting")
     parser.add_argument("--stages", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--zero", type=int, nargs="+", default=[0, 2])
@@ -60,7 +62,10 @@ def main() -> int:
     RESULTS.mkdir(parents=True)
     kedro("--to-nodes=reward_model", RESULTS / "root", RESULTS / "mlflow.db").wait()
     settings = [
-        (zero, precision) for zero in arguments.zero for precision in arguments.precision if zero or precision == "fp32"
+        (zero, precision)
+        for zero in arguments.zero
+        for precision in arguments.precision
+        if zero or precision == "fp32"
     ]
     rows = []
     for stage in arguments.stages:
@@ -74,7 +79,9 @@ def main() -> int:
             training = whom == "checkpoint" or draw.random() > 0.2
             steps = len(expected["metrics"])
             longest_s = expected["training_s"] / steps if training else expected["start_s"] / 2
-            kill = Kill(whom, draw.randrange(1, steps - 3) if training else 0, draw.random() * longest_s)
+            kill = Kill(
+                whom, draw.randrange(1, steps - 3) if training else 0, draw.random() * longest_s
+            )
             found = attempt(stage, setting, f"kill-{number}", kill, draw)
             rows.append(
                 {
@@ -96,7 +103,9 @@ def main() -> int:
     return 0 if all(passes(row) for row in rows) else 1
 
 
-def attempt(stage: str, setting: tuple[int, str], name: str, kill: Kill | None, draw: random.Random) -> dict[str, Any]:
+def attempt(
+    stage: str, setting: tuple[int, str], name: str, kill: Kill | None, draw: random.Random
+) -> dict[str, Any]:
     """One stage from its beginning to its end, killed once on the way if `kill` says so."""
     root, store = RESULTS / "root", RESULTS / f"{stage}-{name}-{setting[0]}-{setting[1]}.db"
     workspace, parameters = root / "07_workspace" / stage, stage_parameters(stage, *setting)
@@ -117,7 +126,10 @@ def attempt(stage: str, setting: tuple[int, str], name: str, kill: Kill | None, 
         "training_s": records[-1]["time"] - records[0]["time"],
         "resumed_from": json.loads((directory / "job.json").read_text())["resume_from"],
         "weights": {name: entry["sha256"] for name, entry in manifest["files"].items()},
-        "metrics": [(r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")}) for r in records],
+        "metrics": [
+            (r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")})
+            for r in records
+        ],
         **tracked(store, stage),
     }
 
@@ -126,7 +138,9 @@ def stage_parameters(stage: str, zero: int, precision: str) -> str:
     """What makes the stage train for some seconds, with a checkpoint after every third step."""
     blocks = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
     engine = {"zero_stage": zero, "precision": precision}
-    engines = [f"{block}.deepspeed.{key}={value}" for block in blocks for key, value in engine.items()]
+    engines = [
+        f"{block}.deepspeed.{key}={value}" for block in blocks for key, value in engine.items()
+    ]
     return ",".join([STEPS[stage], f"{stage}.checkpoint_every=3", *engines])
 
 
@@ -136,10 +150,14 @@ def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subproce
     command.append(f"--params=root={root}" + (f",{parameters}" if parameters else ""))
     environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{store}"}
     with (RESULTS / "run.log").open("a") as log:
-        return subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
-def end(driver: subprocess.Popen[bytes], kill: Kill, workspace: Path, draw: random.Random) -> dict[str, Any]:
+def end(
+    driver: subprocess.Popen[bytes], kill: Kill, workspace: Path, draw: random.Random
+) -> dict[str, Any]:
     """Kill, then wait until nothing of it runs any more, 10 seconds at most."""
     while driver.poll() is None and steps_taken(workspace) < kill.step:
         time.sleep(0.005)
@@ -147,7 +165,9 @@ def end(driver: subprocess.Popen[bytes], kill: Kill, workspace: Path, draw: rand
     while driver.poll() is None and time.monotonic() - since < kill.after_s:
         time.sleep(0.005)
     while (
-        kill.whom == "checkpoint" and driver.poll() is None and not any(workspace.glob("*/checkpoints/step-*.partial"))
+        kill.whom == "checkpoint"
+        and driver.poll() is None
+        and not any(workspace.glob("*/checkpoints/step-*.partial"))
     ):
         time.sleep(0.001)
     family = psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else []
@@ -185,9 +205,14 @@ def tracked(store: Path, stage: str) -> dict[str, Any]:
     experiment = client.get_experiment_by_name("rlhf-pipeline")
     runs = client.search_runs([experiment.experiment_id], f"tags.`rlhf.stage` = '{stage}'")
     logged = {
-        name: [point.step for run in runs for point in client.get_metric_history(run.info.run_id, name)]
+        name: [
+            point.step for run in runs for point in client.get_metric_history(run.info.run_id, name)
+        ]
         for name in {
-            name for run in runs for name in run.data.metrics if "/" in name and not name.startswith(("time/", "best/"))
+            name
+            for run in runs
+            for name in run.data.metrics
+            if "/" in name and not name.startswith(("time/", "best/"))
         }
     }
     return {"runs": [run.info.status for run in runs], "logged": logged}
@@ -195,7 +220,11 @@ def tracked(store: Path, stage: str) -> dict[str, Any]:
 
 def steps_of(records: list[tuple[int, dict[str, float]]]) -> dict[str, list[int]]:
     """The steps at which metrics.jsonl has each metric."""
-    return {name: [step for step, values in records if name in values] for _, values in records for name in values}
+    return {
+        name: [step for step, values in records if name in values]
+        for _, values in records
+        for name in values
+    }
 
 
 def passes(row: dict[str, Any]) -> bool:
@@ -211,7 +240,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     for column in rows[0]:
         table.add_column(column)
     for row in rows:
-        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(
+            *(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     Console(width=120).print(table)
 
 

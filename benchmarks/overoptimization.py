@@ -16,7 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments import RESULTS, Start, commit, history, prepare, side_by_side, train, train_reward_model
+from experiments import (
+    RESULTS,
+    Start,
+    commit,
+    history,
+    prepare,
+    side_by_side,
+    train,
+    train_reward_model,
+)
 from panels import panels
 from rich.console import Console
 from rich.table import Table
@@ -30,22 +39,34 @@ LEASHES: dict[str, dict[str, Any]] = {
     "coef 0, maximum 1": {"coef": 0.0, "maximum": 1.0},
     "adaptive, target 1": {"coef": 0.03, "maximum": None, "target": 1.0, "horizon": 50},
 }
-COLORS = dict(zip(LEASHES, ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#000000", "#CC79A7"), strict=True))
+COLORS = dict(
+    zip(LEASHES, ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#000000", "#CC79A7"), strict=True)
+)
 MARKERS = dict(zip(LEASHES, "osD^Xv", strict=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept and results are written")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where runs are kept and results are written"
+    )
     arguments = parser.parse_args()
     folder = arguments.results / "overoptimization"
     folder.mkdir(parents=True, exist_ok=True)
-    starts = list(side_by_side(start, [(seed, arguments.results / "workspace") for seed in arguments.seeds]))
+    starts = list(
+        side_by_side(start, [(seed, arguments.results / "workspace") for seed in arguments.seeds])
+    )
     rows: list[dict[str, Any]] = []
     for row in side_by_side(run, [(begin, name) for begin in starts for name in LEASHES]):
-        rows = sorted([*rows, row], key=lambda row: (list(LEASHES).index(row["leash"]), row["seed"]))
-        (folder / "overoptimization.json").write_text(json.dumps({"commit": commit(), "runs": rows}, indent=1))
+        rows = sorted(
+            [*rows, row], key=lambda row: (list(LEASHES).index(row["leash"]), row["seed"])
+        )
+        (folder / "overoptimization.json").write_text(
+            json.dumps({"commit": commit(), "runs": rows}, indent=1)
+        )
         show(rows)
     plot(rows, folder / "overoptimization.png")
 
@@ -74,7 +95,10 @@ def evaluations(policy: Path) -> list[dict[str, float]]:
     """KL, proxy and gold score at each evaluation."""
     names = {"kl": "validation/kl", "proxy": "validation/score", "gold": "validation/gold_score"}
     steps = [step for step in history(policy) if "validation/score" in step]
-    return [{"step": step["step"]} | {short: step[name] for short, name in names.items()} for step in steps]
+    return [
+        {"step": step["step"]} | {short: step[name] for short, name in names.items()}
+        for step in steps
+    ]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -96,7 +120,12 @@ def show(rows: list[dict[str, Any]]) -> None:
         best, last = max(row["course"], key=lambda point: point["gold"]), row["course"][-1]
         numbers = [best["gold"], best["kl"], last["gold"], last["proxy"], last["kl"]]
         numbers += [row["exported"][key] for key in ("gold", "proxy", "kl")]
-        table.add_row(row["leash"], str(row["seed"]), str(row["steps"]), *(f"{number:.2f}" for number in numbers))
+        table.add_row(
+            row["leash"],
+            str(row["seed"]),
+            str(row["steps"]),
+            *(f"{number:.2f}" for number in numbers),
+        )
     Console(width=140).print(table)
 
 
@@ -104,7 +133,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Gold and proxy score against sqrt(KL), as Gao et al. plot them; a column a seed."""
     seeds = sorted({row["seed"] for row in rows})
     upright = ("gold score, held out", "proxy: reward model's score, held out")
-    with panels(file, seeds, upright=upright, across="sqrt(KL to SFT), sqrt(nats)", size=(4.4, 6.4)) as of_seed:
+    with panels(
+        file, seeds, upright=upright, across="sqrt(KL to SFT), sqrt(nats)", size=(4.4, 6.4)
+    ) as of_seed:
         for row in rows:
             at = [max(point["kl"], 0.0) ** 0.5 for point in row["course"]]
             style = {
@@ -114,7 +145,14 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
             }
             for panel, name in zip(of_seed(row["seed"]), ("gold", "proxy"), strict=True):
                 values = [point[name] for point in row["course"]]
-                panel.plot(at, values, color=COLORS[row["leash"]], label=row["leash"], linewidth=1.3, **style)
+                panel.plot(
+                    at,
+                    values,
+                    color=COLORS[row["leash"]],
+                    label=row["leash"],
+                    linewidth=1.3,
+                    **style,
+                )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,12 @@ from matplotlib.axes import Axes
 
 @contextmanager
 def panels(
-    file: Path, seeds: Sequence[int], *, upright: tuple[str, str], across: str, size: tuple[float, float]
+    file: Path,
+    seeds: Sequence[int],
+    *,
+    upright: tuple[str, str],
+    across: str,
+    size: tuple[float, float],
 ) -> Iterator[Callable[[int], Sequence[Axes]]]:
     """Inside the block a seed's two panels, from above, may be drawn on; then the figure is saved.
 
@@ -25,7 +30,13 @@ def panels(
     """
     columns = len(seeds)
     figure, axes = plt.subplots(
-        2, columns, figsize=(size[0] * columns, size[1]), sharex=True, sharey="row", squeeze=False, layout="constrained"
+        2,
+        columns,
+        figsize=(size[0] * columns, size[1]),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
     )
     yield lambda seed: axes[:, seeds.index(seed)]
     for column, seed in enumerate(seeds):

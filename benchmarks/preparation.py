@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.data import SourceConfig, SplitConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.model import BaseModelConfig
-from rlhf_pipeline.data.ingest import source_job
+from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.record_files import example_batch, examples
+from rlhf_pipeline.data.source import source_job
 from rlhf_pipeline.models.base_model import build_model, train_tokenizer
 from rlhf_pipeline.pipelines.data_preparation.nodes import split
 from rlhf_pipeline.stages.job import Job
@@ -46,8 +46,12 @@ LAUNCH = LaunchConfig(processes=2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--like", type=Path, required=True, help="an HH-RLHF file (.jsonl.gz) to imitate")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--like", type=Path, required=True, help="an HH-RLHF file (.jsonl.gz) to imitate"
+    )
     parser.add_argument("--pairs", type=int, default=160_000)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     arguments = parser.parse_args()
@@ -92,7 +96,9 @@ def generate(like: Path, file: Path, pairs: int) -> None:
             row = rows[index % len(rows)]
             shared = len(shared_start(row["chosen"], row["rejected"]))
             start = shuffled(row["chosen"][:shared], rng)
-            fresh = {name: start + shuffled(row[name][shared:], rng) for name in ("chosen", "rejected")}
+            fresh = {
+                name: start + shuffled(row[name][shared:], rng) for name in ("chosen", "rejected")
+            }
             output.write(json.dumps(fresh) + "\n")
 
 
@@ -123,7 +129,11 @@ def build_base_model(file: Path, vocabulary: int, root: Path) -> Path:
     built = root / "built"
     build_model(config, tokenizer).save_pretrained(built)
     tokenizer.save_pretrained(built)
-    return run_stage(Job("base_model", {"base_model": BaseModelConfig(path=str(built))}, {}, 0), LAUNCH, root / "base")
+    return run_stage(
+        Job("base_model", {"base_model": BaseModelConfig(path=str(built))}, {}, 0),
+        LAUNCH,
+        root / "base",
+    )
 
 
 def content_of(stage: Path) -> Path:
@@ -143,12 +153,18 @@ def needed_texts(records: Path, prepared: Path) -> list[str]:
         phase: {
             name
             for part in ("train", "validation")
-            for name in pa.ipc.open_stream(prepared / phase / f"{part}.arrow").read_all().column("id").to_pylist()
+            for name in pa.ipc.open_stream(prepared / phase / f"{part}.arrow")
+            .read_all()
+            .column("id")
+            .to_pylist()
         }
         for phase in ("sft", "reward_model", "ppo")
     }
     held["evaluation"] = set(
-        pa.ipc.open_stream(prepared / "evaluation" / "test.arrow").read_all().column("id").to_pylist()
+        pa.ipc.open_stream(prepared / "evaluation" / "test.arrow")
+        .read_all()
+        .column("id")
+        .to_pylist()
     )
     texts = []
     for name, prompt, chosen, rejected in comparisons(records):
@@ -162,7 +178,10 @@ def comparisons(records: Path) -> Iterator[tuple[str, str, str, str]]:
     """Id, prompt, chosen and rejected answer of every record, as plain strings."""
     for batch in examples(records).to_batches():
         columns = example_batch(batch)
-        prompts = ("".join(f"\n\n{turn['role']}: {turn['content']}" for turn in prompt) for prompt in columns.prompts)
+        prompts = (
+            "".join(f"\n\n{turn['role']}: {turn['content']}" for turn in prompt)
+            for prompt in columns.prompts
+        )
         yield from zip(columns.ids, prompts, columns.chosen, columns.rejected, strict=True)  # type: ignore[misc]
 
 
@@ -172,7 +191,9 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer(texts[start : start + 1_000], add_special_tokens=False)
 
 
-def show(pairs: int, first_s: float, second_s: float, peak_mib: float, every_s: float, needed_s: float) -> None:
+def show(
+    pairs: int, first_s: float, second_s: float, peak_mib: float, every_s: float, needed_s: float
+) -> None:
     """One row a figure."""
     table = Table(title=f"Preparing {pairs:,} comparisons")
     table.add_column("")

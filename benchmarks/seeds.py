@@ -27,7 +27,9 @@ MIN_RATE, MIN_LOWER = 0.70, 0.60
 
 def main() -> int:
     """Run the seeds one after the other; print a row for each as it ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     seeds = parser.parse_args().seeds
     rows = []
@@ -51,10 +53,14 @@ def run(seed: int) -> dict[str, float]:
     start = time.monotonic()
     with (root / "run.log").open("w") as log:
         environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{root}/mlflow.db"}
-        subprocess.run(command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+        subprocess.run(
+            command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True
+        )
     newest = max((root / "08_reporting" / "evaluation").iterdir()) / "evaluation"
     evaluation = json.loads((newest / "evaluation.json").read_text())
-    models = {name: json.loads(path.read_text())["metrics"] for name, path in manifests(root).items()}
+    models = {
+        name: json.loads(path.read_text())["metrics"] for name, path in manifests(root).items()
+    }
     gold = evaluation["win_rates"]["gold"]
     return {
         "seed": seed,
@@ -72,7 +78,9 @@ def run(seed: int) -> dict[str, float]:
 def manifests(root: Path) -> dict[str, Path]:
     """The newest manifest of each published model."""
     folders = (root / "06_models").iterdir()
-    return {folder.name: max(folder.iterdir()) / folder.name / "manifest.json" for folder in folders}
+    return {
+        folder.name: max(folder.iterdir()) / folder.name / "manifest.json" for folder in folders
+    }
 
 
 def passes(row: dict[str, float]) -> bool:
@@ -96,10 +104,16 @@ def show(rows: list[dict[str, float]]) -> None:
     ):
         table.add_column(column, justify="right")
     for row in rows:
-        numbers = [f"{row[key]:.2f}" for key in ("minutes", "rm_accuracy", "sft_gold", "ppo_gold", "kl")]
+        numbers = [
+            f"{row[key]:.2f}" for key in ("minutes", "rm_accuracy", "sft_gold", "ppo_gold", "kl")
+        ]
         interval = f"[{row['lower']:.3f}, {row['upper']:.3f}]"
         table.add_row(
-            f"{row['seed']:.0f}", *numbers, f"{row['win_rate']:.3f}", interval, "yes" if passes(row) else "no"
+            f"{row['seed']:.0f}",
+            *numbers,
+            f"{row['win_rate']:.3f}",
+            interval,
+            "yes" if passes(row) else "no",
         )
     Console(width=110).print(table)
 

@@ -42,22 +42,39 @@ COLORS = dict(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept and results are written")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where runs are kept and results are written"
+    )
     arguments = parser.parse_args()
     folder = arguments.results / "stability"
     folder.mkdir(parents=True, exist_ok=True)
-    starts = list(side_by_side(prepare, [(seed, arguments.results / "workspace") for seed in arguments.seeds]))
+    starts = list(
+        side_by_side(prepare, [(seed, arguments.results / "workspace") for seed in arguments.seeds])
+    )
     rows: list[dict[str, Any]] = []
-    for row in side_by_side(run, [(start, name) for start in starts for name in arguments.settings]):
-        rows = sorted([*rows, row], key=lambda row: (list(SETTINGS).index(row["setting"]), row["seed"]))
-        (folder / "stability.json").write_text(json.dumps({"commit": commit(), "runs": rows}, indent=1))
+    for row in side_by_side(
+        run, [(start, name) for start in starts for name in arguments.settings]
+    ):
+        rows = sorted(
+            [*rows, row], key=lambda row: (list(SETTINGS).index(row["setting"]), row["seed"])
+        )
+        (folder / "stability.json").write_text(
+            json.dumps({"commit": commit(), "runs": rows}, indent=1)
+        )
         show(rows)
     plot(rows, folder / "stability.png")
     demanded = [row for row in rows if row["setting"] != UNSTABLE]
-    return 0 if all(map(stable, demanded)) and min(differences(demanded).values(), default=0.0) >= -TOLERANCE else 1
+    return (
+        0
+        if all(map(stable, demanded))
+        and min(differences(demanded).values(), default=0.0) >= -TOLERANCE
+        else 1
+    )
 
 
 def run(start: Start, name: str) -> dict[str, Any]:
@@ -86,7 +103,9 @@ def run(start: Start, name: str) -> dict[str, Any]:
         "share_of_steps": steps[-1]["step"] / config["steps"],
         "course": [
             {
-                "responses": step["step"] * config["rollout_batches"] * config["rollout_batch_size"],
+                "responses": step["step"]
+                * config["rollout_batches"]
+                * config["rollout_batch_size"],
                 "kl": step["validation/kl"],
                 "gold": step["validation/gold_score"],
                 "score": step["validation/score"],
@@ -98,7 +117,9 @@ def run(start: Start, name: str) -> dict[str, Any]:
 
 def stable(row: dict[str, Any]) -> bool:
     """The run took all its steps (no loss was NaN, no rollout's KL beyond the bound) and ended above SFT."""
-    return bool("error" not in row and row["share_of_steps"] == 1 and row["last_gold"] > row["sft_gold"])
+    return bool(
+        "error" not in row and row["share_of_steps"] == 1 and row["last_gold"] > row["sft_gold"]
+    )
 
 
 def differences(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -106,7 +127,9 @@ def differences(rows: list[dict[str, Any]]) -> dict[str, float]:
     rates = {(row["setting"], row["seed"]): row["win_rate"] for row in rows if "error" not in row}
     return {
         name: fmean(
-            rates[name, seed] - rates[PLAIN, seed] for (n, seed) in rates if n == name and (PLAIN, seed) in rates
+            rates[name, seed] - rates[PLAIN, seed]
+            for (n, seed) in rates
+            if n == name and (PLAIN, seed) in rates
         )
         for name in SETTINGS
         if any(n == name and (PLAIN, seed) in rates for n, seed in rates)
@@ -116,7 +139,9 @@ def differences(rows: list[dict[str, Any]]) -> dict[str, float]:
 def show(rows: list[dict[str, Any]]) -> None:
     """All runs so far."""
     table = Table(title="PPO against SFT on the gold score, by what a step trains on")
-    columns = "win_rate lower upper sft_gold gold last_gold kl largest_kl largest_update clipped".split()
+    columns = (
+        "win_rate lower upper sft_gold gold last_gold kl largest_kl largest_update clipped".split()
+    )
     for column in ("setting", "seed", *columns, "stable"):
         table.add_column(column.replace("_", " "), justify="right")
     for row in rows:
@@ -130,11 +155,22 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Held-out gold score and KL over the responses seen: a panel a seed, a line a setting."""
     seeds = sorted({row["seed"] for row in rows})
     upright = ("gold score, held out", "KL to SFT, nats")
-    with panels(file, seeds, upright=upright, across="responses trained on", size=(3.2, 5)) as of_seed:
+    with panels(
+        file, seeds, upright=upright, across="responses trained on", size=(3.2, 5)
+    ) as of_seed:
         for row in (row for row in rows if "error" not in row):
             for panel, name in zip(of_seed(row["seed"]), ("gold", "kl"), strict=True):
-                at, values = ([point[key] for point in row["course"]] for key in ("responses", name))
-                panel.plot(at, values, color=COLORS[row["setting"]], label=row["setting"], marker="o", markersize=3)
+                at, values = (
+                    [point[key] for point in row["course"]] for key in ("responses", name)
+                )
+                panel.plot(
+                    at,
+                    values,
+                    color=COLORS[row["setting"]],
+                    label=row["setting"],
+                    marker="o",
+                    markersize=3,
+                )
 
 
 if __name__ == "__main__":

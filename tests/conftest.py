@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.stages.launcher import free_port
+from rlhf_pipeline.stages.launch.resources import free_port
 
 PROJECT = Path(__file__).parents[1]
 SHARED_DATA = PROJECT.parent / "shared" / "data"
@@ -24,7 +24,9 @@ SHARED_DATA = PROJECT.parent / "shared" / "data"
 def pytest_collection_modifyitems(items):
     """Where tests run side by side, a file's stay together, and so do all that share the one full run: it is made once."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("project" if "project" in item.fixturenames else item.path.name))
+        item.add_marker(
+            pytest.mark.xdist_group("project" if "project" in item.fixturenames else item.path.name)
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +54,12 @@ def tokenizer():
         show_progress=False,
     )
     backend.train_from_iterator(
-        ["\n\nHuman: what is the colour of snow?\n\nAssistant: the colour of snow is white."], trainer
+        ["\n\nHuman: what is the colour of snow?\n\nAssistant: the colour of snow is white."],
+        trainer,
     )
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>"
+    )
     made.chat_template = HUMAN_ASSISTANT_TEMPLATE
     return made
 
@@ -95,9 +100,9 @@ def make_model(tokenizer, tmp_path_factory):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlhf_pipeline.config.model import BaseModelConfig
+    from rlhf_pipeline.config.base_model import BaseModelConfig
+    from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.models.base_model import as_loaded
-    from rlhf_pipeline.models.token_contract import TokenContract
 
     def make(model_type: str = "llama", seed: int = 0, vocabulary: int | None = None) -> Path:
         torch.manual_seed(seed)
@@ -124,7 +129,9 @@ def start_server(tmp_path):
     """Starts a program on a free port and waits until it answers at a path; returns its address. It ends with the test."""
     log, started = tmp_path / "server.log", []
 
-    def start(command: list[str], answers_at: str, environment: dict[str, str], timeout_s: float = 60.0) -> str:
+    def start(
+        command: list[str], answers_at: str, environment: dict[str, str], timeout_s: float = 60.0
+    ) -> str:
         port = free_port(None)
         with log.open("w") as output:
             server = subprocess.Popen(
@@ -162,7 +169,9 @@ class Disk:
         self.path, self.filler = path, path / "filler"
         path.mkdir()
         options = ["-t", "tmpfs", "-o", f"size={size}", "none"]
-        mounted = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True, check=False)
+        mounted = subprocess.run(
+            ["mount", *options, str(path)], capture_output=True, text=True, check=False
+        )
         if mounted.returncode != 0:
             pytest.skip(f"a file system of its own cannot be mounted: {mounted.stderr.strip()}")
 
@@ -194,13 +203,27 @@ class Project:
         self.uri = f"sqlite:///{root}/mlflow.db"
 
     def kedro(
-        self, *arguments: str, params: str = "", env: str = "tiny", check: bool = True, command: str = "run"
+        self,
+        *arguments: str,
+        params: str = "",
+        env: str = "tiny",
+        check: bool = True,
+        command: str = "run",
     ) -> str:
-        command = [str(Path(sys.executable).with_name("kedro")), *command.split(), f"--env={env}", *arguments]
+        command = [
+            str(Path(sys.executable).with_name("kedro")),
+            *command.split(),
+            f"--env={env}",
+            *arguments,
+        ]
         # Values are YAML: unquoted, a line break would be a blank, and what follows a " #" a comment.
-        command.append(f"--params=root={json.dumps(str(self.root))}" + (f",{params}" if params else ""))
+        command.append(
+            f"--params=root={json.dumps(str(self.root))}" + (f",{params}" if params else "")
+        )
         environment = os.environ | SECRETS | {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
-        result = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False
+        )
         output = result.stdout + result.stderr
         assert (result.returncode == 0) == check, output
         return output
@@ -230,7 +253,10 @@ def project(tmp_path_factory):
 
     Its folder has a name that a shell would take apart, or execute.
     """
-    root = tmp_path_factory.mktemp("project") / 'it\'s a "root"\nof $HOME; touch `executed` & # 100% <é>\\'
+    root = (
+        tmp_path_factory.mktemp("project")
+        / 'it\'s a "root"\nof $HOME; touch `executed` & # 100% <é>\\'
+    )
     root.mkdir()
     project = Project(root)
     project.output = project.kedro("--pipeline=full")
@@ -240,4 +266,6 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def _own_interpreter_first():
     """Launched programs run in the environment of the tests."""
-    assert Path(sys.executable).with_name("deepspeed").exists(), "install the project first: make test"
+    assert Path(sys.executable).with_name("deepspeed").exists(), (
+        "install the project first: make test"
+    )

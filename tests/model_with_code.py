@@ -41,6 +41,8 @@ def bring_code(folder: Path, marker: Path) -> None:
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
     config["auto_map"] = {auto: f"modeling_own.{own}" for auto, own in classes.items()}
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "OwnTokenizer"}
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "tokenizer_class": "OwnTokenizer"
+    }
     tokenizer["auto_map"] = {"AutoTokenizer": [None, "modeling_own.OwnTokenizer"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))

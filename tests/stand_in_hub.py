@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from rlhf_pipeline.data.sources.source import CONVERTED
+from rlhf_pipeline.data.sources.adapter import CONVERTED
 
 COMMITS = {"main": "1" * 40, CONVERTED: "2" * 40}
 """What every repository's branches name at first."""
@@ -58,10 +58,18 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         match [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]:
-            case ["datasets", owner, name, "resolve", revision, *path] | [owner, name, "resolve", revision, *path]:
+            case ["datasets", owner, name, "resolve", revision, *path] | [
+                owner,
+                name,
+                "resolve",
+                revision,
+                *path,
+            ]:
                 self.server.revisions.add(revision)
                 self.file(*self.state(owner, name, revision), "/".join(path))
-            case ["api", "datasets" | "models", owner, name, *_] if not (self.server.root / owner / name).is_dir():
+            case ["api", "datasets" | "models", owner, name, *_] if not (
+                self.server.root / owner / name
+            ).is_dir():
                 self.reply(404, b"", **{"X-Error-Code": "RepoNotFound"})
             case ["api", "datasets" | "models", owner, name]:
                 self.json({"id": f"{owner}/{name}", "sha": self.server.commits["main"]})
@@ -71,8 +79,16 @@ class Answer(BaseHTTPRequestHandler):
                 self.json(self.listing(self.state(owner, name, revision)[0], "/".join(path)))
             case ["api", "datasets" | "models", owner, name, "paths-info", revision]:
                 folder, _ = self.state(owner, name, revision)
-                asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-                self.json([self.entry(folder, folder / path) for path in asked if (folder / path).exists()])
+                asked = (
+                    json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
+                )
+                self.json(
+                    [
+                        self.entry(folder, folder / path)
+                        for path in asked
+                        if (folder / path).exists()
+                    ]
+                )
             case _:
                 self.reply(404, b"")
 
@@ -95,7 +111,12 @@ class Answer(BaseHTTPRequestHandler):
     def entry(self, folder: Path, found: Path) -> dict[str, object]:
         kind, size = ("directory", 0) if found.is_dir() else ("file", found.stat().st_size)
         path = str(found.relative_to(folder))
-        return {"type": kind, "path": path, "size": size, "oid": hashlib.sha1(path.encode()).hexdigest()}
+        return {
+            "type": kind,
+            "path": path,
+            "size": size,
+            "oid": hashlib.sha1(path.encode()).hexdigest(),
+        }
 
     def json(self, value: object) -> None:
         self.reply(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})

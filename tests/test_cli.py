@@ -64,7 +64,11 @@ def test_an_empty_workspace_is_all_to_do_and_stays_empty(kedro):
         ("register", "run", "every time"),
     ]
     assert list(kedro.workspace.iterdir()) == []
-    imported = {line.rpartition("|")[2].strip() for line in printed.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in printed.splitlines()
+        if line.startswith("import time:")
+    }
     assert "rlhf_pipeline.commands.status" in imported
     assert imported & {"torch", "transformers", "deepspeed", "mlflow"} == set()
 
@@ -76,8 +80,12 @@ def test_a_pipeline_whose_inputs_were_never_published_says_so(kedro):
 
 
 def test_unknown_names_are_refused(kedro):
-    assert "no pipeline 'pppo'; known are data_preparation, sft" in kedro("rlhf", "status", "-p", "pppo", fails=True)
-    assert "sft.batch_size: 33 rows cannot be" in kedro("rlhf", "status", params=",sft.batch_size=33", fails=True)
+    assert "no pipeline 'pppo'; known are data_preparation, sft" in kedro(
+        "rlhf", "status", "-p", "pppo", fails=True
+    )
+    assert "sft.batch_size: 33 rows cannot be" in kedro(
+        "rlhf", "status", params=",sft.batch_size=33", fails=True
+    )
     refusal = "force: no stage 'pppo' (did you mean ppo?)"
     assert refusal in kedro("rlhf", "status", params=",force=pppo", fails=True)
     assert refusal in kedro("run", params=",force=pppo", fails=True)
@@ -91,7 +99,10 @@ def test_status_force_and_clean_on_stages_that_have_run(kedro):
     assert (source[1], base_model[1]) == ("finished", "finished")
     assert base_model[-1].endswith(f"; run {version.name}")
     assert (split[1], split[-1]) == ("run", "never run here")
-    assert rows(kedro("rlhf", "status", params=",seed=7"))[1][1:] == ["may run", "downstream of source synthetic"]
+    assert rows(kedro("rlhf", "status", params=",seed=7"))[1][1:] == [
+        "may run",
+        "downstream of source synthetic",
+    ]
     changed = rows(kedro("rlhf", "status", params=",base_model.vocab_size=400"))
     assert changed[1][::3] == ["base_model", "base_model.vocab_size 512 -> 400"]
     assert rows(kedro("rlhf", "status", params=",force=source"))[0][-1] == "forced"

@@ -10,10 +10,10 @@ from kedro.io.core import DatasetError
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 
-from rlhf_pipeline.datasets.checkpoint import CheckpointDataset
+from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.hooks import ErrorHook, PreflightHook, ProgressHook, _tags
-from rlhf_pipeline.stages.manifest import Manifest, file_entries
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
 
 def export(folder: Path, content: str) -> Path:
@@ -32,8 +32,10 @@ def test_a_run_shows_what_it_made_though_another_one_finished_meanwhile(tmp_path
         version = Version(None, save)
         return DataCatalog(
             {
-                "ppo_model": CheckpointDataset(filepath=str(tmp_path / "ppo_model"), version=version),
-                "registration": JSONDataset(filepath=str(tmp_path / "registration.json"), version=version),
+                "ppo_model": ArtifactDataset(filepath=str(tmp_path / "ppo_model"), version=version),
+                "registration": JSONDataset(
+                    filepath=str(tmp_path / "registration.json"), version=version
+                ),
             }
         )
 
@@ -57,15 +59,23 @@ def test_a_run_shows_what_it_made_though_another_one_finished_meanwhile(tmp_path
 @pytest.mark.parametrize("parameters", [{}, {"root": "/data/a[b]"}])
 def test_a_root_that_cannot_work_is_refused_before_the_catalog_is_made_of_it(tmp_path, parameters):
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "globals.yml").write_text('root: "/data/a{b}"' if not parameters else "root: data")
-    loader = OmegaConfigLoader(str(tmp_path), base_env="base", default_run_env="base", runtime_params=parameters)
+    (tmp_path / "base" / "globals.yml").write_text(
+        'root: "/data/a{b}"' if not parameters else "root: data"
+    )
+    loader = OmegaConfigLoader(
+        str(tmp_path), base_env="base", default_run_env="base", runtime_params=parameters
+    )
     with pytest.raises(ConfigError, match=r"root: '/data/a[\[{]b[\]}]' has the character"):
         PreflightHook().after_context_created(context=SimpleNamespace(config_loader=loader))
 
 
 def test_a_run_s_tags_hold_no_secret():
     tags = _tags(
-        {"runtime_params": {"path": "https://me:canary@host/a?sig=canary"}, "env": "tiny", "save_version": "v"}
+        {
+            "runtime_params": {"path": "https://me:canary@host/a?sig=canary"},
+            "env": "tiny",
+            "save_version": "v",
+        }
     )
     assert tags == {
         "kedro.version": "v", "kedro.env": "tiny", "kedro.runtime_params": "{'path': 'https://...@host/a?...'}",

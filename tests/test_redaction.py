@@ -14,7 +14,10 @@ from rlhf_pipeline.redaction import without_secrets
         ("s3://bucket/me@home/a-?.jsonl", "s3://bucket/me@home/a-?.jsonl"),
         ("data/me@home/a-?.jsonl", "data/me@home/a-?.jsonl"),
         ("mysql://me:k@y@host/db refused", "mysql://...@host/db refused"),
-        ("kedro run '--params=a=https://h/x?sig=key' --env=b", "kedro run '--params=a=https://h/x?...' --env=b"),
+        (
+            "kedro run '--params=a=https://h/x?sig=key' --env=b",
+            "kedro run '--params=a=https://h/x?...' --env=b",
+        ),
         ("got https://h:80/x from me@home", "got https://h:80/x from me@home"),
     ],
 )

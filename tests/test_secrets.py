@@ -40,7 +40,9 @@ class Signed(http.server.SimpleHTTPRequestHandler):
     """Answers only who knows the signature."""
 
     def send_head(self):
-        return super().send_head() if self.path.endswith("?sig=canary-query") else self.send_error(403)
+        return (
+            super().send_head() if self.path.endswith("?sig=canary-query") else self.send_error(403)
+        )
 
     def log_message(self, *_: object) -> None: ...
 
@@ -52,7 +54,9 @@ def signed(tmp_path):
     folder.mkdir()
     rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(300)]
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Signed, directory=folder)) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Signed, directory=folder)
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/pairs.jsonl"
         server.shutdown()
@@ -69,10 +73,24 @@ def kedro(tmp_path):
 
     def run(path: str, *, query: str, tracking: str) -> tuple[int, str]:
         source = {"name": "files", "path": path}
-        (conf / "local" / "parameters_source.yml").write_text(yaml.safe_dump({"split": {"sources": [source]}}))
-        command = [str(Path(sys.executable).with_name("kedro")), "run", "--nodes=base_model", f"--conf-source={conf}"]
-        secrets = {name: f"canary-{name}" for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD")}
-        settings = {"MLFLOW_TRACKING_URI": tracking, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "QUERY": query}
+        (conf / "local" / "parameters_source.yml").write_text(
+            yaml.safe_dump({"split": {"sources": [source]}})
+        )
+        command = [
+            str(Path(sys.executable).with_name("kedro")),
+            "run",
+            "--nodes=base_model",
+            f"--conf-source={conf}",
+        ]
+        secrets = {
+            name: f"canary-{name}"
+            for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD")
+        }
+        settings = {
+            "MLFLOW_TRACKING_URI": tracking,
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+            "QUERY": query,
+        }
         ended = subprocess.run(
             [*command, f"--params=root={left / 'data'}"], cwd=PROJECT, env=os.environ | secrets | settings,
             capture_output=True, text=True, check=False,
@@ -88,8 +106,13 @@ def test_neither_does_a_run_whose_urls_hold_secrets(kedro, signed):
     store = f"sqlite:///{kedro.left}/mlflow.db"
     code, refused = kedro(f"{signed}?$QUERY", query="sig=canary-wrong", tracking=store)
     assert code == 1 and "/pairs.jsonl?...: not found" in refused
-    code, untracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking="http://me:canary-login@127.0.0.1:9")
-    assert code == 0 and "MLflow at http://...@127.0.0.1:9 does not record the pipeline run" in untracked
+    code, untracked = kedro(
+        f"{signed}?$QUERY", query="sig=canary-query", tracking="http://me:canary-login@127.0.0.1:9"
+    )
+    assert (
+        code == 0
+        and "MLflow at http://...@127.0.0.1:9 does not record the pipeline run" in untracked
+    )
     code, tracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking=store)
     assert code == 0
     literal = {

@@ -13,7 +13,12 @@ import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf_pipeline.serving import write_mlmodel
 
@@ -25,10 +30,16 @@ WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", *"abcdefgh"]
 def policy(tmp_path_factory):
     """A random tiny Llama of 16 vocabulary rows with a tokenizer of 13 words; rows 13 to 15 mean no token."""
     directory = tmp_path_factory.mktemp("policy")
-    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="right"
+        tokenizer_object=words,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="right",
     )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ' ' + m.content + ' <eos> ' }}{% endfor %}"
@@ -51,7 +62,9 @@ def policy(tmp_path_factory):
     )
     with torch.no_grad():
         model.lm_head.weight[13:] *= 20  # the rows that must not be sampled are the likeliest
-    model.generation_config.top_k = 2  # a checkpoint's own sampling habits must not leak into an answer
+    model.generation_config.top_k = (
+        2  # a checkpoint's own sampling habits must not leak into an answer
+    )
     model.generation_config.do_sample = True
     model.save_pretrained(directory)
     write_mlmodel(directory)
@@ -102,7 +115,9 @@ def test_writing_needs_neither_mlflow_nor_torch(tmp_path):
         "write_mlmodel(Path(sys.argv[1])); print({'mlflow', 'torch', 'transformers', 'pandas'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"
 
 
@@ -137,7 +152,9 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_randomness_alone(serve
         for seed in (1, 1, 2, 3, 4, 5, 6, 7)
     ]
     assert answers[0] == answers[1]
-    assert len({answer.partition(" ")[0] for answer in answers}) > 2  # the checkpoint's own top_k would allow two
+    assert (
+        len({answer.partition(" ")[0] for answer in answers}) > 2
+    )  # the checkpoint's own top_k would allow two
     assert torch.rand(1) == expected
 
 
@@ -150,11 +167,24 @@ def test_a_request_without_prompts_is_refused(served):
 
 @pytest.mark.slow
 def test_mlflow_serves_the_directory(policy, served, start_server):
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", str(policy), "--env-manager", "local"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "models",
+        "serve",
+        "-m",
+        str(policy),
+        "--env-manager",
+        "local",
+    ]
     # The server is started by a script of the environment's bin folder.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     address = start_server(
-        command, "/ping", {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true", "PATH": path}, timeout_s=90.0
+        command,
+        "/ping",
+        {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true", "PATH": path},
+        timeout_s=90.0,
     )
     body = {"dataframe_records": [{"prompt": "a b c"}], "params": {"max_new_tokens": 5}}
     request = urllib.request.Request(
@@ -169,6 +199,8 @@ def test_mlflow_serves_the_directory(policy, served, start_server):
 
 
 def test_make_ui_listens_on_this_machine_alone():
-    steps = subprocess.run(["make", "-n", "ui"], cwd=SOURCE.parent, capture_output=True, text=True, check=True).stdout
+    steps = subprocess.run(
+        ["make", "-n", "ui"], cwd=SOURCE.parent, capture_output=True, text=True, check=True
+    ).stdout
     (command,) = [line for line in steps.splitlines() if "mlflow ui" in line]
     assert " --host 127.0.0.1 " in command

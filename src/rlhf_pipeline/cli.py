@@ -13,7 +13,9 @@ from kedro.framework.startup import ProjectMetadata
 from kedro.io import CatalogProtocol
 
 _ENV = click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
-_PARAMS = click.option("--params", default="", callback=_split_params, help="Parameters, as for `kedro run`.")
+_PARAMS = click.option(
+    "--params", default="", callback=_split_params, help="Parameters, as for `kedro run`."
+)
 
 
 @click.group(name="rlhf-pipeline")
@@ -27,11 +29,15 @@ def rlhf() -> None:
 
 
 @rlhf.command()
-@click.option("--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline.")
+@click.option(
+    "--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline."
+)
 @_ENV
 @_PARAMS
 @click.pass_obj
-def status(metadata: ProjectMetadata, pipeline: str, env: str | None, params: dict[str, Any]) -> None:
+def status(
+    metadata: ProjectMetadata, pipeline: str, env: str | None, params: dict[str, Any]
+) -> None:
     """Show what each stage would do: be found finished, go on, or run, and why."""
     from kedro.framework.project import pipelines
     from rich.console import Console
@@ -40,18 +46,26 @@ def status(metadata: ProjectMetadata, pipeline: str, env: str | None, params: di
     from rlhf_pipeline.commands.status import status as stages
 
     if pipeline not in pipelines:
-        raise click.BadParameter(f"no pipeline {pipeline!r}; known are {', '.join(pipelines)}", param_hint="--pipeline")
+        raise click.BadParameter(
+            f"no pipeline {pipeline!r}; known are {', '.join(pipelines)}", param_hint="--pipeline"
+        )
     with _catalog(metadata, env, params) as catalog:
         show(stages(pipelines[pipeline], catalog), Console())
 
 
 @rlhf.command()
 @click.option("--yes", is_flag=True, help="Remove; without it the command only shows.")
-@click.option("--unfinished", is_flag=True, help="Also unfinished stages that have a checkpoint to go on from.")
+@click.option(
+    "--unfinished",
+    is_flag=True,
+    help="Also unfinished stages that have a checkpoint to go on from.",
+)
 @_ENV
 @_PARAMS
 @click.pass_obj
-def clean(metadata: ProjectMetadata, yes: bool, unfinished: bool, env: str | None, params: dict[str, Any]) -> None:
+def clean(
+    metadata: ProjectMetadata, yes: bool, unfinished: bool, env: str | None, params: dict[str, Any]
+) -> None:
     """Remove work directories that no published version comes from, and what dead runs left."""
     from rich.console import Console
 
@@ -62,7 +76,9 @@ def clean(metadata: ProjectMetadata, yes: bool, unfinished: bool, env: str | Non
 
 
 @contextmanager
-def _catalog(metadata: ProjectMetadata, env: str | None, params: dict[str, Any]) -> Iterator[CatalogProtocol]:
+def _catalog(
+    metadata: ProjectMetadata, env: str | None, params: dict[str, Any]
+) -> Iterator[CatalogProtocol]:
     from kedro.framework.session import KedroSession
 
     with KedroSession.create(metadata.project_path, env=env, runtime_params=params) as session:

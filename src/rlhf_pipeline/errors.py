@@ -29,7 +29,7 @@ class ForeignFileError(ArtifactError):
 class StageError(PipelineError):
     """A launched stage ended without a finished result.
 
-    `cause` names the known failure behind it, see `rlhf_pipeline.stages.hints`; None: not a known one.
+    `cause` names the known failure behind it, see `rlhf_pipeline.stages.launch.hints`; None: not a known one.
     """
 
     def __init__(self, message: str, cause: str | None = None) -> None:

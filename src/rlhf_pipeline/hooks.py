@@ -1,33 +1,35 @@
-"""Kedro hooks: parameters are checked before anything runs, stages are shown and tracked while they run."""
+"""Kedro hooks: check the parameters, run and track the stages, print the results."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
-from kedro.io import CatalogProtocol
+from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
 from rich.console import Console
 
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.model import BaseModelConfig
-from rlhf_pipeline.config.preflight import check_root, preflight
-from rlhf_pipeline.data.report import print_summary
 from rlhf_pipeline.errors import Interrupted, PipelineError
-from rlhf_pipeline.evaluation.report import print_table
+from rlhf_pipeline.preflight import check_root, preflight
 from rlhf_pipeline.redaction import without_secrets
-from rlhf_pipeline.stages.events import StageRun, Status, listening
-from rlhf_pipeline.stages.forcing import forced_stages, forcing
-from rlhf_pipeline.stages.launcher import free_port, gpu_count, process_count
+from rlhf_pipeline.results import SplitSummary, print_results
+from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.stages.cache.forcing import forced_stages
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.events import Listeners, StageListener, Status
+from rlhf_pipeline.stages.job import Stages
+from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
-from rlhf_pipeline.stages.trust import trusting
+from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
+
+STAGES = "stages"
+"""The catalog entry from which every node gets its `Stages`."""
 
 
 class PreflightHook:
@@ -35,7 +37,7 @@ class PreflightHook:
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Check the path that all others begin with, before the catalog is made of it."""
+        """Check the root folder, from which Kedro makes the paths of the catalog."""
         loader = context.config_loader
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
 
@@ -53,87 +55,109 @@ def check(parameters: dict[str, Any]) -> None:
     preflight(parameters, processes=processes, gpus=gpu_count())
 
 
-@contextmanager
-def switches(parameters: dict[str, Any]) -> Iterator[None]:
-    """Inside the block, what parameters switch on for one run: stages run again (`force`), and code that lies beside a model's
-    weights may be executed (`base_model.trust_remote_code`)."""
-    trusted = BaseModelConfig.model_validate(parameters["base_model"]).trust_remote_code
-    with forcing(forced_stages(parameters.get("force"))), trusting(trusted):
-        yield
+def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
+    """What the parameters decide for all stages of a run."""
+    parameters: dict[str, Any] = catalog.load("parameters")
+    base_model = BaseModelConfig.model_validate(parameters["base_model"])
+    return RunContext(
+        workspace=catalog.load("workspace"),
+        launch=LaunchConfig.model_validate(parameters["launch"]),
+        forced=forced_stages(parameters.get("force"), stage_specs()),
+        trust_remote_code=base_model.trust_remote_code,
+        listener=Listeners(listeners),
+    )
 
 
-class SwitchesHook:
-    """Holds the switches for one run: a later one of the same process has its own."""
-
-    def __init__(self) -> None:
-        self._on = ExitStack()
-
-    @hook_impl
-    def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
-        """Switch them on."""
-        self._on.enter_context(switches(catalog.load("parameters")))
-
-    @hook_impl
-    def after_pipeline_run(self) -> None:
-        """Switch them off."""
-        self._on.close()
-
-    @hook_impl
-    def on_pipeline_error(self) -> None:
-        """Switch them off."""
-        self._on.close()
+def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
+    """Give the nodes what runs their stages."""
+    catalog[STAGES] = MemoryDataset(stages, copy_mode="assign")
 
 
-class TrackingHook:
-    """One MLflow run for each `kedro run`, with a child run for each stage that is launched."""
+class StagesHook:
+    """Gives the nodes a `StageRunner`; shows their stages and tracks them in MLflow.
 
-    def __init__(self) -> None:
+    A `kedro run` is one MLflow run, and each stage that is launched is a child of it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._project = Path()
         self._tracker: MlflowTracker | None = None
-        self._listening = ExitStack()
+        self._display = ProgressDisplay(console)
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Remember where the project is: its tracking database lies there."""
+        """Remember the project's folder, which contains the tracking database."""
         self._project = Path(context.project_path)
 
     @hook_impl
-    def before_pipeline_run(self, run_params: dict[str, Any]) -> None:
-        """Start the parent run, and follow the stages."""
+    def before_pipeline_run(self, run_params: dict[str, Any], catalog: CatalogProtocol) -> None:
+        """Start the parent run, and make the stage runner."""
         names = run_params.get("pipeline_names") or ["__default__"]
         self._tracker = MlflowTracker(tracking_uri(self._project), self._project)
+        self._display = ProgressDisplay(self._console)
+        summary = SplitSummary(self._console)
+        context = run_context(catalog, self._display, summary, self._tracker)
+        provide_stages(catalog, StageRunner(context))
         self._tracker.start("+".join(names), _tags(run_params))
-        self._listening.enter_context(listening(self._tracker))
 
     @hook_impl
     def before_node_run(self) -> None:
-        """Send what the store could not take before: the registration looks for it there."""
+        """Send what the store could not take earlier: the registration looks for it there."""
         if self._tracker is not None:
             self._tracker.catch_up()
 
     @hook_impl
     def after_pipeline_run(self) -> None:
-        """End the parent run."""
+        """Close the parent run."""
         self._end("FINISHED")
 
     @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
-        """End the parent run with the truth."""
+        """Close the parent run with its real status."""
         self._end("KILLED" if isinstance(error, Interrupted) else "FAILED")
 
-    def _end(self, status: Any) -> None:
-        self._listening.close()
+    def _end(self, status: Status) -> None:
         if self._tracker is not None:
             self._tracker.end(status)
             self._tracker = None
 
 
+class ResultsHook:
+    """Prints what the run made, and where it is."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._outputs: dict[str, Any] = {}
+
+    @hook_impl
+    def before_pipeline_run(self) -> None:
+        """Forget an earlier run of the same process."""
+        self._outputs = {}
+
+    @hook_impl
+    def after_node_run(self, outputs: dict[str, Any]) -> None:
+        """Remember the outputs of this run: by its end, another run may have published newer ones."""
+        self._outputs |= outputs
+
+    @hook_impl
+    def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        """Print the comparison, the registered versions, and the paths of all results."""
+        results = {
+            name: catalog.load(name)
+            if isinstance(self._outputs[name], Path)
+            else self._outputs[name]
+            for name in sorted(pipeline.all_outputs())
+        }
+        print_results(results, self._console)
+
+
 class ErrorHook:
-    """Shows the pipeline's own failures as they are: Kedro's catalog wraps them, and that would be printed with its stack."""
+    """Shows the pipeline's own errors without a stack: Kedro's catalog wraps them in others."""
 
     @hook_impl(trylast=True)
     def on_pipeline_error(self, error: Exception) -> None:
-        """Raise what is inside, after the other hooks have seen to their things."""
+        """Raise the `PipelineError` inside, after the other hooks have finished."""
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, PipelineError):
             cause = cause.__cause__
@@ -141,85 +165,13 @@ class ErrorHook:
             raise cause
 
 
-class DataSummary:
-    """Says what the data became, as soon as it is prepared."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def stage_started(self, run: StageRun) -> None:
-        """Nothing to say yet."""
-
-    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Nothing to say yet."""
-
-    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Print the split's report in a few lines."""
-        if run.stage == "split" and status == "FINISHED" and not run.cached:
-            print_summary(json.loads((run.export / "report.json").read_text(encoding="utf-8")), self._console)
-
-
-class ProgressHook:
-    """Shows the stages while they run, and at the end what came out and where it lies."""
-
-    def __init__(self) -> None:
-        self._console = Console()
-        self._listening = ExitStack()
-        self._outputs: dict[str, Any] = {}
-
-    @hook_impl
-    def before_pipeline_run(self) -> None:
-        """Follow the stages."""
-        self._outputs = {}
-        self._listening.enter_context(listening(ProgressDisplay(self._console), DataSummary(self._console)))
-
-    @hook_impl
-    def after_node_run(self, outputs: dict[str, Any]) -> None:
-        """Remember what this run made: the catalog may have a newer registration by then, another run's."""
-        self._outputs |= outputs
-
-    @hook_impl
-    def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Print the comparison, the registered versions, and the places of all results of this run."""
-        self._listening.close()
-        results = {
-            name: catalog.load(name) if isinstance(self._outputs[name], Path) else self._outputs[name]
-            for name in sorted(pipeline.all_outputs())
-        }
-        for name in results:
-            if name.endswith("evaluation"):
-                print_table(json.loads((results[name] / "evaluation.json").read_text()), self._console)
-        self._say("")
-        for name, place in results.items():
-            if isinstance(place, Path):
-                self._say(f"{name:>15}  {place}")
-        for name in results:
-            if name.endswith("registration"):
-                self._say("\n".join(_registration(results[name])))
-
-    @hook_impl
-    def on_pipeline_error(self) -> None:
-        """Leave the terminal in order."""
-        self._listening.close()
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
-
-
-def _registration(registration: dict[str, Any]) -> list[str]:
-    """Who is who in the model registry, why the candidate was not promoted, and where MLflow shows both side by side."""
-    aliases = ", ".join(f"{alias} = version {version}" for alias, version in sorted(registration["aliases"].items()))
-    refusals = [f"{'':>15}  not promoted: {reason}" for reason in registration["refusals"]]
-    compare = f"http://127.0.0.1:5000{registration['compare']}"
-    return [f"{registration['model']:>15}  {aliases}", *refusals, f"{'compare':>15}  make ui, then {compare}"]
-
-
 def _tags(run_params: dict[str, Any]) -> dict[str, str]:
-    """What was asked of Kedro, as tags of the parent run."""
-    asked = {
-        key: run_params.get(key) for key in ("env", "from_nodes", "to_nodes", "node_names", "tags", "runtime_params")
-    }
-    version = run_params.get("save_version") or run_params.get("session_id") or run_params.get("run_id")
+    """The command line of Kedro as tags of the parent run."""
+    names = ("env", "from_nodes", "to_nodes", "node_names", "tags", "runtime_params")
+    asked = {name: run_params.get(name) for name in names}
+    version = (
+        run_params.get("save_version") or run_params.get("session_id") or run_params.get("run_id")
+    )
     return {
         "kedro.version": str(version),
         **{f"kedro.{key}": without_secrets(str(value)) for key, value in asked.items() if value},

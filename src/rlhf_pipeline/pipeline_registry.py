@@ -1,18 +1,27 @@
-"""The project's pipelines. The order of the stages is the product, from left to right."""
+"""The project's pipelines, their stages in order from left to right."""
+
+from __future__ import annotations
 
 from kedro.pipeline import Pipeline
 
-from rlhf_pipeline.pipelines import data_preparation, dpo, evaluation, ppo, reward_model, sft
+from rlhf_pipeline.pipelines import base_model, evaluate, register, reward_model, sft, split
+from rlhf_pipeline.stage_registry import policy_stages
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """Each stage by itself, and all of them: as `full`, the default, by PPO, as `dpo` by DPO in its place."""
-    shared = {
-        "data_preparation": data_preparation.create_pipeline(),
+    """`full`, the default, aligns by PPO; `dpo` aligns by DPO instead. The others are parts of `full`."""
+    parts = {
+        "data_preparation": base_model.create_pipeline() + split.create_pipeline(),
         "sft": sft.create_pipeline(),
         "reward_model": reward_model.create_pipeline(),
     }
-    by_ppo = {"ppo": ppo.create_pipeline(), "evaluation": evaluation.create_pipeline()}
-    full = sum((shared | by_ppo).values(), Pipeline([]))
-    by_dpo = sum([*shared.values(), dpo.create_pipeline(), evaluation.create_pipeline("dpo")], Pipeline([]))
-    return {**shared, **by_ppo, "full": full, "dpo": by_dpo, "__default__": full}
+    shared = sum(parts.values(), Pipeline([]))
+    by_policy = {}
+    for name, package in policy_stages().items():
+        training = package.create_pipeline()
+        evaluation = evaluate.create_pipeline(package.SPEC) + register.create_pipeline(package.SPEC)
+        by_policy[name] = shared + training + evaluation
+        if name == "ppo":
+            parts |= {"ppo": training, "evaluation": evaluation}
+    full = by_policy.pop("ppo")
+    return {**parts, "full": full, **by_policy, "__default__": full}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/]*|[^\s@]*:[^\s@]*)@")  # a password may hold slashes, though it should not
+_CREDENTIALS = re.compile(
+    r"(?<=://)(?:[^\s/]*|[^\s@]*:[^\s@]*)@"
+)  # a password may hold slashes, though it should not
 _QUERY = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]+")  # elsewhere a question mark is a glob's
 
 

@@ -9,38 +9,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.stages.trust import trusting, trusts_remote_code
+from rlhf_pipeline.models.mlflow_format import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     import pandas
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MAX_NEW_TOKENS = 128
 TRUST = "RLHF_TRUST_REMOTE_CODE"
 """Environment variable that is "true" where a served policy's own Python code may be executed."""
-
-# As mlflow.models.Model.save writes it, less what differs from one export to the next (time, random id, versions):
-# equal policies have equal bytes. Written without mlflow, which the training programs do not know.
-MLMODEL = f"""\
-flavors:
-  python_function:
-    loader_module: rlhf_pipeline.serving
-signature:
-  inputs: '[{{"type": "string", "name": "prompt", "required": true}}]'
-  outputs: '[{{"type": "string", "required": true}}]'
-  params: '[{{"name": "max_new_tokens", "default": {MAX_NEW_TOKENS}, "shape": null, "type": "long"}},
-    {{"name": "temperature", "default": 0.0, "shape": null, "type": "double"}},
-    {{"name": "seed", "default": 0, "shape": null, "type": "long"}}]'
-"""
-
-
-def write_mlmodel(directory: Path) -> None:
-    """Make an exported policy an MLflow model, loadable by `mlflow.pyfunc.load_model(directory)`."""
-    (directory / "MLmodel").write_text(MLMODEL)
 
 
 @dataclass(frozen=True)
@@ -50,7 +29,9 @@ class ServedPolicy:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
-    def predict(self, model_input: pandas.DataFrame, params: dict[str, Any] | None = None) -> list[str]:
+    def predict(
+        self, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
+    ) -> list[str]:
         """Answer each prompt.
 
         Args:
@@ -87,7 +68,9 @@ class ServedPolicy:
 
         # top_k and top_p are said outright: a checkpoint's generation config may hold others.
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        padded_rows = list(range(len(self.tokenizer), self.model.config.vocab_size))  # ids that mean no token
+        padded_rows = list(
+            range(len(self.tokenizer), self.model.config.vocab_size)
+        )  # ids that mean no token
         with torch.inference_mode(), torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.model.generate(
@@ -104,9 +87,14 @@ def _load_pyfunc(path: str) -> ServedPolicy:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rlhf_pipeline.models.reading import explained, reading
+    from rlhf_pipeline.models.safe_loading import explained, loading_arguments
 
-    with trusting(os.environ.get(TRUST) == "true"), explained(path):
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trusts_remote_code())
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **reading(path))
+    trust = os.environ.get(TRUST) == "true"
+    with explained(path):
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, padding_side="left", trust_remote_code=trust
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", **loading_arguments(path, trust_remote_code=trust)
+        )
     return ServedPolicy(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rlhf_pipeline.config.architecture import find_family
-from rlhf_pipeline.config.model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig
 
 
 def architecture(**fields):
@@ -32,7 +32,9 @@ def test_transformers_is_not_imported_for_it():
         "import sys; from rlhf_pipeline.config.architecture import find_family; find_family('opt');"
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
 
 
 def test_fields_go_by_the_family_s_own_names():
@@ -43,7 +45,11 @@ def test_fields_go_by_the_family_s_own_names():
 
 def test_null_takes_back_what_another_environment_gave():
     given = architecture(
-        model_type="gpt2", n_positions=64, max_position_embeddings=None, intermediate_size=None, n_inner=None
+        model_type="gpt2",
+        n_positions=64,
+        max_position_embeddings=None,
+        intermediate_size=None,
+        n_inner=None,
     )
     assert given == {"model_type": "gpt2", "n_positions": 64, "n_inner": None}
 
@@ -52,16 +58,34 @@ def test_null_takes_back_what_another_environment_gave():
     ("fields", "message"),
     [
         ({}, "architecture has no model_type; name a Hugging Face one, such as llama or opt"),
-        ({"model_type": "lama"}, r"model_type lama is none that transformers has \(did you mean llama\?\)"),
-        ({"model_type": "opt", "hiden_size": 32}, r"opt has no field hiden_size \(did you mean hidden_size\?\)"),
+        (
+            {"model_type": "lama"},
+            r"model_type lama is none that transformers has \(did you mean llama\?\)",
+        ),
+        (
+            {"model_type": "opt", "hiden_size": 32},
+            r"opt has no field hiden_size \(did you mean hidden_size\?\)",
+        ),
         (
             {"model_type": "opt", "intermediate_size": 64, "layer_drop": 0.1},
             r"opt has no field intermediate_size, layer_drop \(did you mean layerdrop\?\); known are hidden_size, ",
         ),
-        ({"model_type": "gpt2", "n_position": 32}, r"gpt2 has no field n_position \(did you mean n_positions\?\)"),
-        ({"model_type": "bloom", "max_position_embeddings": 64}, "bloom has no field max_position_embeddings"),
-        ({"model_type": "llama", "output_attentions": True}, "llama has no field output_attentions"),
-        ({"model_type": "llama", "vocab_size": 64}, "vocab_size comes from the tokenizer; leave it out"),
+        (
+            {"model_type": "gpt2", "n_position": 32},
+            r"gpt2 has no field n_position \(did you mean n_positions\?\)",
+        ),
+        (
+            {"model_type": "bloom", "max_position_embeddings": 64},
+            "bloom has no field max_position_embeddings",
+        ),
+        (
+            {"model_type": "llama", "output_attentions": True},
+            "llama has no field output_attentions",
+        ),
+        (
+            {"model_type": "llama", "vocab_size": 64},
+            "vocab_size comes from the tokenizer; leave it out",
+        ),
         (
             {"model_type": "gpt2", "n_positions": 64, "max_position_embeddings": 64},
             "n_positions is given twice, as n_positions and under another name; set one of them to null",

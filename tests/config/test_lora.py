@@ -9,7 +9,13 @@ from rlhf_pipeline.config.training import SFTConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2}
-PPO = {"steps": 4, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_size_per_gpu": 4, "critic": MODEL}
+PPO = {
+    "steps": 4,
+    "rollout_batch_size": 8,
+    "minibatch_size": 8,
+    "micro_batch_size_per_gpu": 4,
+    "critic": MODEL,
+}
 NF4 = {"quantize": "nf4"}
 
 
@@ -35,7 +41,12 @@ def test_what_does_not_fit_is_refused(fields, message):
 def test_it_is_off_unless_there_is_a_block():
     assert SFTConfig.model_validate(SUPERVISED).lora is None
     lora = SFTConfig.model_validate(SUPERVISED | {"lora": {}}).lora
-    assert (lora.rank, lora.alpha, lora.target_modules, lora.train_rest) == (16, 32.0, "all-linear", False)
+    assert (lora.rank, lora.alpha, lora.target_modules, lora.train_rest) == (
+        16,
+        32.0,
+        "all-linear",
+        False,
+    )
 
 
 @pytest.mark.parametrize("reference", [{"precision": "bf16"}, {"zero_stage": 0}, {"zero_stage": 3}])
@@ -45,7 +56,8 @@ def test_a_reference_of_its_own_is_refused_beside_an_actor_with_adapters(referen
     for refused in (lambda: PPOConfig.model_validate(PPO | {"actor": policy} | reference),
                     lambda: DPOConfig.model_validate(SUPERVISED | policy | reference)):  # fmt: skip
         with pytest.raises(
-            ValidationError, match=r"reference has no effect beside LoRA: .* leave reference out, or set"
+            ValidationError,
+            match=r"reference has no effect beside LoRA: .* leave reference out, or set",
         ):
             refused()
 

@@ -24,8 +24,17 @@ def test_each_form():
         CallableReward(callable="my.py:h", weight=-0.5),
         ModelReward(path="/models/other", retokenize=True),
     )
-    assert [reward.label for reward in config.rewards] == ["trained", "f", "g", "again", "h", "other"]
-    assert PPOConfig.model_validate(config.model_dump(mode="json")) == config  # as it goes through job.json
+    assert [reward.label for reward in config.rewards] == [
+        "trained",
+        "f",
+        "g",
+        "again",
+        "h",
+        "other",
+    ]
+    assert (
+        PPOConfig.model_validate(config.model_dump(mode="json")) == config
+    )  # as it goes through job.json
 
 
 def test_the_trained_reward_model_alone_is_the_default():

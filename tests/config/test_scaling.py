@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_pipeline.config.preflight import preflight
+from rlhf_pipeline.preflight import preflight
 
 PROJECT = Path(__file__).parents[2]
-EXAMPLES = re.findall(r"```yaml\n(.*?)```", (PROJECT / "docs" / "scaling.md").read_text(), flags=re.DOTALL)
+EXAMPLES = re.findall(
+    r"```yaml\n(.*?)```", (PROJECT / "docs" / "scaling.md").read_text(), flags=re.DOTALL
+)
 
 
 def merged(base, changes):

@@ -10,10 +10,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.data import prepare as preparation
 from rlhf_pipeline.data.record_files import RecordsWriter
-from rlhf_pipeline.data.records import PHASES, Example, Message, Record, Unused
+from rlhf_pipeline.data.records import Example, Message, Record, Unused
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 
@@ -45,7 +45,9 @@ def trained() -> Tokenizer:
 @pytest.fixture
 def tokenizer(trained: Tokenizer) -> PreTrainedTokenizerFast:
     """Ids: 0 is <|pad|>, 1 is <|end|>. A new one for each test, so that a test may change it."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, pad_token="<|pad|>", eos_token="<|end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained, pad_token="<|pad|>", eos_token="<|end|>"
+    )
     tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
     return tokenizer
 
@@ -74,7 +76,9 @@ def write_records(tmp_path: Path) -> Callable[..., Path]:
 def split_config() -> Callable[..., SplitConfig]:
     """Configurations with a tenth for validation, a tenth for test, or all for one phase: `only="sft"`."""
 
-    def split_config(*, count: int = 1, texts: int = 0, only: str | None = None, **changes: Any) -> SplitConfig:
+    def split_config(
+        *, count: int = 1, texts: int = 0, only: str | None = None, **changes: Any
+    ) -> SplitConfig:
         held_out = 0.1 if only is None else 0
         values: dict[str, Any] = {
             "sources": [{"name": "files", "path": f"{index}.jsonl"} for index in range(count)],
@@ -98,7 +102,11 @@ def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, 
     """Prepares folders of records into the folder `out`; returns the report as it is read from its file."""
 
     def prepare(
-        *folders: Path, out: str = "out", seed: int = 0, texts: tuple[Path, ...] = (), **changes: Any
+        *folders: Path,
+        out: str = "out",
+        seed: int = 0,
+        texts: tuple[Path, ...] = (),
+        **changes: Any,
     ) -> dict[str, Any]:
         report = preparation.prepare(
             split_config(count=len(folders), texts=len(texts), **changes),
@@ -123,4 +131,7 @@ def load(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 @pytest.fixture
 def ten() -> list[Example]:
     """Ten distinct prompts: 1/10 each for test and validation, 8/10 by 2:4:4 are 1.6, 3.2, 3.2, so 2, 3, 3 prompts."""
-    return [Example((Message("user", f"Question {n}?"),), f"Right {n}.", f"Wrong {n}.") for n in range(10)]
+    return [
+        Example((Message("user", f"Question {n}?"),), f"Right {n}.", f"Wrong {n}.")
+        for n in range(10)
+    ]

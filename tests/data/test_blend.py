@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend, blend
+from rlhf_pipeline.data.parts import PARTS
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.splits import PARTS
 from rlhf_pipeline.data.tables import TABLES
 from rlhf_pipeline.errors import DataError
 
@@ -37,13 +37,23 @@ def make(write_records) -> Make:
     """Blends sources, each given as its examples, or as these with the source's settings."""
     blends = count()
 
-    def make(*sources: list[Example] | Source, seed: int = 0, unsound: Sequence[int] = (), **split: Any) -> Blend:
+    def make(
+        *sources: list[Example] | Source, seed: int = 0, unsound: Sequence[int] = (), **split: Any
+    ) -> Blend:
         pairs = [source if isinstance(source, tuple) else (source, {}) for source in sources]
-        named = [{"name": "files", "path": f"{index}.jsonl"} | config for index, (_, config) in enumerate(pairs)]
+        named = [
+            {"name": "files", "path": f"{index}.jsonl"} | config
+            for index, (_, config) in enumerate(pairs)
+        ]
         config = SplitConfig(sources=named, max_prompt_tokens=1, max_response_tokens=1, **split)
-        folders = [write_records(f"{next(blends)}/{index}", *rows) for index, (rows, _) in enumerate(pairs)]
+        folders = [
+            write_records(f"{next(blends)}/{index}", *rows) for index, (rows, _) in enumerate(pairs)
+        ]
         tables = [examples(folder) for folder in folders]
-        sound = [np.array([row not in unsound for row in range(table.num_rows)], bool) for table in tables]
+        sound = [
+            np.array([row not in unsound for row in range(table.num_rows)], bool)
+            for table in tables
+        ]
         return blend(config, tables, sound, seed)
 
     return make
@@ -72,7 +82,13 @@ def test_a_prompt_of_two_sources_lands_in_one_part(make: Make) -> None:
     plan = make(compared(*range(20)), again, validation_fraction=0.1, test_fraction=0.1)
     found = parts(plan)
     # 20 prompts: 2 and 2 are held out; 16 by 2:4:4 are 3.2, 6.4, 6.4.
-    assert Counter(found[:20]) == {"test": 2, "validation": 2, "sft": 3, "reward_model": 7, "ppo": 6}
+    assert Counter(found[:20]) == {
+        "test": 2,
+        "validation": 2,
+        "sft": 3,
+        "reward_model": 7,
+        "ppo": 6,
+    }
     assert found[20:] == found[:20]
     assert (plan.starts, plan.merged, plan.left_out) == ([0, 20, 40], [0, 0], [0, 0])
     assert [plan.distinct_prompts(part) for part in PARTS] == [2, 2, 3, 7, 6]
@@ -128,7 +144,9 @@ def test_a_copy_stays_where_the_earlier_one_is_beyond_its_fraction(make: Make) -
 
 def test_a_copy_stays_where_no_phase_may_use_the_earlier_one(make: Make) -> None:
     bare = [asked("a"), asked("b")]
-    plan = make((bare, {"phases": ("sft", "reward_model")}), bare, **NOTHING_HELD_OUT, weights=(0, 0, 1))
+    plan = make(
+        (bare, {"phases": ("sft", "reward_model")}), bare, **NOTHING_HELD_OUT, weights=(0, 0, 1)
+    )
     assert parts(plan) == [UNUSED, UNUSED, "ppo", "ppo"]
     assert (plan.unservable, plan.merged) == ([2, 0], [0, 0])
 
@@ -150,11 +168,19 @@ def test_a_merged_copy_lends_the_phases_of_its_source(make: Make) -> None:
 def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> None:
     demonstrations = [asked(f"Demonstration {n}", "Yes.") for n in range(10)]
     bare = [asked(f"Bare {n}") for n in range(10)]
-    plan = make(demonstrations, compared(*range(10)), bare, validation_fraction=0.1, test_fraction=0.1)
+    plan = make(
+        demonstrations, compared(*range(10)), bare, validation_fraction=0.1, test_fraction=0.1
+    )
     found = parts(plan)
     # Every ten by themselves: 1 for test, 1 for validation; of the comparisons' 8 by 2:4:4 1.6, 3.2 and 3.2.
     assert Counter(found[:10]) == {"test": 1, "validation": 1, "sft": 8}
-    assert Counter(found[10:20]) == {"test": 1, "validation": 1, "sft": 2, "reward_model": 3, "ppo": 3}
+    assert Counter(found[10:20]) == {
+        "test": 1,
+        "validation": 1,
+        "sft": 2,
+        "reward_model": 3,
+        "ppo": 3,
+    }
     assert Counter(found[20:]) == {"test": 1, "validation": 1, "ppo": 8}
     tens = {table.path: Counter(row // 10 for row in rows(plan, table.path)) for table in TABLES}
     assert tens == {
@@ -171,7 +197,9 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> Non
 def test_a_phase_reads_only_those_rows_of_its_prompts_that_it_can_use(make: Make) -> None:
     both = [asked("a", "Demonstrated."), asked("a"), asked("a", "Yes.", "No.")]
     assert rows(make(both, **ONLY_SFT), "sft/train.arrow") == [0, 2]
-    assert rows(make(both, **NOTHING_HELD_OUT, weights=(0, 1, 0)), "reward_model/train.arrow") == [2]
+    assert rows(make(both, **NOTHING_HELD_OUT, weights=(0, 1, 0)), "reward_model/train.arrow") == [
+        2
+    ]
     plan = make(both, **NOTHING_HELD_OUT, weights=(0, 0, 1))
     assert rows(plan, "ppo/train.arrow") == [1]
     assert duplicates(plan, "ppo/train.arrow") == 1  # the comparison, which could serve as well
@@ -252,7 +280,9 @@ def test_ppo_and_test_read_a_prompt_once_the_first_time_it_occurs(make: Make) ->
     assert duplicates(plan, "ppo/train.arrow") == 4
     assert rows(plan, "sft/train.arrow") == []
     # All of these prompts would be a test set, too; then without regard to phases.
-    plan = make(first, second, compared("x"), validation_fraction=0, test_fraction=0.75, weights=(1, 0, 0))
+    plan = make(
+        first, second, compared("x"), validation_fraction=0, test_fraction=0.75, weights=(1, 0, 0)
+    )
     assert len(rows(plan, "evaluation/test.arrow")) == plan.distinct_prompts("test") == 3
 
 
@@ -265,7 +295,9 @@ def test_sft_and_reward_model_read_every_row(make: Make) -> None:
 
 def test_rows_that_may_not_be_used_are_no_rows_at_all(make) -> None:
     """The first of two rows of one prompt is unsound: the prompt is the other one's, and an earlier copy merges nothing."""
-    plan = make(compared("a", "a", "b"), compared("a"), unsound=[0], **NOTHING_HELD_OUT, weights=(0, 0, 1))
+    plan = make(
+        compared("a", "a", "b"), compared("a"), unsound=[0], **NOTHING_HELD_OUT, weights=(0, 0, 1)
+    )
     assert parts(plan) == [UNUSED, "ppo", "ppo", UNUSED]
     assert rows(plan, "ppo/train.arrow") == [1, 2]
     assert (plan.merged, plan.unservable, plan.left_out) == ([0, 0], [0, 0], [0, 0])

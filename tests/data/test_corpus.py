@@ -29,7 +29,9 @@ def test_every_prompt_and_answer_is_read_as_dialogue(write_records) -> None:
 
 
 def test_a_source_of_several_batches(write_records) -> None:
-    many = write_records("many", *(Example((Message("user", f"Question {n}?"),), "Yes.") for n in range(1001)))
+    many = write_records(
+        "many", *(Example((Message("user", f"Question {n}?"),), "Yes.") for n in range(1001))
+    )
     texts = list(corpus([many]))
     assert len(texts) == 1001
     assert texts[1000] == "\n\nHuman: Question 1000?\n\nAssistant: Yes."

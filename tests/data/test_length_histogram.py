@@ -32,7 +32,10 @@ def test_a_limit_far_away_is_shown_only_where_it_is_exceeded(longest, width):
 
 
 def test_a_limit_that_is_near_is_shown():
-    assert histogram({49: 100}, limit=147) == (4, {48: 100, 144: 0})  # 147 / 48 is a little over 3; 144 to 147
+    assert histogram({49: 100}, limit=147) == (
+        4,
+        {48: 100, 144: 0},
+    )  # 147 / 48 is a little over 3; 144 to 147
     assert histogram({49: 100}, limit=148) == (2, {49: 100})  # 49 / 48
     assert drawn({49: 100}, limit=147).get_xlim() == (0, 147.5)
 
@@ -47,12 +50,17 @@ def drawn(counts, limit):
 
 def test_what_is_over_the_limit_stands_apart():
     axes = drawn({10_000: 1, 12: 100, 10: 99}, limit=12)
-    bars = [(bar.get_x(), bar.get_width(), bar.get_height(), bar.get_hatch()) for bar in axes.patches]
+    bars = [
+        (bar.get_x(), bar.get_width(), bar.get_height(), bar.get_hatch()) for bar in axes.patches
+    ]
     assert bars == [(9.5, 1, 99, None), (11.5, 1, 100, None), (12.5, 1, 1, "////")]
     colors = [bar.get_facecolor() for bar in axes.patches]
     assert colors[0] == colors[1] != colors[2]
     assert [line.get_xdata()[0] for line in axes.lines] == [12.5]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["within the limit (12)", "over 12: 1 (0.5%)"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "within the limit (12)",
+        "over 12: 1 (0.5%)",
+    ]
     assert axes.get_title(loc="left") == "Prompts (200)"
     assert axes.get_xlabel() == "length in tokens (hatched: 13 to 10,000)"
     assert axes.get_ylabel() == "number of prompts"

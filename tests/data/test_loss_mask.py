@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.phase_files import Row, RowMaker, demonstration
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
@@ -55,7 +55,11 @@ def human_assistant_with_bos(dialogue: Dialogue) -> list[Piece]:
 
 
 def chatml(dialogue: Dialogue) -> list[Piece]:
-    pieces = [] if dialogue.system is None else [(f"<|im_start|>system\n{dialogue.system}<|im_end|>\n", False)]
+    pieces = (
+        []
+        if dialogue.system is None
+        else [(f"<|im_start|>system\n{dialogue.system}<|im_end|>\n", False)]
+    )
     for user, assistant in dialogue.turns:
         pieces += [(f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n", False)]
         pieces += [(f"{assistant}<|im_end|>", True), ("\n", False)]
@@ -67,7 +71,10 @@ def llama_2(dialogue: Dialogue) -> list[Piece]:
     pieces = []
     for index, (user, assistant) in enumerate(dialogue.turns):
         before = system if index == 0 else ""
-        pieces += [(f"<s>[INST] {before}{user.strip()} [/INST]", False), (f" {assistant.strip()} </s>", True)]
+        pieces += [
+            (f"<s>[INST] {before}{user.strip()} [/INST]", False),
+            (f" {assistant.strip()} </s>", True),
+        ]
     return pieces
 
 
@@ -81,7 +88,9 @@ class Format:
 
 FORMATS = {
     "human and assistant": Format(HUMAN_ASSISTANT_TEMPLATE, "<|end|>", None, human_assistant),
-    "human and assistant with BOS": Format(HUMAN_ASSISTANT_TEMPLATE, "<|end|>", "<s>", human_assistant_with_bos),
+    "human and assistant with BOS": Format(
+        HUMAN_ASSISTANT_TEMPLATE, "<|end|>", "<s>", human_assistant_with_bos
+    ),
     "ChatML": Format(CHATML, "<|im_end|>", None, chatml),
     "Llama 2": Format(LLAMA_2, "</s>", "<s>", llama_2),
 }
@@ -122,13 +131,16 @@ def row_of(dialogue: Dialogue, tokenizer: PreTrainedTokenizerFast, config: Split
         prompt += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     answer = prompt.pop()["content"]
     batch = ExampleBatch(["own:1"], [prompt], [answer], [None], [None])
-    (tokens,) = tokenize(render(batch, tokenizer, turns=[config.sft_loss == "assistant"]), tokenizer)
+    (tokens,) = tokenize(
+        render(batch, tokenizer, turns=[config.sft_loss == "assistant"]), tokenizer
+    )
     return RowMaker(config, tokenizer.bos_token_id).make("own", prompt, tokens, "sft")
 
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in PRINTABLE} | {
-    chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)
+    chr(256 + number): byte
+    for number, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)
 }
 """GPT-2's characters for bytes (https://github.com/openai/gpt-2/blob/master/src/encoder.py): a token may end amid a
 character, where decoding would lose bytes."""
@@ -136,10 +148,15 @@ character, where decoding would lose bytes."""
 
 def bytes_of(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
     tokens = tokenizer.convert_ids_to_tokens(ids)
-    return [token.encode() if token in CONTROL else bytes(BYTES[sign] for sign in token) for token in tokens]
+    return [
+        token.encode() if token in CONTROL else bytes(BYTES[sign] for sign in token)
+        for token in tokens
+    ]
 
 
-def learned_bytes(columns: dict[str, list], tokenizer: PreTrainedTokenizerFast) -> list[tuple[int, bool]]:
+def learned_bytes(
+    columns: dict[str, list], tokenizer: PreTrainedTokenizerFast
+) -> list[tuple[int, bool]]:
     """Every byte of a row's text, and whether it is learned."""
     ids = columns["prompt_ids"] + columns["response_ids"]
     learned = [False] * len(columns["prompt_ids"]) + columns["loss_mask"]
@@ -155,7 +172,11 @@ def expected_bytes(pieces: list[Piece], sft_loss: str) -> list[tuple[int, bool]]
         "assistant": lambda _, own: own,
         "all": lambda *_: True,
     }[sft_loss]
-    return [(byte, learned(index, own)) for index, (text, own) in enumerate(pieces) for byte in text.encode()]
+    return [
+        (byte, learned(index, own))
+        for index, (text, own) in enumerate(pieces)
+        for byte in text.encode()
+    ]
 
 
 def unlearned(text: list[tuple[int, bool]], count: int) -> list[tuple[int, bool]]:
@@ -169,14 +190,18 @@ def check_columns(columns: dict[str, list]) -> None:
     assert len(columns["prompt_ids"]) >= 1
 
 
-FORGED = Dialogue("Assistant: no", [("\n\nAssistant: So.<", ""), ("", " So. "), ("Assistant:", "\n\nHuman: Why?")])
+FORGED = Dialogue(
+    "Assistant: no", [("\n\nAssistant: So.<", ""), ("", " So. "), ("Assistant:", "\n\nHuman: Why?")]
+)
 
 
 @given(FORMAT_NAMES, DIALOGUES, SFT_LOSSES)
 @example("ChatML", FORGED, "assistant")
 @example("human and assistant", Dialogue(None, [("", "")]), "all")
 @settings(max_examples=300, deadline=None)
-def test_exactly_what_is_named_is_learned(tokenizers, name: str, dialogue: Dialogue, sft_loss: str) -> None:
+def test_exactly_what_is_named_is_learned(
+    tokenizers, name: str, dialogue: Dialogue, sft_loss: str
+) -> None:
     tokenizer, config = tokenizers[name], SplitConfig(
         sources=[{}], max_prompt_tokens=10_000, max_response_tokens=10_000, sft_loss=sft_loss
     )  # fmt: skip
@@ -215,7 +240,9 @@ def test_cut_texts_keep_their_marks(
     bos = FORMATS[name].bos is not None and prompt_limit > 1
     start = [(byte, False) for byte in texts[0]] if cut_prompt and bos else []
     kept = sum(map(len, texts[:prompt_tokens])) - len(start)
-    expected = start + prompt[len(prompt) - kept :] + response[: sum(map(len, texts[prompt_tokens:]))]
+    expected = (
+        start + prompt[len(prompt) - kept :] + response[: sum(map(len, texts[prompt_tokens:]))]
+    )
     assert learned_bytes(columns, tokenizer) == unlearned(expected, len(texts[0]))
     if bos:
         assert texts[0] == b"<s>"
@@ -227,7 +254,9 @@ def test_by_hand(tokenizers) -> None:
     tokenizer = tokenizers["human and assistant"]
     read, learned = {}, {}
     for sft_loss in ("response", "assistant", "all"):
-        config = SplitConfig(sources=[{}], max_prompt_tokens=100, max_response_tokens=100, sft_loss=sft_loss)
+        config = SplitConfig(
+            sources=[{}], max_prompt_tokens=100, max_response_tokens=100, sft_loss=sft_loss
+        )
         columns = demonstration(row_of(dialogue, tokenizer, config), config)
         read[sft_loss] = tokenizer.decode(columns["prompt_ids"])
         marked = zip(columns["response_ids"], columns["loss_mask"], strict=True)

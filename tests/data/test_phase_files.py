@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.phase_files import PhaseFile, Row, RowMaker, demonstration, summary
 from rlhf_pipeline.data.tables import TABLES
 from rlhf_pipeline.data.tokenization import Limited, Tokenized
@@ -18,7 +18,9 @@ TABLE = {table.path: table for table in TABLES}
 
 
 def limits(prompt: int = 100, response: int = 100, **changes: str) -> SplitConfig:
-    return SplitConfig(sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **changes)
+    return SplitConfig(
+        sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **changes
+    )
 
 
 def make(config: SplitConfig, tokens: Tokenized, bos_id: int | None = None) -> Row:
@@ -47,10 +49,16 @@ class TestRowMaker:
         assert make(limits(), Tokenized("own:1", [5, 6], None, None, None)).answers == {}
 
     def test_the_dialogue_is_what_sft_reads(self) -> None:
-        turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])  # a 7 more than the prompt on its own
+        turns = (
+            [5, 7, 7, 1, 6],
+            [False, True, True, True, False],
+        )  # a 7 more than the prompt on its own
         made = make(limits(), Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns))
         assert made.prompt.ids == [5, 7, 1, 6]
-        assert (made.dialogue.ids, made.spoken) == ([5, 7, 7, 1, 6], [False, True, True, True, False])
+        assert (made.dialogue.ids, made.spoken) == (
+            [5, 7, 7, 1, 6],
+            [False, True, True, True, False],
+        )
 
     def test_a_cut_dialogue_keeps_its_marks_and_bos(self) -> None:
         config = limits(prompt=4, over_long_prompts="truncate")
@@ -63,13 +71,19 @@ class TestRowMaker:
         turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])
         tokens = Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns)
         made = make(limits(prompt=4, over_long_prompts="drop"), tokens)
-        assert (made.prompt.dropped, made.dialogue.dropped) == (None, "prompt over max_prompt_tokens=4")
+        assert (made.prompt.dropped, made.dialogue.dropped) == (
+            None,
+            "prompt over max_prompt_tokens=4",
+        )
         with pytest.raises(DataError, match="own:1: the prompt has 5 tokens"):
             make(limits(prompt=4), tokens)
 
     def test_a_dropped_prompt_s_dialogue_is_dropped(self) -> None:
         turns = ([5, 1, 6], [False, True, False])
-        made = make(limits(prompt=3, over_long_prompts="drop"), Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns))
+        made = make(
+            limits(prompt=3, over_long_prompts="drop"),
+            Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns),
+        )
         assert made.dialogue.dropped == "prompt over max_prompt_tokens=3"
 
     def test_too_long_an_answer_names_itself(self) -> None:
@@ -159,7 +173,9 @@ class TestDemonstration:
 
 class TestPhaseFile:
     @staticmethod
-    def write(tmp_path, path: str, *batches: list[Row], config: SplitConfig | None = None) -> tuple[PhaseFile, dict]:
+    def write(
+        tmp_path, path: str, *batches: list[Row], config: SplitConfig | None = None
+    ) -> tuple[PhaseFile, dict]:
         file = PhaseFile.open(TABLE[path], tmp_path, duplicates_merged=3)
         start = 0
         for rows in batches:
@@ -170,12 +186,22 @@ class TestPhaseFile:
 
     def test_sft(self, tmp_path) -> None:
         _, columns = self.write(tmp_path, "sft/train.arrow", [row(chosen=Limited([8, 1]))])
-        assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "response_ids": [[8, 1]], "loss_mask": [[True] * 2]}
+        assert columns == {
+            "id": ["own:1"],
+            "prompt_ids": [[5, 6]],
+            "response_ids": [[8, 1]],
+            "loss_mask": [[True] * 2],
+        }
 
     def test_reward_model(self, tmp_path) -> None:
         rows = [row(chosen=Limited([8, 1]), rejected=Limited([1]))]
         _, columns = self.write(tmp_path, "reward_model/validation.arrow", rows)
-        assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "chosen_ids": [[8, 1]], "rejected_ids": [[1]]}
+        assert columns == {
+            "id": ["own:1"],
+            "prompt_ids": [[5, 6]],
+            "chosen_ids": [[8, 1]],
+            "rejected_ids": [[1]],
+        }
 
     def test_ppo(self, tmp_path) -> None:
         solved = replace(row("own:2", Limited([7])), reference="4")
@@ -190,10 +216,19 @@ class TestPhaseFile:
 
     def test_what_policies_are_judged_on(self, tmp_path) -> None:
         _, columns = self.write(tmp_path, "evaluation/test.arrow", [row()])
-        assert columns == {"id": ["own:1"], "prompt_ids": [[5, 6]], "source": ["own"], "messages": [QUESTION]}
+        assert columns == {
+            "id": ["own:1"],
+            "prompt_ids": [[5, 6]],
+            "source": ["own"],
+            "messages": [QUESTION],
+        }
 
     def test_dropped_rows_are_counted_once_by_their_first_fault(self, tmp_path) -> None:
-        fits, cut, long = Limited([8, 1]), Limited([8], cut="cut"), Limited([8, 8, 1], dropped="long answer")
+        fits, cut, long = (
+            Limited([8, 1]),
+            Limited([8], cut="cut"),
+            Limited([8, 8, 1], dropped="long answer"),
+        )
         file, columns = self.write(
             tmp_path,
             "reward_model/train.arrow",
@@ -229,11 +264,20 @@ class TestPhaseFile:
 
     def test_sft_measures_the_dialogue_and_the_others_the_prompt(self, tmp_path) -> None:
         mixed = Row(
-            "own:1", "own", QUESTION, Limited([5]), {"chosen": Limited([1])}, Limited([5, 5], dropped="long"), []
+            "own:1",
+            "own",
+            QUESTION,
+            Limited([5]),
+            {"chosen": Limited([1])},
+            Limited([5, 5], dropped="long"),
+            [],
         )
         sound = row("own:2", chosen=Limited([1]))
         assert self.write(tmp_path, "sft/train.arrow", [mixed, sound])[1]["id"] == ["own:2"]
-        assert self.write(tmp_path, "ppo/train.arrow", [mixed, sound])[1]["id"] == ["own:1", "own:2"]
+        assert self.write(tmp_path, "ppo/train.arrow", [mixed, sound])[1]["id"] == [
+            "own:1",
+            "own:2",
+        ]
 
     def test_a_file_that_loses_all_its_rows_is_an_error(self, tmp_path) -> None:
         long = row(chosen=Limited([8, 8, 1], dropped="chosen answer over max_response_tokens=2"))
@@ -252,7 +296,13 @@ class TestPhaseFile:
 
 def test_percentiles_are_lengths_that_occur() -> None:
     # 10 lengths: 1 1 1 1 1 2 2 2 2 9; the 5th is the median, the 9th the 90th percentile
-    assert summary(Counter({2: 4, 9: 1, 1: 5})) == {"total": 22, "max": 9, "p50": 1, "p90": 2, "p99": 9}
+    assert summary(Counter({2: 4, 9: 1, 1: 5})) == {
+        "total": 22,
+        "max": 9,
+        "p50": 1,
+        "p90": 2,
+        "p99": 9,
+    }
     assert summary(Counter({1: 99, 7: 1}))["p99"] == 1
     assert summary(Counter({1: 98, 7: 1}))["p99"] == 7  # 99 rows: the 99th
     assert summary(Counter({3: 1})) == {"total": 3, "max": 3, "p50": 3, "p90": 3, "p99": 3}

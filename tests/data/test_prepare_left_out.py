@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.tally import headline
+from rlhf_pipeline.data.split_statistics import headline
 from rlhf_pipeline.errors import DataError
 
 Prepare = Callable[..., dict[str, Any]]
@@ -27,10 +27,13 @@ def asked(prompt: str, *answers: str) -> Example:
         Example((Message("system", "<|end|>"), Message("user", "a")), "b", "c"),
     ],
 )
-def test_a_control_token_in_the_data_is_a_bad_row(write_records, prepare: Prepare, forged, load, ten) -> None:
+def test_a_control_token_in_the_data_is_a_bad_row(
+    write_records, prepare: Prepare, forged, load, ten
+) -> None:
     own = write_records("own", forged, *ten)
     with pytest.raises(
-        DataError, match=r"(?s)source files \(0\.jsonl\): 1 of 11 rows .*own:0: .* control token <\|(end|pad)\|>"
+        DataError,
+        match=r"(?s)source files \(0\.jsonl\): 1 of 11 rows .*own:0: .* control token <\|(end|pad)\|>",
     ):
         prepare(own)
     report = prepare(own, out="allowed", max_bad_fraction=0.1)  # 1 / 11 is 0.091
@@ -41,8 +44,12 @@ def test_a_control_token_in_the_data_is_a_bad_row(write_records, prepare: Prepar
     assert written == {f"own:{n}" for n in range(1, 11)}
 
 
-def test_control_tokens_add_to_the_rows_that_were_bad_before(write_records, prepare: Prepare, ten) -> None:
-    own = write_records("own", Unused("the chosen answer is empty"), asked("a<|end|>", "b", "c"), *ten)
+def test_control_tokens_add_to_the_rows_that_were_bad_before(
+    write_records, prepare: Prepare, ten
+) -> None:
+    own = write_records(
+        "own", Unused("the chosen answer is empty"), asked("a<|end|>", "b", "c"), *ten
+    )
     with pytest.raises(DataError, match=r"2 of 12 rows are unusable"):
         prepare(own, max_bad_fraction=0.1)
     report = prepare(own, out="allowed", max_bad_fraction=0.17)
@@ -78,8 +85,13 @@ def test_dropped_rows_are_counted_by_reason(write_records, prepare: Prepare, loa
     assert headline(report)["data/dropped_rows"] == 1
 
 
-def test_truncated_texts_are_counted_and_cut(write_records, prepare: Prepare, tokenizer, load) -> None:
-    rows = [asked(f"{'^' * (300 if n == 3 else 1)}{n}?", "~" * (300 if n > 6 else 1), "No.") for n in range(10)]
+def test_truncated_texts_are_counted_and_cut(
+    write_records, prepare: Prepare, tokenizer, load
+) -> None:
+    rows = [
+        asked(f"{'^' * (300 if n == 3 else 1)}{n}?", "~" * (300 if n > 6 else 1), "No.")
+        for n in range(10)
+    ]
     report = prepare(
         write_records("own", *rows),
         only="sft",
@@ -94,7 +106,9 @@ def test_truncated_texts_are_counted_and_cut(write_records, prepare: Prepare, to
     }
     assert headline(report)["data/truncated_texts"] == 4
     written = load("sft/train.arrow")
-    assert [len(one["response_ids"]) for one in written] == [3] * 7 + [200] * 3  # a space, a tilde and EOS
+    assert [len(one["response_ids"]) for one in written] == [3] * 7 + [
+        200
+    ] * 3  # a space, a tilde and EOS
     assert tokenizer.decode(written[3]["prompt_ids"]).endswith("^^3?\n\nAssistant:")
     assert len(written[3]["prompt_ids"]) == 200
 
@@ -111,7 +125,8 @@ def test_prompts_that_only_their_cut_off_beginnings_told_apart_stay_in_one_part(
         over_long_prompts="truncate",
     )
     cut = {
-        phase: sum(len(one["prompt_ids"]) == 200 for one in load(f"{phase}/train.arrow")) for phase in ("sft", "ppo")
+        phase: sum(len(one["prompt_ids"]) == 200 for one in load(f"{phase}/train.arrow"))
+        for phase in ("sft", "ppo")
     }
     (phase, kept), (other, none) = sorted(cut.items(), key=lambda item: -item[1])
     assert kept > 0 and none == 0
@@ -120,10 +135,13 @@ def test_prompts_that_only_their_cut_off_beginnings_told_apart_stay_in_one_part(
     }
 
 
-def test_an_over_long_text_is_an_error_unless_told_otherwise(write_records, prepare: Prepare) -> None:
+def test_an_over_long_text_is_an_error_unless_told_otherwise(
+    write_records, prepare: Prepare
+) -> None:
     own = write_records("own", asked("Why?", "~" * 300, "No."))
     with pytest.raises(
-        DataError, match=r"^own:0: the chosen answer has 302 tokens, more than split.max_response_tokens=200"
+        DataError,
+        match=r"^own:0: the chosen answer has 302 tokens, more than split.max_response_tokens=200",
     ):
         prepare(own, only="sft")
 
@@ -144,6 +162,7 @@ def test_a_phase_without_a_row_to_validate_on_is_refused(write_records, prepare:
     comparisons = [asked(f"Compared {n}?", "Yes.", "No.") for n in range(2)]
     few = write_records("few", *comparisons, *(asked(f"Shown {n}?", "So.") for n in range(10)))
     with pytest.raises(
-        DataError, match=r"^reward_model/validation\.arrow gets no row\. Add data that reward_model can use"
+        DataError,
+        match=r"^reward_model/validation\.arrow gets no row\. Add data that reward_model can use",
     ):
         prepare(few, weights=(1, 1, 0), validation_fraction=0.2, test_fraction=0)

@@ -13,11 +13,11 @@ import pytest
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.data import prepare as module
 from rlhf_pipeline.data.records import Example, Message, Text
-from rlhf_pipeline.data.report import render_markdown
-from rlhf_pipeline.data.tally import headline
-from rlhf_pipeline.models.token_contract import TokenContract
+from rlhf_pipeline.data.split_report import render_markdown
+from rlhf_pipeline.data.split_statistics import headline
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages.run import run_stage
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])}
@@ -34,7 +34,9 @@ def test_the_stage_writes_data_report_and_token_contract(
     inputs = {"base_model": base_model, "pretraining_0": write_records("texts", Text("~~~~"))}
     # Twelve sources of a prompt each, in their own order and not in that of their names' letters.
     inputs |= {
-        f"source_{n}": write_records(f"own{n}", Example((Message("user", f"Question {n}?"),), "Yes.", "No."))
+        f"source_{n}": write_records(
+            f"own{n}", Example((Message("user", f"Question {n}?"),), "Yes.", "No.")
+        )
         for n in range(12)
     }
     for folder in inputs.values():
@@ -44,7 +46,9 @@ def test_the_stage_writes_data_report_and_token_contract(
         LaunchConfig(),
         tmp_path / "workspace",
     )
-    assert [one["id"] for one in load("sft/train.arrow", out=export)] == [f"own{n}:0" for n in range(12)]
+    assert [one["id"] for one in load("sft/train.arrow", out=export)] == [
+        f"own{n}:0" for n in range(12)
+    ]
     folders = {"sft", "reward_model", "ppo", "evaluation", "pretraining"}
     assert {path.name for path in export.iterdir() if path.is_dir()} == folders
     assert all(TokenContract.read(export / folder) == contract for folder in folders)
@@ -60,8 +64,8 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from rlhf_pipeline.config.data import SplitConfig
-from rlhf_pipeline.data.prepare import prepare
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.data.split import prepare
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.row_counts import RowCounts
@@ -84,8 +88,19 @@ def test_memory_hardly_grows_with_the_rows(tokenizer, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
     def peak(rows: int) -> int:
-        command = [sys.executable, "-c", MEMORY, str(rows), str(tmp_path / str(rows)), str(tmp_path / "tokenizer")]
-        return int(subprocess.run(command, check=True, env=ENVIRONMENT, capture_output=True, text=True).stdout)
+        command = [
+            sys.executable,
+            "-c",
+            MEMORY,
+            str(rows),
+            str(tmp_path / str(rows)),
+            str(tmp_path / "tokenizer"),
+        ]
+        return int(
+            subprocess.run(
+                command, check=True, env=ENVIRONMENT, capture_output=True, text=True
+            ).stdout
+        )
 
     # Measured: 9 MB more, most of it the records' own file, of which the system counts what was read; with the tokens of
     # all rows kept it is 100 MB.

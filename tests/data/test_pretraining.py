@@ -7,10 +7,10 @@ import pytest
 from datasets import Dataset
 
 from rlhf_pipeline.data import record_files
+from rlhf_pipeline.data.control_tokens import Screen
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.records import Text
 from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.screen import Screen
 from rlhf_pipeline.errors import DataError
 
 END = 1
@@ -38,7 +38,9 @@ def ids(tokenizer, symbols: str) -> list[int]:
     return [END if symbol == "." else tokenizer.convert_tokens_to_ids(symbol) for symbol in symbols]
 
 
-def test_documents_are_joined_by_eos_and_cut_into_blocks(write_records, packed, tokenizer, tmp_path: Path) -> None:
+def test_documents_are_joined_by_eos_and_cut_into_blocks(
+    write_records, packed, tokenizer, tmp_path: Path
+) -> None:
     # ~~~.^^.# ##.~. is the stream; 3 documents of the first source, 1 of the second.
     first = write_records("first", Text("~~~"), Text("^^"), Text("###"))
     second = write_records("second", Text("~"))
@@ -49,16 +51,26 @@ def test_documents_are_joined_by_eos_and_cut_into_blocks(write_records, packed, 
         "blocks": 3,
         "tokens_left_out": 1,
     }
-    assert blocks(tmp_path) == [ids(tokenizer, "~~~."), ids(tokenizer, "^^.#"), ids(tokenizer, "##.~")]
+    assert blocks(tmp_path) == [
+        ids(tokenizer, "~~~."),
+        ids(tokenizer, "^^.#"),
+        ids(tokenizer, "##.~"),
+    ]
 
 
-def test_blocks_span_batches(write_records, packed, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_span_batches(
+    write_records, packed, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
     texts = write_records("texts", Text("~"), Text("^"), Text("#"), Text("~"), Text("^^^^^^^^"))
     # ~.^. #.~. ^^^^^^^^. are the batches: 4, 4 and 9 tokens.
     counts = packed(texts, block_tokens=5)
     assert (counts["blocks"], counts["tokens"], counts["tokens_left_out"]) == (3, 17, 2)
-    assert blocks(tmp_path) == [ids(tokenizer, "~.^.#"), ids(tokenizer, ".~.^^"), ids(tokenizer, "^^^^^")]
+    assert blocks(tmp_path) == [
+        ids(tokenizer, "~.^.#"),
+        ids(tokenizer, ".~.^^"),
+        ids(tokenizer, "^^^^^"),
+    ]
 
 
 def test_what_fills_the_blocks_exactly_leaves_nothing(write_records, packed) -> None:
@@ -78,18 +90,30 @@ def test_less_text_than_a_block_is_an_error(write_records, packed) -> None:
         packed(write_records("empty"), block_tokens=1)
 
 
-def test_a_text_with_a_control_token_is_a_bad_row(write_records, packed, tokenizer, tmp_path: Path) -> None:
+def test_a_text_with_a_control_token_is_a_bad_row(
+    write_records, packed, tokenizer, tmp_path: Path
+) -> None:
     first = write_records("first", Text("~"), Text("^"))
     second = write_records("second", Text("a<|end|>"), Text("#"), Text("##"))
-    with pytest.raises(DataError, match=r"(?s)source second: 1 of 3 rows .*second:0: .*control token <\|end\|>"):
+    with pytest.raises(
+        DataError, match=r"(?s)source second: 1 of 3 rows .*second:0: .*control token <\|end\|>"
+    ):
         packed(first, second, block_tokens=2)
     # A third of the second source's rows.
     counts = packed(first, second, block_tokens=2, max_bad_fraction=1 / 3)
-    assert counts == {"documents": 4, "tokens": 9, "block_tokens": 2, "blocks": 4, "tokens_left_out": 1}
+    assert counts == {
+        "documents": 4,
+        "tokens": 9,
+        "block_tokens": 2,
+        "blocks": 4,
+        "tokens_left_out": 1,
+    }
     assert blocks(tmp_path) == [ids(tokenizer, pair) for pair in ("~.", "^.", "#.", "##")]
 
 
-def test_a_text_longer_than_a_tokenizer_s_limit_is_not_cut(write_records, packed, tokenizer, tmp_path: Path) -> None:
+def test_a_text_longer_than_a_tokenizer_s_limit_is_not_cut(
+    write_records, packed, tokenizer, tmp_path: Path
+) -> None:
     tokenizer.backend_tokenizer.enable_truncation(3)
     packed(write_records("texts", Text("~" * 9)), block_tokens=10)
     assert blocks(tmp_path) == [ids(tokenizer, "~~~~~~~~~.")]

@@ -33,7 +33,10 @@ DIALOGUE = (
 
 def test_examples_come_back_as_they_were(write_records) -> None:
     folder = write_records(
-        "mixed", Example(DIALOGUE, "Ja.\n", " No"), asked("a", "b"), replace(asked("c"), reference="4")
+        "mixed",
+        Example(DIALOGUE, "Ja.\n", " No"),
+        asked("a", "b"),
+        replace(asked("c"), reference="4"),
     )
     (batch,) = examples(folder).to_batches()
     assert example_batch(batch) == ExampleBatch(
@@ -72,7 +75,9 @@ def test_a_source_without_records(write_records) -> None:
 
 def test_some_rows_of_a_batch(write_records) -> None:
     # What `prepare` does; the prompts are of different lengths.
-    folder = write_records("some", asked("a"), Example(DIALOGUE, "b"), asked("c", "d", "e"), asked("f", "g"))
+    folder = write_records(
+        "some", asked("a"), Example(DIALOGUE, "b"), asked("c", "d", "e"), asked("f", "g")
+    )
     taken = example_batch(examples(folder).to_batches()[0].take(pa.array([1, 2, 3])))
     assert [len(prompt) for prompt in taken.prompts] == [4, 1, 1]
     taken = example_batch(examples(folder).to_batches()[0].take(pa.array([2, 3])))
@@ -93,18 +98,33 @@ def batch_sizes(table: pa.Table) -> list[int]:
 
 
 def test_a_batch_ends_after_a_thousand_rows(write_records) -> None:
-    folder = write_records("many", *(asked(f"Question {n}?") for n in range(2300)), *(Text("a"),) * 1000)
+    folder = write_records(
+        "many", *(asked(f"Question {n}?") for n in range(2300)), *(Text("a"),) * 1000
+    )
     assert batch_sizes(examples(folder)) == [1000, 1000, 300]
     assert [len(batch) for _, batch in texts(folder)] == [1000]
     ids = examples(folder).column("id").to_pylist()
     assert (ids[999], ids[1000], ids[2299]) == ("many:999", "many:1000", "many:2299")
 
 
-def test_a_batch_ends_where_its_texts_fill_it(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_ends_where_its_texts_fill_it(
+    write_records, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(record_files, "_BATCH_CHARACTERS", 10)
     # Characters: 4 + 3 + 4 are 11; one of 4 and one of 6 do not exceed 10, the next one does; 12 exceed it alone.
-    lengths = [(4, 0, 0), (1, 1, 1), (2, 1, 1), (4, 0, 0), (2, 2, 2), (1, 0, 0), (12, 0, 0), (1, 0, 0)]
-    rows = (asked("p" * prompt, "c" * chosen, "r" * rejected) for prompt, chosen, rejected in lengths)
+    lengths = [
+        (4, 0, 0),
+        (1, 1, 1),
+        (2, 1, 1),
+        (4, 0, 0),
+        (2, 2, 2),
+        (1, 0, 0),
+        (12, 0, 0),
+        (1, 0, 0),
+    ]
+    rows = (
+        asked("p" * prompt, "c" * chosen, "r" * rejected) for prompt, chosen, rejected in lengths
+    )
     folder = write_records("full", *rows, Text("t" * 11), Text("t" * 5), Text("t" * 5), Text("t"))
     assert batch_sizes(examples(folder)) == [3, 3, 1, 1]
     assert [ids for ids, _ in texts(folder)] == [["full:8"], ["full:9", "full:10", "full:11"]]
@@ -162,10 +182,18 @@ def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyP
 
 def test_who_can_use_each_example(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
-    folder = write_records("phases", asked("a"), asked("b", "B"), asked("c", "C", "D"), asked("d"), asked("e", "E"))
+    folder = write_records(
+        "phases", asked("a"), asked("b", "B"), asked("c", "C", "D"), asked("d"), asked("e", "E")
+    )
     bits = serves(examples(folder))
     assert bits.dtype == np.uint8
-    assert bits.tolist() == [0b100, 0b001, 0b111, 0b100, 0b001]  # PPO is bit 2, the reward model 1, SFT 0
+    assert bits.tolist() == [
+        0b100,
+        0b001,
+        0b111,
+        0b100,
+        0b001,
+    ]  # PPO is bit 2, the reward model 1, SFT 0
 
 
 def test_phases_as_bits() -> None:

@@ -13,14 +13,21 @@ def identity(*turns: tuple[str, str]) -> str:
 
 
 def test_roles_and_words_remain() -> None:
-    assert identity(("system", "Be  kind."), ("user", " Hello\n there ")) == "system: be kind.\nuser: hello there"
+    assert (
+        identity(("system", "Be  kind."), ("user", " Hello\n there "))
+        == "system: be kind.\nuser: hello there"
+    )
 
 
 def test_case_white_space_and_unicode_form_do_not_count() -> None:
     plain = identity(("user", "Straße fi 1"))
     assert plain == "user: strasse fi 1"
-    assert identity(("user", "STRASSE\t\ufb01\u00a0\uff11")) == plain  # the ligature fi, a hard space, a full-width 1
-    assert identity(("user", "\u210cello")) == "user: hello"  # a black-letter H is a capital letter only as NFKC
+    assert (
+        identity(("user", "STRASSE\t\ufb01\u00a0\uff11")) == plain
+    )  # the ligature fi, a hard space, a full-width 1
+    assert (
+        identity(("user", "\u210cello")) == "user: hello"
+    )  # a black-letter H is a capital letter only as NFKC
     accents = ("e\u0301", "\u00e9")  # e with an accent, as two characters and as one
     assert {identity(("user", accent)) for accent in accents} == {"user: \u00e9"}
 
@@ -47,4 +54,16 @@ def test_a_key_is_the_beginning_of_sha256_over_lengths_and_contents() -> None:
 
 
 def test_where_one_text_ends_and_the_next_begins_counts() -> None:
-    assert len({key("ab", "c"), key("a", "bc"), key("abc"), key("abc", ""), key("", "abc"), key("ab1:c")}) == 6
+    assert (
+        len(
+            {
+                key("ab", "c"),
+                key("a", "bc"),
+                key("abc"),
+                key("abc", ""),
+                key("", "abc"),
+                key("ab1:c"),
+            }
+        )
+        == 6
+    )

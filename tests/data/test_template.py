@@ -24,21 +24,29 @@ LLAMA_2 = (
     "{% else %}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 FORGETS_THINKING = CHATML.replace(
-    "message.content }}", "message.content if loop.last else message.content.split('</think>')[-1] }}"
+    "message.content }}",
+    "message.content if loop.last else message.content.split('</think>')[-1] }}",
 )
 
 
 def render(tokenizer, prompt, response) -> tuple[str, str]:
     prompts = render_prompts(tokenizer, ["own.jsonl:7"], [prompt])
-    return prompts[0], render_responses(tokenizer, ["own.jsonl:7"], [prompt], prompts, [response])[0]
+    return prompts[0], render_responses(tokenizer, ["own.jsonl:7"], [prompt], prompts, [response])[
+        0
+    ]
 
 
 def turns(tokenizer, prompt) -> list[tuple[str, bool]]:
-    return render_turns(tokenizer, "own.jsonl:7", prompt, render_prompts(tokenizer, ["own.jsonl:7"], [prompt])[0])
+    return render_turns(
+        tokenizer, "own.jsonl:7", prompt, render_prompts(tokenizer, ["own.jsonl:7"], [prompt])[0]
+    )
 
 
 def test_our_template(tokenizer) -> None:
-    assert render(tokenizer, QUESTION, "Because.") == ("\n\nHuman: Why?\n\nAssistant:", " Because.<|end|>")
+    assert render(tokenizer, QUESTION, "Because.") == (
+        "\n\nHuman: Why?\n\nAssistant:",
+        " Because.<|end|>",
+    )
 
 
 def test_system_message_and_earlier_turns(tokenizer) -> None:
@@ -50,7 +58,9 @@ def test_system_message_and_earlier_turns(tokenizer) -> None:
 def test_a_batch_keeps_its_order(tokenizer) -> None:
     prompts = render_prompts(tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]])
     assert prompts == ["\n\nHuman: Why?\n\nAssistant:", "Be kind.\n\nHuman: Why?\n\nAssistant:"]
-    responses = render_responses(tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]], prompts, ["1", "2"])
+    responses = render_responses(
+        tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]], prompts, ["1", "2"]
+    )
     assert responses == [" 1<|end|>", " 2<|end|>"]
 
 
@@ -73,7 +83,9 @@ def test_what_follows_the_eos_is_cut_off(tokenizer) -> None:
 
 
 def test_an_eos_in_the_answer_cuts_nothing_off(tokenizer) -> None:
-    assert render(tokenizer, QUESTION, "a<|end|>b")[1] == " a<|end|>b<|end|>"  # and tokenization refuses it by name
+    assert (
+        render(tokenizer, QUESTION, "a<|end|>b")[1] == " a<|end|>b<|end|>"
+    )  # and tokenization refuses it by name
 
 
 def test_a_template_without_eos_gets_one(tokenizer) -> None:
@@ -97,7 +109,9 @@ def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer) -> None:
 
 
 def test_a_template_that_refuses_a_dialogue_amid_a_batch_names_it(tokenizer) -> None:
-    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
     with pytest.raises(ArtifactError) as error:
         render_prompts(tokenizer, ["a:1", "a:2", "a:3"], [QUESTION, DIALOGUE, QUESTION])
     assert str(error.value) == (
@@ -107,7 +121,10 @@ def test_a_template_that_refuses_a_dialogue_amid_a_batch_names_it(tokenizer) -> 
 
 def test_a_template_that_refuses_an_answer_amid_a_batch_names_its_example(tokenizer) -> None:
     tokenizer.chat_template = "{{ raise_exception('silence') if messages[-1].content == '' }}"
-    with pytest.raises(ArtifactError, match="a:2: the tokenizer's chat template refuses the turns user, assistant: si"):
+    with pytest.raises(
+        ArtifactError,
+        match="a:2: the tokenizer's chat template refuses the turns user, assistant: si",
+    ):
         render_responses(tokenizer, ["a:1", "a:2"], [QUESTION, QUESTION], ["", ""], ["So.", ""])
 
 
@@ -170,10 +187,15 @@ class TestTurns:
             "own.jsonl:7: the chat template writes the assistant's turn '<think>hm</think>So.<|im_end|>' in another way "
             "once the dialogue goes on; set split.sft_loss to 'response', or use a template that does not"
         )
-        assert turns(tokenizer, DIALOGUE[1:])[1] == ("So.<|im_end|>", True)  # nothing to leave out here
+        assert turns(tokenizer, DIALOGUE[1:])[1] == (
+            "So.<|im_end|>",
+            True,
+        )  # nothing to leave out here
 
     def test_a_template_that_forgets_earlier_turns_is_refused(self, tokenizer) -> None:
         from_last_question = "{% for message in messages[(messages | length - 1) // 2 * 2:] %}"
-        tokenizer.chat_template = tokenizer.chat_template.replace("{% for message in messages %}", from_last_question)
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "{% for message in messages %}", from_last_question
+        )
         with pytest.raises(ArtifactError, match=r"' So\.<\|end\|>' in another way"):
             turns(tokenizer, [*QUESTION, DIALOGUE[2], *QUESTION])

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.tokenization import (
     Limited,
@@ -30,7 +30,9 @@ def batch(*rows: tuple[str, str | None, str | None]) -> ExampleBatch:
     """Examples own:0, own:1, ... of a question, a chosen and a rejected answer each."""
     questions, chosen, rejected = map(list, zip(*rows, strict=True))
     prompts = [[{"role": "user", "content": question}] for question in questions]
-    return ExampleBatch([f"own:{n}" for n in range(len(rows))], prompts, chosen, rejected, [None] * len(rows))
+    return ExampleBatch(
+        [f"own:{n}" for n in range(len(rows))], prompts, chosen, rejected, [None] * len(rows)
+    )
 
 
 def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokenized]:
@@ -38,24 +40,39 @@ def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokeniz
 
 
 def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitConfig:
-    return SplitConfig(sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **over_long)
+    return SplitConfig(
+        sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **over_long
+    )
 
 
 class TestRender:
     def test_answers_stay_with_their_prompts(self, tokenizer) -> None:
         rendered = render(
-            batch(("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")), tokenizer
+            batch(
+                ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")
+            ),
+            tokenizer,
         )
         assert rendered.ids == ["own:0", "own:1", "own:2", "own:3"]
-        assert [text[9:13].rstrip("\n") for text in rendered.prompts] == ["Why?", "Who?", "How?", "So?"]
+        assert [text[9:13].rstrip("\n") for text in rendered.prompts] == [
+            "Why?",
+            "Who?",
+            "How?",
+            "So?",
+        ]
         assert rendered.chosen == [" a<|end|>", None, " c<|end|>", None]
         assert rendered.rejected == [" b<|end|>", None, None, " d<|end|>"]
         assert rendered.turns == [None, None, None, None]
 
     def test_turns_only_where_wanted_and_where_there_are_earlier_ones(self, tokenizer) -> None:
-        user, assistant = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+        user, assistant = (
+            {"role": "user", "content": "Why?"},
+            {"role": "assistant", "content": "So."},
+        )
         long = [user, assistant, user]
-        examples = ExampleBatch(["own:0", "own:1", "own:2"], [long, long, [user]], ["a"] * 3, [None] * 3, [None] * 3)
+        examples = ExampleBatch(
+            ["own:0", "own:1", "own:2"], [long, long, [user]], ["a"] * 3, [None] * 3, [None] * 3
+        )
         rendered = render(examples, tokenizer, turns=[False, True, True])
         pieces = [(PROMPT, False), (" So.<|end|>", True), (PROMPT, False)]
         assert rendered.turns == [None, pieces, None]
@@ -76,7 +93,10 @@ class TestTokenize:
         (one,) = tokens(tokenizer, ("Why?", "Because.", "No."))
         assert one.id == "own:0"
         assert tokenizer.decode(one.prompt) == PROMPT
-        assert [tokenizer.decode(ids) for ids in (one.chosen, one.rejected)] == [" Because.<|end|>", " No.<|end|>"]
+        assert [tokenizer.decode(ids) for ids in (one.chosen, one.rejected)] == [
+            " Because.<|end|>",
+            " No.<|end|>",
+        ]
         assert [ids[-1] for ids in (one.chosen, one.rejected)] == [1, 1]
         assert one.turns is None
 
@@ -143,8 +163,15 @@ class TestTokenize:
 
 
 class TestEncode:
-    @given(st.lists(st.text(max_size=20) | st.sampled_from(["a<|end|>b", "<|pad|>", " the  week", "\n\nHuman:"])))
-    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        st.lists(
+            st.text(max_size=20)
+            | st.sampled_from(["a<|end|>b", "<|pad|>", " the  week", "\n\nHuman:"])
+        )
+    )
+    @settings(
+        max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
     def test_equals_the_tokenizer_s_own_call(self, tokenizer, texts: list[str]) -> None:
         expected = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         assert encode(texts, tokenizer) == expected
@@ -160,7 +187,9 @@ class TestEncode:
 class TestOneAhead:
     @pytest.mark.parametrize("count", [0, 1, 2, 7])
     def test_each_item_with_its_result_in_order(self, count: int) -> None:
-        assert list(one_ahead(range(count), lambda item: item * 10)) == [(n, n * 10) for n in range(count)]
+        assert list(one_ahead(range(count), lambda item: item * 10)) == [
+            (n, n * 10) for n in range(count)
+        ]
 
     def test_works_while_the_caller_is_busy_and_on_one_item_only(self) -> None:
         taken, done = [], []
@@ -217,7 +246,9 @@ class TestLimits:
         )
 
     def test_answer_at_the_limit_passes_and_one_above_fails(self) -> None:
-        assert limited_answer("own:7", "chosen", [5, 6, 1], limits(response=3)) == Limited([5, 6, 1])
+        assert limited_answer("own:7", "chosen", [5, 6, 1], limits(response=3)) == Limited(
+            [5, 6, 1]
+        )
         with pytest.raises(DataError) as error:
             limited_answer("own:7", "rejected", [5, 6, 1], limits(response=2))
         assert str(error.value) == (
@@ -233,7 +264,10 @@ class TestLimits:
 
     def test_drop(self) -> None:
         config = limits(2, 2, over_long_prompts="drop", over_long_responses="drop")
-        assert limited_prompt("own:7", [5, 6, 7], config, None).dropped == "prompt over max_prompt_tokens=2"
+        assert (
+            limited_prompt("own:7", [5, 6, 7], config, None).dropped
+            == "prompt over max_prompt_tokens=2"
+        )
         answer = limited_answer("own:7", "rejected", [5, 6, 1], config)
         assert answer.dropped == "rejected answer over max_response_tokens=2"
         assert answer.cut is None
@@ -266,7 +300,9 @@ class TestLimits:
         ],
     )
     def test_bos_stays(self, ids: list[int], limit: int, kept: list[int]) -> None:
-        assert limited_prompt("own:7", ids, limits(limit, over_long_prompts="truncate"), 9).ids == kept
+        assert (
+            limited_prompt("own:7", ids, limits(limit, over_long_prompts="truncate"), 9).ids == kept
+        )
 
     def test_newest_chooses_values_by_their_tokens(self) -> None:
         assert newest([9, 5, 6, 7], ["bos", "a", "b", "c"], 2, bos_id=9) == ["bos", "c"]

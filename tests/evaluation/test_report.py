@@ -43,8 +43,24 @@ EVALUATION = {
         },
     },
     "win_rates": {
-        "score": {"rate": 0.775, "lower": 0.731, "upper": 0.813, "wins": 300, "ties": 20, "losses": 80, "n": 400},
-        "gold": {"rate": 0.475, "lower": 0.427, "upper": 0.524, "wins": 180, "ties": 20, "losses": 200, "n": 400},
+        "score": {
+            "rate": 0.775,
+            "lower": 0.731,
+            "upper": 0.813,
+            "wins": 300,
+            "ties": 20,
+            "losses": 80,
+            "n": 400,
+        },
+        "gold": {
+            "rate": 0.475,
+            "lower": 0.427,
+            "upper": 0.524,
+            "wins": 180,
+            "ties": 20,
+            "losses": 200,
+            "n": 400,
+        },
     },
     "variants": {},
     "samples": [
@@ -151,11 +167,13 @@ def test_another_candidate_is_called_by_its_name():
     for sample in evaluation["samples"]:
         for name in ("ppo", "ppo_score", "ppo_gold"):
             sample[name.replace("ppo", "dpo")] = sample.pop(name)
-    leans = "{} and the reward model learned from the same comparisons, so this judge leans towards it."
-    trained = "{} was trained to please the reward model, so this judge leans towards it."
-    assert render_markdown(evaluation) == MARKDOWN.replace(trained.format("PPO"), leans.format("DPO")).replace(
-        "PPO", "DPO"
+    leans = (
+        "{} and the reward model learned from the same comparisons, so this judge leans towards it."
     )
+    trained = "{} was trained to please the reward model, so this judge leans towards it."
+    assert render_markdown(evaluation) == MARKDOWN.replace(
+        trained.format("PPO"), leans.format("DPO")
+    ).replace("PPO", "DPO")
     assert printed(evaluation).startswith("DPO against SFT\n") and "PPO" not in printed(evaluation)
 
 
@@ -167,9 +185,14 @@ def test_a_variant_is_shown_beside_the_candidate():
         "By the reward model, PPO EMA's answer is better than SFT's on 77.5% of 400 prompts, with 95% confidence between "
         "73.1% and 81.3%."
     )
-    rows = "| reward model score | 2.00 [1.88, 2.12] | 2.50 | +0.50 |\n| gold score | 1.00 | - | - |\n"
+    rows = (
+        "| reward model score | 2.00 [1.88, 2.12] | 2.50 | +0.50 |\n| gold score | 1.00 | - | - |\n"
+    )
     markdown = render_markdown(evaluation)
-    assert "## PPO EMA beside PPO\n\n| | PPO | PPO EMA | difference |\n|:---|---:|---:|---:|\n" + rows in markdown
+    assert (
+        "## PPO EMA beside PPO\n\n| | PPO | PPO EMA | difference |\n|:---|---:|---:|---:|\n" + rows
+        in markdown
+    )
     assert f"\n\n{sentence}\n\n## Samples" in markdown
     terminal = printed(evaluation)
     assert terminal.startswith(TERMINAL) and "PPO EMA beside PPO" in terminal

@@ -41,7 +41,9 @@ def test_a_model_ties_with_itself():
 
 
 def test_win_rate_refuses_unpaired_scores():
-    with pytest.raises(ValueError, match="candidate has 2 scores, baseline has 1; pair them by prompt"):
+    with pytest.raises(
+        ValueError, match="candidate has 2 scores, baseline has 1; pair them by prompt"
+    ):
         win_rate([1.0, 2.0], [1.0])
 
 
@@ -57,7 +59,9 @@ def test_win_rate_refuses_a_score_that_would_count_as_a_tie():
 
 def test_mean_with_interval():
     # Mean 2, s = 1: 1.9599640 / sqrt(3) = 1.1315857.
-    assert mean_with_interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 0.8684143, 3.1315857), rel=1e-6)
+    assert mean_with_interval([1.0, 2.0, 3.0]) == pytest.approx(
+        (2.0, 0.8684143, 3.1315857), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(

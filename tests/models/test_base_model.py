@@ -3,16 +3,18 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rlhf_pipeline.config.model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models import base_model
 from rlhf_pipeline.models.base_model import as_loaded, build_model
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.runtime.job import LaunchedJob
 
 
-def test_every_family_is_built_with_the_tokenizer_that_loads_beside_it(tokenizer, architecture, family, tmp_path):
+def test_every_family_is_built_with_the_tokenizer_that_loads_beside_it(
+    tokenizer, architecture, family, tmp_path
+):
     config = BaseModelConfig(architecture=architecture(family), vocab_size=300)
     own = as_loaded(tokenizer, config, tmp_path)
     model = build_model(config, own)
@@ -27,15 +29,33 @@ def test_every_family_is_built_with_the_tokenizer_that_loads_beside_it(tokenizer
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config.model_type == family
-    assert (again.config.hidden_size, again.config.num_hidden_layers, again.config.num_attention_heads) == (32, 2, 4)
-    assert again.get_input_embeddings().num_embeddings == len(loaded) == (289 if family == "qwen2" else 288)
-    assert (again.config.pad_token_id, again.config.eos_token_id, again.config.bos_token_id) == (0, 1, None)
+    assert (
+        again.config.hidden_size,
+        again.config.num_hidden_layers,
+        again.config.num_attention_heads,
+    ) == (32, 2, 4)
+    assert (
+        again.get_input_embeddings().num_embeddings
+        == len(loaded)
+        == (289 if family == "qwen2" else 288)
+    )
+    assert (again.config.pad_token_id, again.config.eos_token_id, again.config.bos_token_id) == (
+        0,
+        1,
+        None,
+    )
 
 
-@pytest.mark.parametrize(("value", "reason"), [("64", "expected int, got str"), (None, "got NoneType"), (33, "33")])
+@pytest.mark.parametrize(
+    ("value", "reason"), [("64", "expected int, got str"), (None, "got NoneType"), (33, "33")]
+)
 def test_a_value_that_cannot_be_is_named(tokenizer, architecture, value, reason):
-    config = BaseModelConfig(architecture=architecture("llama") | {"hidden_size": value}, vocab_size=300)
-    with pytest.raises(ConfigError, match=rf"(?s)base_model\.architecture cannot be built: .*{reason}"):
+    config = BaseModelConfig(
+        architecture=architecture("llama") | {"hidden_size": value}, vocab_size=300
+    )
+    with pytest.raises(
+        ConfigError, match=rf"(?s)base_model\.architecture cannot be built: .*{reason}"
+    ):
         build_model(config, tokenizer)
 
 
@@ -54,5 +74,7 @@ def test_the_exported_contract_is_that_of_the_tokenizer_that_loads(tmp_path):
 
 def test_a_tokenizer_that_does_not_survive_saving_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(base_model, "as_loaded", lambda tokenizer, *_: tokenizer)
-    with pytest.raises(ArtifactError, match=r"base_model\.architecture is another one after it is saved and loaded"):
+    with pytest.raises(
+        ArtifactError, match=r"base_model\.architecture is another one after it is saved and loaded"
+    ):
         run(tmp_path)

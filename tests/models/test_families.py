@@ -9,12 +9,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_pipeline.config.ppo import SamplingConfig
-from rlhf_pipeline.models.forward import response_logits, response_logprobs, response_values, sequence_scores
-from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.model_files import save_model
+from rlhf_pipeline.models.forward import (
+    response_logits,
+    response_logprobs,
+    response_values,
+    sequence_scores,
+)
+from rlhf_pipeline.models.loading import (
+    assert_no_dropout,
+    freeze,
+    load_policy,
+    load_scores,
+    load_tokenizer,
+)
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.training.checkpoint import save_model
-from rlhf_pipeline.training.rollout import generate, uniform_draws
+from rlhf_pipeline.rollout.generation import generate, uniform_draws
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]
 RESPONSES = [[13, 1], [14, 15, 16, 1], [17, 18, 19]]
@@ -77,7 +88,10 @@ def test_logits_of_the_kept_columns_are_those_of_all(policy):
 def test_dropout_is_off_however_the_family_keeps_it(checkpoint, scorer):
     def drops(model):
         model.train()
-        passes = [model(**BATCH.model_inputs(), output_hidden_states=True).hidden_states[-1] for _ in range(8)]
+        passes = [
+            model(**BATCH.model_inputs(), output_hidden_states=True).hidden_states[-1]
+            for _ in range(8)
+        ]
         return any(not torch.equal(one, passes[0]) for one in passes)
 
     untouched = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -101,7 +115,12 @@ def test_generation_is_sampling_token_by_token(policy, contract, temperature):
     for i, prompt in enumerate(PROMPTS):
         ids = list(prompt)
         for draw in draws[i].tolist():
-            logits = policy(input_ids=torch.tensor([ids])).logits[0, -1, : contract.vocab_size].double().numpy()
+            logits = (
+                policy(input_ids=torch.tensor([ids]))
+                .logits[0, -1, : contract.vocab_size]
+                .double()
+                .numpy()
+            )
             weights = np.exp(logits / temperature)
             ids.append(int(np.argmax(weights.cumsum() > draw * weights.sum())))
             if ids[-1] == 1:
@@ -113,9 +132,13 @@ def test_padded_vocabulary_rows_are_never_sampled(policy, contract):
     """The draws are beyond what the real tokens have of the probability of all rows."""
     probabilities = policy(torch.tensor([[5]])).logits[0, -1].softmax(-1)
     assert len(probabilities) == WIDE
-    draws = torch.tensor([[probabilities[: contract.vocab_size].sum().item() + 1e-6, 0.5]], dtype=torch.float64)
+    draws = torch.tensor(
+        [[probabilities[: contract.vocab_size].sum().item() + 1e-6, 0.5]], dtype=torch.float64
+    )
     sampling = SamplingConfig(max_response_tokens=2, batch_size_per_gpu=1)
-    assert generate(policy, [[5]], draws, sampling, contract).response_ids.max() < contract.vocab_size
+    assert (
+        generate(policy, [[5]], draws, sampling, contract).response_ids.max() < contract.vocab_size
+    )
 
 
 def test_a_saved_policy_is_the_same_policy(policy, checkpoint, contract, tmp_path):
@@ -135,6 +158,8 @@ def test_a_saved_scorer_is_the_same_scorer_for_others_too(scorer, checkpoint, tm
     assert torch.equal(sequence_scores(again, BATCH), expected)
 
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
-    ids = torch.tensor([prompt + response + [0] * (7 - len(prompt + response)) for prompt, response in ROWS])
+    ids = torch.tensor(
+        [prompt + response + [0] * (7 - len(prompt + response)) for prompt, response in ROWS]
+    )
     logits = classifier(input_ids=ids, attention_mask=(ids != 0).long()).logits
     close(expected, logits[:, 0])

@@ -32,13 +32,17 @@ def test_padded_vocabulary_rows_have_no_probability(make_model):
 
 
 def test_a_language_model_is_no_reward_model(make_model):
-    with pytest.raises(ArtifactError, match=r"is not a reward model: it has no weights for score\.weight"):
+    with pytest.raises(
+        ArtifactError, match=r"is not a reward model: it has no weights for score\.weight"
+    ):
         load_scores(make_model(), "fp32")
 
 
 def test_the_score_mean_travels_with_the_checkpoint(make_model, tmp_path):
     model = load_scores(make_model(), "fp32", new_head=True)
     model.classifier.save_pretrained(tmp_path)
-    (tmp_path / "token_contract.json").write_bytes((make_model() / "token_contract.json").read_bytes())
+    (tmp_path / "token_contract.json").write_bytes(
+        (make_model() / "token_contract.json").read_bytes()
+    )
     store_score_mean(tmp_path, 0.75)
     assert load_scores(tmp_path, "fp32").score_mean == 0.75

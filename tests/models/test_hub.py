@@ -17,9 +17,9 @@ pytestmark = pytest.mark.long
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.pipelines.data_preparation.nodes import base_model
 
@@ -51,7 +51,9 @@ def test_a_branch_that_moves_is_another_base_model(make_model, tmp_path):
     for commit, seed in ((old, 1), (new, 2)):
         shutil.copytree(make_model("llama", seed=seed), repository / commit)
     with serving(tmp_path / "hub") as hub:
-        first, again = fetch(hub.address, tmp_path, {"path": "lab/tiny"}, {"path": "lab/tiny", "revision": None})
+        first, again = fetch(
+            hub.address, tmp_path, {"path": "lab/tiny"}, {"path": "lab/tiny", "revision": None}
+        )
         hub.commits["main"] = new
         moved, pinned, missing = fetch(
             hub.address, tmp_path,
@@ -60,9 +62,13 @@ def test_a_branch_that_moves_is_another_base_model(make_model, tmp_path):
     assert first == again != moved
     assert hub.revisions == {old, new}  # what the branch names while files are read does not matter
     for made, commit in ((first, old), (moved, new), (pinned, old)):
-        found, expected = (load_policy(path, "fp32").state_dict() for path in (Path(made), repository / commit))
+        found, expected = (
+            load_policy(path, "fp32").state_dict() for path in (Path(made), repository / commit)
+        )
         assert all(found[name].equal(value) for name, value in expected.items())
-    assert missing.startswith("error: base_model.path: the hub does not tell which commit the newest of 'lab/none' is")
+    assert missing.startswith(
+        "error: base_model.path: the hub does not tell which commit the newest of 'lab/none' is"
+    )
     nowhere = "http://127.0.0.1:9"
     (unreached,) = fetch(nowhere, tmp_path, {"path": "lab/tiny"})
     assert "check the spelling and the network, or set base_model.revision to a commit" in unreached

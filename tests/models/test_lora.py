@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models.loading import freeze, load_policy, load_scores
-from rlhf_pipeline.models.lora import WithoutAdapters, add_adapters, merged, trained_names, write_adapter
+from rlhf_pipeline.models.lora import (
+    WithoutAdapters,
+    add_adapters,
+    merged,
+    trained_names,
+    write_adapter,
+)
 
 IDS = torch.tensor([[5, 6, 7, 20, 21, 1], [8, 9, 10, 11, 23, 24]])
 CONFIG = LoRAConfig(rank=4, alpha=6.0)
@@ -39,7 +45,12 @@ def adapted(checkpoint, config=CONFIG, precision="fp32"):
 
 def store(model, folder):
     parameters = dict(getattr(model, "classifier", model).named_parameters())
-    write_adapter(model, {name: parameters[name].detach() for name in trained_names(model)}, "sft_model", folder)
+    write_adapter(
+        model,
+        {name: parameters[name].detach() for name in trained_names(model)},
+        "sft_model",
+        folder,
+    )
     return folder
 
 
@@ -80,7 +91,9 @@ def test_a_scalar_head_is_stored_with_the_adapter(checkpoint, tmp_path):
     folder = store(model, tmp_path / "adapter")
     plain = merged(load_scores(checkpoint, "fp32", new_head=True).eval(), CONFIG, folder)
     torch.testing.assert_close(plain(**inputs, scores_to_keep=6)[:, -1], scores, rtol=0, atol=1e-5)
-    base = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        checkpoint, num_labels=1, dtype=torch.float32
+    )
     base.config.pad_token_id = 0
     again = PeftModel.from_pretrained(base, folder).eval()(**inputs).logits[:, 0]
     assert torch.equal(again, scores)
@@ -107,9 +120,13 @@ def test_train_rest_freezes_the_adapted_matrices_alone(checkpoint, tmp_path):
     config = CONFIG.model_copy(update={"train_rest": True})
     model = adapted(checkpoint, config)
     names = {name for name, _ in model.named_parameters()}
-    assert names - set(trained_names(model)) == {name for name in names if name.endswith(".base_layer.weight")}
+    assert names - set(trained_names(model)) == {
+        name for name in names if name.endswith(".base_layer.weight")
+    }
     train_a_little(model)
-    plain = merged(load_policy(checkpoint, "fp32").eval(), config, store(model, tmp_path / "adapter"))
+    plain = merged(
+        load_policy(checkpoint, "fp32").eval(), config, store(model, tmp_path / "adapter")
+    )
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
 
 
@@ -130,17 +147,26 @@ def test_named_targets_are_adapted_alone(llama):
 def test_what_is_no_linear_layer_is_refused_with_what_there_is(llama, target):
     with pytest.raises(ConfigError) as refusal:
         adapted(llama, LoRAConfig(target_modules=["q_proj", target]))
-    assert f"lora.target_modules: {target!r} is no linear layer of llama that can be adapted" in str(refusal.value)
-    assert "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(refusal.value)
+    assert (
+        f"lora.target_modules: {target!r} is no linear layer of llama that can be adapted"
+        in str(refusal.value)
+    )
+    assert "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(
+        refusal.value
+    )
 
 
 def test_a_scalar_head_is_no_target(llama):
     with pytest.raises(ConfigError, match="'score' is no linear layer"):
-        add_adapters(load_scores(llama, "fp32", new_head=True), LoRAConfig(target_modules=["score"]))
+        add_adapters(
+            load_scores(llama, "fp32", new_head=True), LoRAConfig(target_modules=["score"])
+        )
 
 
 def test_adapters_have_the_precision_of_the_model(llama):
-    assert {parameter.dtype for parameter in adapted(llama, precision="bf16").parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in adapted(llama, precision="bf16").parameters()} == {
+        torch.bfloat16
+    }
 
 
 def test_the_scale_is_alpha_over_rank(llama, tmp_path):
@@ -152,7 +178,10 @@ def test_the_scale_is_alpha_over_rank(llama, tmp_path):
             torch.nn.init.ones_(parameter)
     plain = merged(load_policy(llama, "fp32"), config, store(model, tmp_path / "adapter"))
     start = load_policy(llama, "fp32")
-    added = plain.model.layers[0].self_attn.q_proj.weight - start.model.layers[0].self_attn.q_proj.weight
+    added = (
+        plain.model.layers[0].self_attn.q_proj.weight
+        - start.model.layers[0].self_attn.q_proj.weight
+    )
     torch.testing.assert_close(added, torch.full((32, 32), 6.0), rtol=0, atol=1e-5)
 
 
@@ -160,16 +189,29 @@ def test_the_stored_adapter_is_small_and_names_no_path(llama, tmp_path):
     folder = store(adapted(llama), tmp_path / "adapter")
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "sft_model"
-    assert settings["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert settings["target_modules"] == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
     assert (settings["r"], settings["lora_alpha"], settings["inference_mode"]) == (4, 6.0, True)
     assert str(tmp_path) not in json.dumps(settings) and str(llama) not in json.dumps(settings)
     # Two layers, each with attention's four 32 x 32 and an MLP of three 32 x 64: 2 * 4 * (4 * 64 + 3 * 96) = 4352.
-    assert sum(weight.numel() for weight in load_file(folder / "adapter_model.safetensors").values()) == 4352
+    assert (
+        sum(weight.numel() for weight in load_file(folder / "adapter_model.safetensors").values())
+        == 4352
+    )
 
 
 def test_an_adapter_of_another_recipe_is_refused(llama, tmp_path):
     folder = store(adapted(llama, LoRAConfig(target_modules=["q_proj"])), tmp_path / "adapter")
-    with pytest.raises(ArtifactError, match=r"adapter_model\.safetensors does not fit the model: .*v_proj"):
+    with pytest.raises(
+        ArtifactError, match=r"adapter_model\.safetensors does not fit the model: .*v_proj"
+    ):
         merged(load_policy(llama, "fp32"), LoRAConfig(target_modules=["q_proj", "v_proj"]), folder)
 
 

@@ -17,15 +17,19 @@ from kedro.io import CatalogProtocol
 from rlhf_pipeline.commands.status import status
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.pipeline_registry import register_pipelines
-from rlhf_pipeline.stages import fingerprint, run
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.stages import run
+from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.manifest import Manifest, file_entries
 
 PROJECT = Path(__file__).parents[2]
 STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
 """Each reads, directly or not, what all before it have made; but for the base model, which comes from a folder here."""
 
-FILES = {"source": ["counts"], "split": ["sft/rows", "reward_model/rows", "ppo/rows", "evaluation/rows"]}
+FILES = {
+    "source": ["counts"],
+    "split": ["sft/rows", "reward_model/rows", "ppo/rows", "evaluation/rows"],
+}
 
 
 @dataclass
@@ -56,7 +60,9 @@ class World:
         made = {}
         for node in register_pipelines()["full"].nodes:
             if node.name != "register":
-                inputs = [made[name] if name in made else catalog.load(name) for name in node.inputs]
+                inputs = [
+                    made[name] if name in made else catalog.load(name) for name in node.inputs
+                ]
                 made[node.outputs[0]] = node.func(*inputs)
         return list(self.launched)
 
@@ -74,11 +80,16 @@ def world(tmp_path_factory):
         if stage.stage == "source":
             RowCounts().write(stage.export)
         files = file_entries(stage.export)
-        Manifest(stage.stage, stage.fingerprint, stage.seed, {}, stage.inputs, {}, {}, files).write(stage.export)
+        Manifest(stage.stage, stage.fingerprint, stage.seed, {}, stage.inputs, {}, {}, files).write(
+            stage.export
+        )
 
     (root / "folder").mkdir()
     (root / "folder" / "chat_template.jinja").write_text("{{ messages }}")
-    rows = [{"prompt": f"Question {n}?", "chosen": f"Right {n}.", "rejected": f"Wrong {n}."} for n in range(9)]
+    rows = [
+        {"prompt": f"Question {n}?", "chosen": f"Right {n}.", "rejected": f"Wrong {n}."}
+        for n in range(9)
+    ]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     bootstrap_project(PROJECT)
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +139,12 @@ def test_a_parameter_runs_its_stage_and_what_follows(world, first, parameters):
 
 
 def test_the_number_of_ranks_runs_what_is_distributed(world):
-    agree(world, world.catalog(launch={"processes": 1}), "sft", {"sft", "reward_model", "ppo", "evaluate"})
+    agree(
+        world,
+        world.catalog(launch={"processes": 1}),
+        "sft",
+        {"sft", "reward_model", "ppo", "evaluate"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +154,14 @@ def test_the_number_of_ranks_runs_what_is_distributed(world):
         {"sft": {"log_every": 3, "checkpoint_every": 2}},
         {"reward_model": {"log_every": 3}},
         {"ppo": {"log_every": 3, "checkpoint_every": 2}},
-        {"launch": {"master_port": 29511, "wait": False, "hang_timeout_s": 9.0, "collective_timeout_s": 99.0}},
+        {
+            "launch": {
+                "master_port": 29511,
+                "wait": False,
+                "hang_timeout_s": 9.0,
+                "collective_timeout_s": 99.0,
+            }
+        },
         {"launch": {"halve_micro_batch_on_oom": True, "continue_from": 2}},
         {"split": {"max_bad_fraction": 0.5}},
         {"register": {"model": "another"}},
@@ -159,7 +182,12 @@ def test_one_byte_of_a_source_s_file_runs_all_that_its_rows_reach(world):
     moved = world.root / "elsewhere" / "rows.jsonl"
     moved.parent.mkdir()
     moved.write_bytes(before)
-    agree(world, world.catalog(split={"sources": [{"name": "files", "path": str(moved)}]}), None, set())
+    agree(
+        world,
+        world.catalog(split={"sources": [{"name": "files", "path": str(moved)}]}),
+        None,
+        set(),
+    )
     file.write_bytes(before)
     agree(world, world.catalog(), None, set())
 
@@ -177,7 +205,7 @@ def test_one_byte_of_the_chat_template_runs_all_that_have_prompts(world):
     [
         ("data/sources/own_files.py", "source", {"source"}),
         ("data/template.py", "base_model", {"base_model", "split", "ppo"}),
-        ("data/splits.py", "split", {"split"}),
+        ("data/parts.py", "split", {"split"}),
         ("training/sft.py", "sft", {"sft"}),
         ("training/supervised.py", "sft", {"sft", "reward_model"}),
         ("training/pairs.py", "reward_model", {"reward_model"}),
@@ -185,7 +213,7 @@ def test_one_byte_of_the_chat_template_runs_all_that_have_prompts(world):
         ("training/ppo.py", "ppo", {"ppo"}),
         ("evaluation/statistics.py", "evaluate", {"evaluate"}),
         ("training/dpo.py", None, set()),
-        ("stages/launcher.py", None, set()),
+        ("stages/launch/launcher.py", None, set()),
         ("tracking/runs.py", None, set()),
         ("hooks.py", None, set()),
     ],
@@ -193,7 +221,9 @@ def test_one_byte_of_the_chat_template_runs_all_that_have_prompts(world):
 def test_one_byte_of_a_module_runs_the_stages_whose_programs_import_it(
     world, monkeypatch, tmp_path, module, first, changed
 ):
-    shutil.copytree(fingerprint.ROOT, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        fingerprint.ROOT, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__")
+    )
     file = tmp_path / "package" / module
     file.write_bytes(file.read_bytes() + b"0")
     monkeypatch.setattr(fingerprint, "ROOT", tmp_path / "package")

@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.config.data import SplitConfig
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.pipelines.data_preparation import nodes
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import events
-from rlhf_pipeline.stages.manifest import Manifest, file_entries
 
-ROWS = [{"prompt": f"Question {n}?", "chosen": f"Right {n}.", "rejected": f"Wrong {n}."} for n in range(9)]
+ROWS = [
+    {"prompt": f"Question {n}?", "chosen": f"Right {n}.", "rejected": f"Wrong {n}."}
+    for n in range(9)
+]
 BAD = {"prompt": "Question?", "chosen": "", "rejected": "Wrong."}
 
 
@@ -54,10 +57,17 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
 
     def split(**changes: Any) -> tuple[Path, list[str]]:
         config = SplitConfig(
-            sources=[{"name": "files", "path": str(tmp_path / name)} for name in ("one.jsonl", "two.jsonl")],
+            sources=[
+                {"name": "files", "path": str(tmp_path / name)}
+                for name in ("one.jsonl", "two.jsonl")
+            ],
             pretraining={
                 "sources": [
-                    {"name": "files", "path": str(tmp_path / "documents.txt"), "columns": {"text": "text"}},
+                    {
+                        "name": "files",
+                        "path": str(tmp_path / "documents.txt"),
+                        "columns": {"text": "text"},
+                    },
                 ],
                 "block_tokens": 4,
             },
@@ -69,7 +79,9 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
         )
         launches = Launches()
         with events.listening(launches):
-            made = nodes.split(base_model, config, LaunchConfig(processes=1), 0, tmp_path / "workspace")
+            made = nodes.split(
+                base_model, config, LaunchConfig(processes=1), 0, tmp_path / "workspace"
+            )
         return made, launches.heard
 
     return split
@@ -77,15 +89,23 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
 
 @pytest.mark.slow
 def test_sources_are_read_once_and_bad_rows_are_looked_at_every_time(split) -> None:
-    with pytest.raises(DataError, match=r"source files \(one\.jsonl\): 1 of 10 rows .*\n  one\.jsonl:10: the chosen"):
+    with pytest.raises(
+        DataError,
+        match=r"source files \(one\.jsonl\): 1 of 10 rows .*\n  one\.jsonl:10: the chosen",
+    ):
         split()
     made, heard = split(max_bad_fraction=0.1)
     assert heard == ["source found", "source found", "source", "split"]
     report = json.loads((made / "report.json").read_text())
-    assert [(source["rows"], source["duplicates_merged"]) for source in report["sources"].values()] == [(10, 0), (2, 2)]
+    assert [
+        (source["rows"], source["duplicates_merged"]) for source in report["sources"].values()
+    ] == [(10, 0), (2, 2)]
     assert report["pretraining"]["documents"] == 1
     # How many bad rows are allowed decides no byte: nothing is launched, but the check is made.
-    assert split(max_bad_fraction=0.5) == (made, ["source found", "source found", "source found", "split found"])
+    assert split(max_bad_fraction=0.5) == (
+        made,
+        ["source found", "source found", "source found", "split found"],
+    )
     with pytest.raises(DataError, match="1 of 10 rows"):
         split(max_bad_fraction=0.09)
     # Another division reads no source again.

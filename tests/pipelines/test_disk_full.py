@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.stages.manifest import content_digest, verify
+from rlhf_pipeline.runtime.manifest import content_digest, verify
 
 MADE_BY = {
     "base_model": "02_base_model/base_model", "split": "03_prepared/prepared_data", "sft": "06_models/sft_model",
@@ -25,16 +25,27 @@ class Small:
     """The project on a small disk as it is before a stage, and the command that runs the stage."""
 
     def __init__(self, project, disk, stage: str, params: str = "") -> None:
-        self.stage, self.node, self.params = stage, "base_model" if stage == "source" else stage, params
+        self.stage, self.node, self.params = (
+            stage,
+            "base_model" if stage == "source" else stage,
+            params,
+        )
         self.done, self.disk = project, disk
         self.here = type(project)(disk.path)
-        self.here.uri = f"sqlite:///{disk.path.parent}/mlflow.db"  # a full store has tests of its own
+        self.here.uri = (
+            f"sqlite:///{disk.path.parent}/mlflow.db"  # a full store has tests of its own
+        )
         self.made = MADE_BY[self.node]
         self.earlier = list(MADE_BY.values())[: list(MADE_BY).index(self.node)]
         for path in self.earlier:
-            shutil.copytree(project.newest(path), disk.path / path / "2026-01-01T00.00.00.000Z" / Path(path).name)
+            shutil.copytree(
+                project.newest(path),
+                disk.path / path / "2026-01-01T00.00.00.000Z" / Path(path).name,
+            )
         if stage in ("base_model", "split"):
-            shutil.copytree(project.root / "07_workspace" / "source", disk.path / "07_workspace" / "source")
+            shutil.copytree(
+                project.root / "07_workspace" / "source", disk.path / "07_workspace" / "source"
+            )
 
     def run(self, *, check: bool) -> str:
         return self.here.kedro(f"--nodes={self.node}", params=self.params, check=check)
@@ -45,10 +56,12 @@ class Small:
         told = output[output.index("\nError: ") :]
         assert re.match(rf"\nError: stage {self.stage}\b", told), output
         assert re.search("No space left on device|MiB left; make room", told), output
-        assert re.search(r"^  room     [\d.]+ of 8.0 MiB are left on the file system of ", told, re.MULTILINE), output
-        assert re.search(r"^  try .*`df -h`", told, re.MULTILINE) and re.search(r"^  again ", told, re.MULTILINE), (
-            output
-        )
+        assert re.search(
+            r"^  room     [\d.]+ of 8.0 MiB are left on the file system of ", told, re.MULTILINE
+        ), output
+        assert re.search(r"^  try .*`df -h`", told, re.MULTILINE) and re.search(
+            r"^  again ", told, re.MULTILINE
+        ), output
         for path in self.earlier:
             verify(self.here.newest(path))
         assert not list(self.disk.path.glob(f"{self.made}/*/*"))
@@ -60,7 +73,9 @@ class Small:
         self.disk.make_room()
         self.run(check=True)
         verify(self.here.newest(self.made))
-        assert content_digest(self.here.newest(self.made)) == content_digest(self.done.newest(self.made))
+        assert content_digest(self.here.newest(self.made)) == content_digest(
+            self.done.newest(self.made)
+        )
         assert not list(self.disk.path.rglob("*.partial"))
 
 
@@ -86,7 +101,11 @@ def test_when_a_result_is_published(project, disk):
         ("split", 200, "No space"),
         ("sft", 24, "No space"),
         ("sft", 64, "rank0: "),
-        ("sft", 128, r"the model for .*/best-0{7}\d takes 0.1 MiB, and .* has 0.1 MiB left; make room"),
+        (
+            "sft",
+            128,
+            r"the model for .*/best-0{7}\d takes 0.1 MiB, and .* has 0.1 MiB left; make room",
+        ),
         ("reward_model", 320, "(the checkpoint of step|the model for) .* MiB left; make room"),
         ("ppo", 420, "(the checkpoint of step|the model for) .* MiB left; make room"),
         ("evaluate", 64, "No space"),

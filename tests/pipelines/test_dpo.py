@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.manifest import verify
 from rlhf_pipeline.stages.run import run_stage
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,9 @@ def by_dpo(project, tmp_path_factory):
 
 
 def metrics_of(stage: Path) -> list[dict[str, float]]:
-    return [json.loads(line)["metrics"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["metrics"] for line in (stage / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_what_ppo_has_trained_is_reused(by_dpo):
@@ -51,7 +53,11 @@ def test_the_first_step_is_at_log_2_and_at_chance(by_dpo):
     first = metrics_of(by_dpo.recipes("dpo")[0])[0]
     assert first["dpo/loss"] == pytest.approx(0.6931472, rel=1e-6)
     assert first["dpo/accuracy"] == 0.5
-    assert (first["dpo/margin"], first["dpo/chosen_reward"], first["dpo/rejected_reward"]) == (0.0, 0.0, 0.0)
+    assert (first["dpo/margin"], first["dpo/chosen_reward"], first["dpo/rejected_reward"]) == (
+        0.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_the_exported_checkpoint_is_the_one_with_the_lowest_held_out_loss(by_dpo):
@@ -105,4 +111,6 @@ def test_one_rank_and_two_ranks_start_alike(by_dpo, tmp_path):
     for step in (0, 1, 2):
         assert one[step]["dpo/loss"] == pytest.approx(two[step]["dpo/loss"], rel=1e-5)
     assert one[2]["dpo/margin"] != 0.0
-    assert one[2]["dpo/margin"] == pytest.approx(two[2]["dpo/margin"], rel=1e-3)  # a small difference of large sums
+    assert one[2]["dpo/margin"] == pytest.approx(
+        two[2]["dpo/margin"], rel=1e-3
+    )  # a small difference of large sums

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_pipeline.config.data import SplitConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.models.loading import load_policy, load_scores
 from rlhf_pipeline.pipelines.data_preparation.nodes import split
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.stages.run import run_stage
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,9 @@ STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evalua
 
 
 def metrics_of(stage: Path) -> list[dict[str, float]]:
-    return [json.loads(line)["metrics"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["metrics"] for line in (stage / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_every_artifact_is_published_whole(project):
@@ -52,9 +54,14 @@ assert not any(name.startswith("rlhf_pipeline") for name in sys.modules)
 
 def test_exports_are_the_same_models_to_others(project, tmp_path):
     """In a clean process, by transformers alone: no missing or unexpected key, and the logits that the next stage sees."""
-    folders = {project.newest(f"06_models/{name}"): name for name in ("sft_model", "ppo_model", "reward_model")}
+    folders = {
+        project.newest(f"06_models/{name}"): name
+        for name in ("sft_model", "ppo_model", "reward_model")
+    }
     kinds = {"reward_model": "AutoModelForSequenceClassification"}
-    argument = {str(folder): kinds.get(name, "AutoModelForCausalLM") for folder, name in folders.items()}
+    argument = {
+        str(folder): kinds.get(name, "AutoModelForCausalLM") for folder, name in folders.items()
+    }
     command = [sys.executable, "-c", READER, json.dumps(argument)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     for folder, line in zip(folders, done.stdout.splitlines(), strict=True):
@@ -62,7 +69,9 @@ def test_exports_are_the_same_models_to_others(project, tmp_path):
         with torch.no_grad():
             if folders[folder] == "reward_model":
                 mask = torch.ones_like(ids)
-                own = load_scores(folder, "fp32")(input_ids=ids, attention_mask=mask, scores_to_keep=1)
+                own = load_scores(folder, "fp32")(
+                    input_ids=ids, attention_mask=mask, scores_to_keep=1
+                )
             else:
                 own = load_policy(folder, "fp32")(input_ids=ids).logits
         torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-6)
@@ -91,7 +100,15 @@ def test_the_report_compares_both_policies(project):
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["prompts"] == 24
     assert evaluation["policies"]["sft"]["kl"] == pytest.approx(0.0, abs=1e-5)
-    for name in ("score", "gold_score", "kl", "response_tokens", "eos_fraction", "distinct_1", "distinct_2"):
+    for name in (
+        "score",
+        "gold_score",
+        "kl",
+        "response_tokens",
+        "eos_fraction",
+        "distinct_1",
+        "distinct_2",
+    ):
         assert name in evaluation["policies"]["ppo"]
     gold = evaluation["win_rates"]["gold"]
     assert gold["wins"] + gold["ties"] + gold["losses"] == 24
@@ -118,7 +135,10 @@ def test_the_registry_holds_both_policies_side_by_side(project):
     client = project.client()
     baseline = client.get_model_version_by_alias("rlhf-policy", "sft-baseline")
     candidate = client.get_model_version_by_alias("rlhf-policy", "candidate")
-    assert (baseline.version, candidate.version) == ("1", "2") or baseline.version != candidate.version
+    assert (baseline.version, candidate.version) == (
+        "1",
+        "2",
+    ) or baseline.version != candidate.version
     assert Path(candidate.source) == project.newest("06_models/ppo_model")
     for version in (baseline, candidate):
         assert "eval/gold_score" in client.get_run(version.run_id).data.metrics
@@ -129,11 +149,19 @@ def test_the_registry_holds_both_policies_side_by_side(project):
     ("stage", "block", "names"),
     [
         pytest.param("sft", SFTConfig, ["sft/loss"], marks=pytest.mark.long),
-        pytest.param("reward_model", RewardModelConfig, ["reward_model/loss"], marks=pytest.mark.long),
+        pytest.param(
+            "reward_model", RewardModelConfig, ["reward_model/loss"], marks=pytest.mark.long
+        ),
         (
             "ppo",
             PPOConfig,
-            ["objective/score", "objective/kl", "value/loss", "policy/entropy", "rollout/response_tokens"],
+            [
+                "objective/score",
+                "objective/kl",
+                "value/loss",
+                "policy/entropy",
+                "rollout/response_tokens",
+            ],
         ),
     ],
 )
@@ -143,7 +171,10 @@ def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, nam
     inputs = {name: Path(path) for name, path in done["inputs"].items()}
     job = Job(stage, {stage: block.model_validate(done["config"][stage])}, inputs, done["seed"])
     run_stage(job, LaunchConfig(processes=1), tmp_path)
-    one, two = metrics_of(next((tmp_path / stage).iterdir()))[0], metrics_of(project.recipes(stage)[0])[0]
+    one, two = (
+        metrics_of(next((tmp_path / stage).iterdir()))[0],
+        metrics_of(project.recipes(stage)[0])[0],
+    )
     for name in names:
         assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-6), name
 
@@ -153,8 +184,19 @@ def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
     """RLOO, two responses to a prompt, two pooled batches of 16, two epochs: the actor trains, nothing like a critic does."""
     done = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
     inputs = {name: Path(path) for name, path in done["inputs"].items()}
-    changes = {"advantage": "rloo", "critic": None, "responses_per_prompt": 2, "rollout_batches": 2, "ppo_epochs": 2}
-    job = Job("ppo", {"ppo": PPOConfig.model_validate(done["config"]["ppo"] | changes)}, inputs, done["seed"])
+    changes = {
+        "advantage": "rloo",
+        "critic": None,
+        "responses_per_prompt": 2,
+        "rollout_batches": 2,
+        "ppo_epochs": 2,
+    }
+    job = Job(
+        "ppo",
+        {"ppo": PPOConfig.model_validate(done["config"]["ppo"] | changes)},
+        inputs,
+        done["seed"],
+    )
     lines = {}
     for ranks in (1, 2):
         export = run_stage(job, LaunchConfig(processes=ranks), tmp_path / str(ranks))
@@ -163,7 +205,13 @@ def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
     assert lines[2][0]["policy/approx_kl"] > 0.0  # the second minibatch met a policy that had moved
     assert lines[2][-1]["objective/kl_k3"] > 1e-6
     assert not any("value" in name or "critic" in name for line in lines[2] for name in line)
-    for name in ("objective/score", "objective/kl", "policy/loss", "policy/entropy", "rollout/response_tokens"):
+    for name in (
+        "objective/score",
+        "objective/kl",
+        "policy/loss",
+        "policy/entropy",
+        "rollout/response_tokens",
+    ):
         assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-5, abs=1e-6), name
 
 
@@ -171,31 +219,56 @@ def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
 def test_with_text_one_rank_and_two_ranks_start_alike(project, tmp_path):
     """Both losses in one step, cut into unequal micro batches, with the gradients sharded: the same gradient on one rank
     and on two."""
-    (tmp_path / "book.txt").write_text("".join(f"Page {page}: what came before {page + 1}.\n" for page in range(60)))
+    (tmp_path / "book.txt").write_text(
+        "".join(f"Page {page}: what came before {page + 1}.\n" for page in range(60))
+    )
     done = json.loads((project.recipes("split")[0] / "job.json").read_text())["config"]["split"]
     text = {"sources": [{"name": "files", "path": str(tmp_path / "book.txt")}], "block_tokens": 16}
-    config, launch = SplitConfig.model_validate(done | {"pretraining": text}), LaunchConfig(processes=1)
+    config, launch = (
+        SplitConfig.model_validate(done | {"pretraining": text}),
+        LaunchConfig(processes=1),
+    )
     prepared = split(project.newest("02_base_model/base_model"), config, launch, 0, tmp_path)
 
     job = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
-    inputs = {name: Path(path) for name, path in job["inputs"].items()} | {"pretraining": prepared / "pretraining"}
-    ppo = job["config"]["ppo"] | {"ptx": {"batch_size": 12}, "steps": 2, "critic": None, "advantage": "reinforce"}
+    inputs = {name: Path(path) for name, path in job["inputs"].items()} | {
+        "pretraining": prepared / "pretraining"
+    }
+    ppo = job["config"]["ppo"] | {
+        "ptx": {"batch_size": 12},
+        "steps": 2,
+        "critic": None,
+        "advantage": "reinforce",
+    }
     ppo["actor"]["deepspeed"]["zero_stage"], ppo["actor"]["optimizer"]["learning_rate"] = 2, 2e-3
     job = Job("ppo", {"ppo": PPOConfig.model_validate(ppo)}, inputs, job["seed"])
     lines = {}
     for ranks in (1, 2):
         export = run_stage(job, LaunchConfig(processes=ranks), tmp_path / str(ranks))
         lines[ranks] = metrics_of(export.parent)
-    for name in ("ptx/loss", "ptx/perplexity", "optim/actor_grad_norm", "policy/loss", "objective/score"):
+    for name in (
+        "ptx/loss",
+        "ptx/perplexity",
+        "optim/actor_grad_norm",
+        "policy/loss",
+        "objective/score",
+    ):
         assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-4, abs=1e-6), name
-    assert lines[1][1]["ptx/loss"] == pytest.approx(lines[2][1]["ptx/loss"], rel=1e-3)  # after a step of both
+    assert lines[1][1]["ptx/loss"] == pytest.approx(
+        lines[2][1]["ptx/loss"], rel=1e-3
+    )  # after a step of both
     assert lines[2][1]["ptx/loss"] < lines[2][0]["ptx/loss"]
 
 
 @pytest.mark.long
 def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
     """Each dialogue has two assistant turns, "one." and "two three."; with `sft_loss: assistant` all their tokens count."""
-    dialogue = [("user", "Hello {}."), ("assistant", "one."), ("user", "And then?"), ("assistant", "two three.")]
+    dialogue = [
+        ("user", "Hello {}."),
+        ("assistant", "one."),
+        ("user", "And then?"),
+        ("assistant", "two three."),
+    ]
     rows = [
         {"talk": [{"from": role, "value": content.format(number)} for role, content in dialogue]}
         for number in range(40)
@@ -207,11 +280,17 @@ def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
         "max_prompt_tokens": 64, "max_response_tokens": 32,
     }  # fmt: skip
     base_model, launch = project.newest("02_base_model/base_model"), LaunchConfig(processes=1)
-    config = SFTConfig(epochs=1, batch_size=4, micro_batch_size_per_gpu=2, optimizer={"learning_rate": 1e-3})
+    config = SFTConfig(
+        epochs=1, batch_size=4, micro_batch_size_per_gpu=2, optimizer={"learning_rate": 1e-3}
+    )
     tokens = {}
     for learned in ("assistant", "response"):
-        prepared = split(base_model, SplitConfig(**parameters, sft_loss=learned), launch, 0, tmp_path)
-        job = Job("sft", {"sft": config}, {"examples": prepared / "sft", "base_model": base_model}, 0)
+        prepared = split(
+            base_model, SplitConfig(**parameters, sft_loss=learned), launch, 0, tmp_path
+        )
+        job = Job(
+            "sft", {"sft": config}, {"examples": prepared / "sft", "base_model": base_model}, 0
+        )
         tokens[learned] = metrics_of(run_stage(job, launch, tmp_path).parent)[0]["sft/tokens"] / 4
     count = len(AutoTokenizer.from_pretrained(base_model)(" one.")["input_ids"]) + 1  # and EOS
     assert tokens["assistant"] == tokens["response"] + count
@@ -229,7 +308,9 @@ def test_from_ppo_on_only_ppo_trains_again(project):
     assert {stage for stage in STAGES if after[stage] != before[stage]} == {"ppo", "evaluate"}
     assert len(project.versions("06_models/ppo_model")) == 2
     assert len(project.versions("06_models/sft_model")) == 1
-    assert "ppo: running" in output and "sft" not in output.split("PPO against SFT")[0].replace("sft/score", "")
+    assert "ppo: running" in output and "sft" not in output.split("PPO against SFT")[0].replace(
+        "sft/score", ""
+    )
     manifest = Manifest.read(project.newest("06_models/ppo_model"))
     assert manifest.config["ppo"]["kl"]["coef"] == 0.2
     assert manifest.inputs["sft_model"] == content_digest(project.newest("06_models/sft_model"))
@@ -238,7 +319,9 @@ def test_from_ppo_on_only_ppo_trains_again(project):
 
 def test_the_average_of_the_weights_is_evaluated_beside_the_actor(project):
     """It is exported by the run from ppo on, as a checkpoint of its own."""
-    evaluation = json.loads((project.newest("08_reporting/evaluation") / "evaluation.json").read_text())
+    evaluation = json.loads(
+        (project.newest("08_reporting/evaluation") / "evaluation.json").read_text()
+    )
     assert evaluation["variants"]["ppo_ema"]["gold"]["n"] == 24
     assert evaluation["policies"]["ppo_ema"]["kl"] != evaluation["policies"]["ppo"]["kl"]
     actor = project.newest("06_models/ppo_model")
@@ -249,20 +332,34 @@ def test_the_average_of_the_weights_is_evaluated_beside_the_actor(project):
 def test_an_unchanged_run_launches_nothing_and_imports_no_training_stack(project, monkeypatch):
     """The imports are most of such a run's time."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    launched = {stage: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(stage)] for stage in STAGES}
+    launched = {
+        stage: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(stage)]
+        for stage in STAGES
+    }
     output = project.kedro("--pipelines=full")
     assert output.count("finished before") == 8  # base_model and split each ask for the source
-    assert {s: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(s)] for s in STAGES} == launched
-    assert len(project.client().search_model_versions("name = 'rlhf-policy'")) <= 3  # none was added by this run
+    assert {
+        s: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(s)] for s in STAGES
+    } == launched
+    assert (
+        len(project.client().search_model_versions("name = 'rlhf-policy'")) <= 3
+    )  # none was added by this run
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", output, re.MULTILINE))
     assert "rlhf_pipeline.hooks" in imported
-    assert imported & {"torch", "transformers", "deepspeed", "datasets", "peft", "matplotlib", "mlflow.server"} == set()
+    assert (
+        imported
+        & {"torch", "transformers", "deepspeed", "datasets", "peft", "matplotlib", "mlflow.server"}
+        == set()
+    )
 
 
 def test_a_wrong_parameter_stops_before_anything_runs(project):
     before = len(project.runs())
     for params, message in [
-        ("sft.optimizer.learning_rate=-1", "optimizer.learning_rate\n  Input should be greater than 0"),
+        (
+            "sft.optimizer.learning_rate=-1",
+            "optimizer.learning_rate\n  Input should be greater than 0",
+        ),
         ("ppo.lerning_rate=1", "lerning_rate\n  Extra inputs are not permitted"),
         ("pppo.steps=3", "did you mean ppo?"),
         ("sft.batch_size=15", "sft.batch_size: 15 rows cannot be shared evenly by 2 ranks"),

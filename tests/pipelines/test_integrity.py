@@ -14,7 +14,7 @@ from kedro.framework.startup import bootstrap_project
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.stages import run
-from rlhf_pipeline.stages.planning import planning
+from rlhf_pipeline.stages.cache.planning import planning
 
 pytestmark = pytest.mark.slow
 PROJECT = Path(__file__).parents[2]
@@ -60,7 +60,11 @@ def delete(rng: random.Random, folder: Path) -> Path:
 def edit(rng: random.Random, folder: Path) -> Path:
     """A key more in the tokenizer, or where there is none in another JSON file: valid, and not what was written."""
     tokenizer = folder / "tokenizer_config.json"
-    file = tokenizer if tokenizer.is_file() else rng.choice([f for f in files_of(folder) if f.suffix == ".json"])
+    file = (
+        tokenizer
+        if tokenizer.is_file()
+        else rng.choice([f for f in files_of(folder) if f.suffix == ".json"])
+    )
     file.write_text(json.dumps(json.loads(file.read_text()) | {"add_bos_token": True}))
     return file
 
@@ -75,7 +79,12 @@ def edit_the_manifest(rng: random.Random, folder: Path) -> Path:
 
 def add(rng: random.Random, folder: Path) -> Path:
     """A file that transformers would heed, or any."""
-    names = ["adapter_config.json", "special_tokens_map.json", "sub/manifest.json", "model.safetensors.index.json"]
+    names = [
+        "adapter_config.json",
+        "special_tokens_map.json",
+        "sub/manifest.json",
+        "model.safetensors.index.json",
+    ]
     file = folder / rng.choice(names)
     file.parent.mkdir(exist_ok=True)
     file.write_text("{}")
@@ -84,7 +93,9 @@ def add(rng: random.Random, folder: Path) -> Path:
 
 def swap(rng: random.Random, folder: Path) -> Path:
     """Two files exchanged; the first by name is the one to be named."""
-    one, other = sorted(rng.sample([file for file in files_of(folder) if file.name != "manifest.json"], 2))
+    one, other = sorted(
+        rng.sample([file for file in files_of(folder) if file.name != "manifest.json"], 2)
+    )
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
@@ -109,7 +120,9 @@ class Launched(Exception):  # noqa: N818 - in the place of a program
 def stages(project, tmp_path_factory):
     """Runs a node in this process, on a copy of all that the project has made: no file is shared with it."""
     root = tmp_path_factory.mktemp("copied")
-    shutil.copytree(project.root, root, ignore=shutil.ignore_patterns("mlflow.db*"), dirs_exist_ok=True)
+    shutil.copytree(
+        project.root, root, ignore=shutil.ignore_patterns("mlflow.db*"), dirs_exist_ok=True
+    )
     sources_only = tmp_path_factory.mktemp("workspace")
     shutil.copytree(project.root / "07_workspace" / "source", sources_only / "source")
     bootstrap_project(PROJECT)
@@ -150,7 +163,10 @@ def damage(stages, project, monkeypatch):
 @pytest.mark.parametrize(
     ("seed", "corruption", "place", "cached"),
     [(seed, corruption, *place) for seed, (corruption, place) in enumerate(CASES)],
-    ids=[f"{seed}-{how.__name__}-{'cached ' * cached}{place}" for seed, (how, (place, cached)) in enumerate(CASES)],
+    ids=[
+        f"{seed}-{how.__name__}-{'cached ' * cached}{place}"
+        for seed, (how, (place, cached)) in enumerate(CASES)
+    ],
 )
 def test_a_corrupted_artifact_is_named_before_anything_is_launched(
     stages, damage, caplog, seed, corruption, place, cached
@@ -159,9 +175,16 @@ def test_a_corrupted_artifact_is_named_before_anything_is_launched(
         with planning() as plan:
             stages(REUSERS[place], cached=True)
         (folder,) = [stage.run.export for stage in plan.stages.values() if stage.run.stage == place]
-        reader, expected = REUSERS[place], ForeignFileError if corruption is add else Launched  # it is made again
+        reader, expected = (
+            REUSERS[place],
+            ForeignFileError if corruption is add else Launched,
+        )  # it is made again
     else:
-        folder, reader, expected = stages.catalog.load(place), READERS[place][seed % len(READERS[place])], ArtifactError
+        folder, reader, expected = (
+            stages.catalog.load(place),
+            READERS[place][seed % len(READERS[place])],
+            ArtifactError,
+        )
     file = damage(corruption, seed, folder)
     with caplog.at_level(logging.WARNING), pytest.raises(expected) as caught:
         stages(reader, cached=cached)
@@ -171,8 +194,12 @@ def test_a_corrupted_artifact_is_named_before_anything_is_launched(
 
 def test_the_command_line_launches_nothing_from_a_corrupted_artifact(project, tmp_path):
     """The published tokenizer of the SFT model is edited; nothing of PPO is in the cache."""
-    shutil.copytree(project.root, tmp_path / "data", ignore=shutil.ignore_patterns("07_workspace", "mlflow.db*"))
-    tokenizer = sorted((tmp_path / "data" / "06_models" / "sft_model").glob("*/sft_model/tokenizer.json"))[-1]
+    shutil.copytree(
+        project.root, tmp_path / "data", ignore=shutil.ignore_patterns("07_workspace", "mlflow.db*")
+    )
+    tokenizer = sorted(
+        (tmp_path / "data" / "06_models" / "sft_model").glob("*/sft_model/tokenizer.json")
+    )[-1]
     tokenizer.write_text(tokenizer.read_text().replace('"<|end|>"', '"<|and|>"'))
     other = type(project)(tmp_path / "data")
     output = other.kedro("--from-nodes=ppo", check=False)

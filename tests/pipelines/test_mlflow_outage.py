@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from rlhf_pipeline.stages.launcher import free_port
+from rlhf_pipeline.stages.launch.resources import free_port
 
 
 @pytest.mark.long
@@ -12,7 +12,9 @@ def test_the_next_run_sends_what_an_unreachable_server_missed(project, tmp_path)
     here = copy.copy(project)
     here.uri = f"http://127.0.0.1:{free_port(None)}"
     output = here.kedro("--nodes=sft,reward_model")
-    assert output.count("does not record") == 1 and "ConnectionRefusedError" in " ".join(output.split())
+    assert output.count("does not record") == 1 and "ConnectionRefusedError" in " ".join(
+        output.split()
+    )
 
     here.uri = f"sqlite:///{tmp_path}/mlflow.db"
     assert here.kedro("--nodes=sft,reward_model").count("finished before") == 2

@@ -6,8 +6,8 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.ppo import nodes
-from rlhf_pipeline.stages.fingerprint import fingerprint, recipe
-from rlhf_pipeline.stages.manifest import Manifest, content_digest, file_entries
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
+from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 
@@ -38,18 +38,24 @@ def key(tmp_path, monkeypatch):
             critic=MODEL,
             ptx=ptx,
         )
-        return nodes.ppo(folder, folder / "sft", folder / "sft", config, LaunchConfig(), 0, tmp_path)
+        return nodes.ppo(
+            folder, folder / "sft", folder / "sft", config, LaunchConfig(), 0, tmp_path
+        )
 
     return key
 
 
 def test_text_counts_only_where_it_is_read(key):
     assert key("some", None) == key("other", None) == key(None, None)
-    assert len({key("some", {"batch_size": 2}), key("other", {"batch_size": 2}), key("some", None)}) == 3
+    assert (
+        len({key("some", {"batch_size": 2}), key("other", {"batch_size": 2}), key("some", None)})
+        == 3
+    )
 
 
 def test_prepared_data_without_text_is_refused_where_it_is_read(key):
     with pytest.raises(
-        ArtifactError, match=r"pretraining holds nothing: .* run stage split with parameters that make it"
+        ArtifactError,
+        match=r"pretraining holds nothing: .* run stage split with parameters that make it",
     ):
         key(None, {"batch_size": 2})

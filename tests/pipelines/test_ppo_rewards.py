@@ -7,14 +7,16 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.pipelines.ppo.nodes import ppo
-from rlhf_pipeline.stages.manifest import Manifest, file_entries
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
 pytestmark = pytest.mark.long
-SHORT = "def short(prompts, responses):\n    return [-len(response) / 10 for response in responses]\n"
+SHORT = (
+    "def short(prompts, responses):\n    return [-len(response) / 10 for response in responses]\n"
+)
 
 
 def finished(folder):
@@ -28,7 +30,10 @@ def artifacts(make_model, tmp_path):
     sft, prepared = make_model("llama", seed=1), tmp_path / "prepared"
     tokenizer = load_tokenizer(sft)
     messages = [[{"role": "user", "content": f"what is {n}?"}] for n in range(32)]
-    ids = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+    ids = [
+        tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
+        for m in messages
+    ]
     table = pa.table(
         {
             "id": [str(n) for n in range(32)],
@@ -63,13 +68,17 @@ def test_a_function_s_reward_rises_and_its_source_is_part_of_the_recipe(artifact
         return ppo(*artifacts, config, LaunchConfig(processes=2), 1, tmp_path / "workspace")
 
     export = run()
-    lines = [json.loads(line)["metrics"] for line in (export.parent / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["metrics"]
+        for line in (export.parent / "metrics.jsonl").read_text().splitlines()
+    ]
     scores = [line["objective/score"] for line in lines]
     assert scores[-1] > scores[0] + 0.3, scores  # three characters
     assert run() == export
     source.write_text(SHORT.replace("-len(response) / 10", "float('nan')"))
     with pytest.raises(
-        StageError, match=r"my_rewards.py:short returned nan for the response '.*' to the prompt \[\{'role'"
+        StageError,
+        match=r"my_rewards.py:short returned nan for the response '.*' to the prompt \[\{'role'",
     ):
         run()
     source.write_text(SHORT)

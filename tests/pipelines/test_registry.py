@@ -30,7 +30,11 @@ def test_what_follows_ppo_is_ppo_evaluate_and_register():
 def test_dpo_takes_ppo_s_place():
     dpo = register_pipelines()["dpo"]
     assert {node.name for node in dpo.nodes} == BY_DPO
-    assert [node.name for node in dpo.from_nodes("dpo").nodes] == ["dpo", "evaluate_dpo", "register_dpo"]
+    assert [node.name for node in dpo.from_nodes("dpo").nodes] == [
+        "dpo",
+        "evaluate_dpo",
+        "register_dpo",
+    ]
     assert dpo.all_outputs() == {
         "base_model", "prepared_data", "sft_model", "reward_model", "dpo_model", "dpo_evaluation", "dpo_registration",
     }  # fmt: skip
@@ -46,7 +50,7 @@ def test_each_launched_node_has_a_program_that_exists():
 
 @pytest.mark.parametrize("env", ["local", "tiny", "hh-rlhf"])
 def test_every_environment_s_catalog_and_parameters_serve_every_node(env, monkeypatch):
-    from rlhf_pipeline.config.preflight import preflight
+    from rlhf_pipeline.preflight import preflight
 
     monkeypatch.setenv("HH_RLHF_PATH", "comparisons.jsonl.gz")
     bootstrap_project(PROJECT)
@@ -54,14 +58,18 @@ def test_every_environment_s_catalog_and_parameters_serve_every_node(env, monkey
         context = session.load_context()
         catalog = context.catalog
         pipelines = register_pipelines().values()
-        free = {name for pipeline in pipelines for name in pipeline.inputs() | pipeline.all_outputs()}
+        free = {
+            name for pipeline in pipelines for name in pipeline.inputs() | pipeline.all_outputs()
+        }
         assert [name for name in sorted(free) if name not in catalog] == []
         preflight(catalog.load("parameters"), processes=2, gpus=0)
 
 
 def test_an_environment_overrides_one_key_of_a_block_and_keeps_the_rest():
     bootstrap_project(PROJECT)
-    with KedroSession.create(PROJECT, env="tiny", runtime_params={"ppo": {"kl": {"coef": 0.5}}}) as session:
+    with KedroSession.create(
+        PROJECT, env="tiny", runtime_params={"ppo": {"kl": {"coef": 0.5}}}
+    ) as session:
         ppo = session.load_context().params["ppo"]
     assert ppo.steps == 3  # tiny
     assert (ppo.kl.coef, ppo.kl.maximum) == (0.5, 3.0)  # command line over base

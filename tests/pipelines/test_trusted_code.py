@@ -17,7 +17,10 @@ def test_it_is_executed_where_the_user_says_so_and_goes_with_the_models(project,
     params = f"base_model.path={base},base_model.architecture=null,base_model.vocab_size=null"
 
     refused = mine.kedro("--pipeline=full", params=params, check=False)
-    assert f"{base} brings Python code of its own" in refused and "base_model.trust_remote_code" in refused
+    assert (
+        f"{base} brings Python code of its own" in refused
+        and "base_model.trust_remote_code" in refused
+    )
     assert not marker.exists()
 
     mine.kedro("--pipeline=full", params=params + ",base_model.trust_remote_code=true")

@@ -49,9 +49,13 @@ def test_lam_1_is_monte_carlo_and_lam_0_one_step():
     mask = torch.ones(1, 3, dtype=torch.bool)
     rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5.0, -1.0, 4.0]])
     # The rewards still to come: 1 + 2 + 3, 2 + 3, 3.
-    torch.testing.assert_close(gae(rewards, values, mask, gamma=1.0, lam=1.0)[1], torch.tensor([[6.0, 5.0, 3.0]]))
+    torch.testing.assert_close(
+        gae(rewards, values, mask, gamma=1.0, lam=1.0)[1], torch.tensor([[6.0, 5.0, 3.0]])
+    )
     # The deltas: 1 - 1 - 5, 2 + 4 + 1, 3 - 4.
-    torch.testing.assert_close(gae(rewards, values, mask, gamma=1.0, lam=0.0)[0], torch.tensor([[-5.0, 7.0, -1.0]]))
+    torch.testing.assert_close(
+        gae(rewards, values, mask, gamma=1.0, lam=0.0)[0], torch.tensor([[-5.0, 7.0, -1.0]])
+    )
 
 
 def test_bfloat16_arguments_are_computed_in_float32_without_gradient():
@@ -95,7 +99,9 @@ def test_leave_one_out_compares_with_the_other_responses():
 
 
 def test_group_relative_compares_with_all_responses_in_units_of_their_deviation():
-    torch.testing.assert_close(group_relative(GROUPS, scale=True), GROUP_RELATIVE, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        group_relative(GROUPS, scale=True), GROUP_RELATIVE, rtol=1e-6, atol=0
+    )
 
 
 def test_group_relative_without_scale_is_centred():
@@ -113,10 +119,14 @@ def test_rounding_between_equal_responses_is_no_advantage():
 def test_a_rank_gets_the_advantages_of_its_prompts(column: int):
     mine = slice(column, column + 1)
     torch.testing.assert_close(leave_one_out(GROUPS[:, mine]), LEAVE_ONE_OUT[:, mine])
-    torch.testing.assert_close(group_relative(GROUPS[:, mine], scale=True), GROUP_RELATIVE[:, mine], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        group_relative(GROUPS[:, mine], scale=True), GROUP_RELATIVE[:, mine], rtol=1e-6, atol=0
+    )
 
 
-@pytest.mark.parametrize("returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one response", "no groups"])
+@pytest.mark.parametrize(
+    "returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one response", "no groups"]
+)
 def test_a_group_has_two_responses_at_least(returns):
     for function in (leave_one_out, lambda r: group_relative(r, scale=True)):
         with pytest.raises(ValueError, match="it must be \\(K, G\\) with K >= 2"):

@@ -11,7 +11,9 @@ MASK = torch.tensor([[True, True, False], [True, True, False]])
 
 # Ratios 1.5, 1.1; 0.5, 0.9.
 OLD_LOGPROBS = torch.tensor([[-1.0, -2.0, NAN], [-3.0, -1.0, NAN]])
-LOGPROBS = OLD_LOGPROBS + torch.tensor([[0.40546511, 0.09531018, NAN], [-0.69314718, -0.10536052, NAN]])
+LOGPROBS = OLD_LOGPROBS + torch.tensor(
+    [[0.40546511, 0.09531018, NAN], [-0.69314718, -0.10536052, NAN]]
+)
 EXPECTED = {
     "tokens": 4.0,
     # ratio - 1 - ln ratio: 0.0945349 + 0.0046898 + 0.1931472 + 0.0053605
@@ -32,13 +34,22 @@ def test_policy_diagnostics_are_sums_over_real_tokens():
 
 
 def test_policy_diagnostics_add_up_over_ranks():
-    ranks = [policy_diagnostics(LOGPROBS[i], OLD_LOGPROBS[i], MASK[i], clip_range=0.2) for i in range(2)]
-    assert as_floats({name: ranks[0][name] + ranks[1][name] for name in EXPECTED}) == pytest.approx(EXPECTED, rel=1e-5)
+    ranks = [
+        policy_diagnostics(LOGPROBS[i], OLD_LOGPROBS[i], MASK[i], clip_range=0.2) for i in range(2)
+    ]
+    assert as_floats({name: ranks[0][name] + ranks[1][name] for name in EXPECTED}) == pytest.approx(
+        EXPECTED, rel=1e-5
+    )
 
 
 def test_an_unmoved_policy_has_no_kl_and_ratio_1():
     diagnostics = policy_diagnostics(OLD_LOGPROBS, OLD_LOGPROBS, MASK, clip_range=0.2)
-    assert as_floats(diagnostics) == {"tokens": 4.0, "approx_kl": 0.0, "clip_fraction": 0.0, "ratio": 4.0}
+    assert as_floats(diagnostics) == {
+        "tokens": 4.0,
+        "approx_kl": 0.0,
+        "clip_fraction": 0.0,
+        "ratio": 4.0,
+    }
 
 
 def test_policy_diagnostics_check_shapes():
@@ -58,7 +69,9 @@ def test_value_sums():
 
 
 def test_value_sums_add_up_over_ranks():
-    sums = value_sums(VALUES[:1], RETURNS[:1], MASK[:1]) + value_sums(VALUES[1:], RETURNS[1:], MASK[1:])
+    sums = value_sums(VALUES[:1], RETURNS[:1], MASK[:1]) + value_sums(
+        VALUES[1:], RETURNS[1:], MASK[1:]
+    )
     torch.testing.assert_close(sums, SUMS)
 
 
@@ -78,7 +91,9 @@ def test_explained_variance():
     ids=["perfect", "shifted", "constant", "opposite"],
 )
 def test_explained_variance_of_plain_critics(values: Tensor, expected: float):
-    assert float(explained_variance(value_sums(values, RETURNS, MASK))) == pytest.approx(expected, abs=1e-9)
+    assert float(explained_variance(value_sums(values, RETURNS, MASK))) == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 def test_equal_returns_leave_nothing_to_explain():

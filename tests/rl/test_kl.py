@@ -19,7 +19,9 @@ REF_LOGPROBS = torch.tensor([[-1.3862944, -0.6931472]])
     ],
 )
 def test_estimates(estimator, expected):
-    torch.testing.assert_close(kl_estimate(LOGPROBS, REF_LOGPROBS, estimator), torch.tensor(expected))
+    torch.testing.assert_close(
+        kl_estimate(LOGPROBS, REF_LOGPROBS, estimator), torch.tensor(expected)
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -34,7 +36,9 @@ def test_k3_keeps_its_precision_near_zero():
     # exp(-x) - 1 + x = x^2 / 2 - x^3 / 6 + ... = 5e-15 at x = 1e-7, where exp(-x) - 1 alone errs by 1e-16.
     x = torch.tensor([1e-7], dtype=torch.float64)
     expected = torch.tensor([5e-15], dtype=torch.float64)
-    torch.testing.assert_close(kl_estimate(x, torch.zeros_like(x), "k3"), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        kl_estimate(x, torch.zeros_like(x), "k3"), expected, rtol=1e-5, atol=0
+    )
 
 
 def test_an_unknown_estimator_is_refused():
@@ -74,5 +78,7 @@ def test_the_target_must_be_positive():
 
 
 def test_the_horizon_must_not_let_the_coefficient_change_sign():
-    with pytest.raises(ValueError, match=r"horizon is 100; it must exceed 0\.2 \* batch_size = 100"):
+    with pytest.raises(
+        ValueError, match=r"horizon is 100; it must exceed 0\.2 \* batch_size = 100"
+    ):
         adapted_kl_coef(0.1, 6.0, target=6.0, horizon=100, batch_size=500)

@@ -17,7 +17,9 @@ def logits_of(*weights: list[float]) -> Tensor:
 def test_logprobs_of_the_chosen_tokens():
     logits = logits_of([1.0, 2.0, 5.0]).expand(1, 2, 3)
     # ln 5/8, ln 2/8
-    torch.testing.assert_close(logprobs_of(logits, torch.tensor([[2, 1]])), torch.tensor([[-0.4700036, -1.3862944]]))
+    torch.testing.assert_close(
+        logprobs_of(logits, torch.tensor([[2, 1]])), torch.tensor([[-0.4700036, -1.3862944]])
+    )
 
 
 def test_temperature_divides_the_logits():
@@ -61,7 +63,9 @@ def test_gradient_keeps_the_sign_and_the_place_of_what_comes_from_above():
     logprobs = logprobs_of(logits, torch.tensor([[0], [1]]), chunk_rows=1)
     (logprobs * torch.tensor([[2.0], [-4.0]])).sum().backward()
     # 2 * ([1, 0] - [1/2, 1/2]) and -4 * ([0, 1] - [1/4, 3/4]); ln 3 is 1.1015625 in bfloat16, and p 0.7505.
-    torch.testing.assert_close(logits.grad, torch.tensor([[[1.0, -1.0]], [[1.0, -1.0]]]).bfloat16(), rtol=0.005, atol=0)
+    torch.testing.assert_close(
+        logits.grad, torch.tensor([[[1.0, -1.0]], [[1.0, -1.0]]]).bfloat16(), rtol=0.005, atol=0
+    )
 
 
 def test_no_float32_logits_are_kept_for_the_backward_pass():
@@ -106,7 +110,9 @@ def test_gradient_of_the_entropy(chunk_rows: int):
 def test_the_entropy_keeps_no_float32_logits_for_the_backward_pass():
     logits = torch.zeros(4, 3, 50, dtype=torch.bfloat16, requires_grad=True)
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         entropy_of(logits, chunk_rows=2)
     assert [tensor.dtype for tensor in kept] == [torch.bfloat16]
 
@@ -114,7 +120,9 @@ def test_the_entropy_keeps_no_float32_logits_for_the_backward_pass():
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long])
 def test_position_ids_count_real_tokens(dtype: torch.dtype):
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]).to(dtype)
-    torch.testing.assert_close(position_ids(mask), torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 0, 0]]))
+    torch.testing.assert_close(
+        position_ids(mask), torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 0, 0]])
+    )
 
 
 def test_ids_that_do_not_fit_the_logits_are_refused():
@@ -125,7 +133,9 @@ def test_ids_that_do_not_fit_the_logits_are_refused():
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperature_must_be_positive(temperature: float):
     with pytest.raises(ValueError, match="temperature is"):
-        logprobs_of(torch.zeros(1, 1, 5), torch.zeros(1, 1, dtype=torch.long), temperature=temperature)
+        logprobs_of(
+            torch.zeros(1, 1, 5), torch.zeros(1, 1, dtype=torch.long), temperature=temperature
+        )
 
 
 @pytest.mark.parametrize("vocab_size", [0, 6])

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.losses import dpo_loss, entropy_loss, pairwise_loss, policy_loss, sft_loss, value_loss
+from rlhf_pipeline.rl.dpo_loss import dpo_loss
+from rlhf_pipeline.rl.pairwise_loss import pairwise_loss
+from rlhf_pipeline.rl.ppo_losses import entropy_loss, policy_loss, value_loss
+from rlhf_pipeline.rl.sft_loss import sft_loss
 
 NAN = float("nan")
 MASK = torch.tensor([[True, True, False], [True, False, False], [True, True, False]])
@@ -26,11 +29,16 @@ def test_sft_loss_is_the_mean_over_real_tokens():
     logprobs = SFT_LOGPROBS.clone().requires_grad_()
     loss, gradient = value_and_gradient(sft_loss(logprobs, MASK, normalizer=5), logprobs)
     torch.testing.assert_close(loss, torch.tensor(3.0))
-    torch.testing.assert_close(gradient, torch.tensor([[-0.2, -0.2, 0.0], [-0.2, 0.0, 0.0], [-0.2, -0.2, 0.0]]))
+    torch.testing.assert_close(
+        gradient, torch.tensor([[-0.2, -0.2, 0.0], [-0.2, 0.0, 0.0], [-0.2, -0.2, 0.0]])
+    )
 
 
 def test_sft_loss_adds_up_over_unequal_micro_batches():
-    parts = [sft_loss(SFT_LOGPROBS[rows], MASK[rows], normalizer=torch.tensor(5)) for rows in (slice(2), slice(2, 3))]
+    parts = [
+        sft_loss(SFT_LOGPROBS[rows], MASK[rows], normalizer=torch.tensor(5))
+        for rows in (slice(2), slice(2, 3))
+    ]
     # (1 + 2 + 4) / 5 and (3 + 5) / 5
     torch.testing.assert_close(torch.stack(parts), torch.tensor([1.4, 1.6]))
 
@@ -48,8 +56,12 @@ def test_pairwise_loss_is_the_likelihood_of_the_preferences():
     torch.testing.assert_close(loss.detach(), torch.tensor(0.7890412))
     loss.backward()
     # -(1 - sigmoid(difference)) / 3: -(1/2)/3, -(1/4)/3, -(3/4)/3; the opposite for the rejected.
-    torch.testing.assert_close(chosen.grad, torch.tensor([-0.1666667, -0.0833333, -0.25]), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(rejected.grad, torch.tensor([0.1666667, 0.0833333, 0.25]), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        chosen.grad, torch.tensor([-0.1666667, -0.0833333, -0.25]), rtol=1e-5, atol=1e-7
+    )
+    torch.testing.assert_close(
+        rejected.grad, torch.tensor([0.1666667, 0.0833333, 0.25]), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_pairwise_loss_adds_up_over_ranks():
@@ -61,7 +73,8 @@ def test_pairwise_loss_adds_up_over_ranks():
 
 def test_pairwise_loss_stays_finite_for_a_sure_mistake():
     torch.testing.assert_close(
-        pairwise_loss(torch.tensor([-500.0]), torch.tensor([500.0]), normalizer=1), torch.tensor(1000.0)
+        pairwise_loss(torch.tensor([-500.0]), torch.tensor([500.0]), normalizer=1),
+        torch.tensor(1000.0),
     )
 
 
@@ -90,7 +103,9 @@ def test_dpo_loss_is_the_likelihood_of_the_preferences_under_the_implicit_reward
     loss, chosen_rewards, rejected_rewards = dpo_loss(**inputs, beta=0.5, normalizer=3)
     torch.testing.assert_close(loss.detach(), torch.tensor(0.7890412), rtol=1e-5, atol=0)
     torch.testing.assert_close(chosen_rewards, torch.tensor([0.5, 0.0, -1.0]))
-    torch.testing.assert_close(rejected_rewards, torch.tensor([0.5, -1.0986123, 0.0986123]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        rejected_rewards, torch.tensor([0.5, -1.0986123, 0.0986123]), rtol=1e-5, atol=0
+    )
     loss.backward()
     # -beta * (1 - sigmoid(margin)) / 3: -(1/2)(1/2)/3, -(1/2)(1/4)/3, -(1/2)(3/4)/3; the opposite for the rejected.
     expected = torch.tensor([-0.0833333, -0.0416667, -0.125])
@@ -102,7 +117,9 @@ def test_dpo_trains_the_policy_alone():
     inputs = dpo_inputs()
     loss, *rewards = dpo_loss(**inputs, beta=0.5, normalizer=3)
     loss.backward()
-    assert inputs["ref_chosen_logprobs"].grad is None and inputs["ref_rejected_logprobs"].grad is None
+    assert (
+        inputs["ref_chosen_logprobs"].grad is None and inputs["ref_rejected_logprobs"].grad is None
+    )
     assert not any(reward.requires_grad for reward in rewards)
 
 
@@ -113,7 +130,9 @@ def test_dpo_loss_with_label_smoothing():
     torch.testing.assert_close(loss.detach(), torch.tensor(0.5453453), rtol=1e-5, atol=0)
     loss.backward()
     # -beta * (1 - e - sigmoid(margin)) / 2: -(1/2)(0.9 - 0.5)/2, -(1/2)(0.9 - 0.75)/2
-    torch.testing.assert_close(inputs["chosen_logprobs"].grad, torch.tensor([-0.1, -0.0375]), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        inputs["chosen_logprobs"].grad, torch.tensor([-0.1, -0.0375]), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_smoothed_dpo_asks_for_no_margin_beyond_the_log_odds():
@@ -125,24 +144,33 @@ def test_smoothed_dpo_asks_for_no_margin_beyond_the_log_odds():
 
 def test_dpo_of_the_reference_itself_is_log_2_without_rewards():
     chosen, rejected = torch.tensor([-3.0, -70.0]), torch.tensor([-5.0, -20.0])
-    loss, *rewards = dpo_loss(chosen, rejected, chosen, rejected, beta=0.1, label_smoothing=0.3, normalizer=2)
+    loss, *rewards = dpo_loss(
+        chosen, rejected, chosen, rejected, beta=0.1, label_smoothing=0.3, normalizer=2
+    )
     torch.testing.assert_close(loss, torch.tensor(0.6931472))
     assert all(torch.equal(reward, torch.zeros(2)) for reward in rewards)
 
 
 def test_dpo_loss_adds_up_over_ranks():
-    parts = [dpo_loss(**dpo_inputs(rows), beta=0.5, normalizer=torch.tensor(3))[0] for rows in (slice(1), slice(1, 3))]
+    parts = [
+        dpo_loss(**dpo_inputs(rows), beta=0.5, normalizer=torch.tensor(3))[0]
+        for rows in (slice(1), slice(1, 3))
+    ]
     torch.testing.assert_close(sum(parts).detach(), torch.tensor(0.7890412), rtol=1e-5, atol=0)
 
 
 def test_dpo_loss_stays_finite_for_a_sure_mistake():
     sure, zero = torch.tensor([-1000.0]), torch.zeros(1)
-    torch.testing.assert_close(dpo_loss(sure, zero, zero, zero, beta=1.0, normalizer=1)[0], torch.tensor(1000.0))
+    torch.testing.assert_close(
+        dpo_loss(sure, zero, zero, zero, beta=1.0, normalizer=1)[0], torch.tensor(1000.0)
+    )
 
 
 def test_dpo_logprobs_must_not_broadcast():
     inputs = dpo_inputs() | {"ref_rejected_logprobs": torch.zeros(3, 1)}
-    with pytest.raises(ValueError, match=r"ref_rejected_logprobs is \(3, 1\), chosen_logprobs is \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"ref_rejected_logprobs is \(3, 1\), chosen_logprobs is \(3,\)"
+    ):
         dpo_loss(**inputs, beta=0.5, normalizer=3)
 
 
@@ -185,10 +213,18 @@ def test_policy_loss_on_both_sides_of_the_clip(ratio, advantage, expected_loss, 
         (5.0, -2.0, None, 10.0, 10.0),
         (5.0, -2.0, 3.0, 6.0, 0.0),  # max(min(-10, -2.4), 3 * -2): beyond the second bound, no pull
         (2.0, -2.0, 3.0, 4.0, 4.0),  # max(-4, -6): within it
-        (5.0, 2.0, 3.0, -2.4, 0.0),  # min(10, 1.2 * 2), and not 3 * 2: a good token has the one bound
+        (
+            5.0,
+            2.0,
+            3.0,
+            -2.4,
+            0.0,
+        ),  # min(10, 1.2 * 2), and not 3 * 2: a good token has the one bound
     ],
 )
-def test_dual_clip_bounds_the_pull_of_a_bad_token(ratio, advantage, dual_clip, expected_loss, expected_gradient):
+def test_dual_clip_bounds_the_pull_of_a_bad_token(
+    ratio, advantage, dual_clip, expected_loss, expected_gradient
+):
     # The second column is padding.
     logprobs = torch.tensor([[-3.0 + math.log(ratio), NAN]], requires_grad=True)
     loss = policy_loss(
@@ -202,7 +238,9 @@ def test_dual_clip_bounds_the_pull_of_a_bad_token(ratio, advantage, dual_clip, e
     )
     loss, gradient = value_and_gradient(loss, logprobs)
     torch.testing.assert_close(loss, torch.tensor(expected_loss), rtol=1e-5, atol=0)
-    torch.testing.assert_close(gradient, torch.tensor([[expected_gradient, 0.0]]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        gradient, torch.tensor([[expected_gradient, 0.0]]), rtol=1e-5, atol=0
+    )
 
 
 def test_dual_clip_must_exceed_the_ratio_one():
@@ -212,7 +250,9 @@ def test_dual_clip_must_exceed_the_ratio_one():
 
 
 # Ratios 1.5, 0.5; 1.1; 1, 0.5 with advantages 2, 2; 2; 3, -2: the surrogates 2.4, 1; 2.2; 3, -1.6 sum to 7.
-LOG_RATIO = torch.tensor([[0.4054651, -0.6931472, NAN], [0.0953102, NAN, NAN], [0.0, -0.6931472, NAN]])
+LOG_RATIO = torch.tensor(
+    [[0.4054651, -0.6931472, NAN], [0.0953102, NAN, NAN], [0.0, -0.6931472, NAN]]
+)
 OLD_LOGPROBS = torch.tensor([[-1.0, -2.0, NAN], [-1.5, NAN, NAN], [-3.0, -1.0, NAN]])
 ADVANTAGES = torch.tensor([[2.0, 2.0, NAN], [2.0, NAN, NAN], [3.0, -2.0, NAN]])
 POLICY_GRADIENT = torch.tensor([[0.0, -0.2, 0.0], [-0.44, 0.0, 0.0], [-0.6, 0.0, 0.0]])
@@ -220,7 +260,12 @@ POLICY_GRADIENT = torch.tensor([[0.0, -0.2, 0.0], [-0.44, 0.0, 0.0], [-0.6, 0.0,
 
 def policy_loss_of(logprobs: Tensor, rows: slice) -> Tensor:
     return policy_loss(
-        logprobs[rows], OLD_LOGPROBS[rows], ADVANTAGES[rows], MASK[rows], clip_range=0.2, normalizer=torch.tensor(5.0)
+        logprobs[rows],
+        OLD_LOGPROBS[rows],
+        ADVANTAGES[rows],
+        MASK[rows],
+        clip_range=0.2,
+        normalizer=torch.tensor(5.0),
     )
 
 
@@ -242,7 +287,9 @@ def test_policy_loss_adds_up_over_ranks():
 def test_policy_loss_takes_the_current_logprobs_as_the_old_ones():
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    loss = policy_loss(logprobs, logprobs, torch.tensor([[3.0, -1.0]]), mask, clip_range=0.2, normalizer=2)
+    loss = policy_loss(
+        logprobs, logprobs, torch.tensor([[3.0, -1.0]]), mask, clip_range=0.2, normalizer=2
+    )
     loss, gradient = value_and_gradient(loss, logprobs)
     # Ratio 1: -(3 - 1) / 2, and the plain policy gradient -A / 2.
     torch.testing.assert_close(loss, torch.tensor(-1.0))
@@ -267,7 +314,9 @@ def test_the_log_ratio_is_bounded():
 
 def test_policy_loss_checks_shapes():
     with pytest.raises(ValueError, match=r"advantages is \(3, 1\), mask is \(3, 3\)"):
-        policy_loss(OLD_LOGPROBS, OLD_LOGPROBS, ADVANTAGES[:, :1], MASK, clip_range=0.2, normalizer=5)
+        policy_loss(
+            OLD_LOGPROBS, OLD_LOGPROBS, ADVANTAGES[:, :1], MASK, clip_range=0.2, normalizer=5
+        )
 
 
 # --- value_loss, old value 1, clip_range 0.2: values are clipped to [0.8, 1.2] ---
@@ -284,7 +333,9 @@ def test_policy_loss_checks_shapes():
         (1.5, 2.0, None, 0.125, -0.5),  # 0.5^2 / 2
     ],
 )
-def test_value_loss_on_both_sides_of_the_clip(value, ret, clip_range, expected_loss, expected_gradient):
+def test_value_loss_on_both_sides_of_the_clip(
+    value, ret, clip_range, expected_loss, expected_gradient
+):
     values = torch.tensor([[value]], requires_grad=True)
     loss, gradient = value_and_gradient(
         value_loss(
@@ -309,7 +360,9 @@ VALUE_GRADIENT = torch.tensor([[-0.18, 0.0, 0.0], [0.3, 0.0, 0.0], [0.0, -0.3, 0
 
 
 def value_loss_of(values: Tensor, rows: slice) -> Tensor:
-    return value_loss(values[rows], OLD_VALUES[rows], RETURNS[rows], MASK[rows], clip_range=0.2, normalizer=5)
+    return value_loss(
+        values[rows], OLD_VALUES[rows], RETURNS[rows], MASK[rows], clip_range=0.2, normalizer=5
+    )
 
 
 def test_value_loss_of_a_padded_batch():
@@ -321,7 +374,9 @@ def test_value_loss_of_a_padded_batch():
 
 def test_value_loss_adds_up_over_ranks():
     values = VALUES.clone().requires_grad_()
-    loss, gradient = value_and_gradient(value_loss_of(values, slice(1)) + value_loss_of(values, slice(1, 3)), values)
+    loss, gradient = value_and_gradient(
+        value_loss_of(values, slice(1)) + value_loss_of(values, slice(1, 3)), values
+    )
     torch.testing.assert_close(loss, torch.tensor(0.659), rtol=1e-5, atol=0)
     torch.testing.assert_close(gradient, VALUE_GRADIENT, rtol=1e-5, atol=1e-7)
 
@@ -329,7 +384,9 @@ def test_value_loss_adds_up_over_ranks():
 def test_value_loss_takes_the_current_values_as_the_old_ones():
     values = torch.tensor([[1.0, 2.0]], requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    loss = value_loss(values, values, torch.tensor([[2.0, 0.0]]), mask, clip_range=0.2, normalizer=1)
+    loss = value_loss(
+        values, values, torch.tensor([[2.0, 0.0]]), mask, clip_range=0.2, normalizer=1
+    )
     loss, gradient = value_and_gradient(loss, values)
     # (1 + 4) / 2; V - G
     torch.testing.assert_close(loss, torch.tensor(2.5))
@@ -339,7 +396,14 @@ def test_value_loss_takes_the_current_values_as_the_old_ones():
 def test_value_loss_of_bfloat16_values_is_in_float32():
     # (256 - 257)^2 / 2; bfloat16 cannot hold 257.
     values = torch.tensor([[256.0]], dtype=torch.bfloat16)
-    loss = value_loss(values, values, torch.tensor([[257.0]]), torch.tensor([[True]]), clip_range=None, normalizer=1)
+    loss = value_loss(
+        values,
+        values,
+        torch.tensor([[257.0]]),
+        torch.tensor([[True]]),
+        clip_range=None,
+        normalizer=1,
+    )
     torch.testing.assert_close(loss, torch.tensor(0.5))
 
 
@@ -363,10 +427,15 @@ def test_entropy_loss_is_the_negative_mean_over_real_tokens():
     entropy = -SFT_LOGPROBS.clone().requires_grad_()
     loss, gradient = value_and_gradient(entropy_loss(entropy, MASK, normalizer=5), entropy)
     torch.testing.assert_close(loss, torch.tensor(-3.0))
-    torch.testing.assert_close(gradient, torch.tensor([[-0.2, -0.2, 0.0], [-0.2, 0.0, 0.0], [-0.2, -0.2, 0.0]]))
+    torch.testing.assert_close(
+        gradient, torch.tensor([[-0.2, -0.2, 0.0], [-0.2, 0.0, 0.0], [-0.2, -0.2, 0.0]])
+    )
 
 
 def test_entropy_loss_adds_up_over_ranks():
-    parts = [entropy_loss(-SFT_LOGPROBS[rows], MASK[rows], normalizer=5) for rows in (slice(2), slice(2, 3))]
+    parts = [
+        entropy_loss(-SFT_LOGPROBS[rows], MASK[rows], normalizer=5)
+        for rows in (slice(2), slice(2, 3))
+    ]
     # (1 + 2 + 4) / 5 and (3 + 5) / 5
     torch.testing.assert_close(torch.stack(parts), torch.tensor([-1.4, -1.6]))

@@ -40,14 +40,18 @@ def test_sum_of_nothing_is_zero_and_mean_of_nothing_is_nan():
 
 def test_row_sums_are_of_each_row_s_real_tokens():
     torch.testing.assert_close(masked_row_sums(X, MASK), torch.tensor([3.0, 3.0, 6.0]))
-    torch.testing.assert_close(masked_row_sums(X[2:, :1], MASK[2:, :1]), torch.tensor([6.0]))  # no padding, one row
+    torch.testing.assert_close(
+        masked_row_sums(X[2:, :1], MASK[2:, :1]), torch.tensor([6.0])
+    )  # no padding, one row
     assert torch.equal(masked_row_sums(X, NOTHING), torch.zeros(3))
 
 
 def test_gradient_is_zero_in_padding():
     x = X.clone().requires_grad_()
     masked_mean(x, MASK).backward()
-    torch.testing.assert_close(x.grad, torch.tensor([[0.25, 0.25, 0.0], [0.25, 0.0, 0.0], [0.25, 0.0, 0.0]]))
+    torch.testing.assert_close(
+        x.grad, torch.tensor([[0.25, 0.25, 0.0], [0.25, 0.0, 0.0], [0.25, 0.0, 0.0]])
+    )
 
 
 def test_moments_are_count_sum_and_sum_of_squares():
@@ -55,7 +59,9 @@ def test_moments_are_count_sum_and_sum_of_squares():
 
 
 def test_moments_of_two_ranks_add_up_to_those_of_the_batch():
-    torch.testing.assert_close(masked_moments(X[:1], MASK[:1]) + masked_moments(X[1:], MASK[1:]), MOMENTS)
+    torch.testing.assert_close(
+        masked_moments(X[:1], MASK[:1]) + masked_moments(X[1:], MASK[1:]), MOMENTS
+    )
 
 
 def test_mean_and_population_variance():
@@ -80,7 +86,10 @@ def test_a_rank_whitens_by_the_moments_of_all_ranks():
 
 def test_whiten_may_keep_the_mean():
     # Mean 4, variance 4: -1 and 1, and 4 again. The second row is another rank's.
-    x, mask = torch.tensor([[2.0, float("nan")], [6.0, 99.0]]), torch.tensor([[True, False], [True, False]])
+    x, mask = (
+        torch.tensor([[2.0, float("nan")], [6.0, 99.0]]),
+        torch.tensor([[True, False], [True, False]]),
+    )
     moments, expected = masked_moments(x, mask), torch.tensor([[3.0, 0.0], [5.0, 0.0]])
     torch.testing.assert_close(whiten(x, mask, moments, shift_mean=False), expected)
     torch.testing.assert_close(whiten(x[:1], mask[:1], moments, shift_mean=False), expected[:1])
@@ -89,13 +98,17 @@ def test_whiten_may_keep_the_mean():
 def test_whiten_survives_a_mean_far_from_zero():
     # Mean 10000.5, variance 0.25: +-0.5 / 0.5. In float32 the squares, about 1e8, are rounded to multiples of 8.
     x, mask = torch.tensor([[10000.0, 10001.0]]), torch.tensor([[True, True]])
-    torch.testing.assert_close(whiten(x, mask, masked_moments(x, mask)), torch.tensor([[-1.0, 1.0]]))
+    torch.testing.assert_close(
+        whiten(x, mask, masked_moments(x, mask)), torch.tensor([[-1.0, 1.0]])
+    )
 
 
 @pytest.mark.parametrize("real", [0, 1, 3], ids=["no token", "one token", "equal tokens"])
 def test_whiten_gives_zero_where_there_is_no_spread(real: int):
     x, mask = torch.full((1, 3), 0.1), torch.arange(3).unsqueeze(0) < real
-    torch.testing.assert_close(whiten(x, mask, masked_moments(x, mask)), torch.zeros(1, 3), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        whiten(x, mask, masked_moments(x, mask)), torch.zeros(1, 3), rtol=0, atol=1e-6
+    )
 
 
 def test_a_wrong_shape_is_named():
@@ -124,7 +137,9 @@ def test_whiten_checks_shapes():
         whiten(X[:, :2], MASK, MOMENTS)
 
 
-@pytest.mark.parametrize("row", [[False, True, True], [True, False, True]], ids=["left-padded", "gap"])
+@pytest.mark.parametrize(
+    "row", [[False, True, True], [True, False, True]], ids=["left-padded", "gap"]
+)
 def test_only_right_padding_is_accepted(row: list[bool]):
     check_right_padded(MASK)
     with pytest.raises(ValueError, match="real token after padding"):

@@ -10,9 +10,9 @@ import pytest
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import job, run
 from rlhf_pipeline.stages.job import Job, Program
-from rlhf_pipeline.stages.manifest import Manifest, file_entries
 
 
 class DrillConfig(Block):
@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.stages.job import PROGRAMS, Program
-from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.stages.trust import trusts_remote_code
 
 def main(job):
@@ -91,8 +91,8 @@ def drill(tmp_path, monkeypatch):
     """The stage `drill` in an empty workspace."""
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setattr(job, "PROGRAMS", dict(job.PROGRAMS))
-    monkeypatch.setattr("rlhf_pipeline.stages.forcing.PROGRAMS", job.PROGRAMS)
-    monkeypatch.setattr("rlhf_pipeline.stages.cleaning.PROGRAMS", job.PROGRAMS)
+    monkeypatch.setattr("rlhf_pipeline.stages.cache.forcing.PROGRAMS", job.PROGRAMS)
+    monkeypatch.setattr("rlhf_pipeline.stages.cache.cleaning.PROGRAMS", job.PROGRAMS)
     return Drill(tmp_path)
 
 
@@ -109,7 +109,9 @@ def make_work(tmp_path):
             (directory / "checkpoints" / f"step-{checkpoint:08d}").mkdir(parents=True)
         if finished:
             files = file_entries(directory / "export")
-            Manifest(stage, key.ljust(64, "0"), 1, {}, inputs or {}, {}, {}, files).write(directory / "export")
+            Manifest(stage, key.ljust(64, "0"), 1, {}, inputs or {}, {}, {}, files).write(
+                directory / "export"
+            )
         return directory
 
     return make

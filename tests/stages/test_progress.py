@@ -51,8 +51,19 @@ def test_a_cached_stage_says_so_in_one_line(monkeypatch):
 
 
 def test_a_source_is_named_and_its_rows_need_no_end(monkeypatch):
-    reading = StageRun("source", "abcdef0123456789", Path("ws/source/abc"), {"source": {"name": "files"}}, 0, {}, False)
-    rows = [{"step": step, "total_steps": None, "time": 1000.0 + step, "metrics": {}} for step in (100, 300)]
+    reading = StageRun(
+        "source",
+        "abcdef0123456789",
+        Path("ws/source/abc"),
+        {"source": {"name": "files"}},
+        0,
+        {},
+        False,
+    )
+    rows = [
+        {"step": step, "total_steps": None, "time": 1000.0 + step, "metrics": {}}
+        for step in (100, 300)
+    ]
     lines = show(
         monkeypatch, *(lambda d, row=row: d.stage_metrics(reading, [row]) for row in rows),
         lambda d: d.stage_started(reading),
@@ -71,4 +82,8 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     display.stage_metrics(run(), [record(4, 6, **{"sft/loss": 1.5})])
     display._progress.refresh()
     display.stage_ended(run(), "FAILED", {})
-    assert "4/10" in output.getvalue() and "sft/loss 1.500" in output.getvalue() and "failed in" in output.getvalue()
+    assert (
+        "4/10" in output.getvalue()
+        and "sft/loss 1.500" in output.getvalue()
+        and "failed in" in output.getvalue()
+    )

@@ -19,10 +19,18 @@ import pytest
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import ArtifactError, ConfigError, ForeignFileError, Interrupted, StageError
-from rlhf_pipeline.stages import events, job, launcher, planning, run
+from rlhf_pipeline.errors import (
+    ArtifactError,
+    ConfigError,
+    ForeignFileError,
+    Interrupted,
+    StageError,
+)
+from rlhf_pipeline.runtime.manifest import Manifest, verify
+from rlhf_pipeline.stages import events, job, run
+from rlhf_pipeline.stages.cache import planning
 from rlhf_pipeline.stages.job import Job, Program
-from rlhf_pipeline.stages.manifest import Manifest, verify
+from rlhf_pipeline.stages.launch import launcher
 from rlhf_pipeline.stages.progress import ProgressDisplay
 
 
@@ -39,9 +47,9 @@ class ToyConfig(Block):
 PROGRAM = """
 import json, os, sys, time
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.stages.checkpoints import seal
+from rlhf_pipeline.runtime.checkpoint_files import seal
 from rlhf_pipeline.stages.job import PROGRAMS, Program
-from rlhf_pipeline.stages.program import run_program
+from rlhf_pipeline.runtime.program import run_program
 
 def main(job):
     action = job.config["toy"]["action"]
@@ -100,7 +108,9 @@ def toy(tmp_path, monkeypatch):
     (tmp_path / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(job.PROGRAMS, "toy", Program("toy_program", distributed=False))
-    monkeypatch.setattr(planning, "fingerprint", lambda recipe: recipe["config"]["toy"]["action"].ljust(64, "0"))
+    monkeypatch.setattr(
+        planning, "fingerprint", lambda recipe: recipe["config"]["toy"]["action"].ljust(64, "0")
+    )
 
     def run_toy(action="work", identities=None, halve=False, **inputs):
         toy_job = Job("toy", {"toy": ToyConfig(action=action)}, inputs, 1, identities or {})
@@ -165,7 +175,9 @@ def test_a_stage_that_is_out_of_memory_says_what_helps(toy):
     assert "(this stage goes on after step 5)" in str(failure.value)
 
 
-def test_a_stage_that_is_out_of_memory_goes_on_with_smaller_micro_batches_where_that_is_wanted(toy, capsys):
+def test_a_stage_that_is_out_of_memory_goes_on_with_smaller_micro_batches_where_that_is_wanted(
+    toy, capsys
+):
     recorder = Recorder()
     with events.listening(recorder, ProgressDisplay()):
         export = toy("fit", halve=True)
@@ -174,7 +186,9 @@ def test_a_stage_that_is_out_of_memory_goes_on_with_smaller_micro_batches_where_
     manifest = Manifest.read(export)
     assert manifest.adjusted == {"toy.micro_batch_size_per_gpu": {"configured": 8, "used": 2}}
     assert manifest.config["toy"]["micro_batch_size_per_gpu"] == 2
-    assert recorder.run.config["toy"]["micro_batch_size_per_gpu"] == 2  # what a message would advise to lower
+    assert (
+        recorder.run.config["toy"]["micro_batch_size_per_gpu"] == 2
+    )  # what a message would advise to lower
     assert [what for what, _ in recorder.heard if what != "metrics"] == [
         "started", "FAILED", "started", "FAILED", "started", "FINISHED",
     ]  # fmt: skip
@@ -203,7 +217,9 @@ def test_a_signal_ends_the_program_and_its_children(toy):
         toy("sleep")
     assert recorder.heard[-1] == ("KILLED", {})
     sleepers = [
-        p for p in psutil.process_iter(["cmdline"]) if "import time; time.sleep(60)" in (p.info["cmdline"] or [])
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "import time; time.sleep(60)" in (p.info["cmdline"] or [])
     ]
     assert sleepers == []
 
@@ -254,7 +270,8 @@ def test_a_file_that_was_added_to_a_result_stops_the_stage_and_costs_nothing(toy
     export = toy()
     (export / "notes.txt").write_text("by hand")
     with pytest.raises(
-        ForeignFileError, match=r"export/notes\.txt was added after stage toy finished; move it elsewhere"
+        ForeignFileError,
+        match=r"export/notes\.txt was added after stage toy finished; move it elsewhere",
     ):
         toy()
     (export / "notes.txt").rename(export / ".notes")
@@ -320,7 +337,7 @@ def test_an_altered_input_stops_the_stage(toy, tmp_path):
     source = tmp_path / "input"
     source.mkdir()
     (source / "weights").write_text("abc")
-    from rlhf_pipeline.stages.manifest import file_entries
+    from rlhf_pipeline.runtime.manifest import file_entries
 
     Manifest("sft", "", 1, {}, {}, {}, {}, file_entries(source)).write(source)
     (source / "weights").write_text("abd")

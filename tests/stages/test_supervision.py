@@ -30,9 +30,13 @@ from pathlib import Path
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.stages import events, heartbeat, launcher, planning, run
+from rlhf_pipeline.stages import events, run
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.stages.launch import launcher
+from rlhf_pipeline.stages.cache import planning
 from rlhf_pipeline.stages.job import Job, PROGRAMS, Program
-from rlhf_pipeline.stages.program import driver_id, run_program
+from rlhf_pipeline.runtime.processes import process_identity
+from rlhf_pipeline.runtime.program import run_program
 
 PROGRAMS["toy"] = Program("toy_program", distributed=True, libraries=())
 
@@ -68,7 +72,7 @@ def main(job):
     while True:
         time.sleep(0.01)
         other = other or heartbeat.read_heartbeats(job.directory).get(1 - rank)
-        if act == "complain" and other and driver_id(other.pid) is None:
+        if act == "complain" and other and process_identity(other.pid) is None:
             raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
 if __name__ == "__main__" and "RANK" in os.environ:
@@ -113,15 +117,22 @@ class Ended:
 
     def __init__(self, folder: Path, ranks, options, whom, number, ports):
         self.mark = uuid.uuid4().hex
-        environment = os.environ | {"TOY_MARK": self.mark, "PYTHONPATH": f"{folder}:{Path(run.__file__).parents[2]}"}
+        environment = os.environ | {
+            "TOY_MARK": self.mark,
+            "PYTHONPATH": f"{folder}:{Path(run.__file__).parents[2]}",
+        }
         self.directory = folder / "toy" / "toy".ljust(16, "0")
         arguments = [json.dumps(argument) for argument in (str(folder), ranks, options, ports)]
         command = [sys.executable, str(folder / "toy_program.py"), *arguments]
         (folder / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
         with (folder / "output").open("w") as output:
-            driver = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+            driver = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
         if whom == "importing":
-            self.wait_for(lambda: sum("RANK" in self.environment(process) for process in self.left()) == 2)
+            self.wait_for(
+                lambda: sum("RANK" in self.environment(process) for process in self.left()) == 2
+            )
             driver.send_signal(number)
         elif whom == "report":
             self.wait_for(lambda: any(self.directory.glob("errors/*.txt")))
@@ -129,7 +140,10 @@ class Ended:
             self.wait_for(lambda: len(self.at_work()) == 2)
             family = psutil.Process(driver.pid).children(recursive=True)
             named = [
-                p for p in family if whom in (self.environment(p).get("RANK"), Path(p.cmdline()[1]).name, *p.cmdline())
+                p
+                for p in family
+                if whom
+                in (self.environment(p).get("RANK"), Path(p.cmdline()[1]).name, *p.cmdline())
             ]
             for each in number if isinstance(number, tuple) else (number,):
                 os.kill(driver.pid if whom == "driver" else named[0].pid, each)
@@ -147,10 +161,16 @@ class Ended:
         self.log = (self.directory / "program.log").read_text()
 
     def at_work(self):
-        return [p for p in self.directory.glob("heartbeats/rank*.json") if json.loads(p.read_text())["step"] == 8]
+        return [
+            p
+            for p in self.directory.glob("heartbeats/rank*.json")
+            if json.loads(p.read_text())["step"] == 8
+        ]
 
     def left(self):
-        return [p for p in psutil.process_iter() if self.environment(p).get("TOY_MARK") == self.mark]
+        return [
+            p for p in psutil.process_iter() if self.environment(p).get("TOY_MARK") == self.mark
+        ]
 
     @staticmethod
     def environment(process):
@@ -175,7 +195,10 @@ def ended(tmp_path_factory):
         taken.listen()
         futures = {
             name: pool.submit(
-                Ended, tmp_path_factory.mktemp(name), *case, [taken.getsockname()[1]] if name == "port" else []
+                Ended,
+                tmp_path_factory.mktemp(name),
+                *case,
+                [taken.getsockname()[1]] if name == "port" else [],
             )
             for name, case in CASES.items()
         }
@@ -218,9 +241,13 @@ def test_a_rank_that_raises_is_the_cause(ended):
 
 def test_a_hang_names_the_rank_that_is_behind(ended):
     output = ended["hang"].output
-    assert "no rank has made progress for 4 s: rank 1 is behind, in update of step 7 since " in output
+    assert (
+        "no rank has made progress for 4 s: rank 1 is behind, in update of step 7 since " in output
+    )
     assert re.search(r"  rank 0: update of step 8 since [\d:]+$", output, re.MULTILINE)
-    assert re.search(r"  rank 1: update of step 7 since [\d:]+, its process is stopped$", output, re.MULTILINE)
+    assert re.search(
+        r"  rank 1: update of step 7 since [\d:]+, its process is stopped$", output, re.MULTILINE
+    )
     assert "raise launch.hang_timeout_s (4.0)" in output
     assert 'toy_program.py", line' in ended["hang"].log  # the stack of the rank that waits
 

@@ -9,12 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id
 
-SOURCE = {"name": "files", "path": "/somewhere/rows.jsonl", "columns": {"chosen": "good", "rejected": "bad"}}
+SOURCE = {
+    "name": "files",
+    "path": "/somewhere/rows.jsonl",
+    "columns": {"chosen": "good", "rejected": "bad"},
+}
 METRICS = {
     "source": {"source/rows": 12.0, "source/bad": 2.0},
     "split": {
@@ -33,14 +37,16 @@ def finish(run, **files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     metrics = METRICS.get(run.stage, {})
-    Manifest(run.stage, run.fingerprint, 7, run.config, run.inputs, {}, metrics, file_entries(run.export)).write(
-        run.export
-    )
+    Manifest(
+        run.stage, run.fingerprint, 7, run.config, run.inputs, {}, metrics, file_entries(run.export)
+    ).write(run.export)
 
 
 def stage_run(workspace, stage, fingerprint, config=None, **paths):
     inputs = {name: content_digest(path) for name, path in paths.items()}
-    return StageRun(stage, fingerprint, workspace / stage, config or {}, 7, inputs, cached=False, paths=paths)
+    return StageRun(
+        stage, fingerprint, workspace / stage, config or {}, 7, inputs, cached=False, paths=paths
+    )
 
 
 @pytest.fixture
@@ -51,14 +57,24 @@ def stages(tmp_path):
     model = stage_run(tmp_path, "base_model", "bb")
     finish(model, weights="weights")
     split = stage_run(tmp_path, "split", "cc", source_0=source.export, base_model=model.export)
-    finish(split, sft__train="a", ppo__train="b", evaluation__test="c", **{"report.md": "# Data", "lengths.png": "PNG"})
+    finish(
+        split,
+        sft__train="a",
+        ppo__train="b",
+        evaluation__test="c",
+        **{"report.md": "# Data", "lengths.png": "PNG"},
+    )
     published = tmp_path / "published" / "prepared_data"
     shutil.copytree(split.export, published)
     sft = stage_run(tmp_path, "sft", "dd", examples=published / "sft", base_model=model.export)
     finish(sft, weights="more")
-    evaluate = stage_run(tmp_path, "evaluate", "ee", prompts=published / "evaluation", sft_model=sft.export)
+    evaluate = stage_run(
+        tmp_path, "evaluate", "ee", prompts=published / "evaluation", sft_model=sft.export
+    )
     finish(evaluate, **{"report.md": "# PPO against SFT"})
-    return SimpleNamespace(source=source, split=split, sft=sft, evaluate=evaluate, published=published)
+    return SimpleNamespace(
+        source=source, split=split, sft=sft, evaluate=evaluate, published=published
+    )
 
 
 @pytest.fixture
@@ -75,7 +91,9 @@ def track(tracker, *runs):
 
 
 def child(client, stage):
-    (found,) = client.search_runs([experiment_id(client, "rlhf-pipeline")], f"tags.`rlhf.stage` = '{stage}'")
+    (found,) = client.search_runs(
+        [experiment_id(client, "rlhf-pipeline")], f"tags.`rlhf.stage` = '{stage}'"
+    )
     return found
 
 
@@ -92,7 +110,9 @@ def data_sets(run):
 
 def test_a_digest_leads_from_training_to_the_split_and_to_the_source(tracker, stages, client):
     track(tracker, stages.source, stages.split, stages.sft, stages.evaluate)
-    source, split, sft, evaluate = (data_sets(child(client, stage)) for stage in ("source", "split", "sft", "evaluate"))
+    source, split, sft, evaluate = (
+        data_sets(child(client, stage)) for stage in ("source", "split", "sft", "evaluate")
+    )
     digests = {name: digest for name, (_, digest) in split.items()}
     assert {name: context for name, (context, _) in split.items()} == {
         "files (rows.jsonl)": "source",
@@ -103,7 +123,9 @@ def test_a_digest_leads_from_training_to_the_split_and_to_the_source(tracker, st
     }
     assert source == {"files (rows.jsonl)": ("source", digests["files (rows.jsonl)"])}
     assert sft == {"prepared_data/sft": ("training", digests["prepared_data/sft"])}
-    assert evaluate == {"prepared_data/evaluation": ("evaluation", digests["prepared_data/evaluation"])}
+    assert evaluate == {
+        "prepared_data/evaluation": ("evaluation", digests["prepared_data/evaluation"])
+    }
     # printf '{"sft/train": "%s"}' "$(printf a | sha256sum | cut -d' ' -f1)" | sha256sum | cut -c-36
     assert digests["prepared_data/sft"] == "8dc903c7abc32cf3765caef9659fc9b32700"
     assert len(set(digests.values())) == 5
@@ -111,7 +133,9 @@ def test_a_digest_leads_from_training_to_the_split_and_to_the_source(tracker, st
 
 def test_a_data_set_tells_where_it_lies_and_how_large_it_is(tracker, stages, client):
     track(tracker, stages.source, stages.split)
-    found = {used.dataset.name: used.dataset for used in child(client, "split").inputs.dataset_inputs}
+    found = {
+        used.dataset.name: used.dataset for used in child(client, "split").inputs.dataset_inputs
+    }
     assert {data.source_type for data in found.values()} == {"local"}
     assert json.loads(found["prepared_data/sft"].source) == {
         "uri": str(stages.split.export / "sft"),
@@ -142,7 +166,11 @@ def test_reports_and_figures_are_artifacts_of_their_run(tracker, stages, client)
         stage: [file.path for file in client.list_artifacts(child(client, stage).info.run_id)]
         for stage in ("split", "sft", "evaluate")
     }
-    assert artifacts == {"split": ["lengths.png", "report.md"], "sft": [], "evaluate": ["report.md"]}
+    assert artifacts == {
+        "split": ["lengths.png", "report.md"],
+        "sft": [],
+        "evaluate": ["report.md"],
+    }
 
 
 def test_a_stage_found_finished_adds_nothing_to_its_run(tracker, stages, client, monkeypatch):
@@ -151,7 +179,9 @@ def test_a_stage_found_finished_adds_nothing_to_its_run(tracker, stages, client,
     track(tracker, stages.split)
     before = child(client, "split")
     uploads = []
-    monkeypatch.setattr(MlflowClient, "log_artifact", lambda self, run_id, path: uploads.append(path))
+    monkeypatch.setattr(
+        MlflowClient, "log_artifact", lambda self, run_id, path: uploads.append(path)
+    )
     track(tracker, replace(stages.split, cached=True))
     after = child(client, "split")
     assert uploads == []
@@ -178,14 +208,20 @@ def test_what_an_outage_left_out_is_filled_in_when_the_stage_is_found_finished(
     assert client.list_artifacts(split.info.run_id) == []
 
     track(tracker, replace(stages.split, cached=True))
-    assert [file.path for file in client.list_artifacts(split.info.run_id)] == ["lengths.png", "report.md"]
+    assert [file.path for file in client.list_artifacts(split.info.run_id)] == [
+        "lengths.png",
+        "report.md",
+    ]
 
 
 def test_a_store_that_lacks_a_finished_stage_is_given_its_data_and_report(tracker, stages, client):
     track(tracker, replace(stages.split, cached=True))
     split = child(client, "split")
     assert len(data_sets(split)) == 5
-    assert [file.path for file in client.list_artifacts(split.info.run_id)] == ["lengths.png", "report.md"]
+    assert [file.path for file in client.list_artifacts(split.info.run_id)] == [
+        "lengths.png",
+        "report.md",
+    ]
 
 
 @pytest.mark.slow
@@ -196,7 +232,9 @@ def test_through_a_server(served, stages, tmp_path):
     tracker.start("full", {})
     track(tracker, stages.split, stages.sft)
     split, sft = (child(served, stage) for stage in ("split", "sft"))
-    assert data_sets(sft) == {"prepared_data/sft": ("training", data_sets(split)["prepared_data/sft"][1])}
+    assert data_sets(sft) == {
+        "prepared_data/sft": ("training", data_sets(split)["prepared_data/sft"][1])
+    }
     uri = f"{split.info.artifact_uri}/report.md"
     report = download_artifacts(uri, tracking_uri=served.tracking_uri, dst_path=str(tmp_path))
     assert Path(report).read_text() == "# Data"

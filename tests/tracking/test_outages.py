@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.launcher import free_port
-from rlhf_pipeline.stages.manifest import Manifest
+from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking import runs
 from rlhf_pipeline.tracking.orphans import driver_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
@@ -41,7 +41,12 @@ def write(run, steps):
     """Let the program get on to a step; the new records."""
     known = run.metrics_file.read_text().count("\n") if run.metrics_file.is_file() else 0
     new = [
-        {"step": step, "total_steps": 9, "time": 1000.0 + step, "metrics": {"loss": float(step), "lr": 1.0}}
+        {
+            "step": step,
+            "total_steps": 9,
+            "time": 1000.0 + step,
+            "metrics": {"loss": float(step), "lr": 1.0},
+        }
         for step in range(known + 1, steps + 1)
     ]
     with run.metrics_file.open("a") as file:
@@ -50,7 +55,9 @@ def write(run, steps):
 
 
 def end(run):
-    Manifest(run.stage, run.fingerprint, 7, run.config, {}, {}, {"result": 2.0}, {}).write(run.export)
+    Manifest(run.stage, run.fingerprint, 7, run.config, {}, {}, {"result": 2.0}, {}).write(
+        run.export
+    )
 
 
 def started(uri, project):
@@ -62,7 +69,10 @@ def started(uri, project):
 def found(client):
     """Status, by name, of every run; a parent is called full."""
     experiment = experiment_id(client, "rlhf-pipeline")
-    return {run.info.run_name: run for run in client.search_runs([experiment], order_by=["attributes.start_time DESC"])}
+    return {
+        run.info.run_name: run
+        for run in client.search_runs([experiment], order_by=["attributes.start_time DESC"])
+    }
 
 
 def statuses(client):
@@ -70,7 +80,9 @@ def statuses(client):
 
 
 def losses(client, stage):
-    return [point.value for point in client.get_metric_history(found(client)[stage].info.run_id, "loss")]
+    return [
+        point.value for point in client.get_metric_history(found(client)[stage].info.run_id, "loss")
+    ]
 
 
 def warnings(caplog):
@@ -86,11 +98,23 @@ class Server:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.database]
-        command += ["--artifacts-destination", str(self.folder / "served"), "--port", str(self.port), "--workers", "1"]
+        command += [
+            "--artifacts-destination",
+            str(self.folder / "served"),
+            "--port",
+            str(self.port),
+            "--workers",
+            "1",
+        ]
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
         with (self.folder / "server.log").open("w") as log:
             self.process = subprocess.Popen(
-                command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
+                command,
+                env=os.environ | quiet,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self.folder,
             )
         while True:
             assert self.process.poll() is None, (self.folder / "server.log").read_text()
@@ -121,9 +145,15 @@ def full_disk(disk, empty_database):
 
 
 @pytest.mark.long
-def test_a_server_that_is_killed_in_the_midst_of_a_stage_and_comes_back(server, client, tmp_path, monkeypatch, caplog):
+def test_a_server_that_is_killed_in_the_midst_of_a_stage_and_comes_back(
+    server, client, tmp_path, monkeypatch, caplog
+):
     server.start()
-    tracker, sft, ppo = started(server.uri, tmp_path), stage_run(tmp_path, "sft"), stage_run(tmp_path, "ppo")
+    tracker, sft, ppo = (
+        started(server.uri, tmp_path),
+        stage_run(tmp_path, "sft"),
+        stage_run(tmp_path, "ppo"),
+    )
     tracker.stage_started(sft)
     tracker.stage_metrics(sft, write(sft, 2))
     server.kill()
@@ -230,7 +260,9 @@ def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path
     tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
     tracker.stage_started(sft)
     first, second, third = write(sft, 3)
-    tracker.stage_metrics(sft, [first, second | {"metrics": {"loss": 2.0}}])  # and the other half was not sent
+    tracker.stage_metrics(
+        sft, [first, second | {"metrics": {"loss": 2.0}}]
+    )  # and the other half was not sent
     tracker._children.clear()
     tracker.stage_metrics(sft, [third])
     history = client.get_metric_history(found(client)["sft"].info.run_id, "lr")
@@ -242,7 +274,9 @@ def test_values_that_are_too_long_for_mlflow_are_cut(uri, client, tmp_path):
     tracker = MlflowTracker(uri, tmp_path)
     tracker.start("full", {"kedro.runtime_params": "x" * 9000})
     sft = stage_run(tmp_path, "sft")
-    tracker.stage_started(StageRun(**{**vars(sft), "config": {"sft": {"path": "y" * 6001, "exact": "z" * 6000}}}))
+    tracker.stage_started(
+        StageRun(**{**vars(sft), "config": {"sft": {"path": "y" * 6001, "exact": "z" * 6000}}})
+    )
     params = found(client)["sft"].data.params
     assert params["sft.path"] == "y" * 5999 + "…"
     assert params["sft.exact"] == "z" * 6000
@@ -277,13 +311,18 @@ def driver(uri, folder, *orders):
     return process
 
 
-def test_runs_of_a_killed_driver_are_ended_and_its_stage_goes_on_in_the_same_run(uri, client, tmp_path):
+def test_runs_of_a_killed_driver_are_ended_and_its_stage_goes_on_in_the_same_run(
+    uri, client, tmp_path
+):
     driver(uri, tmp_path).wait()
     before = found(client)
     assert {run.info.status for run in before.values()} == {"RUNNING"}
 
     again = started(uri, tmp_path)
-    status = {run.info.run_id: run.info.status for run in client.search_runs([experiment_id(client, "rlhf-pipeline")])}
+    status = {
+        run.info.run_id: run.info.status
+        for run in client.search_runs([experiment_id(client, "rlhf-pipeline")])
+    }
     assert status.pop(before["full"].info.run_id) == "KILLED"
     assert status.pop(before["sft"].info.run_id) == "KILLED"
     assert list(status.values()) == ["RUNNING"]
@@ -291,7 +330,9 @@ def test_runs_of_a_killed_driver_are_ended_and_its_stage_goes_on_in_the_same_run
     sft = stage_run(tmp_path, "sft", steps=3)
     again.stage_started(sft)
     assert statuses(client)["sft"] == "RUNNING"
-    assert found(client)["sft"].data.tags["rlhf.driver"] == driver_tag()  # should this one be killed, too
+    assert (
+        found(client)["sft"].data.tags["rlhf.driver"] == driver_tag()
+    )  # should this one be killed, too
     again.stage_ended(sft, "FINISHED", {})
     assert found(client)["sft"].info.run_id == before["sft"].info.run_id
     assert losses(client, "sft") == [1, 2, 3]
@@ -327,7 +368,10 @@ def test_a_read_only_database(full_disk, tmp_path):
     disk.remount("ro")
     run = driver(uri, tmp_path, "FINISHED")
     _, said = run.communicate()
-    assert said.count("does not record") == 1 and "OperationalError: attempt to write a readonly database" in said
+    assert (
+        said.count("does not record") == 1
+        and "OperationalError: attempt to write a readonly database" in said
+    )
 
     disk.remount("rw")
     sft = stage_run(tmp_path, "sft")

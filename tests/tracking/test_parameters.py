@@ -4,8 +4,16 @@ from rlhf_pipeline.tracking.parameters import cut, parameters
 
 
 def test_nested_fields_have_dotted_names_and_values_are_spelled_as_in_the_job():
-    found = parameters({"ppo": {"lr": 1e-6, "lora": None, "betas": [0.9, 0.95]}, "path": "tiny"}, seed=3)
-    assert found == {"ppo.lr": "1e-06", "ppo.lora": "null", "ppo.betas": "[0.9, 0.95]", "path": "tiny", "seed": "3"}
+    found = parameters(
+        {"ppo": {"lr": 1e-6, "lora": None, "betas": [0.9, 0.95]}, "path": "tiny"}, seed=3
+    )
+    assert found == {
+        "ppo.lr": "1e-06",
+        "ppo.lora": "null",
+        "ppo.betas": "[0.9, 0.95]",
+        "path": "tiny",
+        "seed": "3",
+    }
 
 
 def test_they_fit_mlflows_limits():

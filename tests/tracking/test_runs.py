@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.manifest import Manifest
 from rlhf_pipeline.tracking.orphans import driver_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id
@@ -36,8 +36,13 @@ def tracker(uri, tmp_path):
 def stage(tmp_path):
     directory = tmp_path / "workspace" / "ppo" / "f00d"
     (directory / "export").mkdir(parents=True)
-    config = {"ppo": {"lr": 1e-6, "adaptive_kl": True, "lora": None, "betas": [0.9, 0.95]}, "model": {"path": "tiny"}}
-    return StageRun("ppo", "f00d", directory, config, 7, {"prompts": "d1", "sft_model": "d2"}, cached=False)
+    config = {
+        "ppo": {"lr": 1e-6, "adaptive_kl": True, "lora": None, "betas": [0.9, 0.95]},
+        "model": {"path": "tiny"},
+    }
+    return StageRun(
+        "ppo", "f00d", directory, config, 7, {"prompts": "d1", "sft_model": "d2"}, cached=False
+    )
 
 
 @pytest.fixture
@@ -73,13 +78,17 @@ def write_metrics(stage, *records):
 
 
 def write_manifest(stage, metrics):
-    Manifest(stage.stage, stage.fingerprint, 7, stage.config, stage.inputs, {}, metrics, {}).write(stage.export)
+    Manifest(stage.stage, stage.fingerprint, 7, stage.config, stage.inputs, {}, metrics, {}).write(
+        stage.export
+    )
 
 
 def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents):
     with events.listening(tracker):
         events.started(stage)
-        events.metrics(stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75, policy_loss=0.25)])
+        events.metrics(
+            stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75, policy_loss=0.25)]
+        )
         events.metrics(stage, [record(3, objective_kl=1.0)])
         events.ended(stage, "FINISHED", {"result/score": 2.5})
     tracker.end("FINISHED")
@@ -106,9 +115,15 @@ def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents
         "model.path": "tiny",
         "seed": "7",
     }
-    assert history(client, child, "objective/kl") == [(1, 1_001_000, 0.5), (2, 1_002_000, 0.75), (3, 1_003_000, 1.0)]
+    assert history(client, child, "objective/kl") == [
+        (1, 1_001_000, 0.5),
+        (2, 1_002_000, 0.75),
+        (3, 1_003_000, 1.0),
+    ]
     assert history(client, child, "policy/loss") == [(2, 1_002_000, 0.25)]
-    assert history(client, child, "result/score") == [(3, 1_003_000, 2.5)]  # the result belongs to the last step
+    assert history(client, child, "result/score") == [
+        (3, 1_003_000, 2.5)
+    ]  # the result belongs to the last step
 
 
 def test_a_result_that_repeats_the_last_record_is_one_point(tracker, stage, client, runs):
@@ -140,14 +155,18 @@ def test_an_unsuccessful_stage_says_so(tracker, stage, runs, parents, status):
 
 def test_more_metrics_than_fit_in_one_request(tracker, stage, client, runs):
     tracker.stage_started(stage)
-    tracker.stage_metrics(stage, [record(step, a=1.0, b=2.0) for step in range(1, 602)])  # 1202 > MLflow's 1000
+    tracker.stage_metrics(
+        stage, [record(step, a=1.0, b=2.0) for step in range(1, 602)]
+    )  # 1202 > MLflow's 1000
     tracker.stage_ended(stage, "FINISHED", {})
     assert len(history(client, runs()[0], "a")) == 601
     assert history(client, runs()[0], "b")[-1] == (601, 1_601_000, 2.0)
 
 
 def test_more_parameters_than_fit_in_one_request(tracker, stage, runs):
-    config = {"ppo": {f"field_{number}": number for number in range(250)}}  # MLflow takes 100 a request
+    config = {
+        "ppo": {f"field_{number}": number for number in range(250)}
+    }  # MLflow takes 100 a request
     tracker.stage_started(replace(stage, config=config))
     (run,) = runs()
     assert len(run.data.params) == 251  # and the seed
@@ -155,7 +174,9 @@ def test_more_parameters_than_fit_in_one_request(tracker, stage, runs):
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED", None])
-def test_an_unfinished_run_is_continued_without_a_step_twice(tracker, stage, uri, tmp_path, client, runs, status):
+def test_an_unfinished_run_is_continued_without_a_step_twice(
+    tracker, stage, uri, tmp_path, client, runs, status
+):
     tracker.stage_started(stage)
     tracker.stage_metrics(stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75)])
     if status is not None:  # None: the driver itself was killed, and MLflow still says RUNNING
@@ -165,7 +186,9 @@ def test_an_unfinished_run_is_continued_without_a_step_twice(tracker, stage, uri
     again = MlflowTracker(uri, tmp_path)
     again.start("ppo", {})
     config = {**stage.config, "log": {"interval": 5}, "ppo": {**stage.config["ppo"], "lora": 4}}
-    stage = replace(stage, config=config)  # MLflow refuses to change ppo.lora: the first attempt's value stays
+    stage = replace(
+        stage, config=config
+    )  # MLflow refuses to change ppo.lora: the first attempt's value stays
     again.stage_started(stage)
     assert runs()[0].info.status == "RUNNING"
     resumed = [{**record(step, objective_kl=0.75), "time": 5000.0 + step} for step in (2, 3)]
@@ -178,7 +201,11 @@ def test_an_unfinished_run_is_continued_without_a_step_twice(tracker, stage, uri
     assert after.data.tags["mlflow.parentRunId"] not in ("", before.data.tags["mlflow.parentRunId"])
     assert after.data.params["ppo.lora"] == "null"
     assert after.data.params["log.interval"] == "5"
-    assert history(client, after, "objective/kl") == [(1, 1_001_000, 0.5), (2, 1_002_000, 0.75), (3, 5_003_000, 0.75)]
+    assert history(client, after, "objective/kl") == [
+        (1, 1_001_000, 0.5),
+        (2, 1_002_000, 0.75),
+        (3, 5_003_000, 0.75),
+    ]
 
 
 def test_another_recipe_gets_its_own_run(tracker, stage, runs):
@@ -188,7 +215,9 @@ def test_another_recipe_gets_its_own_run(tracker, stage, runs):
     assert [run.data.tags["rlhf.fingerprint"] for run in runs()] == ["f00d", "beef"]
 
 
-def test_a_cached_stage_is_linked_to_the_run_that_trained_it(tracker, stage, uri, tmp_path, runs, parents):
+def test_a_cached_stage_is_linked_to_the_run_that_trained_it(
+    tracker, stage, uri, tmp_path, runs, parents
+):
     tracker.stage_started(stage)
     tracker.stage_ended(stage, "FINISHED", {})
     tracker.end("FINISHED")
@@ -204,7 +233,9 @@ def test_a_cached_stage_is_linked_to_the_run_that_trained_it(tracker, stage, uri
     assert "result/score" not in trained.data.metrics
 
 
-def test_a_cached_stage_that_the_store_lacks_is_filled_in_from_disk(tracker, stage, client, runs, parents):
+def test_a_cached_stage_that_the_store_lacks_is_filled_in_from_disk(
+    tracker, stage, client, runs, parents
+):
     write_metrics(stage, record(1, objective_kl=0.5), record(2, objective_kl=0.75))
     with stage.metrics_file.open("a") as file:
         file.write('{"step": 3, "tot')  # a killed attempt left half a line
@@ -215,7 +246,10 @@ def test_a_cached_stage_that_the_store_lacks_is_filled_in_from_disk(tracker, sta
 
     (child,) = runs()
     assert child.info.status == "FINISHED"
-    assert (child.info.start_time, child.info.end_time) == (1_001_000, 1_002_000)  # when it was trained, not today
+    assert (child.info.start_time, child.info.end_time) == (
+        1_001_000,
+        1_002_000,
+    )  # when it was trained, not today
     assert child.data.tags["mlflow.parentRunId"] == parents()[0].info.run_id
     assert child.data.params["ppo.lr"] == "1e-06"
     assert history(client, child, "objective/kl") == [(1, 1_001_000, 0.5), (2, 1_002_000, 0.75)]
@@ -248,20 +282,28 @@ def test_an_outage_costs_one_warning_and_the_stage_catches_up_at_its_end(
     tracker.stage_ended(stage, "FINISHED", {"result/score": 2.5})
     (child,) = runs()
     assert child.info.status == "FINISHED"
-    assert history(client, child, "objective/kl") == [(1, 1_001_000, 0.5), (2, 1_002_000, 0.75), (3, 1_003_000, 1.0)]
+    assert history(client, child, "objective/kl") == [
+        (1, 1_001_000, 0.5),
+        (2, 1_002_000, 0.75),
+        (3, 1_003_000, 1.0),
+    ]
     assert history(client, child, "result/score") == [(3, 1_003_000, 2.5)]
 
 
 def test_a_store_that_cannot_be_reached_harms_no_stage(stage, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    tracker = MlflowTracker("http://user:secret@127.0.0.1:9", tmp_path)  # nothing listens on the discard port
+    tracker = MlflowTracker(
+        "http://user:secret@127.0.0.1:9", tmp_path
+    )  # nothing listens on the discard port
     with caplog.at_level(logging.WARNING, logger="rlhf_pipeline"):
         tracker.start("full", {})
         tracker.stage_started(stage)
         tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])
         tracker.stage_ended(stage, "FINISHED", {})
         tracker.end("FINISHED")
-    messages = [line.getMessage() for line in caplog.records if line.name.startswith("rlhf_pipeline")]
+    messages = [
+        line.getMessage() for line in caplog.records if line.name.startswith("rlhf_pipeline")
+    ]
     assert [message.partition(" (")[0] for message in messages] == [
         "MLflow at http://...@127.0.0.1:9 does not record the pipeline run"
     ]
@@ -276,7 +318,9 @@ def test_an_interruption_amid_a_database_call_is_not_swallowed(tracker, stage, m
     def interrupted(*args, **kwargs):
         raise Interrupted("ended by SIGTERM")
 
-    monkeypatch.setattr(SqlAlchemyStore, "_update_latest_metrics_if_necessary", interrupted)  # inside a transaction
+    monkeypatch.setattr(
+        SqlAlchemyStore, "_update_latest_metrics_if_necessary", interrupted
+    )  # inside a transaction
     with pytest.raises(Interrupted, match="SIGTERM"):
         tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])
 

@@ -32,11 +32,15 @@ def test_only_http_is_a_server():
 
 def test_importing_the_package_does_not_import_mlflow():
     program = (
-        "import sys, rlhf_pipeline.tracking.store, rlhf_pipeline.tracking.runs, rlhf_pipeline.tracking.registry;"
+        "import sys, rlhf_pipeline.tracking.store, rlhf_pipeline.tracking.runs, rlhf_pipeline.tracking.model_registry;"
         "print('mlflow' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "False\n"
 
@@ -55,9 +59,15 @@ def test_processes_may_open_an_empty_database_at_once(tmp_path):
         "print(experiment_id(connect(f'sqlite:///{project}/mlflow.db', project), EXPERIMENT))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    environment = {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment = {
+        "PYTHONPATH": str(SOURCE),
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
     processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
     finished = [(process.communicate(timeout=120), process.returncode) for process in processes]
@@ -69,7 +79,9 @@ def test_find_run_takes_the_newest_finished_run_of_the_recipe(client):
     experiment = experiment_id(client, "rlhf-pipeline")
 
     def run(fingerprint, status, start_time):
-        made = client.create_run(experiment, start_time=start_time, tags={"rlhf.fingerprint": fingerprint})
+        made = client.create_run(
+            experiment, start_time=start_time, tags={"rlhf.fingerprint": fingerprint}
+        )
         client.set_terminated(made.info.run_id, status)
         return made.info.run_id
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import rlhf_pipeline
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.models.loading import load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import store_score_mean
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.training.engine import World, join
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,9 @@ def on_threads():
 
     def run(ranks: int, function) -> list:
         meeting, sent = threading.Barrier(ranks), [None] * ranks
-        worlds = [ThreadWorld(rank, ranks, torch.device("cpu"), meeting, sent) for rank in range(ranks)]
+        worlds = [
+            ThreadWorld(rank, ranks, torch.device("cpu"), meeting, sent) for rank in range(ranks)
+        ]
         with ThreadPoolExecutor(ranks) as pool:
             return list(pool.map(function, worlds))
 
@@ -128,6 +130,9 @@ def ppo_inputs(make_model, tmp_path_factory):
         }
     )
     for name in ("train", "validation"):
-        with pa.OSFile(str(prompts / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            pa.OSFile(str(prompts / f"{name}.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(table)
     return {"prompts": prompts, "sft_model": sft, "reward_model": reward}

@@ -13,20 +13,31 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.optimizer_step import optimizer_step
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.distributed.zero import for_generation, whole_state_dict
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.engine import join, optimizer_step, train_engine
 from rlhf_pipeline.training.sft import SFTTask
-from rlhf_pipeline.training.sharding import for_generation, whole_state_dict
 from rlhf_pipeline.training.supervised import train_step
 
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12], [13, 14, 15], [16, 17], [18], [19, 5, 6], [7, 8]]
-RESPONSES = [[20, 1], [21, 22, 23, 24, 1], [25], [26, 27, 28, 1], [29], [30, 31, 1], [32, 33, 34, 35, 36, 1], [1]]
+RESPONSES = [
+    [20, 1],
+    [21, 22, 23, 24, 1],
+    [25],
+    [26, 27, 28, 1],
+    [29],
+    [30, 31, 1],
+    [32, 33, 34, 35, 36, 1],
+    [1],
+]
 TOKENS = 2 + 5 + 1 + 4 + 1 + 3 + 6 + 1
 RATE = 0.1
 
@@ -63,7 +74,10 @@ def gradient_steps(name, policy, world):
 
     def loss(rows):
         batches = [collate([PROMPTS[row]], [RESPONSES[row]], 0) for row in rows]
-        nll = [-masked_sum(response_logprobs(engine, b, vocab_size=vocab_size), b.response_mask) for b in batches]
+        nll = [
+            -masked_sum(response_logprobs(engine, b, vocab_size=vocab_size), b.response_mask)
+            for b in batches
+        ]
         return sum(nll) / TOKENS
 
     own, norms = range(world.rank, 8, world.size), []
@@ -86,7 +100,9 @@ TRAINED = {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1
 def sft_steps(size, policy, world):
     """The weights after five steps of SFT, by micro batches of `size` rows."""
     config = TRAINED | {"epochs": 1, "batch_size": 8, "micro_batch_size_per_gpu": size}
-    engine = train_engine(partial(load_policy, policy), SFTConfig.model_validate(config), total_steps=5)
+    engine = train_engine(
+        partial(load_policy, policy), SFTConfig.model_validate(config), total_steps=5
+    )
     task = SFTTask(TokenContract.read(policy))
     own = range(world.rank, 8, world.size)
     responses = [RESPONSES[row] for row in own]
@@ -186,7 +202,10 @@ def largest_difference(one, other):
 def one_rank(world, ppo_inputs, tmp_path_factory):
     """The same on one rank, in this process."""
     found = {("sft", size): sft_steps(size, ppo_inputs["sft_model"], world) for size in CUTS}
-    return found | {("ppo", size): ppo_steps(size, ppo_inputs, world, tmp_path_factory.mktemp("ppo")) for size in CUTS}
+    return found | {
+        ("ppo", size): ppo_steps(size, ppo_inputs, world, tmp_path_factory.mktemp("ppo"))
+        for size in CUTS
+    }
 
 
 @pytest.mark.long

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.sequences import micro_batches
-from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.training.dpo import DPOTask
 
 ROWS = {
@@ -43,12 +43,16 @@ def reward_by_hand(model, reference, row, answer):
     """Without padding: beta times the sum over the answer of what the policy adds to each token's log-probability."""
     prompt = ROWS["prompt_ids"][row]
     ids = torch.tensor(prompt + ROWS[f"{answer}_ids"][row])
-    log_ratios = model(ids[None]).logits[0].log_softmax(-1) - reference(ids[None]).logits[0].log_softmax(-1)
+    log_ratios = model(ids[None]).logits[0].log_softmax(-1) - reference(ids[None]).logits[
+        0
+    ].log_softmax(-1)
     return BETA * sum(log_ratios[at - 1, ids[at]] for at in range(len(prompt), len(ids)))
 
 
 def loss_by_hand(model, reference, row):
-    margin = reward_by_hand(model, reference, row, "chosen") - reward_by_hand(model, reference, row, "rejected")
+    margin = reward_by_hand(model, reference, row, "chosen") - reward_by_hand(
+        model, reference, row, "rejected"
+    )
     return torch.log1p(torch.exp(-margin))
 
 
@@ -78,7 +82,9 @@ def test_a_comparison_s_loss_does_not_depend_on_its_neighbours(task, model):
     freeze(model)
     for row in range(3):
         loss, _ = task.loss(model, task.collate(only(row)), torch.tensor(1.0))
-        torch.testing.assert_close(loss, loss_by_hand(model, task.reference, row), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            loss, loss_by_hand(model, task.reference, row), rtol=1e-5, atol=0
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -100,7 +106,9 @@ def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, size
 def test_the_reference_gets_no_gradient_and_keeps_no_activations(start, model):
     """Not even where its parameters would take one."""
     reference, recorded = load_policy(start, "fp32"), []
-    reference.register_forward_hook(lambda module, inputs, output: recorded.append(output.logits.requires_grad))
+    reference.register_forward_hook(
+        lambda module, inputs, output: recorded.append(output.logits.requires_grad)
+    )
     task = DPOTask(TokenContract.read(start), reference, BETA, 0.0)
     task.loss(model, task.collate(ROWS), torch.tensor(3.0))[0].backward()
     assert recorded == [False]
@@ -123,7 +131,14 @@ def test_label_smoothing_reaches_the_loss(task, model):
 
 
 def test_metrics_are_per_comparison_and_the_lowest_loss_is_the_best(task):
-    sums = {"pairs": 4.0, "loss": 2.0, "correct": 3.0, "margin": 6.0, "chosen": -2.0, "rejected": -8.0}
+    sums = {
+        "pairs": 4.0,
+        "loss": 2.0,
+        "correct": 3.0,
+        "margin": 6.0,
+        "chosen": -2.0,
+        "rejected": -8.0,
+    }
     assert task.metrics(sums) == {
         "loss": 0.5, "accuracy": 0.75, "margin": 1.5, "chosen_reward": -0.5, "rejected_reward": -2.0,
     }  # fmt: skip

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.training.engine import World
-from rlhf_pipeline.training.experience import Experience, Scored, make_experience
+from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.training.experience import Experience, make_experience
 
 NAN = float("nan")
 # Two responses each to the prompts a and b, in the order a, b, a, b.
@@ -32,7 +33,10 @@ def experience_of(on_threads):
             own = slice(world.rank, None, ranks)
             mask = MASK[own]
             rollout = Sequences(
-                torch.zeros_like(mask).long(), torch.ones_like(mask), torch.zeros_like(mask).long(), mask
+                torch.zeros_like(mask).long(),
+                torch.ones_like(mask),
+                torch.zeros_like(mask).long(),
+                mask,
             )
             scored = Scored(
                 rollout=rollout,
@@ -63,7 +67,10 @@ def experience_of(on_threads):
         ({"advantage": "reinforce"}, [1.125, -0.375, -0.875, 0.125]),
         ({"advantage": "reinforce", "reinforce_baseline": "none"}, [3.0, 1.5, 1.0, 2.0]),
         # k2: 1/2 + 4/2, 0, 4/2, 1/2 + 1/2 nats.
-        ({"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"estimator": "k2"}}, [3.05, 1.5, 1.0, 1.9]),
+        (
+            {"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"estimator": "k2"}},
+            [3.05, 1.5, 1.0, 1.9],
+        ),
     ],
 )
 def test_advantages_without_a_critic(experience_of, ranks, options, expected):
@@ -80,8 +87,12 @@ def test_whitened_rewards_keep_their_mean(experience_of, ranks):
     Scaled about the mean: 0.0746047, 2.8607268; 1.4676658; 1.0323342; 0.0746047, 1.9900637. Values are 0 and lambda is 1,
     so a return is the sum of the rewards to come: 0.0746047 + 2.8607268 and 0.0746047 + 1.9900637 in the first column.
     """
-    expected = torch.tensor([[2.9353316, 2.8607268], [1.4676658, 0.0], [1.0323342, 0.0], [2.0646684, 1.9900637]])
-    for rank, experience in enumerate(experience_of(ranks, values=True, whiten_rewards=True, lam=1.0)):
+    expected = torch.tensor(
+        [[2.9353316, 2.8607268], [1.4676658, 0.0], [1.0323342, 0.0], [2.0646684, 1.9900637]]
+    )
+    for rank, experience in enumerate(
+        experience_of(ranks, values=True, whiten_rewards=True, lam=1.0)
+    ):
         torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)
 
 

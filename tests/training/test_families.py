@@ -9,22 +9,26 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import store_score_mean
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.training.checkpoint import save_model
-from rlhf_pipeline.training.engine import train_engine
+from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.experience import make_experience
-from rlhf_pipeline.training.four_models import load_four_models
 from rlhf_pipeline.training.ppo import roll_out, rollout_metrics
+from rlhf_pipeline.training.ppo_models import load_ppo_models
+from rlhf_pipeline.training.ppo_update import learn
 from rlhf_pipeline.training.reward_model import RewardModelTask, untrained
 from rlhf_pipeline.training.sft import SFTTask
 from rlhf_pipeline.training.supervised import train_step
-from rlhf_pipeline.training.update import learn
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
-LAST_BIAS = ("transformer.ln_f.bias", "decoder.final_layer_norm.bias", "gpt_neox.final_layer_norm.bias")
+LAST_BIAS = (
+    "transformer.ln_f.bias",
+    "decoder.final_layer_norm.bias",
+    "gpt_neox.final_layer_norm.bias",
+)
 TRAINED = {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0}}
 SUPERVISED = TRAINED | {"epochs": 1, "batch_size": 3, "micro_batch_size_per_gpu": 2}
 
@@ -41,7 +45,9 @@ def contract(checkpoint):
 
 def moved(before, model):
     """Names of the parameters that are not what they were."""
-    return {name for name, value in model.named_parameters() if not torch.equal(before[name], value)}
+    return {
+        name for name, value in model.named_parameters() if not torch.equal(before[name], value)
+    }
 
 
 def names(model):
@@ -49,12 +55,18 @@ def names(model):
 
 
 def test_sft(checkpoint, contract, world):
-    engine = train_engine(partial(load_policy, checkpoint), SFTConfig.model_validate(SUPERVISED), total_steps=1)
+    engine = train_engine(
+        partial(load_policy, checkpoint), SFTConfig.model_validate(SUPERVISED), total_steps=1
+    )
     before = copy.deepcopy(engine.module.state_dict())
     task = SFTTask(contract)
     responses = [[20, 1], [21, 22, 1], [23]]
     batch = task.collate(
-        {"prompt_ids": PROMPTS, "response_ids": responses, "loss_mask": [[True] * len(row) for row in responses]}
+        {
+            "prompt_ids": PROMPTS,
+            "response_ids": responses,
+            "loss_mask": [[True] * len(row) for row in responses],
+        }
     )
     sums = world.sums(train_step(engine, world, task, batch, task.weight(batch), 2))
     assert sums["tokens"] == 6 and math.isfinite(sums["nll"])
@@ -64,10 +76,16 @@ def test_sft(checkpoint, contract, world):
 def test_reward_model(checkpoint, contract, world):
     """The head starts at zero, so the first gradient stops there. The second reaches everything but the last bias, which
     shifts all scores alike: a comparison does not see it."""
-    engine = train_engine(partial(untrained, checkpoint), RewardModelConfig.model_validate(SUPERVISED), total_steps=2)
+    engine = train_engine(
+        partial(untrained, checkpoint), RewardModelConfig.model_validate(SUPERVISED), total_steps=2
+    )
     task = RewardModelTask(contract)
     batch = task.collate(
-        {"prompt_ids": PROMPTS, "chosen_ids": [[20, 1], [21, 1], [22, 1]], "rejected_ids": [[23, 24, 1], [25], [26, 1]]}
+        {
+            "prompt_ids": PROMPTS,
+            "chosen_ids": [[20, 1], [21, 1], [22, 1]],
+            "rejected_ids": [[23, 24, 1], [25], [26, 1]],
+        }
     )
     changes = []
     for _ in range(2):
@@ -101,8 +119,11 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     )  # fmt: skip
     inputs = {"sft_model": checkpoint, "reward_model": reward_model}
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, tmp_path, 60.0)
-    models = load_four_models(job, config, contract, world)
-    trained, frozen = (models.actor.module, models.critic.module), (models.reference, models.reward_model)
+    models = load_ppo_models(job, config, contract, world)
+    trained, frozen = (
+        (models.actor.module, models.critic.module),
+        (models.reference, models.reward_model),
+    )
     before = [copy.deepcopy(model.state_dict()) for model in (*trained, *frozen)]
 
     scored = roll_out(models, {"prompt_ids": PROMPTS}, config, seed=1, step=1, slots=range(3))

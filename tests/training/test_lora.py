@@ -18,7 +18,7 @@ from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.models.loading import load_policy, load_scores
-from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.runtime.job import LaunchedJob
 
 LORA = {"rank": 4, "alpha": 8.0}
 MODEL = {"optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0}, "lora": LORA}
@@ -33,7 +33,10 @@ ROWS["loss_mask"] = [[True] * len(row) for row in ROWS["response_ids"]]
 IDS = torch.tensor([[5, 6, 7, 20, 1]])
 SETTINGS = {
     "sft 2": ("sft", {"deepspeed": {"zero_stage": 2}}),
-    "sft 3 bf16": ("sft", {"deepspeed": {"zero_stage": 3, "precision": "bf16"}, "gradient_checkpointing": True}),
+    "sft 3 bf16": (
+        "sft",
+        {"deepspeed": {"zero_stage": 3, "precision": "bf16"}, "gradient_checkpointing": True},
+    ),
     "sft 3 rest": ("sft", {"deepspeed": {"zero_stage": 3}, "lora": LORA | {"train_rest": True}}),
     "reward_model 3": ("reward_model", {"deepspeed": {"zero_stage": 3}}),
     "ppo": ("ppo", {"deepspeed": {"zero_stage": 3}, "gradient_checkpointing": True}),
@@ -51,22 +54,33 @@ def block(stage, model):
                 "ema": {"decay": 0.5}, "actor": model, "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
             }
         )  # fmt: skip
-    supervised = model | {"epochs": 2, "batch_size": 4, "micro_batch_size_per_gpu": 1, "evaluations": 1}
-    return {"sft": SFTConfig, "reward_model": RewardModelConfig, "dpo": DPOConfig}[stage].model_validate(supervised)
+    supervised = model | {
+        "epochs": 2,
+        "batch_size": 4,
+        "micro_batch_size_per_gpu": 1,
+        "evaluations": 1,
+    }
+    return {"sft": SFTConfig, "reward_model": RewardModelConfig, "dpo": DPOConfig}[
+        stage
+    ].model_validate(supervised)
 
 
 def main(inputs: dict[str, str], folder: Path) -> None:
     """Train by each setting; leave what the live models compute and hold at the end."""
+    from rlhf_pipeline.distributed.world import join
+    from rlhf_pipeline.distributed.zero import whole_state_dict
     from rlhf_pipeline.models.lora import WithoutAdapters
     from rlhf_pipeline.training import ppo, reward_model, sft
-    from rlhf_pipeline.training.checkpoint import BestCheckpoint
-    from rlhf_pipeline.training.engine import join
-    from rlhf_pipeline.training.sharding import whole_state_dict
+    from rlhf_pipeline.training.best_models import BestModels
 
     def output(model):
         with torch.no_grad():
             inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-            found = model(**inputs, scores_to_keep=5) if directory.name.startswith("reward") else model(**inputs).logits
+            found = (
+                model(**inputs, scores_to_keep=5)
+                if directory.name.startswith("reward")
+                else model(**inputs).logits
+            )
         return found.float().clone()
 
     def finish(self, last):
@@ -80,14 +94,24 @@ def main(inputs: dict[str, str], folder: Path) -> None:
         return exported(self, last)
 
     world = join(1, timeout_s=60)
-    exported, BestCheckpoint.finish = BestCheckpoint.finish, finish
+    exported, BestModels.finish = BestModels.finish, finish
     for name, (stage, model) in SETTINGS.items():
         directory = folder / name
         directory.mkdir(exist_ok=True)
         wanted = {"sft": ("base_model", "examples"), "reward_model": ("sft_model", "comparisons")}
-        paths = {key: Path(inputs[key]) for key in wanted.get(stage, ("prompts", "sft_model", "reward_model"))}
+        paths = {
+            key: Path(inputs[key])
+            for key in wanted.get(stage, ("prompts", "sft_model", "reward_model"))
+        }
         job = LaunchedJob(
-            stage, "f", 1, {stage: block(stage, model).model_dump(mode="json")}, paths, {}, directory, 60.0
+            stage,
+            "f",
+            1,
+            {stage: block(stage, model).model_dump(mode="json")},
+            paths,
+            {},
+            directory,
+            60.0,
         )
         {"sft": sft, "reward_model": reward_model, "ppo": ppo}[stage].main(job)
 
@@ -95,15 +119,22 @@ def main(inputs: dict[str, str], folder: Path) -> None:
 @pytest.fixture(scope="session")
 def inputs(ppo_inputs, tmp_path_factory):
     """PPO's inputs, and four rows for SFT and the reward model."""
-    from rlhf_pipeline.models.token_contract import TokenContract
+    from rlhf_pipeline.data.token_contract import TokenContract
 
     rows = tmp_path_factory.mktemp("rows")
     table = pa.table(ROWS)
     for name in ("train", "validation"):
-        with pa.OSFile(str(rows / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            pa.OSFile(str(rows / f"{name}.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(table)
     TokenContract.read(ppo_inputs["sft_model"]).write(rows)
-    return ppo_inputs | {"base_model": ppo_inputs["sft_model"], "examples": rows, "comparisons": rows}
+    return ppo_inputs | {
+        "base_model": ppo_inputs["sft_model"],
+        "examples": rows,
+        "comparisons": rows,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +143,11 @@ def results(on_ranks, inputs):
 
 
 def load(stage, checkpoint, precision="fp32"):
-    return load_scores(checkpoint, precision) if stage == "reward_model" else load_policy(checkpoint, precision)
+    return (
+        load_scores(checkpoint, precision)
+        if stage == "reward_model"
+        else load_policy(checkpoint, precision)
+    )
 
 
 def precision_of(name):
@@ -124,7 +159,10 @@ def precision_of(name):
 def test_the_base_stays_to_the_bit_and_every_adapter_moves(results, inputs, name):
     found = torch.load(results / name / "live-export.pt")["weights"]
     start = load_policy(inputs["sft_model"], precision_of(name)).state_dict()
-    own = {key.removeprefix("classifier.").replace(".base_layer.", "."): value for key, value in found.items()}
+    own = {
+        key.removeprefix("classifier.").replace(".base_layer.", "."): value
+        for key, value in found.items()
+    }
     for key, value in start.items():
         if key in own:  # a reward model has no lm_head
             assert torch.equal(own[key].cpu(), value), key
@@ -134,12 +172,16 @@ def test_the_base_stays_to_the_bit_and_every_adapter_moves(results, inputs, name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "rest" not in name and not name.startswith("reward")])
+@pytest.mark.parametrize(
+    "name", [name for name in SETTINGS if "rest" not in name and not name.startswith("reward")]
+)
 def test_without_adapters_it_is_the_start_to_the_bit(results, inputs, name):
     """A reward model's head has trained, and belongs to no adapter."""
     live = torch.load(results / name / "live-export.pt")
     with torch.no_grad():
-        expected = load_policy(inputs["sft_model"], precision_of(name))(IDS, attention_mask=torch.ones_like(IDS)).logits
+        expected = load_policy(inputs["sft_model"], precision_of(name))(
+            IDS, attention_mask=torch.ones_like(IDS)
+        ).logits
     assert torch.equal(live["start"], expected.float())
     assert not torch.allclose(live["trained"], live["start"], atol=1e-2)
 
@@ -156,15 +198,23 @@ def test_the_export_is_the_live_model_merged(results, name):
         else:
             found = model(IDS, **arguments).logits.float()
     # In bf16 the sum of matrix and adapter is rounded to 8 bits, which the adapter by itself is not.
-    torch.testing.assert_close(found, live["trained"], rtol=0, atol=1e-5 if precision_of(name) == "fp32" else 0.1)
+    torch.testing.assert_close(
+        found, live["trained"], rtol=0, atol=1e-5 if precision_of(name) == "fp32" else 0.1
+    )
 
 
 @pytest.mark.long
 def test_the_average_of_the_adapters_is_merged_too(results):
     with torch.no_grad():
-        found = load_policy(results / "ppo" / "export" / "ema", "fp32")(IDS, attention_mask=torch.ones_like(IDS)).logits
-    torch.testing.assert_close(found, torch.load(results / "ppo" / "live-ema.pt")["trained"], rtol=0, atol=1e-5)
-    assert not torch.allclose(found, torch.load(results / "ppo" / "live-export.pt")["trained"], atol=1e-3)
+        found = load_policy(results / "ppo" / "export" / "ema", "fp32")(
+            IDS, attention_mask=torch.ones_like(IDS)
+        ).logits
+    torch.testing.assert_close(
+        found, torch.load(results / "ppo" / "live-ema.pt")["trained"], rtol=0, atol=1e-5
+    )
+    assert not torch.allclose(
+        found, torch.load(results / "ppo" / "live-export.pt")["trained"], atol=1e-3
+    )
     assert (results / "ppo" / "export" / "ema" / "adapter" / "adapter_model.safetensors").is_file()
 
 
@@ -172,7 +222,9 @@ def test_the_average_of_the_adapters_is_merged_too(results):
 def test_the_export_has_the_engine_s_precision(results):
     for name, dtype in (("sft 3 bf16", torch.bfloat16), ("sft 2", torch.float32)):
         for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-            assert {weight.dtype for weight in load_file(results / name / "export" / file).values()} == {dtype}
+            assert {
+                weight.dtype for weight in load_file(results / name / "export" / file).values()
+            } == {dtype}
 
 
 @pytest.mark.long
@@ -186,9 +238,13 @@ def test_peft_reads_the_adapter_beside_the_export(results, inputs, name, auto, b
     from peft import PeftModel
 
     adapter = results / name / "export" / "adapter"
-    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    assert (
+        json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    )
     options = {"num_labels": 1} if auto.endswith("Classification") else {}
-    model = getattr(transformers, auto).from_pretrained(inputs[base], dtype=torch.float32, **options)
+    model = getattr(transformers, auto).from_pretrained(
+        inputs[base], dtype=torch.float32, **options
+    )
     read = PeftModel.from_pretrained(model, adapter).state_dict()
     live = torch.load(results / name / "live-export.pt")["weights"]
     for key, value in live.items():
@@ -212,14 +268,19 @@ def test_what_has_no_adapter_trains_if_asked(results, inputs):
     found = torch.load(results / "sft 3 rest" / "live-export.pt")["weights"]
     start = load_policy(inputs["base_model"], "fp32").state_dict()
     for key, value in start.items():
-        same = torch.equal(found.get(key, found.get(key.replace(".weight", ".base_layer.weight"))), value)
+        same = torch.equal(
+            found.get(key, found.get(key.replace(".weight", ".base_layer.weight"))), value
+        )
         assert same == (key not in found), key
 
 
 @pytest.mark.long
 def test_ppo_has_no_engine_for_its_reference(results):
     """A reference of its own would be sharded as the actor is. The reward model goes with the critic, whole."""
-    assert json.loads((results / "ppo" / "deepspeed.json").read_text()).keys() == {"actor", "critic"}
+    assert json.loads((results / "ppo" / "deepspeed.json").read_text()).keys() == {
+        "actor",
+        "critic",
+    }
 
 
 def before_and_after(engine, world, task, columns):
@@ -228,27 +289,33 @@ def before_and_after(engine, world, task, columns):
     before = copy.deepcopy(engine.module.state_dict())
     batch = task.collate({name: ROWS[name] for name in columns})
     sums = world.sums(train_step(engine, world, task, batch, task.weight(batch), 2))
-    return sums, {name for name, value in engine.module.state_dict().items() if not torch.equal(before[name], value)}
+    return sums, {
+        name
+        for name, value in engine.module.state_dict().items()
+        if not torch.equal(before[name], value)
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom"])
 @pytest.mark.parametrize("deepspeed", [{"zero_stage": 0}, {"zero_stage": 2, "precision": "bf16"}])
 def test_one_step_of_sft_moves_b_alone(make_model, world, family, deepspeed):
     """B starts at zero, so the first gradient of A is zero."""
-    from rlhf_pipeline.models.token_contract import TokenContract
-    from rlhf_pipeline.training.engine import train_engine
+    from rlhf_pipeline.data.token_contract import TokenContract
+    from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.training.sft import SFTTask
 
     checkpoint = make_model(family)
-    engine = train_engine(partial(load_policy, checkpoint), block("sft", {"deepspeed": deepspeed}), 1)
+    engine = train_engine(
+        partial(load_policy, checkpoint), block("sft", {"deepspeed": deepspeed}), 1
+    )
     task = SFTTask(TokenContract.read(checkpoint))
     _, moved = before_and_after(engine, world, task, ("prompt_ids", "response_ids", "loss_mask"))
     assert moved == {name for name in engine.module.state_dict() if ".lora_B." in name}
 
 
 def test_one_step_of_the_reward_model_moves_its_head(make_model, world):
-    from rlhf_pipeline.models.token_contract import TokenContract
-    from rlhf_pipeline.training.engine import train_engine
+    from rlhf_pipeline.data.token_contract import TokenContract
+    from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.training.reward_model import RewardModelTask, untrained
 
     checkpoint = make_model("gpt2")
@@ -259,12 +326,14 @@ def test_one_step_of_the_reward_model_moves_its_head(make_model, world):
 
 
 def test_one_step_of_dpo_starts_at_log_2_and_leaves_its_reference(make_model, world):
-    from rlhf_pipeline.models.token_contract import TokenContract
+    from rlhf_pipeline.data.token_contract import TokenContract
+    from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.training.dpo import DPOTask
-    from rlhf_pipeline.training.engine import train_engine
 
     checkpoint = make_model("opt")
-    engine = train_engine(partial(load_policy, checkpoint), block("dpo", {"deepspeed": {"zero_stage": 2}}), 2)
+    engine = train_engine(
+        partial(load_policy, checkpoint), block("dpo", {"deepspeed": {"zero_stage": 2}}), 2
+    )
     task = DPOTask(TokenContract.read(checkpoint), None, 0.5, 0.0)
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
     sums, moved = before_and_after(engine, world, task, columns)
@@ -275,18 +344,22 @@ def test_one_step_of_dpo_starts_at_log_2_and_leaves_its_reference(make_model, wo
 
 
 def test_ppo_in_process_moves_critic_head_and_adapters(inputs, world, tmp_path):
+    from rlhf_pipeline.data.token_contract import common_contract
     from rlhf_pipeline.models.lora import WithoutAdapters
-    from rlhf_pipeline.models.token_contract import common_contract
     from rlhf_pipeline.training.experience import make_experience
-    from rlhf_pipeline.training.four_models import load_four_models
     from rlhf_pipeline.training.ppo import roll_out, rollout_metrics
-    from rlhf_pipeline.training.update import learn
+    from rlhf_pipeline.training.ppo_models import load_ppo_models
+    from rlhf_pipeline.training.ppo_update import learn
 
     paths = {name: inputs[name] for name in ("prompts", "sft_model", "reward_model")}
     config = block("ppo", {"deepspeed": {"zero_stage": 1}})
     contract = common_contract(paths)
-    models = load_four_models(LaunchedJob("ppo", "f", 1, {}, paths, {}, tmp_path, 60.0), config, contract, world)
-    assert isinstance(models.reference, WithoutAdapters) and models.reference.trained is models.actor
+    models = load_ppo_models(
+        LaunchedJob("ppo", "f", 1, {}, paths, {}, tmp_path, 60.0), config, contract, world
+    )
+    assert (
+        isinstance(models.reference, WithoutAdapters) and models.reference.trained is models.actor
+    )
     before = copy.deepcopy(models.critic.module.state_dict())
     for step in (1, 2):
         scored = roll_out(models, ROWS, config, seed=1, step=step, slots=range(4))
@@ -297,15 +370,21 @@ def test_ppo_in_process_moves_critic_head_and_adapters(inputs, world, tmp_path):
     after = models.critic.module.state_dict()
     moved = {name for name in after if not torch.equal(before[name], after[name])}
     assert moved == {name for name in after if ".lora_" in name or "score" in name}
-    start = load_policy(inputs["sft_model"], "fp32")(IDS, attention_mask=torch.ones_like(IDS)).logits
-    assert torch.equal(models.reference(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits, start)
+    start = load_policy(inputs["sft_model"], "fp32")(
+        IDS, attention_mask=torch.ones_like(IDS)
+    ).logits
+    assert torch.equal(
+        models.reference(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits, start
+    )
 
 
 def test_off_is_absent(make_model, world, monkeypatch):
     from rlhf_pipeline.training import engine
 
     monkeypatch.setattr(engine, "add_adapters", lambda *_: pytest.fail("LoRA is off"))
-    plain = engine.train_engine(partial(load_policy, make_model()), block("sft", {"lora": None}), 1).module
+    plain = engine.train_engine(
+        partial(load_policy, make_model()), block("sft", {"lora": None}), 1
+    ).module
     assert all(parameter.requires_grad for parameter in plain.parameters())
     assert plain.state_dict().keys() == load_policy(make_model(), "fp32").state_dict().keys()
 
@@ -314,10 +393,10 @@ def test_off_is_absent(make_model, world, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="4-bit weights need a GPU")
 def test_a_4_bit_base_trains_adapters_and_exports_onto_the_whole_one(make_model, world, tmp_path):
     pytest.importorskip("bitsandbytes", reason="the extra `quantization` is not installed")
+    from rlhf_pipeline.data.token_contract import TokenContract
+    from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.models.loading import load_tokenizer
-    from rlhf_pipeline.models.token_contract import TokenContract
-    from rlhf_pipeline.training.checkpoint import BestCheckpoint
-    from rlhf_pipeline.training.engine import train_engine
+    from rlhf_pipeline.training.best_models import BestModels
     from rlhf_pipeline.training.sft import SFTTask
 
     checkpoint = make_model("llama")
@@ -329,12 +408,14 @@ def test_a_4_bit_base_trains_adapters_and_exports_onto_the_whole_one(make_model,
     _, moved = before_and_after(engine, world, task, ("prompt_ids", "response_ids", "loss_mask"))
     assert moved == {name for name in engine.module.state_dict() if ".lora_B." in name}
     job = LaunchedJob("sft", "f", 1, {}, {"base_model": checkpoint}, {}, tmp_path, 60.0)
-    best = BestCheckpoint(job, world, load_tokenizer(checkpoint), config, read)
+    best = BestModels(job, world, load_tokenizer(checkpoint), config, read)
     best.offer(engine, 1, 1.0, {})
     best.finish(engine)
     weights = load_file(tmp_path / "export" / "model.safetensors")
     start = load_policy(checkpoint, "bf16").state_dict()
-    assert weights.keys() <= start.keys() and {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert weights.keys() <= start.keys() and {weight.dtype for weight in weights.values()} == {
+        torch.bfloat16
+    }
     assert torch.equal(weights["model.embed_tokens.weight"], start["model.embed_tokens.weight"])
 
 

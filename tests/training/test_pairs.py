@@ -39,8 +39,16 @@ def test_a_pair_is_as_long_as_its_longer_answer():
 
 def test_chosen_pairs_stay_pairs():
     picked = Pairs.collate(ROWS, pad_id=0).rows(torch.tensor([1, 0])).to(torch.device("cpu"))
-    assert texts(picked) == [([8], [21, 22, 23, 1]), ([8], [1]), ([5, 6, 7], [20, 1]), ([5, 6, 7], [30, 31, 1])]
-    assert picked.answers.response_ids.shape == (4, 4)  # the columns that only the third pair needs are gone
+    assert texts(picked) == [
+        ([8], [21, 22, 23, 1]),
+        ([8], [1]),
+        ([5, 6, 7], [20, 1]),
+        ([5, 6, 7], [30, 31, 1]),
+    ]
+    assert picked.answers.response_ids.shape == (
+        4,
+        4,
+    )  # the columns that only the third pair needs are gone
 
 
 def test_numbers_of_answers_part_into_chosen_and_rejected():

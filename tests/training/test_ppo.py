@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.data.judges import JUDGES
+from rlhf_pipeline.data.gold import JUDGES
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import load_policy, load_scores
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.training import ppo, update
-from rlhf_pipeline.training.rollout import generate
+from rlhf_pipeline.rollout.generation import generate
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.training import ppo
+from rlhf_pipeline.training import ppo_update as update
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,14 @@ def run(config, inputs, world, folder, seed=1):
     folder.mkdir(exist_ok=True)
     job = LaunchedJob("ppo", "f", seed, {}, inputs, {}, folder, 60.0)
     setup = ppo.set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
-    before = {name: copy.deepcopy(module(setup.models, name).state_dict()) for name in setup.models.engines()}
+    before = {
+        name: copy.deepcopy(module(setup.models, name).state_dict())
+        for name in setup.models.engines()
+    }
     ppo.train(setup)
-    lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return setup.models, before, lines, setup.best
 
 
@@ -96,22 +102,36 @@ def test_repeated_runs_are_equal(trained, inputs, world, tmp_path):
 @pytest.mark.parametrize("size", [1, 8])
 def test_micro_batches_do_not_change_the_result(trained, inputs, world, tmp_path, size):
     other = run(config(micro_batch_size_per_gpu=size), inputs, world, tmp_path)
-    after, expected = module(other[0], "actor").state_dict(), module(trained[0], "actor").state_dict()
+    after, expected = (
+        module(other[0], "actor").state_dict(),
+        module(trained[0], "actor").state_dict(),
+    )
     for key, value in expected.items():
         torch.testing.assert_close(after[key], value, rtol=1e-5, atol=2e-7)
 
 
 def test_minibatches_and_epochs_take_their_optimizer_steps(inputs, world, tmp_path):
     models = run(config(minibatch_size=4, ppo_epochs=3), inputs, world, tmp_path)[0]
-    assert models.actor.global_steps == models.critic.global_steps == 2 * 3 * 2  # rollouts x epochs x minibatches
+    assert (
+        models.actor.global_steps == models.critic.global_steps == 2 * 3 * 2
+    )  # rollouts x epochs x minibatches
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "reinforce"])
 def test_without_a_critic_the_actor_trains_alone(inputs, world, tmp_path, advantage):
-    alone = config(advantage=advantage, critic=None, responses_per_prompt=2, rollout_batches=2, minibatch_size=8)
+    alone = config(
+        advantage=advantage,
+        critic=None,
+        responses_per_prompt=2,
+        rollout_batches=2,
+        minibatch_size=8,
+    )
     models, before, lines, _ = run(alone, inputs, world, tmp_path)
     assert models.critic is None and models.actor.global_steps == 2 * 2
-    assert not any(torch.equal(module(models, "actor").state_dict()[key], old) for key, old in before["actor"].items())
+    assert not any(
+        torch.equal(module(models, "actor").state_dict()[key], old)
+        for key, old in before["actor"].items()
+    )
     assert not any("value" in name or "critic" in name for line in lines for name in line)
 
 
@@ -119,7 +139,9 @@ def test_rows_that_are_compared_answer_one_prompt(inputs, world, tmp_path, monke
     """Eight responses, two to a prompt: rows 0 and 4, 1 and 5, ... share a prompt, and no other two do."""
     seen = []
     monkeypatch.setattr(
-        ppo, "generate", lambda policy, prompts, *a, **k: seen.append(prompts) or generate(policy, prompts, *a, **k)
+        ppo,
+        "generate",
+        lambda policy, prompts, *a, **k: seen.append(prompts) or generate(policy, prompts, *a, **k),
     )
     alone = config(advantage="rloo", critic=None, responses_per_prompt=2, steps=1, evaluations=1)
     run(alone, inputs, world, tmp_path)
@@ -130,7 +152,10 @@ def test_rows_that_are_compared_answer_one_prompt(inputs, world, tmp_path, monke
 
 def test_pooled_batches_are_one_large_batch(trained, inputs, world, tmp_path):
     pooled = run(config(rollout_batch_size=2, rollout_batches=4), inputs, world, tmp_path)
-    after, expected = module(pooled[0], "actor").state_dict(), module(trained[0], "actor").state_dict()
+    after, expected = (
+        module(pooled[0], "actor").state_dict(),
+        module(trained[0], "actor").state_dict(),
+    )
     assert all(torch.equal(after[key], value) for key, value in expected.items())
     assert pooled[0].actor.global_steps == trained[0].actor.global_steps == 2
 
@@ -138,12 +163,16 @@ def test_pooled_batches_are_one_large_batch(trained, inputs, world, tmp_path):
 def test_the_critic_can_train_alone_at_first(inputs, world, tmp_path):
     models, _, lines, _ = run(config(critic_warmup_steps=1, ppo_epochs=2), inputs, world, tmp_path)
     assert (models.actor.global_steps, models.critic.global_steps) == (2, 4)
-    assert "value/loss" in lines[0] and not any("policy" in name or "actor" in name for name in lines[0])
+    assert "value/loss" in lines[0] and not any(
+        "policy" in name or "actor" in name for name in lines[0]
+    )
     assert lines[1]["policy/loss"] != 0.0
     # The first step left the actor at the reference, so the second one's samples have no KL yet.
     assert lines[1]["objective/kl"] == pytest.approx(0.0, abs=1e-6)
     # Both cosines end with the last step, though the actor took half as many.
-    assert lines[1]["optim/actor_lr"] == pytest.approx(0.0) and lines[1]["optim/critic_lr"] == pytest.approx(0.0)
+    assert lines[1]["optim/actor_lr"] == pytest.approx(0.0) and lines[1][
+        "optim/critic_lr"
+    ] == pytest.approx(0.0)
 
 
 def test_an_update_stops_when_the_policy_has_moved_too_far(inputs, world, tmp_path):
@@ -152,7 +181,9 @@ def test_an_update_stops_when_the_policy_has_moved_too_far(inputs, world, tmp_pa
     models, _, lines, _ = run(stopped, inputs, world, tmp_path)
     assert [line["policy/epochs"] for line in lines] == [2, 2]
     assert models.actor.global_steps == models.critic.global_steps == 2 * 2
-    assert lines[-1]["optim/actor_lr"] == pytest.approx(0.0)  # the schedule ends with the last step all the same
+    assert lines[-1]["optim/actor_lr"] == pytest.approx(
+        0.0
+    )  # the schedule ends with the last step all the same
 
 
 def test_an_entropy_bonus_keeps_the_policy_undecided(trained, inputs, world, tmp_path):
@@ -164,13 +195,17 @@ def test_an_entropy_bonus_keeps_the_policy_undecided(trained, inputs, world, tmp
 def test_the_dual_clip_reaches_the_loss(inputs, world, tmp_path, monkeypatch):
     seen = []
     original = update.policy_loss
-    monkeypatch.setattr(update, "policy_loss", lambda *a, **k: seen.append(k["dual_clip"]) or original(*a, **k))
+    monkeypatch.setattr(
+        update, "policy_loss", lambda *a, **k: seen.append(k["dual_clip"]) or original(*a, **k)
+    )
     run(config(dual_clip=3.0, steps=1, evaluations=1), inputs, world, tmp_path)
     assert set(seen) == {3.0}
 
 
 def test_training_stops_beyond_the_kl_bound_and_exports_nothing_from_there(inputs, world, tmp_path):
-    bound = config(steps=50, evaluations=50, kl={"coef": 0.0, "maximum": 0.05}, missing_eos_score=None)
+    bound = config(
+        steps=50, evaluations=50, kl={"coef": 0.0, "maximum": 0.05}, missing_eos_score=None
+    )
     _, _, lines, best = run(bound, inputs, world, tmp_path)
     assert len(lines) < 50
     assert lines[-1]["objective/kl"] > 0.05
@@ -193,26 +228,32 @@ def test_the_average_of_the_weights_is_a_policy_of_its_own(inputs, world, tmp_pa
             [0.0] * 2 if same == "start" else [line["validation/kl"] for line in lines], abs=1e-5
         )
         for line, other in zip(lines, plain, strict=True):
-            assert {n: v for n, v in line.items() if not n.startswith(("time/", "validation_ema/"))} == {
-                n: v for n, v in other.items() if not n.startswith("time/")
-            }
+            assert {
+                n: v for n, v in line.items() if not n.startswith(("time/", "validation_ema/"))
+            } == {n: v for n, v in other.items() if not n.startswith("time/")}
     assert not any("ema" in name for line in plain for name in line)
     assert abs(plain[-1]["validation/kl"]) > 1e-3
 
 
-def test_the_gold_score_is_shown_where_every_prompt_has_a_judge(trained, inputs, world, monkeypatch):
+def test_the_gold_score_is_shown_where_every_prompt_has_a_judge(
+    trained, inputs, world, monkeypatch
+):
     """A judge that likes prompt i by i: 3.5 over 0 to 7, and 1.5 over the first four. It hears the text alone."""
     models, _, lines, _ = trained
     assert not any("gold" in name for line in lines for name in line)
     heard = []
-    monkeypatch.setitem(JUDGES, "files", lambda prompt, text: heard.append(text) or float(prompt[-1].content))
+    monkeypatch.setitem(
+        JUDGES, "files", lambda prompt, text: heard.append(text) or float(prompt[-1].content)
+    )
     prompts = ppo.load_rows(inputs["prompts"] / "validation.arrow", world)
 
     def gold(table, **changes):
         return ppo.evaluate(models, table, config(**changes), world, 1).get("objective/gold_score")
 
     assert gold(prompts, sampling={"max_response_tokens": 60}) == pytest.approx(3.5)
-    assert len(heard) == 8 and len({len(text) for text in heard}) > 1  # some end early, in EOS and padding
+    assert (
+        len(heard) == 8 and len({len(text) for text in heard}) > 1
+    )  # some end early, in EOS and padding
     assert not any(token in text for text in heard for token in ("<|pad|>", "<|end|>"))
     assert gold(prompts, evaluation_prompts=4) == pytest.approx(1.5)
     other = prompts.set_column(2, "source", pa.array(["files"] * 7 + ["other"]))
@@ -238,7 +279,9 @@ def test_the_adaptive_coefficient_follows_the_kl(inputs, world, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_stage_at_once(inputs, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(update, "policy_loss", lambda logprobs, *a, **k: logprobs.sum() * float("nan"))
+    monkeypatch.setattr(
+        update, "policy_loss", lambda logprobs, *a, **k: logprobs.sum() * float("nan")
+    )
     with pytest.raises(StageError, match=r"policy/loss is nan at step 1: training has diverged"):
         run(config(evaluations=1, log_every=2), inputs, world, tmp_path)
 
@@ -259,10 +302,19 @@ def test_a_reward_model_of_another_tokenizer_is_refused_before_anything_loads(in
 
     other = tmp_path / "other"
     shutil.copytree(inputs["reward_model"], other)
-    fields = json.loads((other / "token_contract.json").read_text()) | {"vocabulary_digest": "0" * 64}
+    fields = json.loads((other / "token_contract.json").read_text()) | {
+        "vocabulary_digest": "0" * 64
+    }
     (other / "token_contract.json").write_text(json.dumps(fields))
     job = LaunchedJob(
-        "ppo", "f", 1, {"ppo": config().model_dump(mode="json")}, inputs | {"reward_model": other}, {}, tmp_path, 60.0
+        "ppo",
+        "f",
+        1,
+        {"ppo": config().model_dump(mode="json")},
+        inputs | {"reward_model": other},
+        {},
+        tmp_path,
+        60.0,
     )
     with pytest.raises(ArtifactError, match=r"do not speak the same tokens: vocabulary_digest"):
         ppo.main(job)

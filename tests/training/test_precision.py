@@ -14,12 +14,13 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.training import ppo, sft, update
-from rlhf_pipeline.training.engine import join
-from rlhf_pipeline.training.sharding import whole_state_dict
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.training import ppo, sft
+from rlhf_pipeline.training import ppo_update as update
 
 STEPS = 4
 SETTINGS = {"fp32": ("fp32", 2, 2), "bf16, ZeRO-2": ("bf16", 2, 2), "bf16, ZeRO-3": ("bf16", 3, 3)}
@@ -38,7 +39,12 @@ def trained(precision: str, stage: int) -> dict[str, object]:
 
 
 def run_ppo(
-    name: str, precision: str, stages: tuple[int, int], steps: int, inputs: dict[str, Path], folder: Path
+    name: str,
+    precision: str,
+    stages: tuple[int, int],
+    steps: int,
+    inputs: dict[str, Path],
+    folder: Path,
 ) -> None:
     """The whole stage, with all four models in one precision."""
     frozen = {"deepspeed": {"precision": precision}}
@@ -52,18 +58,27 @@ def run_ppo(
     directory = folder / f"ppo, {name}"
     directory.mkdir(exist_ok=True)
     inputs = {key: inputs[key] for key in ("prompts", "sft_model", "reward_model")}
-    ppo.main(LaunchedJob("ppo", "f", 1, {"ppo": config.model_dump(mode="json")}, inputs, {}, directory, 60.0))
+    ppo.main(
+        LaunchedJob(
+            "ppo", "f", 1, {"ppo": config.model_dump(mode="json")}, inputs, {}, directory, 60.0
+        )
+    )
 
 
 def run_sft(name: str, precision: str, stage: int, inputs: dict[str, Path], folder: Path) -> None:
     """Five steps of eight rows."""
     config = SFTConfig.model_validate(
-        trained(precision, stage) | {"epochs": 5, "batch_size": 8, "micro_batch_size_per_gpu": 2, "evaluations": 1}
+        trained(precision, stage)
+        | {"epochs": 5, "batch_size": 8, "micro_batch_size_per_gpu": 2, "evaluations": 1}
     )
     directory = folder / f"sft, {name}"
     directory.mkdir(exist_ok=True)
     inputs = {"examples": inputs["examples"], "base_model": inputs["sft_model"]}
-    sft.main(LaunchedJob("sft", "f", 1, {"sft": config.model_dump(mode="json")}, inputs, {}, directory, 60.0))
+    sft.main(
+        LaunchedJob(
+            "sft", "f", 1, {"sft": config.model_dump(mode="json")}, inputs, {}, directory, 60.0
+        )
+    )
 
 
 def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
@@ -85,16 +100,25 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
         nonlocal step
         step += 1
         if step == 1:
-            models.actor.optimizer.loss_scaler.cur_scale = models.critic.optimizer.loss_scaler.cur_scale = SCALE
+            models.actor.optimizer.loss_scaler.cur_scale = (
+                models.critic.optimizer.loss_scaler.cur_scale
+            ) = SCALE
         before = [whole_state_dict(engine.module) for engine in (models.actor, models.critic)]
         before = [{key: value.clone() for key, value in weights.items()} for weights in before]
         stats = learn(models, *arguments, **options)
         after = [whole_state_dict(engine.module) for engine in (models.actor, models.critic)]
         moved = [
-            any(not torch.equal(was[key], new[key]) for key in was) for was, new in zip(before, after, strict=True)
+            any(not torch.equal(was[key], new[key]) for key in was)
+            for was, new in zip(before, after, strict=True)
         ]
         types = sorted({str(value.dtype) for weights in after for value in weights.values()})
-        log.append({"moved": moved, "types": types, "lr": [models.actor.get_lr()[0], models.critic.get_lr()[0]]})
+        log.append(
+            {
+                "moved": moved,
+                "types": types,
+                "lr": [models.actor.get_lr()[0], models.critic.get_lr()[0]],
+            }
+        )
         return stats
 
     ppo.learn, update.policy_loss, update.value_loss = (
@@ -129,22 +153,32 @@ def inputs(ppo_inputs, tmp_path_factory):
         }
     )
     for name in ("train", "validation"):
-        with pa.OSFile(str(examples / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            pa.OSFile(str(examples / f"{name}.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(table)
     return ppo_inputs | {"examples": examples}
 
 
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: NCCL and fp16 kernels are not run")
+no_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: NCCL and fp16 kernels are not run"
+)
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
+)
 def results(on_ranks, inputs, request):
     ranks = 2 if request.param == "cpu" else min(2, torch.cuda.device_count())
     return on_ranks(__file__, inputs, ranks=ranks, accelerator=request.param)
 
 
 def metrics(results: Path, name: str) -> list[dict[str, float]]:
-    return [json.loads(line)["metrics"] for line in (results / name / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["metrics"]
+        for line in (results / name / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.long
@@ -196,7 +230,11 @@ def test_in_fp16_actor_and_critic_stay_in_step(results):
         assert entry["lr"][0] == entry["lr"][1]
         skipped = sum(overflow <= step for overflow in OVERFLOWS)
         assert line["optim/actor_skipped_steps"] == line["optim/critic_skipped_steps"] == skipped
-        assert ("optim/actor_grad_norm" in line) == ("optim/critic_grad_norm" in line) == (step not in OVERFLOWS)
+        assert (
+            ("optim/actor_grad_norm" in line)
+            == ("optim/critic_grad_norm" in line)
+            == (step not in OVERFLOWS)
+        )
     # Hysteresis 2: the first overflow is forgiven, the second halves the scale of the one that overflowed.
     scales = [(line["optim/actor_loss_scale"], line["optim/critic_loss_scale"]) for line in lines]
     assert scales == [(256, 256)] * 3 + [(128, 256)] * 3 + [(128, 128)] * 2

@@ -10,23 +10,25 @@ import pytest
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.deepspeed_config import training_settings
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import store_score_mean
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.stages.job import LaunchedJob
+from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.deepspeed_config import training_settings
-from rlhf_pipeline.training.engine import World
 from rlhf_pipeline.training.experience import Experience
+from rlhf_pipeline.training.ppo_update import learn, update
 from rlhf_pipeline.training.ptx import TextBatches, load_text
-from rlhf_pipeline.training.update import learn, update
 
 BLOCKS = [[(5 + 7 * row + column * column) % 280 + 2 for column in range(8)] for row in range(6)]
 PROMPTS = [[5, 6, 7], [10], [11, 12], [13, 14, 15, 16]]
 RESPONSES = [[20, 1], [21, 22, 23, 1], [25], [26, 27, 1]]
-ADVANTAGES = torch.tensor([[0.5, -1.0, 0, 0], [1.0, 2.0, -0.5, 0.3], [-0.7, 0, 0, 0], [0.2, 0.1, -0.9, 0]])
+ADVANTAGES = torch.tensor(
+    [[0.5, -1.0, 0, 0], [1.0, 2.0, -0.5, 0.3], [-0.7, 0, 0, 0], [0.2, 0.1, -0.9, 0]]
+)
 TOKENS = 2 + 4 + 1 + 3
 COEF = 2.5
 
@@ -41,7 +43,9 @@ def write(path, columns):
 def inputs(make_model, tmp_path_factory):
     """A policy with padded vocabulary rows, a reward model with a random head, prompts, and blocks of text."""
     sft = make_model("llama", seed=1, vocabulary=320)
-    reward, prompts, text = (tmp_path_factory.mktemp(name) for name in ("reward", "prompts", "pretraining"))
+    reward, prompts, text = (
+        tmp_path_factory.mktemp(name) for name in ("reward", "prompts", "pretraining")
+    )
     model = load_scores(sft, "fp32", new_head=True)
     torch.manual_seed(5)
     torch.nn.init.normal_(model.classifier.score.weight)
@@ -52,7 +56,10 @@ def inputs(make_model, tmp_path_factory):
         TokenContract.read(sft).write(folder)
     for name in ("train", "validation"):
         asked = {"source": ["files"] * 8, "messages": [[{"role": "user", "content": "?"}]] * 8}
-        write(prompts / f"{name}.arrow", {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]} | asked)
+        write(
+            prompts / f"{name}.arrow",
+            {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]} | asked,
+        )
     write(text / "train.arrow", {"input_ids": BLOCKS})
     return {"prompts": prompts, "sft_model": sft, "reward_model": reward, "pretraining": text}
 
@@ -72,14 +79,20 @@ def job_of(inputs, folder) -> LaunchedJob:
 
 
 def models_of(config, inputs, world, folder):
-    return ppo.load_four_models(job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world)
+    return ppo.load_ppo_models(
+        job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world
+    )
 
 
 def run(config, inputs, world, folder):
     """The stage's loop; returns the models and the metrics lines."""
-    setup = ppo.set_up(job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world)
+    setup = ppo.set_up(
+        job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world
+    )
     ppo.train(setup)
-    lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return setup.models, lines
 
 
@@ -90,7 +103,8 @@ def descent(model, zero_stage):
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        config=training_settings(actor, hidden_size=32, on_gpu=False) | {"zero_allow_untested_optimizer": True},
+        config=training_settings(actor, hidden_size=32, on_gpu=False)
+        | {"zero_allow_untested_optimizer": True},
     )
     return engine
 
@@ -112,9 +126,15 @@ def gradients_by_hand(model, coef):
     loss = coef * text_loss_by_hand(model)
     for prompt, response, advantages in zip(PROMPTS, RESPONSES, ADVANTAGES, strict=True):
         logprobs = token_logprobs(model, prompt + response, 0.7)[-len(response) :]
-        loss = loss - ((logprobs - logprobs.detach()).exp() * advantages[: len(response)]).sum() / TOKENS
+        loss = (
+            loss
+            - ((logprobs - logprobs.detach()).exp() * advantages[: len(response)]).sum() / TOKENS
+        )
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    return {name: gradient for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True)}
+    return {
+        name: gradient
+        for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +155,9 @@ def steps(inputs, world, tmp_path_factory, on_threads):
             rollout = collate(PROMPTS[own], RESPONSES[own], 0)
             width = rollout.response_ids.shape[1]
             old = torch.zeros(len(rollout), width)
-            for row, (prompt, response) in enumerate(zip(PROMPTS[own], RESPONSES[own], strict=True)):
+            for row, (prompt, response) in enumerate(
+                zip(PROMPTS[own], RESPONSES[own], strict=True)
+            ):
                 with torch.no_grad():
                     logprobs = token_logprobs(policies[rank], prompt + response, 0.7)
                 old[row, : len(response)] = logprobs[-len(response) :]
@@ -150,7 +172,10 @@ def steps(inputs, world, tmp_path_factory, on_threads):
 
         sums = on_threads(ranks, one)
         lost = {
-            name: sum(before[name] - dict(policy.named_parameters())[name].detach() for policy in policies) / ranks
+            name: sum(
+                before[name] - dict(policy.named_parameters())[name].detach() for policy in policies
+            )
+            / ranks
             for name in before
         }
         return lost, sums[0]
@@ -162,7 +187,9 @@ def steps(inputs, world, tmp_path_factory, on_threads):
     ("ranks", "micro_batch", "zero_stage"),
     [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 1, 1), (1, 8, 1), (2, 1, 0), (2, 2, 1), (2, 8, 2)],
 )
-def test_the_step_follows_the_gradient_of_both_losses(steps, inputs, ranks, micro_batch, zero_stage):
+def test_the_step_follows_the_gradient_of_both_losses(
+    steps, inputs, ranks, micro_batch, zero_stage
+):
     lost, sums = steps(ranks=ranks, micro_batch=micro_batch, zero_stage=zero_stage)
     model = load_policy(inputs["sft_model"], "fp32")
     for name, gradient in gradients_by_hand(model, COEF).items():
@@ -185,22 +212,29 @@ def test_loss_and_perplexity_of_an_undecided_model(inputs, world, tmp_path):
     with torch.no_grad():
         models.actor.module.lm_head.weight.zero_()
     experience = Experience(collate(PROMPTS, RESPONSES, 0), torch.zeros(4, 4), ADVANTAGES)
-    batches = TextBatches(ppo.load_rows(inputs["pretraining"] / "train.arrow", world), options, world, 1)
+    batches = TextBatches(
+        ppo.load_rows(inputs["pretraining"] / "train.arrow", world), options, world, 1
+    )
     metrics = learn(models, experience, options, world, train_actor=True, texts=batches.of_step(1))
     assert metrics["ptx/loss"] == pytest.approx(5.6629605, rel=1e-6)
     assert metrics["ptx/perplexity"] == pytest.approx(288.0, rel=1e-5)
 
 
 def text(inputs, world, **changes) -> TextBatches:
-    return TextBatches(ppo.load_rows(inputs["pretraining"] / "train.arrow", world), config(**changes), world, 1)
+    return TextBatches(
+        ppo.load_rows(inputs["pretraining"] / "train.arrow", world), config(**changes), world, 1
+    )
 
 
 def test_a_block_is_predicted_from_its_first_token_on(inputs, world):
     batch = text(inputs, world).batch(0)
     assert sorted(
-        (batch.prompt_ids.tolist()[row] + ids) for row, ids in enumerate(batch.response_ids.tolist())
+        (batch.prompt_ids.tolist()[row] + ids)
+        for row, ids in enumerate(batch.response_ids.tolist())
     ) == sorted(BLOCKS)
-    assert batch.prompt_mask.all() and batch.response_mask.all() and batch.response_ids.shape == (6, 7)
+    assert (
+        batch.prompt_mask.all() and batch.response_mask.all() and batch.response_ids.shape == (6, 7)
+    )
 
 
 def test_each_update_of_the_run_has_its_own_batch_whatever_came_before(inputs, world):
@@ -219,13 +253,19 @@ def test_each_update_of_the_run_has_its_own_batch_whatever_came_before(inputs, w
 def test_ranks_share_a_batch(inputs, world):
     whole = text(inputs, world).batch(3).response_ids
     for rank in range(2):
-        own = replace(text(inputs, world), world=World(rank, 2, torch.device("cpu"))).batch(3).response_ids
+        own = (
+            replace(text(inputs, world), world=World(rank, 2, torch.device("cpu")))
+            .batch(3)
+            .response_ids
+        )
         assert own.tolist() == whole[rank::2].tolist()
 
 
 def test_updates_that_are_left_out_leave_out_their_batches(inputs, world, tmp_path, monkeypatch):
     taken, batch = [], TextBatches.batch
-    monkeypatch.setattr(TextBatches, "batch", lambda self, number: taken.append(number) or batch(self, number))
+    monkeypatch.setattr(
+        TextBatches, "batch", lambda self, number: taken.append(number) or batch(self, number)
+    )
     run(config(ppo_epochs=4, kl={"stop_update": 1e-8}), inputs, world, tmp_path)
     assert taken == [0, 1, 4, 5]
 
@@ -233,7 +273,10 @@ def test_updates_that_are_left_out_leave_out_their_batches(inputs, world, tmp_pa
 def test_text_is_learned_only_while_the_actor_trains(inputs, world, tmp_path):
     options = config(advantage="gae", critic=config().actor.model_dump(), critic_warmup_steps=1)
     models, lines = run(options, inputs, world, tmp_path)
-    assert [sorted(name for name in line if "ptx" in name) for line in lines] == [[], ["ptx/loss", "ptx/perplexity"]]
+    assert [sorted(name for name in line if "ptx" in name) for line in lines] == [
+        [],
+        ["ptx/loss", "ptx/perplexity"],
+    ]
     expected = text_loss_by_hand(load_policy(inputs["sft_model"], "fp32")).item()
     assert lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the actor's first update
     assert models.actor.global_steps == 1
@@ -245,7 +288,11 @@ def test_the_loss_changes_nothing_before_its_first_step(inputs, world, tmp_path)
     for name, options in (("with", config()), ("without", config(ptx=None))):
         (tmp_path / name).mkdir()
         lines[name] = run(options, inputs, world, tmp_path / name)[1]
-    shared = [name for name in lines["without"][0] if name.split("/")[0] in ("objective", "rollout", "policy")]
+    shared = [
+        name
+        for name in lines["without"][0]
+        if name.split("/")[0] in ("objective", "rollout", "policy")
+    ]
     assert {n: lines["with"][0][n] for n in shared} == {n: lines["without"][0][n] for n in shared}
     assert lines["with"][1]["policy/entropy"] != lines["without"][1]["policy/entropy"]
     assert not [name for line in lines["without"] for name in line if "ptx" in name]
@@ -254,7 +301,10 @@ def test_the_loss_changes_nothing_before_its_first_step(inputs, world, tmp_path)
 
 def test_a_job_without_text_is_refused(inputs, world, tmp_path):
     job = job_of({name: path for name, path in inputs.items() if name != "pretraining"}, tmp_path)
-    with pytest.raises(ArtifactError, match=r"ppo\.ptx is set, but the job has no input `pretraining`; set split\.pre"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"ppo\.ptx is set, but the job has no input `pretraining`; set split\.pre",
+    ):
         load_text(job, config(), world)
     assert load_text(job, config(ptx=None), world) is None
 
@@ -274,7 +324,13 @@ def chain(rows, seed):
 
 def perplexity(model, blocks):
     with torch.no_grad():
-        return torch.cat([token_logprobs(model, block, 1.0) for block in blocks]).mean().neg().exp().item()
+        return (
+            torch.cat([token_logprobs(model, block, 1.0) for block in blocks])
+            .mean()
+            .neg()
+            .exp()
+            .item()
+        )
 
 
 def test_a_language_is_kept_that_ppo_alone_forgets(inputs, world, tmp_path):
@@ -301,7 +357,9 @@ def test_a_language_is_kept_that_ppo_alone_forgets(inputs, world, tmp_path):
             steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_size_per_gpu=16, kl={"coef": 0.0}, ptx=ptx,
             actor={"optimizer": {"learning_rate": 1e-2}}, missing_eos_score=None,
         )  # fmt: skip
-        models, lines = run(options, inputs | {"sft_model": learned, "pretraining": text}, world, tmp_path / name)
+        models, lines = run(
+            options, inputs | {"sft_model": learned, "pretraining": text}, world, tmp_path / name
+        )
         after[name] = perplexity(models.actor.module, held_out)
         assert lines[-1]["objective/score"] > lines[0]["objective/score"] + 0.5
     assert perplexity(model, held_out) < 2.5 and after["with"] < 3

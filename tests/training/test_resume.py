@@ -11,9 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_pipeline.stages.checkpoints import checkpoint_of, checkpoints_in, newest_whole, seal
-from rlhf_pipeline.stages.manifest import Manifest, content_digest
-from rlhf_pipeline.stages.metrics import forget_after
+from rlhf_pipeline.runtime.checkpoint_files import (
+    checkpoint_path,
+    list_checkpoints,
+    newest_valid_step,
+    seal,
+)
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest
+from rlhf_pipeline.runtime.metrics_file import truncate_after
 
 DRIVER = """
 import json, sys
@@ -34,7 +39,14 @@ run_stage(Job(stage, {stage: block}, inputs, done["seed"]), LaunchConfig(**json.
 
 def start(recipe: Path, workspace: Path, **launch: int) -> subprocess.Popen:
     """The stage of a recipe that was finished elsewhere, in a workspace of its own."""
-    command = [sys.executable, "-c", DRIVER, str(recipe / "job.json"), str(workspace), json.dumps(launch)]
+    command = [
+        sys.executable,
+        "-c",
+        DRIVER,
+        str(recipe / "job.json"),
+        str(workspace),
+        json.dumps(launch),
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -52,7 +64,10 @@ def names(folder: Path) -> list[str]:
 
 def lines(directory: Path) -> list:
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], {n: v for n, v in r["metrics"].items() if not n.startswith("time/")}) for r in records]
+    return [
+        (r["step"], {n: v for n, v in r["metrics"].items() if not n.startswith("time/")})
+        for r in records
+    ]
 
 
 def kill_group(driver, group):
@@ -80,7 +95,9 @@ def test_it_ends_as_if_nothing_had_happened(project, tmp_path, stage, end, after
     (recipe,) = project.recipes(stage)[:1]
     driver = start(recipe, tmp_path)
     wait_for(f"{stage}/*/heartbeats/rank1.json", tmp_path, driver)
-    family = psutil.Process(driver.pid).children(recursive=True)  # now: no time is left for it between two steps
+    family = psutil.Process(driver.pid).children(
+        recursive=True
+    )  # now: no time is left for it between two steps
     group = next(os.getpgid(child.pid) for child in family if "RANK" in child.environ())
     wait_for(f"{stage}/*/checkpoints/{after}", tmp_path, driver)
     end(driver, group)
@@ -112,14 +129,17 @@ def test_another_number_of_ranks_goes_on(project, tmp_path):
     assert again.wait(300) == 0, again.stdout.read()
     (directory,) = (tmp_path / "sft").iterdir()
     assert json.loads((directory / "job.json").read_text())["resume_from"] >= 2
-    assert Manifest.read(directory / "export").ranks == 1 and Manifest.read(recipe / "export").ranks == 2
+    assert (
+        Manifest.read(directory / "export").ranks == 1
+        and Manifest.read(recipe / "export").ranks == 2
+    )
     assert [step for step, _ in lines(directory)] == [step for step, _ in lines(recipe)]
     for (_, found), (_, expected) in zip(lines(directory), lines(recipe), strict=True):
         assert found["sft/loss"] == pytest.approx(expected["sft/loss"], rel=1e-4)
 
 
 def written(directory: Path, step: int) -> Path:
-    checkpoint = checkpoint_of(directory, step)
+    checkpoint = checkpoint_path(directory, step)
     (checkpoint / "actor").mkdir(parents=True)
     (checkpoint / "actor" / "rank0.safetensors").write_bytes(bytes(100))
     (checkpoint / "loop.json").write_text("{}")
@@ -152,25 +172,27 @@ def garble(checkpoint):
 def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, damage):
     written(tmp_path, 2)
     newest = written(tmp_path, 10)
-    assert newest_whole(tmp_path) == 10
+    assert newest_valid_step(tmp_path) == 10
     damage(newest)
-    assert newest_whole(tmp_path) == 2
+    assert newest_valid_step(tmp_path) == 2
     assert str(newest) in caplog.text and "passed over" in caplog.text
 
 
 def test_half_a_checkpoint_is_none(tmp_path):
     written(tmp_path, 4).rename(tmp_path / "step-00000004.partial")
-    assert newest_whole(tmp_path) is None and checkpoints_in(tmp_path) == []
+    assert newest_valid_step(tmp_path) is None and list_checkpoints(tmp_path) == []
 
 
 def test_lines_after_the_step_are_dropped_and_so_is_half_a_line(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 2')
-    forget_after(file, 2)
+    truncate_after(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_two_checkpoints_are_kept_and_a_full_disk_is_said_before_anything_is_written(world, tmp_path, monkeypatch):
+def test_two_checkpoints_are_kept_and_a_full_disk_is_said_before_anything_is_written(
+    world, tmp_path, monkeypatch
+):
     import shutil
     from types import SimpleNamespace
 
@@ -181,10 +203,12 @@ def test_two_checkpoints_are_kept_and_a_full_disk_is_said_before_anything_is_wri
     for step in (1, 2, 3):
         checkpoints.step_ended(step, due=True, loop={"kl_coef": 0.5})
     checkpoints.step_ended(4, due=False, loop={})
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     assert checkpoints.restore(3) == {"kl_coef": 0.5} and checkpoints.restore(None) == {}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
-    with pytest.raises(StageError, match=r"the checkpoint of step 5 takes 0 MiB, and .* has .* left; make room"):
+    with pytest.raises(
+        StageError, match=r"the checkpoint of step 5 takes 0 MiB, and .* has .* left; make room"
+    ):
         checkpoints.save(5, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
@@ -201,4 +225,4 @@ def test_a_signal_is_obeyed_after_the_step_with_a_checkpoint(world, tmp_path):
             checkpoints.step_ended(7, due=False, loop={})
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert newest_whole(tmp_path) == 7
+    assert newest_valid_step(tmp_path) == 7

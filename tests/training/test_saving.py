@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import pretrained
-from rlhf_pipeline.training.checkpoint import save_model
-from rlhf_pipeline.training.engine import train_engine
 
 IDS = torch.arange(5, 17).view(2, 6)
 
@@ -46,7 +46,9 @@ def test_a_clean_process_computes_the_live_model_s_logits(world, ppo_inputs, tmp
     """By transformers alone: no missing or unexpected key, and not one bit of difference."""
     sft_model, reward_model = ppo_inputs["sft_model"], ppo_inputs["reward_model"]
     engines = {
-        "AutoModelForCausalLM": trained(partial(load_policy, sft_model), precision="bf16", zero_stage=3),
+        "AutoModelForCausalLM": trained(
+            partial(load_policy, sft_model), precision="bf16", zero_stage=3
+        ),
         "AutoModelForSequenceClassification": trained(partial(load_scores, reward_model)),
     }
     for kind, engine in engines.items():
@@ -63,11 +65,15 @@ def test_a_clean_process_computes_the_live_model_s_logits(world, ppo_inputs, tmp
     scores = engines["AutoModelForSequenceClassification"].module(
         input_ids=IDS, attention_mask=torch.ones_like(IDS), scores_to_keep=1
     )
-    torch.testing.assert_close(read, scores, rtol=1e-5, atol=1e-6)  # PPO's scores are what others read
+    torch.testing.assert_close(
+        read, scores, rtol=1e-5, atol=1e-6
+    )  # PPO's scores are what others read
 
 
 def changed(weights):
-    weights["model.norm.weight"][3] = torch.nextafter(weights["model.norm.weight"][3], torch.tensor(9.0))
+    weights["model.norm.weight"][3] = torch.nextafter(
+        weights["model.norm.weight"][3], torch.tensor(9.0)
+    )
 
 
 def lost(weights):
@@ -78,9 +84,14 @@ def added(weights):
     weights["model.norm.other"] = torch.zeros(2)
 
 
-@pytest.mark.parametrize(("harm", "named"), [(changed, "norm.weight"), (lost, "norm.weight"), (added, "norm.other")])
+@pytest.mark.parametrize(
+    ("harm", "named"), [(changed, "norm.weight"), (lost, "norm.weight"), (added, "norm.other")]
+)
 def test_what_is_written_wrongly_is_not_kept(ppo_inputs, tmp_path, monkeypatch, harm, named):
-    model, tokenizer = load_policy(ppo_inputs["sft_model"], "fp32"), load_tokenizer(ppo_inputs["sft_model"])
+    model, tokenizer = (
+        load_policy(ppo_inputs["sft_model"], "fp32"),
+        load_tokenizer(ppo_inputs["sft_model"]),
+    )
     save_model(model, tokenizer, tmp_path / "saved")
     before = (tmp_path / "saved" / "model.safetensors").stat().st_ino
     write = type(model).save_pretrained
@@ -92,6 +103,8 @@ def test_what_is_written_wrongly_is_not_kept(ppo_inputs, tmp_path, monkeypatch, 
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(type(model), "save_pretrained", write_wrongly)
-    with pytest.raises(ArtifactError, match=rf"is not the model that was saved: model\.{named} differ"):
+    with pytest.raises(
+        ArtifactError, match=rf"is not the model that was saved: model\.{named} differ"
+    ):
         save_model(model, tokenizer, tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").stat().st_ino == before

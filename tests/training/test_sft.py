@@ -5,16 +5,21 @@ import math
 import pytest
 import torch
 
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.sequences import micro_batches
-from rlhf_pipeline.models.token_contract import TokenContract
 from rlhf_pipeline.training.sft import SFTTask
 
 ROWS = {
     "id": ["a", "b", "c", "d"],
     "prompt_ids": [[5, 6, 7, 8, 9], [10], [11, 12], [13, 14, 15]],
     "response_ids": [[20, 1], [21, 1, 22, 23, 24, 1], [25], [26, 27, 1, 28, 1]],
-    "loss_mask": [[True, True], [True, True, False, False, True, True], [True], [True, False, False, False, True]],
+    "loss_mask": [
+        [True, True],
+        [True, True, False, False, True, True],
+        [True],
+        [True, False, False, False, True],
+    ],
 }
 LEARNED = 2 + 4 + 1 + 2
 
@@ -48,7 +53,10 @@ def nll_by_hand(model, row):
 
 def test_collate_pads_the_mask_like_the_responses(task):
     batch = task.collate(only(0, 3))
-    assert batch.loss_mask.tolist() == [[True, True, False, False, False], [True, False, False, False, True]]
+    assert batch.loss_mask.tolist() == [
+        [True, True, False, False, False],
+        [True, False, False, False, True],
+    ]
     assert batch.loss_mask.dtype == torch.bool
     assert batch.sequences.response_ids.tolist() == [[20, 1, 0, 0, 0], [26, 27, 1, 28, 1]]
     assert batch.lengths.tolist() == [7, 8]
@@ -56,7 +64,10 @@ def test_collate_pads_the_mask_like_the_responses(task):
 
 def test_chosen_rows_lose_the_columns_that_only_others_need(task):
     rows = task.collate(ROWS).rows(torch.tensor([3, 0]))
-    assert rows.loss_mask.tolist() == [[True, False, False, False, True], [True, True, False, False, False]]
+    assert rows.loss_mask.tolist() == [
+        [True, False, False, False, True],
+        [True, True, False, False, False],
+    ]
     assert rows.sequences.response_ids.shape == rows.loss_mask.shape
     assert rows.to(torch.device("cpu")).loss_mask.tolist() == rows.loss_mask.tolist()
 
@@ -103,7 +114,10 @@ def test_what_is_not_learned_is_read_all_the_same(task, model):
     """A user's later turn changes what follows it, and has no loss of its own."""
     freeze(model)
     other = only(1) | {"response_ids": [[21, 1, 30, 31, 24, 1]]}
-    said, changed = (task.loss(model, task.collate(rows), torch.tensor(1.0))[0].item() for rows in (only(1), other))
+    said, changed = (
+        task.loss(model, task.collate(rows), torch.tensor(1.0))[0].item()
+        for rows in (only(1), other)
+    )
     assert said != pytest.approx(changed, rel=1e-6)
     ids = torch.tensor([[10, 21, 1, 30, 31, 24, 1]])
     logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
@@ -112,5 +126,9 @@ def test_what_is_not_learned_is_read_all_the_same(task, model):
 
 
 def test_metrics_are_per_learned_token(task):
-    assert task.metrics({"nll": 6.0, "tokens": 4.0}) == {"loss": 1.5, "perplexity": math.exp(1.5), "tokens": 4.0}
+    assert task.metrics({"nll": 6.0, "tokens": 4.0}) == {
+        "loss": 1.5,
+        "perplexity": math.exp(1.5),
+        "tokens": 4.0,
+    }
     assert task.merit({"perplexity": 3.0}) > task.merit({"perplexity": 4.0})

@@ -21,12 +21,13 @@ def main(inputs: dict[str, str], folder: Path) -> None:
 
     from rlhf_pipeline.config.ppo import PPOConfig
     from rlhf_pipeline.config.training import SFTConfig
+    from rlhf_pipeline.data.token_contract import TokenContract
+    from rlhf_pipeline.distributed.engine import train_engine
+    from rlhf_pipeline.distributed.world import join
     from rlhf_pipeline.models.loading import load_policy
-    from rlhf_pipeline.models.token_contract import TokenContract
-    from rlhf_pipeline.stages.job import LaunchedJob
+    from rlhf_pipeline.runtime.job import LaunchedJob
     from rlhf_pipeline.training import ppo
-    from rlhf_pipeline.training.engine import join, train_engine
-    from rlhf_pipeline.training.four_models import load_four_models
+    from rlhf_pipeline.training.ppo_models import load_ppo_models
     from rlhf_pipeline.training.sft import SFTTask
     from rlhf_pipeline.training.supervised import evaluate
 
@@ -45,7 +46,9 @@ def main(inputs: dict[str, str], folder: Path) -> None:
     found = {}
     for stage in (0, 3):
         model = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"zero_stage": stage}}
-        sft = SFTConfig.model_validate(model | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2})
+        sft = SFTConfig.model_validate(
+            model | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2}
+        )
         engine = train_engine(partial(load_policy, paths["sft_model"]), sft, 1)
         found[f"sft {stage}"] = evaluate(engine, SFTTask(contract), table, world, 2)
         sizes = {"rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 2}
@@ -53,8 +56,10 @@ def main(inputs: dict[str, str], folder: Path) -> None:
             sizes | {"steps": 1, "gather_for_generation": False, "actor": model, "critic": model}
             | {"sampling": {"max_response_tokens": 9, "batch_size_per_gpu": 2}}
         )  # fmt: skip
-        job = LaunchedJob("ppo", "f", 1, {"ppo": config.model_dump(mode="json")}, paths, {}, folder, 30.0)
-        models = load_four_models(job, config, contract, world)
+        job = LaunchedJob(
+            "ppo", "f", 1, {"ppo": config.model_dump(mode="json")}, paths, {}, folder, 30.0
+        )
+        models = load_ppo_models(job, config, contract, world)
         found[f"ppo {stage}"] = ppo.evaluate(models, table, config, world, seed=1)
     if world.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))

@@ -16,7 +16,11 @@ STAGES = {
     "1": {"actor": {"zero_stage": 1}, "critic": {"zero_stage": 1}},
     "2": {"actor": {"zero_stage": 2}, "critic": {"zero_stage": 2}},
     "3": {"actor": {"zero_stage": 3}, "critic": {"zero_stage": 3}},
-    "mixed": {"actor": {"zero_stage": 3}, "critic": {"zero_stage": 2}, "reward_model": {"zero_stage": 0}},
+    "mixed": {
+        "actor": {"zero_stage": 3},
+        "critic": {"zero_stage": 2},
+        "reward_model": {"zero_stage": 0},
+    },
     "offloaded": {
         "actor": {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
         "critic": {"zero_stage": 2, "offload_optimizer": True},
@@ -41,27 +45,31 @@ SHARDED = {  # which of the four models are in shards, by the rule where a stage
 def main(inputs: dict[str, str], folder: Path) -> None:
     """Train by each setting; leave what the models were and what came of it."""
     from rlhf_pipeline.config.ppo import PPOConfig
-    from rlhf_pipeline.stages.job import LaunchedJob
+    from rlhf_pipeline.distributed.world import join
+    from rlhf_pipeline.distributed.zero import is_sharded
+    from rlhf_pipeline.runtime.job import LaunchedJob
     from rlhf_pipeline.training import ppo
-    from rlhf_pipeline.training.engine import join
-    from rlhf_pipeline.training.sharding import is_sharded
 
     world = join(1, timeout_s=60)
     loaded = {}
-    load = ppo.load_four_models
+    load = ppo.load_ppo_models
 
     def remember(*args):
         models = load(*args)
         loaded[name] = [model for model, engine in models.engines().items() if is_sharded(engine)]
         return models
 
-    ppo.load_four_models = remember
+    ppo.load_ppo_models = remember
     for name, blocks in STAGES.items():
         directory = folder / name
         directory.mkdir(exist_ok=True)
         # A usual eps of 1e-8 would let Adam blow the rounding noise of vanishing gradients up to whole steps.
         model = {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}}
-        frozen = {key: {"deepspeed": blocks[key]} for key in ("reference", "reward_model") if key in blocks}
+        frozen = {
+            key: {"deepspeed": blocks[key]}
+            for key in ("reference", "reward_model")
+            if key in blocks
+        }
         config = PPOConfig.model_validate(
             {
                 "steps": STEPS[name], "rollout_batch_size": 8, "minibatch_size": 4, "micro_batch_size_per_gpu": 4,
@@ -71,7 +79,9 @@ def main(inputs: dict[str, str], folder: Path) -> None:
             } | frozen
         )  # fmt: skip
         paths = {key: Path(value) for key, value in inputs.items()}
-        job = LaunchedJob("ppo", "f", 1, {"ppo": config.model_dump(mode="json")}, paths, {}, directory, 60.0)
+        job = LaunchedJob(
+            "ppo", "f", 1, {"ppo": config.model_dump(mode="json")}, paths, {}, directory, 60.0
+        )
         ppo.main(job)
     if world.rank == 0:
         (folder / "sharded.json").write_text(json.dumps(loaded))
@@ -83,7 +93,10 @@ def results(on_ranks, ppo_inputs):
 
 
 def metrics(results: Path, name: str) -> list[dict[str, float]]:
-    return [json.loads(line)["metrics"] for line in (results / name / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["metrics"]
+        for line in (results / name / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.long
@@ -94,7 +107,9 @@ def test_losses_are_those_of_stage_0(results, name):
     for step, (whole, sharded) in enumerate(zip(expected, found, strict=True), start=1):
         for key, value in whole.items():
             if not key.startswith("time/") and "grad_norm" not in key:
-                assert sharded[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} at step {step}"
+                assert sharded[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (
+                    f"{key} at step {step}"
+                )
 
 
 @pytest.mark.long
@@ -102,7 +117,9 @@ def test_losses_are_those_of_stage_0(results, name):
 def test_the_export_is_whole_and_that_of_stage_0(results, name):
     from rlhf_pipeline.models.loading import load_policy
 
-    expected, found = (load_policy(results / key / "export", "fp32").state_dict() for key in (WHOLE[name], name))
+    expected, found = (
+        load_policy(results / key / "export", "fp32").state_dict() for key in (WHOLE[name], name)
+    )
     assert expected.keys() == found.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)

@@ -10,13 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.commands.versions import artifacts
-from rlhf_pipeline.stages.cleaning import Leftover, remove, survey
+from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
 
 
 def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: bool) -> None:
     """Show what serves no published version; with `yes`, remove it."""
     workspace: Path = catalog.load("workspace")
-    datasets = artifacts(catalog, {name for pipeline in pipelines.values() for name in pipeline.all_outputs()})
+    datasets = artifacts(
+        catalog, {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
+    )
     published = [path for dataset in datasets for path in dataset.versions()]
     abandoned = [path for dataset in datasets for path in dataset.abandoned()]
     leftovers, kept = survey(workspace, published, abandoned, unfinished=unfinished)
@@ -30,14 +32,18 @@ def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: 
     elif not yes:
         freed = _bytes(sum(leftover.freed for leftover in leftovers))
         console.print(
-            f"Nothing is removed yet: `kedro rlhf clean --yes` frees {freed}.", highlight=False, soft_wrap=True
+            f"Nothing is removed yet: `kedro rlhf clean --yes` frees {freed}.",
+            highlight=False,
+            soft_wrap=True,
         )
     else:
         freed_bytes = 0
         for leftover in leftovers:
             if holder := remove(leftover, workspace):
                 console.print(
-                    f"kept: {_name(leftover.path, root)}: in use by {holder}", highlight=False, soft_wrap=True
+                    f"kept: {_name(leftover.path, root)}: in use by {holder}",
+                    highlight=False,
+                    soft_wrap=True,
                 )
             else:
                 freed_bytes += leftover.freed
@@ -45,10 +51,15 @@ def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: 
 
 
 def _table(leftovers: list[Leftover], root: Path) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_footer=True, footer_style="bold")
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), header_style="dim", show_footer=True, footer_style="bold"
+    )
     table.add_column("directory", overflow="fold", footer="total")
     table.add_column("why", overflow="fold")
-    for name, sizes in (("size", [row.size for row in leftovers]), ("frees", [row.freed for row in leftovers])):
+    for name, sizes in (
+        ("size", [row.size for row in leftovers]),
+        ("frees", [row.freed for row in leftovers]),
+    ):
         table.add_column(name, justify="right", no_wrap=True, footer=_bytes(sum(sizes)))
     for row in leftovers:
         table.add_row(_name(row.path, root), row.why, _bytes(row.size), _bytes(row.freed))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
@@ -14,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.commands.versions import first_version, is_unpublished
-from rlhf_pipeline.hooks import check, switches
-from rlhf_pipeline.stages.job import PROGRAMS
-from rlhf_pipeline.stages.manifest import NAME
-from rlhf_pipeline.stages.planning import Plan, PlannedStage, downstream, planning
-from rlhf_pipeline.stages.workspace import has_run
+from rlhf_pipeline.hooks import check, provide_stages, run_context
+from rlhf_pipeline.runtime.manifest import NAME
+from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
+from rlhf_pipeline.stages.cache.workspace import has_run
 
 STYLES = {"finished": "green", "resume": "yellow", "run": "cyan", "may run": "cyan"}
 
@@ -39,16 +38,16 @@ def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
     Raises:
         ConfigError, DataError, ArtifactError: what `kedro run` would refuse before it starts.
     """
-    parameters: dict[str, Any] = catalog.load("parameters")
-    check(parameters)
+    check(catalog.load("parameters"))
+    planner = Planner(run_context(catalog))
+    provide_stages(catalog, planner)
     rows: list[Row] = []
     made: dict[str, Path] = {}
-    with switches(parameters), planning() as plan:
-        for node in pipeline.nodes:
-            known = len(plan.stages)
-            extra = _visit(node, catalog, made, plan)
-            rows += [_row(stage, node, catalog) for stage in list(plan.stages.values())[known:]]
-            rows += [extra] if extra is not None else []
+    for node in pipeline.nodes:
+        known = len(planner.stages)
+        extra = _visit(node, catalog, made, planner)
+        rows += [_row(stage, node, catalog) for stage in list(planner.stages.values())[known:]]
+        rows += [extra] if extra is not None else []
     return rows
 
 
@@ -59,33 +58,48 @@ def show(rows: list[Row], console: Console) -> None:
         table.add_column(name, no_wrap=True)
     table.add_column("", overflow="fold")
     for row in rows:
-        table.add_row(f"[bold]{row.stage}", f"[{STYLES.get(row.state, 'default')}]{row.state}", row.recipe, row.details)
+        table.add_row(
+            f"[bold]{row.stage}",
+            f"[{STYLES.get(row.state, 'default')}]{row.state}",
+            row.recipe,
+            row.details,
+        )
     console.print(table)
 
 
-def _visit(node: Node, catalog: CatalogProtocol, made: dict[str, Path], plan: Plan) -> Row | None:
+def _visit(
+    node: Node, catalog: CatalogProtocol, made: dict[str, Path], planner: Planner
+) -> Row | None:
     """Let a node's function name its stages; a row for what they do not tell."""
     (output,) = node.outputs
-    if node.name not in PROGRAMS:
+    if node.name not in stage_specs():
         return Row(node.name, "run", details="every time")
     missing = [name for name in node.inputs if name not in made and is_unpublished(catalog, name)]
     if missing:
-        made[output] = plan.unmade(node.name)
+        made[output] = planner.add_pending(node.name)
         return Row(node.name, "fail", details=f"no version of {', '.join(missing)} is published")
     inputs = {name: made[name] if name in made else catalog.load(name) for name in node.inputs}
-    known = len(plan.stages)
+    known = len(planner.stages)
     try:
         made[output] = node.func(*inputs.values())
     except FileNotFoundError:
         # A node that looks into what a stage has yet to make cannot go on to its own stage.
-        unmade = [stage.run.title for stage in list(plan.stages.values())[known:] if stage.state != "finished"]
-        unmade += [name for path in inputs.values() if isinstance(path, Path) and (name := plan.maker(path))]
-        if not unmade:
+        pending = [
+            stage.run.title
+            for stage in list(planner.stages.values())[known:]
+            if stage.state != "finished"
+        ]
+        pending += [
+            name
+            for path in inputs.values()
+            if isinstance(path, Path) and (name := planner.pending_stage(path))
+        ]
+        if not pending:
             raise
-        made[output] = plan.unmade(node.name)
+        made[output] = planner.add_pending(node.name)
         if has_run(catalog.load("workspace"), node.name):
-            return Row(node.name, "may run", details=downstream(unmade))
-        return Row(node.name, "run", details=f"{downstream(unmade)}; never run here")
+            return Row(node.name, "may run", details=downstream(pending))
+        return Row(node.name, "run", details=f"{downstream(pending)}; never run here")
     return None
 
 
@@ -94,8 +108,14 @@ def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
     if planned.state == "finished":
         finished_at = (run.export / NAME).stat().st_mtime
         details.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(finished_at)))
-        version = first_version(catalog, node.outputs[0], run.fingerprint) if run.stage == node.name else None
+        version = (
+            first_version(catalog, node.outputs[0], run.fingerprint)
+            if run.stage == node.name
+            else None
+        )
         details += [f"run {version}"] if version is not None else []
     if planned.state == "resume":
-        details.insert(0, f"from step {run.resumed_from}")  # a run passes over a checkpoint whose bytes are damaged
+        details.insert(
+            0, f"from step {run.resumed_from}"
+        )  # a run passes over a checkpoint whose bytes are damaged
     return Row(run.title, planned.state, run.fingerprint[:8], "; ".join(details))

@@ -36,10 +36,18 @@ class Family:
         Raises:
             ValueError: a field is not the family's, is the tokenizer's, or is given under both of its names.
         """
-        wanted = {name: value for name, value in architecture.items() if value is not None or name in self.defaults}
+        wanted = {
+            name: value
+            for name, value in architecture.items()
+            if value is not None or name in self.defaults
+        }
         known = [field for field in self.defaults if field not in FROM_TOKENIZER]
-        if unknown := [name for name in wanted if self.aliases.get(name, name) not in self.defaults]:
-            named = ", ".join(f"{name}{suggestion(name, [*known, *self.aliases])}" for name in unknown)
+        if unknown := [
+            name for name in wanted if self.aliases.get(name, name) not in self.defaults
+        ]:
+            named = ", ".join(
+                f"{name}{suggestion(name, [*known, *self.aliases])}" for name in unknown
+            )
             raise ValueError(
                 f"{self.model_type} has no field {named}; known are {', '.join(known)}; set to null what another "
                 "environment gives"
@@ -48,9 +56,13 @@ class Family:
         for name, value in wanted.items():
             own = self.aliases.get(name, name)
             if own in FROM_TOKENIZER:
-                raise ValueError(f"{name} comes from the tokenizer; leave it out (base_model.vocab_size sets its size)")
+                raise ValueError(
+                    f"{name} comes from the tokenizer; leave it out (base_model.vocab_size sets its size)"
+                )
             if own in fields:
-                raise ValueError(f"{own} is given twice, as {own} and under another name; set one of them to null")
+                raise ValueError(
+                    f"{own} is given twice, as {own} and under another name; set one of them to null"
+                )
             fields[own] = value
         return fields
 
@@ -69,8 +81,14 @@ def find_family(model_type: str) -> Family:
     folder = model_type.replace("-", "_")
     source = models / folder / f"configuration_{folder}.py"
     if not source.is_file():
-        known = [path.name for path in models.iterdir() if (path / f"configuration_{path.name}.py").is_file()]
-        raise ValueError(f"model_type {model_type} is none that transformers has{suggestion(model_type, known)}")
+        known = [
+            path.name
+            for path in models.iterdir()
+            if (path / f"configuration_{path.name}.py").is_file()
+        ]
+        raise ValueError(
+            f"model_type {model_type} is none that transformers has{suggestion(model_type, known)}"
+        )
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.ClassDef):
             constants, fields = _assignments(node)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward
@@ -55,7 +62,11 @@ class KLConfig(Block):
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
-        if self.explosion is not None and self.maximum is not None and self.explosion <= self.maximum:
+        if (
+            self.explosion is not None
+            and self.maximum is not None
+            and self.explosion <= self.maximum
+        ):
             raise ValueError(
                 f"explosion {self.explosion:g} must exceed maximum {self.maximum:g}: raise it, or set it to null for no bound"
             )
@@ -220,9 +231,13 @@ class PPOConfig(SavingConfig):
     @model_validator(mode="after")
     def _advantage(self) -> Self:
         if self.advantage == "gae" and self.critic is None:
-            raise ValueError("advantage gae needs a critic; give its block, or choose rloo, grpo or reinforce")
+            raise ValueError(
+                "advantage gae needs a critic; give its block, or choose rloo, grpo or reinforce"
+            )
         if self.advantage != "gae" and self.critic is not None:
-            raise ValueError(f"advantage {self.advantage} has no critic; leave its block out, or set critic to null")
+            raise ValueError(
+                f"advantage {self.advantage} has no critic; leave its block out, or set critic to null"
+            )
         if self.advantage in ("rloo", "grpo") and self.responses_per_prompt < 2:
             raise ValueError(
                 f"advantage {self.advantage} compares the responses to one prompt; set responses_per_prompt to 2 or more"

@@ -60,7 +60,9 @@ def _check_defined(reward: CallableReward) -> None:
         raise ConfigError(f"{reward.callable}: {path} is no Python source: {error}") from None
     bound = set(_bound(tree))
     if reward.function not in bound:
-        functions = ", ".join(sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef)))
+        functions = ", ".join(
+            sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+        )
         raise ConfigError(
             f"{reward.callable}: {path} does not define {reward.function}; its functions are {functions or 'none'}"
         )
@@ -89,12 +91,20 @@ def _check_model(reward: ModelReward) -> None:
     """ConfigError where the folder holds no classifier with one label, or not what its tokens take."""
     config = reward.folder / "config.json"
     if not config.is_file():
-        raise ConfigError(f"path {reward.folder.resolve()} is no folder with a model: it has no config.json")
-    labels = len(json.loads(config.read_text()).get("id2label") or "  ")  # transformers leaves two labels out
+        raise ConfigError(
+            f"path {reward.folder.resolve()} is no folder with a model: it has no config.json"
+        )
+    labels = len(
+        json.loads(config.read_text()).get("id2label") or "  "
+    )  # transformers leaves two labels out
     if labels != 1:
-        raise ConfigError(f"{reward.path} is no reward model: it has {labels} labels, and a score is one")
+        raise ConfigError(
+            f"{reward.path} is no reward model: it has {labels} labels, and a score is one"
+        )
     if reward.retokenize and not (reward.folder / "tokenizer_config.json").is_file():
-        raise ConfigError(f"{reward.path} has no tokenizer (tokenizer_config.json); save its own beside it")
+        raise ConfigError(
+            f"{reward.path} has no tokenizer (tokenizer_config.json); save its own beside it"
+        )
     if not reward.retokenize and not (reward.folder / "token_contract.json").is_file():
         raise ConfigError(
             f"{reward.path} has no token_contract.json, so its tokens may not be the policy's; set retokenize to true to "

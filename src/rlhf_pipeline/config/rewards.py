@@ -12,6 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.training import Precision
 
+INPUT_PREFIX = "rewards."
+"""Inputs of the PPO job: the source of `ppo.rewards.0` is the input `rewards.0`."""
+
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
 _FORMS = (
@@ -42,7 +45,7 @@ class TrainedReward(RewardSource):
 
 
 class CallableReward(RewardSource):
-    """A Python function `reward(prompts, responses)`, see `rlhf_pipeline.training.rewards`."""
+    """A Python function `reward(prompts, responses)`, see `rlhf_pipeline.rollout.reward_sources`."""
 
     callable: str
     """`path/to/file.py:function`, or `package.module:function`. The source of the one file counts for the cache, what it
@@ -102,11 +105,15 @@ def _short_form(value: Any) -> Any:
     """The one-line forms as blocks."""
     if not isinstance(value, str):
         return value
-    return {"model": value} if value == "trained" else {"callable": value} if ":" in value else value
+    return (
+        {"model": value} if value == "trained" else {"callable": value} if ":" in value else value
+    )
 
 
 def _kind(value: Any) -> str | None:
-    given = value if isinstance(value, dict) else vars(value) if isinstance(value, RewardSource) else {}
+    given = (
+        value if isinstance(value, dict) else vars(value) if isinstance(value, RewardSource) else {}
+    )
     return next((key for key in ("model", "callable", "path") if key in given), None)
 
 
@@ -122,7 +129,9 @@ Reward = Annotated[
 def _sound(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
     labels = [reward.label for reward in rewards]
     if not labels:
-        raise ValueError("no source of rewards; name one, or leave rewards out for the trained reward model")
+        raise ValueError(
+            "no source of rewards; name one, or leave rewards out for the trained reward model"
+        )
     for label in labels:
         if not _NAME.fullmatch(label):
             raise ValueError(

@@ -60,9 +60,13 @@ class DeepSpeedConfig(Block):
                 f"zero_stage 0 with precision {self.precision} takes a spurious first Adam step in DeepSpeed; use zero_stage 1"
             )
         if self.zero_stage == 0 and self.offload_optimizer:
-            raise ValueError("offload_optimizer has no effect at zero_stage 0; use zero_stage 1 or higher")
+            raise ValueError(
+                "offload_optimizer has no effect at zero_stage 0; use zero_stage 1 or higher"
+            )
         if self.zero_stage != 3 and self.offload_parameters:
-            raise ValueError(f"offload_parameters has no effect at zero_stage {self.zero_stage}; use zero_stage 3")
+            raise ValueError(
+                f"offload_parameters has no effect at zero_stage {self.zero_stage}; use zero_stage 3"
+            )
         return self
 
 
@@ -107,7 +111,9 @@ class LoRAConfig(Block):
     @model_validator(mode="after")
     def _frozen_if_quantized(self) -> Self:
         if self.quantize is not None and self.train_rest:
-            raise ValueError(f"quantize {self.quantize} freezes what train_rest would train; choose one of them")
+            raise ValueError(
+                f"quantize {self.quantize} freezes what train_rest would train; choose one of them"
+            )
         return self
 
 
@@ -130,7 +136,11 @@ class TrainedModelConfig(Block):
 
     @model_validator(mode="after")
     def _quantized_whole(self) -> Self:
-        if self.lora is not None and self.lora.quantize is not None and self.deepspeed.zero_stage == 3:
+        if (
+            self.lora is not None
+            and self.lora.quantize is not None
+            and self.deepspeed.zero_stage == 3
+        ):
             raise ValueError(
                 f"lora.quantize {self.lora.quantize} cannot be sharded; use deepspeed.zero_stage 2 or lower"
             )
@@ -151,7 +161,9 @@ class FrozenModelConfig(Block):
     def require_offload_possible(self, name: str, accompanied: TrainedModelConfig | None) -> None:
         """Raise `ValueError` if weights that are whole on every rank are to be offloaded; `name` is this model's block."""
         if self.deepspeed.offload_parameters and self.zero_stage(accompanied) != 3:
-            raise ValueError(f"{name}.deepspeed.offload_parameters has no effect at zero_stage 0; set zero_stage to 3")
+            raise ValueError(
+                f"{name}.deepspeed.offload_parameters has no effect at zero_stage 0; set zero_stage to 3"
+            )
 
     def require_effect(self, name: str, trained: TrainedModelConfig) -> None:
         """Raise `ValueError` if this block says something and `trained` is its own reference; `name` is this block."""

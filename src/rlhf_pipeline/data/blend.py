@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import PHASES, SplitConfig
+from rlhf_pipeline.data.parts import PARTS, Part, assign, first_rows, fraction_of
 from rlhf_pipeline.data.record_files import keys, phase_bits, serves
-from rlhf_pipeline.data.records import PHASES
-from rlhf_pipeline.data.splits import PARTS, Part, assign, first_rows, fraction_of
 from rlhf_pipeline.data.tables import Table
 
 _UNUSED = -1
@@ -54,7 +53,9 @@ class Blend:
         return len(np.unique(first_rows(chosen)))
 
 
-def blend(config: SplitConfig, sources: Sequence[pa.Table], sound: Sequence[np.ndarray], seed: int) -> Blend:
+def blend(
+    config: SplitConfig, sources: Sequence[pa.Table], sound: Sequence[np.ndarray], seed: int
+) -> Blend:
     """Take each source's fraction, leave out what an earlier source has as well, and split the rest by prompt.
 
     Rows that a source repeats within itself stay: two annotators who agree are two judgements. A row that several sources
@@ -97,8 +98,12 @@ def blend(config: SplitConfig, sources: Sequence[pa.Table], sound: Sequence[np.n
 
 def _servable(config: SplitConfig, sources: Sequence[pa.Table]) -> np.ndarray:
     """(N,) uint8: the phases that may use each row, by what it holds and by the configuration."""
-    allowed = [phase_bits(PHASES if source.phases is None else source.phases) for source in config.sources]
-    return np.concatenate([serves(table) & bits for table, bits in zip(sources, allowed, strict=True)])
+    allowed = [
+        phase_bits(PHASES if source.phases is None else source.phases) for source in config.sources
+    ]
+    return np.concatenate(
+        [serves(table) & bits for table, bits in zip(sources, allowed, strict=True)]
+    )
 
 
 def _taken(config: SplitConfig, sources: Sequence[pa.Table], seed: int) -> np.ndarray:

@@ -15,7 +15,11 @@ def corpus(sources: Sequence[Path]) -> Iterator[str]:
         for records in examples(source).to_batches():
             batch = example_batch(records)
             for prompt, *answers in zip(batch.prompts, batch.chosen, batch.rejected, strict=True):
-                turns = [[{"role": "assistant", "content": answer}] for answer in answers if answer is not None]
+                turns = [
+                    [{"role": "assistant", "content": answer}]
+                    for answer in answers
+                    if answer is not None
+                ]
                 first = turns[0] if turns else []
                 yield plain_text([*prompt, *first])
                 yield from (plain_text(turn) for turn in turns[1:])

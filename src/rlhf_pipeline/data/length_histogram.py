@@ -38,9 +38,14 @@ def draw(axes: Axes, name: str, counts: dict[int, int], limit: int) -> None:
         return
     width, bars = histogram(counts, limit)
     last, longest, end = max(bars), max(counts), max(bars) + width - 0.5
-    labels = {"within": f"within the limit ({limit:,})", "over": f"over {limit:,}: {over:,} ({over / total:.1%})"}
+    labels = {
+        "within": f"within the limit ({limit:,})",
+        "over": f"over {limit:,}: {over:,} ({over / total:.1%})",
+    }
     for side, label in labels.items():
-        shown = {start: count for start, count in bars.items() if (start > limit) == (side == "over")}
+        shown = {
+            start: count for start, count in bars.items() if (start > limit) == (side == "over")
+        }
         if shown:
             drawn = axes.bar(
                 [start - 0.5 for start in shown],
@@ -60,7 +65,13 @@ def draw(axes: Axes, name: str, counts: dict[int, int], limit: int) -> None:
         axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
         axis.set_major_formatter("{x:,.0f}")
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.03), borderpad=0, borderaxespad=0, ncols=2, frameon=False, handlelength=1
+        loc="lower left",
+        bbox_to_anchor=(0, 1.03),
+        borderpad=0,
+        borderaxespad=0,
+        ncols=2,
+        frameon=False,
+        handlelength=1,
     )
 
 
@@ -71,7 +82,9 @@ def histogram(counts: dict[int, int], limit: int) -> tuple[int, dict[int, int]]:
     text does not squeeze all others: the bars end where they show 99% of the lengths, and the limit where it is near or
     exceeded; one more bar holds the rest of the tail.
     """
-    end = next(length for length, below in _cumulated(counts) if below >= 0.99 * sum(counts.values()))
+    end = next(
+        length for length, below in _cumulated(counts) if below >= 0.99 * sum(counts.values())
+    )
     if max(counts) > limit or limit <= 3 * end:
         end = max(end, limit)
     width = ceil(end / _BARS)

@@ -10,11 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.data.parts import Part
 from rlhf_pipeline.data.records import Conversation
-from rlhf_pipeline.data.splits import Part
 from rlhf_pipeline.data.tables import Table, TableWriter
-from rlhf_pipeline.data.tokenization import Answer, Limited, Tokenized, limited_answer, limited_prompt, newest
+from rlhf_pipeline.data.tokenization import (
+    Answer,
+    Limited,
+    Tokenized,
+    limited_answer,
+    limited_prompt,
+    newest,
+)
 from rlhf_pipeline.errors import DataError
 
 
@@ -90,9 +97,15 @@ class PhaseFile:
             case "sft":
                 return named | demonstration(row, config)
             case "reward_model":
-                return prompted | {f"{answer}_ids": row.answers[answer].ids for answer in self.table.answers}
+                return prompted | {
+                    f"{answer}_ids": row.answers[answer].ids for answer in self.table.answers
+                }
             case "ppo":
-                return prompted | {"source": row.source, "messages": row.messages, "reference": row.reference}
+                return prompted | {
+                    "source": row.source,
+                    "messages": row.messages,
+                    "reference": row.reference,
+                }
             case None:
                 return prompted | {"source": row.source, "messages": row.messages}
 
@@ -123,11 +136,21 @@ class RowMaker:
         self._full_prompts: dict[bytes, Part] = {}
 
     def make(
-        self, source: str, messages: Conversation, tokens: Tokenized, part: Part, reference: str | None = None
+        self,
+        source: str,
+        messages: Conversation,
+        tokens: Tokenized,
+        part: Part,
+        reference: str | None = None,
     ) -> Row:
         """The example as a row of the part; DataError where it is too long and that is an error."""
-        prompt = self._apart(limited_prompt(tokens.id, tokens.prompt, self._config, self._bos_id), part)
-        wanted: dict[Answer, list[int] | None] = {"chosen": tokens.chosen, "rejected": tokens.rejected}
+        prompt = self._apart(
+            limited_prompt(tokens.id, tokens.prompt, self._config, self._bos_id), part
+        )
+        wanted: dict[Answer, list[int] | None] = {
+            "chosen": tokens.chosen,
+            "rejected": tokens.rejected,
+        }
         answers = {
             answer: limited_answer(tokens.id, answer, ids, self._config)
             for answer, ids in wanted.items()
@@ -142,9 +165,14 @@ class RowMaker:
 
     def _apart(self, prompt: Limited, part: Part) -> Limited:
         """Only prompts of the full length can have become equal: the first part that has one keeps it."""
-        if self._config.over_long_prompts != "truncate" or len(prompt.ids) < self._config.max_prompt_tokens:
+        if (
+            self._config.over_long_prompts != "truncate"
+            or len(prompt.ids) < self._config.max_prompt_tokens
+        ):
             return prompt
-        digest = hashlib.sha256(np.array(prompt.ids, np.int32).tobytes()).digest()  # the ids would fill the memory
+        digest = hashlib.sha256(
+            np.array(prompt.ids, np.int32).tobytes()
+        ).digest()  # the ids would fill the memory
         owner = self._full_prompts.setdefault(digest, part)
         if owner == part:
             return prompt

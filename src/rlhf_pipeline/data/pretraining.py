@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from rlhf_pipeline.data.control_tokens import Screen
 from rlhf_pipeline.data.record_files import texts
-from rlhf_pipeline.data.screen import Screen
 from rlhf_pipeline.data.tables import PRETRAINING, TableWriter
 from rlhf_pipeline.data.tokenization import encode, one_ahead
 from rlhf_pipeline.errors import DataError
@@ -42,7 +42,11 @@ def pack(
     rest = np.empty(0, np.int32)
     writer = TableWriter(output / PRETRAINING, _SCHEMA)
     batches = (
-        [text for place, text in zip(places, batch, strict=True) if screen.passes(source, place, [text])]
+        [
+            text
+            for place, text in zip(places, batch, strict=True)
+            if screen.passes(source, place, [text])
+        ]
         for source, folder in enumerate(sources)
         for places, batch in texts(folder)
     )
@@ -53,7 +57,9 @@ def pack(
         rest = np.concatenate([rest, joined])
         full = len(rest) // block_tokens
         if full:
-            writer.write({"input_ids": list(rest[: full * block_tokens].reshape(full, block_tokens))})
+            writer.write(
+                {"input_ids": list(rest[: full * block_tokens].reshape(full, block_tokens))}
+            )
         blocks += full
         rest = rest[full * block_tokens :]
     writer.close()

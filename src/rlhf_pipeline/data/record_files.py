@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.data.records import PHASES, Conversation, Example, Phase, Record, Text, key, normalized_prompt
+from rlhf_pipeline.config.split import PHASES, Phase
+from rlhf_pipeline.data.records import Conversation, Example, Record, Text, key, normalized_prompt
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _KEY = pa.binary(16)
@@ -62,7 +63,9 @@ class RecordsWriter:
             self._texts.add((place, record), len(record.text))
         else:
             characters = sum(len(message.content) for message in record.prompt)
-            self._examples.add((place, record), characters + len(record.chosen or "") + len(record.rejected or ""))
+            self._examples.add(
+                (place, record), characters + len(record.chosen or "") + len(record.rejected or "")
+            )
 
     def __exit__(self, *_: object) -> None:
         self._examples.close()
@@ -90,7 +93,9 @@ class _Stream:
 
     def _flush(self) -> None:
         if self._rows:
-            self._writer.write_batch(pa.record_batch(self._columns(self._rows), schema=self._schema))
+            self._writer.write_batch(
+                pa.record_batch(self._columns(self._rows), schema=self._schema)
+            )
             self._rows, self._characters = [], 0
 
 
@@ -113,12 +118,24 @@ def _example_columns(rows: list[tuple[str, Example]]) -> list[pa.Array]:
         pa.array([example.rejected for _, example in rows], pa.string()),
         pa.array([example.reference for _, example in rows], pa.string()),
         pa.array([key(prompt) for prompt in normalized], _KEY),
-        pa.array([_example_key(*pair) for pair in zip(normalized, (row[1] for row in rows), strict=True)], _KEY),
+        pa.array(
+            [
+                _example_key(*pair)
+                for pair in zip(normalized, (row[1] for row in rows), strict=True)
+            ],
+            _KEY,
+        ),
     ]
 
 
 def _example_key(prompt: str, example: Example) -> bytes:
-    return key(prompt, *("" if answer is None else answer.strip() for answer in (example.chosen, example.rejected)))
+    return key(
+        prompt,
+        *(
+            "" if answer is None else answer.strip()
+            for answer in (example.chosen, example.rejected)
+        ),
+    )
 
 
 def _text_columns(rows: list[tuple[str, Text]]) -> list[pa.Array]:
@@ -141,7 +158,10 @@ def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
 
 def keys(table: pa.Table, column: str) -> np.ndarray:
     """A column of keys as (N, 16) uint8."""
-    parts = [np.frombuffer(chunk.buffers()[1], np.uint8).reshape(-1, 16) for chunk in table.column(column).chunks]
+    parts = [
+        np.frombuffer(chunk.buffers()[1], np.uint8).reshape(-1, 16)
+        for chunk in table.column(column).chunks
+    ]
     return np.concatenate(parts) if parts else np.empty((0, 16), np.uint8)
 
 
@@ -152,8 +172,14 @@ def serves(table: pa.Table) -> np.ndarray:
     """
     has_chosen = table.column("chosen").is_valid().to_numpy()
     has_rejected = table.column("rejected").is_valid().to_numpy()
-    comparison, demonstration, prompt = phase_bits(PHASES), phase_bits(("sft",)), phase_bits(("ppo",))
-    return np.where(has_rejected, comparison, np.where(has_chosen, demonstration, prompt)).astype(np.uint8)
+    comparison, demonstration, prompt = (
+        phase_bits(PHASES),
+        phase_bits(("sft",)),
+        phase_bits(("ppo",)),
+    )
+    return np.where(has_rejected, comparison, np.where(has_chosen, demonstration, prompt)).astype(
+        np.uint8
+    )
 
 
 def phase_bits(phases: Iterable[Phase]) -> int:
@@ -166,7 +192,9 @@ def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
     prompts = batch.column("prompt")
     flat = prompts.flatten()
     roles, contents = flat.field("role").to_pylist(), flat.field("content").to_pylist()
-    messages = iter([{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)])
+    messages = iter(
+        [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    )
     counts = prompts.value_lengths().to_pylist()
     return ExampleBatch(
         ids=batch.column("id").to_pylist(),

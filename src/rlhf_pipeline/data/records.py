@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Role = Literal["system", "user", "assistant"]
-Phase = Literal["sft", "reward_model", "ppo"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 Conversation = list[dict[str, str]]
 """Messages in the form that chat templates take: {"role": ..., "content": ...} each."""
 

@@ -36,7 +36,9 @@ class RowCounts:
     def refuse_beyond(self, max_bad_fraction: float, label: str) -> None:
         """DataError where more rows are bad than allowed; it names the first ones."""
         bad = self.bad.total()
-        if bad and bad / self.rows > max_bad_fraction:  # not multiplied: 0.57 * 100 is a little less than 57
+        if (
+            bad and bad / self.rows > max_bad_fraction
+        ):  # not multiplied: 0.57 * 100 is a little less than 57
             listed = "".join(f"\n  {place}: {reason}" for place, reason in self.first_bad)
             raise DataError(
                 f"source {label}: {bad} of {self.rows} rows are unusable, more than "
@@ -47,7 +49,9 @@ class RowCounts:
 
     def write(self, folder: Path) -> None:
         """Store the counts beside a source's records."""
-        (folder / _NAME).write_text(json.dumps(vars(self), indent=2, sort_keys=True), encoding="utf-8")
+        (folder / _NAME).write_text(
+            json.dumps(vars(self), indent=2, sort_keys=True), encoding="utf-8"
+        )
 
     @classmethod
     def read(cls, folder: Path) -> RowCounts:

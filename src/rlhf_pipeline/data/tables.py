@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from rlhf_pipeline.config.split import Phase
+from rlhf_pipeline.data.parts import Part
 from rlhf_pipeline.data.record_files import MESSAGE
-from rlhf_pipeline.data.records import Phase
-from rlhf_pipeline.data.splits import Part
 from rlhf_pipeline.data.tokenization import Answer
 
 _IDS = pa.list_(pa.int32())
@@ -53,8 +53,20 @@ _REWARDED = _TEST | {"reference": pa.string()}
 TABLES = (
     Table("sft/train.arrow", "sft", "sft", ("chosen",), _DEMONSTRATION),
     Table("sft/validation.arrow", "validation", "sft", ("chosen",), _DEMONSTRATION),
-    Table("reward_model/train.arrow", "reward_model", "reward_model", ("chosen", "rejected"), _COMPARISON),
-    Table("reward_model/validation.arrow", "validation", "reward_model", ("chosen", "rejected"), _COMPARISON),
+    Table(
+        "reward_model/train.arrow",
+        "reward_model",
+        "reward_model",
+        ("chosen", "rejected"),
+        _COMPARISON,
+    ),
+    Table(
+        "reward_model/validation.arrow",
+        "validation",
+        "reward_model",
+        ("chosen", "rejected"),
+        _COMPARISON,
+    ),
     Table("ppo/train.arrow", "ppo", "ppo", (), _REWARDED),
     Table("ppo/validation.arrow", "validation", "ppo", (), _REWARDED),
     Table("evaluation/test.arrow", "test", None, (), _TEST),

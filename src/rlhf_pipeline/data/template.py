@@ -62,14 +62,19 @@ def render_responses(
     """
     eos = tokenizer.eos_token
     if not eos:
-        raise ArtifactError("the tokenizer has no EOS token; set one that differs from its padding token")
+        raise ArtifactError(
+            "the tokenizer has no EOS token; set one that differs from its padding token"
+        )
     dialogues = [
         [*prompt, {"role": "assistant", "content": response}]
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     texts = []
     for name, start, dialogue in zip(
-        ids, prompt_texts, _apply(tokenizer, ids, dialogues, add_generation_prompt=False), strict=True
+        ids,
+        prompt_texts,
+        _apply(tokenizer, ids, dialogues, add_generation_prompt=False),
+        strict=True,
     ):
         if not dialogue.startswith(start):
             raise ArtifactError(
@@ -140,6 +145,10 @@ def _apply(
     except TemplateError as error:
         if len(conversations) > 1:  # which one? the first that fails by itself
             for name, conversation in zip(ids, conversations, strict=True):
-                _apply(tokenizer, [name], [conversation], add_generation_prompt=add_generation_prompt)
+                _apply(
+                    tokenizer, [name], [conversation], add_generation_prompt=add_generation_prompt
+                )
         roles = ", ".join(message["role"] for message in conversations[0])
-        raise ArtifactError(f"{ids[0]}: the tokenizer's chat template refuses the turns {roles}: {error}") from error
+        raise ArtifactError(
+            f"{ids[0]}: the tokenizer's chat template refuses the turns {roles}: {error}"
+        ) from error

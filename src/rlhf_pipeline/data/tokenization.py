@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from rlhf_pipeline.config.data import SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.template import render_prompts, render_responses, render_turns
 from rlhf_pipeline.errors import ArtifactError, DataError
@@ -58,7 +58,9 @@ class Limited:
     """What was cut off."""
 
 
-def render(batch: ExampleBatch, tokenizer: PreTrainedTokenizerBase, *, turns: Sequence[bool] | None = None) -> Rendered:
+def render(
+    batch: ExampleBatch, tokenizer: PreTrainedTokenizerBase, *, turns: Sequence[bool] | None = None
+) -> Rendered:
     """Apply the chat template to the prompts and to every answer that the batch holds.
 
     `turns` marks the examples whose earlier assistant turns are wanted as pieces.
@@ -85,7 +87,9 @@ def render(batch: ExampleBatch, tokenizer: PreTrainedTokenizerBase, *, turns: Se
     chosen = answers(batch.chosen)
     pieces: list[list[tuple[str, bool]] | None] = [None] * len(prompts)
     for row, wanted in enumerate(turns or ()):
-        if wanted and len(batch.prompts[row]) > 2:  # shorter ones have no earlier turn of the assistant
+        if (
+            wanted and len(batch.prompts[row]) > 2
+        ):  # shorter ones have no earlier turn of the assistant
             pieces[row] = render_turns(tokenizer, batch.ids[row], batch.prompts[row], prompts[row])
     return Rendered(batch.ids, prompts, chosen, answers(batch.rejected), pieces)
 
@@ -99,19 +103,28 @@ def tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Tok
     Raises:
         ArtifactError: a response does not end in one EOS.
     """
-    texts = [*rendered.prompts, *(text for text in (*rendered.chosen, *rendered.rejected) if text is not None)]
+    texts = [
+        *rendered.prompts,
+        *(text for text in (*rendered.chosen, *rendered.rejected) if text is not None),
+    ]
     texts += [text for pieces in rendered.turns if pieces is not None for text, _ in pieces]
     ids = iter(encode(texts, tokenizer))
     prompts = [next(ids) for _ in rendered.prompts]
     chosen = [next(ids) if text is not None else None for text in rendered.chosen]
     rejected = [next(ids) if text is not None else None for text in rendered.rejected]
-    pieces = [[(next(ids), own) for _, own in texts] if texts is not None else None for texts in rendered.turns]
+    pieces = [
+        [(next(ids), own) for _, own in texts] if texts is not None else None
+        for texts in rendered.turns
+    ]
     for name, *answers, earlier in zip(rendered.ids, chosen, rejected, pieces, strict=True):
         for answer in [*answers, *(piece for piece, own in earlier or () if own)]:
             if answer is not None:
                 _check_end(name, answer, tokenizer)
     turns = [_joined(row) if row is not None else None for row in pieces]
-    return [Tokenized(*fields) for fields in zip(rendered.ids, prompts, chosen, rejected, turns, strict=True)]
+    return [
+        Tokenized(*fields)
+        for fields in zip(rendered.ids, prompts, chosen, rejected, turns, strict=True)
+    ]
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -151,7 +164,9 @@ def limited_prompt(name: str, ids: list[int], config: SplitConfig, bos_id: int |
     if len(ids) <= limit:
         return Limited(ids)
     if config.over_long_prompts == "truncate":
-        return Limited(newest(ids, ids, limit, bos_id), cut=f"prompts cut to max_prompt_tokens={limit}")
+        return Limited(
+            newest(ids, ids, limit, bos_id), cut=f"prompts cut to max_prompt_tokens={limit}"
+        )
     return _refused(name, "prompt", ids, "max_prompt_tokens", "over_long_prompts", config)
 
 
@@ -165,8 +180,13 @@ def limited_answer(name: str, answer: Answer, ids: list[int], config: SplitConfi
     if len(ids) <= limit:
         return Limited(ids)
     if config.over_long_responses == "truncate":
-        return Limited(ids[:limit], cut=f"{answer} answers cut to max_response_tokens={limit}, which lost their EOS")
-    return _refused(name, f"{answer} answer", ids, "max_response_tokens", "over_long_responses", config)
+        return Limited(
+            ids[:limit],
+            cut=f"{answer} answers cut to max_response_tokens={limit}, which lost their EOS",
+        )
+    return _refused(
+        name, f"{answer} answer", ids, "max_response_tokens", "over_long_responses", config
+    )
 
 
 def newest(ids: list[int], values: list[A], limit: int, bos_id: int | None) -> list[A]:
@@ -177,7 +197,9 @@ def newest(ids: list[int], values: list[A], limit: int, bos_id: int | None) -> l
     return values[:leading] + values[len(values) - limit + leading :]
 
 
-def _refused(name: str, what: str, ids: list[int], key: str, setting: str, config: SplitConfig) -> Limited:
+def _refused(
+    name: str, what: str, ids: list[int], key: str, setting: str, config: SplitConfig
+) -> Limited:
     limit = getattr(config, key)
     if getattr(config, setting) == "drop":
         return Limited(ids, dropped=f"{what} over {key}={limit}")
@@ -192,7 +214,10 @@ def _joined(pieces: list[tuple[list[int], bool]]) -> tuple[list[int], list[bool]
 
 
 def _check_end(name: str, response_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    if response_ids[-1] != tokenizer.eos_token_id or response_ids.count(tokenizer.eos_token_id) != 1:
+    if (
+        response_ids[-1] != tokenizer.eos_token_id
+        or response_ids.count(tokenizer.eos_token_id) != 1
+    ):
         raise ArtifactError(
             f"{name}: the response's ids must hold the EOS id {tokenizer.eos_token_id} ({tokenizer.eos_token!r}) once, "
             f"at their end, but end in {response_ids[-3:]}. Check that the tokenizer reads its EOS token as one token "

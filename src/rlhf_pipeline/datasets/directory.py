@@ -23,7 +23,9 @@ class DirectoryDataset(AbstractDataset[NoReturn, Path]):
 
     def save(self, data: NoReturn) -> None:
         """Refuse: programs write into the directory themselves."""
-        raise DatasetError(f"{self._filepath} is written by the stages' programs, not by the catalog")
+        raise DatasetError(
+            f"{self._filepath} is written by the stages' programs, not by the catalog"
+        )
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._filepath}

@@ -56,13 +56,23 @@ def render_markdown(evaluation: dict[str, Any]) -> str:
     for judge, rate in evaluation["win_rates"].items():
         lines += [f"**{_verdict(judge, rate, candidate)}** {_win_rate(judge, rate, candidate)}", ""]
     for variant, rates in evaluation["variants"].items():
-        lines += [f"## {_title(variant)} beside {name}", "", f"| | {name} | {_title(variant)} | difference |"]
+        lines += [
+            f"## {_title(variant)} beside {name}",
+            "",
+            f"| | {name} | {_title(variant)} | difference |",
+        ]
         lines += ["|:---|---:|---:|---:|"]
         lines += [f"| {' | '.join(row)} |" for row in _rows(policies[candidate], policies[variant])]
-        lines += ["", *(f"{_variant_rate(variant, judge, rate)}" for judge, rate in rates.items()), ""]
+        lines += [
+            "",
+            *(f"{_variant_rate(variant, judge, rate)}" for judge, rate in rates.items()),
+            "",
+        ]
     lines += ["## Samples", "", f"| | prompt | SFT | {name} |", "|---:|:---|:---|:---|"]
     for number, sample in enumerate(evaluation["samples"], start=1):
-        answers = [f"{_cell(sample[name])}<br>({_scores(sample, name)})" for name in ("sft", candidate)]
+        answers = [
+            f"{_cell(sample[name])}<br>({_scores(sample, name)})" for name in ("sft", candidate)
+        ]
         lines.append(f"| {number} | {_cell(sample['prompt'])} | {' | '.join(answers)} |")
     return "\n".join(lines) + "\n"
 
@@ -72,11 +82,17 @@ def print_table(evaluation: dict[str, Any], console: Console) -> None:
     candidate = evaluation["candidate"]
     name = candidate.upper()
     policies = evaluation["policies"]
-    console.print(_table(f"{name} against SFT", ("SFT", name), _rows(policies["sft"], policies[candidate])))
+    console.print(
+        _table(f"{name} against SFT", ("SFT", name), _rows(policies["sft"], policies[candidate]))
+    )
     console.print(Text(f"{_setting(evaluation)} Intervals are 95%."))
     for judge, rate in evaluation["win_rates"].items():
         console.print()
-        console.print(Text.assemble((_verdict(judge, rate, candidate), "bold"), " ", _win_rate(judge, rate, candidate)))
+        console.print(
+            Text.assemble(
+                (_verdict(judge, rate, candidate), "bold"), " ", _win_rate(judge, rate, candidate)
+            )
+        )
 
     for variant, rates in evaluation["variants"].items():
         rows = _rows(policies[candidate], policies[variant])
@@ -116,9 +132,14 @@ def _rows(first: dict[str, float], other: dict[str, float]) -> list[tuple[str, s
     """(metric, first, other, difference) for every metric that either policy has; unknown ones last, by their own names."""
     present = {name: None for name in (*first, *other) if not name.endswith(("_lower", "_upper"))}
     rows = []
-    for name in [*filter(present.__contains__, METRICS), *(name for name in present if name not in METRICS)]:
+    for name in [
+        *filter(present.__contains__, METRICS),
+        *(name for name in present if name not in METRICS),
+    ]:
         label, form = METRICS.get(name, (name, ".4g"))
-        difference = f"{other[name] - first[name]:+{form}}" if name in first and name in other else ABSENT
+        difference = (
+            f"{other[name] - first[name]:+{form}}" if name in first and name in other else ABSENT
+        )
         rows.append((label, _value(first, name, form), _value(other, name, form), difference))
     return rows
 
@@ -126,7 +147,11 @@ def _rows(first: dict[str, float], other: dict[str, float]) -> list[tuple[str, s
 def _value(metrics: dict[str, float], name: str, form: str) -> str:
     if name not in metrics:
         return ABSENT
-    interval = [f"{metrics[f'{name}_{end}']:{form}}" for end in ("lower", "upper") if f"{name}_{end}" in metrics]
+    interval = [
+        f"{metrics[f'{name}_{end}']:{form}}"
+        for end in ("lower", "upper")
+        if f"{name}_{end}" in metrics
+    ]
     return f"{metrics[name]:{form}}" + (f" [{', '.join(interval)}]" if interval else "")
 
 
@@ -141,7 +166,9 @@ def _verdict(judge: str, rate: dict[str, float], candidate: str) -> str:
 
 
 def _win_rate(judge: str, rate: dict[str, float], candidate: str) -> str:
-    where = "above" if rate["lower"] > 0.5 else "below" if rate["upper"] < 0.5 else "on both sides of"
+    where = (
+        "above" if rate["lower"] > 0.5 else "below" if rate["upper"] < 0.5 else "on both sides of"
+    )
     return (
         f"It prefers {candidate.upper()}'s answer to SFT's on {rate['rate']:.1%} of {rate['n']} prompts: "
         f"{rate['wins']} wins, {rate['ties']} ties (each counts half), {rate['losses']} losses. "

@@ -42,7 +42,9 @@ def win_rate(candidate: Sequence[float], baseline: Sequence[float]) -> WinRate:
         ValueError: no scores, unequal numbers of them, or one that is not finite.
     """
     if len(candidate) != len(baseline):
-        raise ValueError(f"candidate has {len(candidate)} scores, baseline has {len(baseline)}; pair them by prompt")
+        raise ValueError(
+            f"candidate has {len(candidate)} scores, baseline has {len(baseline)}; pair them by prompt"
+        )
     _check_scores("candidate", candidate)
     _check_scores("baseline", baseline)
     n = len(candidate)
@@ -87,7 +89,11 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
         raise ValueError("texts is empty")
     if n < 1:
         raise ValueError(f"n is {n}; it must be at least 1")
-    ngrams = [tuple(words[i : i + n]) for words in map(str.split, texts) for i in range(len(words) - n + 1)]
+    ngrams = [
+        tuple(words[i : i + n])
+        for words in map(str.split, texts)
+        for i in range(len(words) - n + 1)
+    ]
     return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
@@ -96,7 +102,9 @@ def _wilson_interval(p: float, n: int) -> tuple[float, float]:
     centre = p + z2 / (2 * n)
     half_width = Z_95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n**2))
     # Rounding may leave [0, 1] by 1e-17 at p = 0 and p = 1.
-    return max(0.0, (centre - half_width) / (1 + z2 / n)), min(1.0, (centre + half_width) / (1 + z2 / n))
+    return max(0.0, (centre - half_width) / (1 + z2 / n)), min(
+        1.0, (centre + half_width) / (1 + z2 / n)
+    )
 
 
 def _check_scores(name: str, scores: Sequence[float]) -> None:

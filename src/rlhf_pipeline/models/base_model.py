@@ -18,17 +18,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_pipeline.config.model import BaseModelConfig
+from rlhf_pipeline.config.base_model import COMMIT, BaseModelConfig
 from rlhf_pipeline.data.corpus import corpus
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.models.reading import explained, reading
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.stages.base_model_origin import COMMIT
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.stages.program import run_program
-from rlhf_pipeline.stages.trust import trusting
+from rlhf_pipeline.models.safe_loading import explained, loading_arguments
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.program import run_program
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +37,24 @@ EOS_TOKEN = "<|end|>"  # noqa: S105
 def main(job: LaunchedJob) -> dict[str, float]:
     """Load or build the model and its tokenizer, and write both with their token contract."""
     config = job.block("base_model", BaseModelConfig)
-    with trusting(config.trust_remote_code):
-        return _make(job, config)
-
-
-def _make(job: LaunchedJob, config: BaseModelConfig) -> dict[str, float]:
     torch.manual_seed(job.seed)
+    trust = config.trust_remote_code
     if config.path is None:
         trained = train_tokenizer(config, list(job.inputs.values()))
         tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
     else:
-        revision = job.digests.get(COMMIT)  # what the branch named when the stage was looked up, not what it names now
+        # The commit that the branch named when the driver looked, which may be older than its newest one.
+        revision = job.digests.get(COMMIT)
         with explained(config.path):
-            how = reading(config.path, revision=revision, unpickle=config.unpickle_weights)
+            how = loading_arguments(
+                config.path,
+                revision=revision,
+                unpickle=config.unpickle_weights,
+                trust_remote_code=trust,
+            )
             model = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto", **how)
-        tokenizer = load_tokenizer(config.path, revision)
+        tokenizer = load_tokenizer(config.path, revision=revision, trust_remote_code=trust)
         give_pad_token(tokenizer, model)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
@@ -62,13 +62,16 @@ def _make(job: LaunchedJob, config: BaseModelConfig) -> dict[str, float]:
     model.save_pretrained(job.export)
     tokenizer.save_pretrained(job.export)
     contract = TokenContract.of(tokenizer)
-    if TokenContract.of(load_tokenizer(job.export)) != contract:
+    if TokenContract.of(load_tokenizer(job.export, trust_remote_code=trust)) != contract:
         raise ArtifactError(
             f"the tokenizer of {config.path or 'base_model.architecture'} is another one after it is saved and loaded: "
             f"transformers rebuilds it by the model type {model.config.model_type}; give it a tokenizer of that type"
         )
     contract.write(job.export)
-    return {"base_model/parameters": model.num_parameters(), "base_model/vocab_size": len(tokenizer)}
+    return {
+        "base_model/parameters": model.num_parameters(),
+        "base_model/vocab_size": len(tokenizer),
+    }
 
 
 def train_tokenizer(config: BaseModelConfig, sources: Sequence[Path]) -> PreTrainedTokenizerFast:
@@ -84,10 +87,14 @@ def train_tokenizer(config: BaseModelConfig, sources: Sequence[Path]) -> PreTrai
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(sources), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN
+    )
 
 
-def as_loaded(tokenizer: PreTrainedTokenizerBase, config: BaseModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+def as_loaded(
+    tokenizer: PreTrainedTokenizerBase, config: BaseModelConfig, folder: Path
+) -> PreTrainedTokenizerBase:
     """The tokenizer as `AutoTokenizer` gives it back from a checkpoint of this family, by way of `folder`.
 
     For most it is the same. Beside a Qwen2 model, Qwen2's normalizer, pre-tokenizer and `<|endoftext|>` take the place of
@@ -95,7 +102,9 @@ def as_loaded(tokenizer: PreTrainedTokenizerBase, config: BaseModelConfig, folde
     """
     assert config.architecture is not None, "the configuration demands it where there is no path"
     tokenizer.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder, config=AutoConfig.for_model(config.architecture["model_type"]))
+    return AutoTokenizer.from_pretrained(
+        folder, config=AutoConfig.for_model(config.architecture["model_type"])
+    )
 
 
 def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -109,7 +118,9 @@ def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
         "bos_token_id": None,
     }
     try:
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **fields), dtype=torch.float32
+        )
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"base_model.architecture cannot be built: {error}") from error
 

@@ -20,7 +20,9 @@ def response_logits(policy: nn.Module, batch: Sequences) -> Tensor:
     return logits[:, :-1]
 
 
-def response_logprobs(policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float = 1.0) -> Tensor:
+def response_logprobs(
+    policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float = 1.0
+) -> Tensor:
     """Log-probability of each response token, (B, R) float32; meaningless where the mask is False."""
     logits = response_logits(policy, batch)
     return logprobs_of(logits, batch.response_ids, temperature=temperature, vocab_size=vocab_size)
@@ -31,7 +33,9 @@ def response_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each response token and the entropy of its distribution; (B, R) each."""
     logits = response_logits(policy, batch)
-    logprobs = logprobs_of(logits, batch.response_ids, temperature=temperature, vocab_size=vocab_size)
+    logprobs = logprobs_of(
+        logits, batch.response_ids, temperature=temperature, vocab_size=vocab_size
+    )
     return logprobs, entropy_of(logits, temperature=temperature, vocab_size=vocab_size)
 
 
@@ -43,6 +47,8 @@ def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
 
 def sequence_scores(reward_model: nn.Module, batch: Sequences) -> Tensor:
     """The reward model's score of each response, (B,) float32: its scalar at the last real token."""
-    scores: Tensor = reward_model(**batch.model_inputs(), scores_to_keep=batch.response_ids.shape[1])
+    scores: Tensor = reward_model(
+        **batch.model_inputs(), scores_to_keep=batch.response_ids.shape[1]
+    )
     last = batch.response_mask.sum(1, keepdim=True) - 1
     return scores.gather(1, last).squeeze(1)

@@ -17,25 +17,39 @@ from transformers import (
 )
 
 from rlhf_pipeline.config.training import Precision, Quantization
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.reading import explained, reading
+from rlhf_pipeline.models.safe_loading import explained, loading_arguments
 from rlhf_pipeline.models.scalar_head import HEAD, TokenScores, pretrained
-from rlhf_pipeline.models.token_contract import TokenContract
-from rlhf_pipeline.stages.trust import trusts_remote_code
 
 M = TypeVar("M", bound=nn.Module)
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
-def load_policy(checkpoint: Path, precision: Precision, *, quantize: Quantization | None = None) -> PreTrainedModel:
-    """A causal language model: the SFT model, actor or reference."""
+def load_policy(
+    checkpoint: Path,
+    precision: Precision,
+    *,
+    quantize: Quantization | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal language model: the SFT model, actor or reference. Arguments: see `load_scores`."""
     with explained(checkpoint):
         model = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=DTYPES[precision], **reading(checkpoint), **_quantized(quantize, precision)
+            checkpoint,
+            dtype=DTYPES[precision],
+            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code),
+            **_quantized(quantize, precision),
         )
     contract = TokenContract.read(checkpoint)
     # A hub model's own generation settings (top-k, repetition penalty) would change the distribution that is sampled.
-    model.generation_config = GenerationConfig(eos_token_id=contract.eos_id, pad_token_id=contract.pad_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=contract.eos_id, pad_token_id=contract.pad_id
+    )
     return _without_dropout(model)
 
 
@@ -46,6 +60,7 @@ def load_scores(
     new_head: bool = False,
     foreign: bool = False,
     quantize: Quantization | None = None,
+    trust_remote_code: bool = False,
 ) -> TokenScores:
     """A model with one scalar a token: the reward model or the critic.
 
@@ -55,6 +70,7 @@ def load_scores(
         new_head: the scalar head is not in the checkpoint; it gets random weights.
         quantize: how the matrices of the trunk are stored, if not in `precision`.
         foreign: it reads tokens of its own, so it needs no token contract.
+        trust_remote_code: whether Python code that ships with the model may run.
 
     Raises:
         ArtifactError: the checkpoint has no trained scalar head, and none was asked for.
@@ -62,10 +78,14 @@ def load_scores(
     with explained(checkpoint):
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             checkpoint, num_labels=1, dtype=DTYPES[precision], output_loading_info=True,
-            **reading(checkpoint), **_quantized(quantize, precision),
+            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code), **_quantized(quantize, precision),
         )  # fmt: skip
-    if missing := [name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))]:
-        raise ArtifactError(f"{checkpoint} is not a reward model: it has no weights for {', '.join(sorted(missing))}")
+    if missing := [
+        name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))
+    ]:
+        raise ArtifactError(
+            f"{checkpoint} is not a reward model: it has no weights for {', '.join(sorted(missing))}"
+        )
     if not foreign:
         model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
     if foreign and not isinstance(getattr(model, "score", None), nn.Linear):
@@ -75,10 +95,14 @@ def load_scores(
     return TokenScores(_without_dropout(model))
 
 
-def load_tokenizer(checkpoint: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    checkpoint: Path | str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer stored with a checkpoint, or with a model on the hub."""
     with explained(checkpoint):
-        return AutoTokenizer.from_pretrained(checkpoint, revision=revision, trust_remote_code=trusts_remote_code())
+        return AutoTokenizer.from_pretrained(
+            checkpoint, revision=revision, trust_remote_code=trust_remote_code
+        )
 
 
 def freeze(model: M) -> M:
@@ -91,7 +115,9 @@ def enable_checkpointing(model: nn.Module) -> None:
 
     Not by the reentrant method: after two forward passes before one backward it breaks ZeRO-2 and 3.
     """
-    pretrained(model).activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    pretrained(model).activation_checkpointing_enable(
+        activation_checkpointing_kwargs={"use_reentrant": False}
+    )
 
 
 def assert_no_dropout(model: nn.Module) -> None:

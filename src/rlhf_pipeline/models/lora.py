@@ -55,7 +55,9 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> LoraModel:
 
 def trained_names(model: nn.Module) -> list[str]:
     """Names of the parameters that train, as the Hugging Face model has them."""
-    return [name for name, parameter in pretrained(model).named_parameters() if parameter.requires_grad]
+    return [
+        name for name, parameter in pretrained(model).named_parameters() if parameter.requires_grad
+    ]
 
 
 def write_adapter(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Path) -> None:
@@ -97,8 +99,12 @@ def merged(model: M, config: LoRAConfig, adapter: Path) -> M:
     stored = load_file(adapter / WEIGHTS)
     weights = {name: _stored_name(name) for name in trained_names(model)}
     if differing := set(weights.values()) ^ stored.keys():
-        raise ArtifactError(f"{adapter / WEIGHTS} does not fit the model: {', '.join(sorted(differing)[:4])}")
-    pretrained(model).load_state_dict({own: stored[name] for own, name in weights.items()}, strict=False)
+        raise ArtifactError(
+            f"{adapter / WEIGHTS} does not fit the model: {', '.join(sorted(differing)[:4])}"
+        )
+    pretrained(model).load_state_dict(
+        {own: stored[name] for own, name in weights.items()}, strict=False
+    )
     tuner.merge_and_unload()
     return model
 
@@ -115,7 +121,9 @@ class WithoutAdapters(nn.Module):
 
         super().__init__()
         self.trained = trained
-        self._adapted = [module for module in trained.modules() if isinstance(module, BaseTunerLayer)]
+        self._adapted = [
+            module for module in trained.modules() if isinstance(module, BaseTunerLayer)
+        ]
 
     @torch.no_grad()
     def forward(self, **inputs: Any) -> Any:
@@ -138,7 +146,9 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig) -> LoraConfig:
         r=config.rank,
         lora_alpha=config.alpha,  # peft divides it by the rank
         target_modules=_targets(model, config),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's weights are (in, out)
+        fan_in_fan_out=any(
+            isinstance(module, Conv1D) for module in model.modules()
+        ),  # GPT-2's weights are (in, out)
         task_type="SEQ_CLS" if hasattr(model, HEAD) else "CAUSAL_LM",
     )
 

@@ -51,4 +51,7 @@ def pretrained(model: nn.Module) -> PreTrainedModel:
 def store_score_mean(checkpoint: Path, mean: float) -> None:
     """Write the mean score of demonstrations into a reward model's configuration."""
     path = checkpoint / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"score_mean": mean}, indent=2, sort_keys=True) + "\n")
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"score_mean": mean}, indent=2, sort_keys=True)
+        + "\n"
+    )

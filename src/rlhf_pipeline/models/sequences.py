@@ -71,7 +71,9 @@ class Sequences:
         )
 
 
-def collate(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Sequences:
+def collate(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int
+) -> Sequences:
     """Token lists, one prompt and one response a row, as a batch: prompts padded on the left, responses on the right."""
     prompt_ids, prompt_mask = pad(prompts, pad_id, left=True)
     response_ids, response_mask = pad(responses, pad_id, left=False)

@@ -12,7 +12,9 @@ from rlhf_pipeline.rl.masking import check_right_padded, check_shapes
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over whole responses.
 
         delta_t = r_t + gamma * V_{t+1} - V_t          V after the last real token is 0: a response always ends
@@ -123,4 +125,6 @@ def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
 
 def _check_groups(returns: Tensor) -> None:
     if returns.dim() != 2 or returns.shape[0] < 2:
-        raise ValueError(f"returns is {tuple(returns.shape)}; it must be (K, G) with K >= 2 responses to each prompt")
+        raise ValueError(
+            f"returns is {tuple(returns.shape)}; it must be (K, G) with K >= 2 responses to each prompt"
+        )

@@ -13,7 +13,9 @@ from rlhf_pipeline.rl.masking import check_shapes, masked_moments, masked_sum, m
 
 
 @torch.no_grad()
-def policy_diagnostics(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, clip_range: float) -> dict[str, Tensor]:
+def policy_diagnostics(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, clip_range: float
+) -> dict[str, Tensor]:
     """How far the update has moved the policy from the one that sampled.
 
     Sums over real tokens; divide by `tokens`, once all are added, for means:
@@ -62,7 +64,9 @@ def value_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
         ValueError: a shape is wrong.
     """
     check_shapes(mask, values=values, returns=returns)
-    return torch.stack([masked_moments(returns, mask), masked_moments(returns.double() - values.double(), mask)])
+    return torch.stack(
+        [masked_moments(returns, mask), masked_moments(returns.double() - values.double(), mask)]
+    )
 
 
 def explained_variance(sums: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
             raise ValueError(f"estimator is {estimator!r}; choose 'k1', 'k2' or 'k3'")
 
 
-def adapted_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: float, batch_size: int) -> float:
+def adapted_kl_coef(
+    kl_coef: float, observed_kl: float, *, target: float, horizon: float, batch_size: int
+) -> float:
     """The next KL coefficient, moved towards the one that holds the KL at its target.
 
         error   = clip(observed_kl / target - 1, -0.2, 0.2)
@@ -73,6 +75,8 @@ def adapted_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizo
     if not target > 0:
         raise ValueError(f"target is {target}; it must be positive")
     if not horizon > 0.2 * batch_size:
-        raise ValueError(f"horizon is {horizon}; it must exceed 0.2 * batch_size = {0.2 * batch_size}")
+        raise ValueError(
+            f"horizon is {horizon}; it must exceed 0.2 * batch_size = {0.2 * batch_size}"
+        )
     error = min(max(observed_kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * batch_size / horizon)

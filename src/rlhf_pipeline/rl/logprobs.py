@@ -17,7 +17,12 @@ from torch.autograd.function import once_differentiable
 
 
 def logprobs_of(
-    logits: Tensor, ids: Tensor, *, temperature: float = 1.0, vocab_size: int | None = None, chunk_rows: int = 8
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    chunk_rows: int = 8,
 ) -> Tensor:
     """Log-probability of each chosen token under the distribution it is sampled from.
 
@@ -37,7 +42,9 @@ def logprobs_of(
         ValueError: ids does not fit logits, temperature is not positive, or vocab_size is not in [1, V].
     """
     if ids.shape != logits.shape[:-1]:
-        raise ValueError(f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; ids must lack only V")
+        raise ValueError(
+            f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; ids must lack only V"
+        )
     vocab_size = _checked_vocab_size(logits, temperature, vocab_size)
     return _ChosenLogprobs.apply(logits, ids, temperature, vocab_size, chunk_rows)
 
@@ -72,11 +79,16 @@ class _ChosenLogprobs(torch.autograd.Function):
     """Autograd on its own would keep the float32 log-softmax of every chunk until the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, vocab_size: int, chunk_rows: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, vocab_size: int, chunk_rows: int
+    ) -> Tensor:
         ctx.save_for_backward(logits, ids)
         ctx.temperature, ctx.vocab_size, ctx.chunk_rows = temperature, vocab_size, chunk_rows
         chunks = zip(logits.split(chunk_rows), ids.unsqueeze(-1).split(chunk_rows), strict=True)
-        logprobs = [_log_softmax(chunk, temperature, vocab_size).gather(-1, chosen) for chunk, chosen in chunks]
+        logprobs = [
+            _log_softmax(chunk, temperature, vocab_size).gather(-1, chosen)
+            for chunk, chosen in chunks
+        ]
         return torch.cat(logprobs).squeeze(-1)
 
     @staticmethod
@@ -86,7 +98,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         logits, ids = ctx.saved_tensors
         grad_logits = torch.zeros_like(logits)
         tensors = (logits, ids.unsqueeze(-1), grad.unsqueeze(-1) / ctx.temperature, grad_logits)
-        for chunk, chosen, scale, target in zip(*(x.split(ctx.chunk_rows) for x in tensors), strict=True):
+        for chunk, chosen, scale, target in zip(
+            *(x.split(ctx.chunk_rows) for x in tensors), strict=True
+        ):
             p = _log_softmax(chunk, ctx.temperature, ctx.vocab_size).exp()
             target[..., : ctx.vocab_size] = (-scale * p).scatter_add(-1, chosen, scale)
         return grad_logits, None, None, None, None
@@ -96,10 +110,14 @@ class _Entropy(torch.autograd.Function):
     """As `_ChosenLogprobs`: what is kept are the logits, which that keeps too."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, temperature: float, vocab_size: int, chunk_rows: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, temperature: float, vocab_size: int, chunk_rows: int
+    ) -> Tensor:
         ctx.save_for_backward(logits)
         ctx.temperature, ctx.vocab_size, ctx.chunk_rows = temperature, vocab_size, chunk_rows
-        log_ps = (_log_softmax(chunk, temperature, vocab_size) for chunk in logits.split(chunk_rows))
+        log_ps = (
+            _log_softmax(chunk, temperature, vocab_size) for chunk in logits.split(chunk_rows)
+        )
         return torch.cat([_entropy(log_p) for log_p in log_ps])
 
     @staticmethod
@@ -111,7 +129,9 @@ class _Entropy(torch.autograd.Function):
         tensors = (logits, grad.unsqueeze(-1) / ctx.temperature, grad_logits)
         for chunk, scale, target in zip(*(x.split(ctx.chunk_rows) for x in tensors), strict=True):
             log_p = _log_softmax(chunk, ctx.temperature, ctx.vocab_size)
-            target[..., : ctx.vocab_size] = -scale * log_p.exp() * (log_p + _entropy(log_p).unsqueeze(-1))
+            target[..., : ctx.vocab_size] = (
+                -scale * log_p.exp() * (log_p + _entropy(log_p).unsqueeze(-1))
+            )
         return grad_logits, None, None, None
 
 

@@ -41,7 +41,9 @@ def check_right_padded(mask: Tensor) -> None:
         ValueError: some row is not real tokens followed by padding.
     """
     if (mask[:, 1:] & ~mask[:, :-1]).any():
-        raise ValueError("mask has a real token after padding; responses must be padded on the right, without gaps")
+        raise ValueError(
+            "mask has a real token after padding; responses must be padded on the right, without gaps"
+        )
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:

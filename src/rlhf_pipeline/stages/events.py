@@ -1,9 +1,8 @@
-"""What a running stage tells those who watch it: the progress display and the experiment tracker."""
+"""What a running stage reports to the progress display and the experiment tracker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,7 +12,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True)
 class StageRun:
-    """One recipe being run, or found finished."""
+    """One run of a stage, or the reuse of an earlier one."""
 
     stage: str
     fingerprint: str
@@ -24,19 +23,21 @@ class StageRun:
     inputs: dict[str, str]
     """Input name to content digest."""
     cached: bool
-    """True: finished earlier, nothing is launched."""
+    """True: the result of an earlier run is reused, nothing is launched."""
     paths: Mapping[str, Path] = field(default_factory=dict)
-    """Input name to where it lies, for inputs that are local."""
+    """Input name to path, for local inputs."""
+    headline_metrics: tuple[str, ...] = ()
+    """The metrics that the progress display shows."""
     resumed_from: int | None = None
-    """The step that training goes on from, where an earlier attempt left a checkpoint."""
+    """The step of the checkpoint that training resumes from."""
     adjusted: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters that are not as configured, because that took too much memory: `smaller_batches.adjusted`."""
+    """Parameters changed after an out-of-memory failure, see `launch.oom_retry.adjusted`."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """What the fingerprint is the digest of."""
 
     @property
     def title(self) -> str:
-        """The stage's name; of the stages that read a source, which one."""
+        """The stage's name; for stage `source` also the name of the source."""
         return f"source {self.config['source']['name']}" if self.stage == "source" else self.stage
 
     @property
@@ -46,50 +47,40 @@ class StageRun:
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON object a line: {"step", "total_steps", "time", "metrics"}; step counts from 1."""
+        """Metrics as JSON lines, see `runtime.metrics_file`."""
         return self.directory / "metrics.jsonl"
 
 
 class StageListener(Protocol):
-    """Someone who watches stages. A listener never makes a stage fail: it handles its own errors."""
+    """Follows the stages of a run. A listener handles its own errors and never makes a stage fail."""
 
     def stage_started(self, run: StageRun) -> None:
-        """A program is about to be launched, or the result was found."""
+        """A program is about to be launched, or a result is reused."""
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """New lines of the metrics file."""
+        """The metrics file has new lines."""
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """The stage ended; metrics are those of its manifest."""
+        """The stage ended; `metrics` are those of its manifest."""
 
 
-_listeners: list[StageListener] = []
+@dataclass(frozen=True)
+class Listeners:
+    """Several listeners as one."""
 
+    listeners: tuple[StageListener, ...] = ()
 
-@contextmanager
-def listening(*listeners: StageListener) -> Iterator[None]:
-    """Tell `listeners` about every stage that runs inside the block."""
-    _listeners.extend(listeners)
-    try:
-        yield
-    finally:
-        for listener in listeners:
-            _listeners.remove(listener)
+    def stage_started(self, run: StageRun) -> None:
+        """Pass on."""
+        for listener in self.listeners:
+            listener.stage_started(run)
 
+    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        """Pass on."""
+        for listener in self.listeners:
+            listener.stage_metrics(run, records)
 
-def started(run: StageRun) -> None:
-    """Tell all listeners that a stage begins, or was found finished."""
-    for listener in _listeners:
-        listener.stage_started(run)
-
-
-def metrics(run: StageRun, records: list[dict[str, Any]]) -> None:
-    """Tell all listeners of new lines in the stage's metrics file."""
-    for listener in _listeners:
-        listener.stage_metrics(run, records)
-
-
-def ended(run: StageRun, status: Status, result: dict[str, float]) -> None:
-    """Tell all listeners how the stage ended, with the metrics of its manifest."""
-    for listener in _listeners:
-        listener.stage_ended(run, status, result)
+    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
+        """Pass on."""
+        for listener in self.listeners:
+            listener.stage_ended(run, status, metrics)

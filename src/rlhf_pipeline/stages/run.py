@@ -1,106 +1,157 @@
-"""Running a stage: found finished, or launched; either way a finished artifact comes back."""
+"""Running a stage: reuse its result, or launch its program and return the finished artifact."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
-from rlhf_pipeline.stages import events, heartbeat
-from rlhf_pipeline.stages.checkpoints import checkpoints_in, newest_whole
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
+from rlhf_pipeline.runtime.disk_space import explain_full_disk
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest, verify
+from rlhf_pipeline.stages.cache.identify import identify
+from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
+from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_attempt
+from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.forcing import forced
-from rlhf_pipeline.stages.hints import CPU_MEMORY, GPU_MEMORY
-from rlhf_pipeline.stages.job import Job, as_json, write_job
-from rlhf_pipeline.stages.launcher import launch, process_count
-from rlhf_pipeline.stages.lock import await_programs, recipe_lock
-from rlhf_pipeline.stages.manifest import Manifest, artifact_of, content_digest, verify
-from rlhf_pipeline.stages.planning import active_plan, identify
-from rlhf_pipeline.stages.room import full_disk_told
-from rlhf_pipeline.stages.smaller_batches import adjusted, halved
-from rlhf_pipeline.stages.workspace import RECIPE, attempts, next_attempt, write_whole
+from rlhf_pipeline.stages.job import Job, write_job
+from rlhf_pipeline.stages.launch.launcher import launch
+from rlhf_pipeline.stages.launch.oom_retry import OUT_OF_MEMORY, adjusted, halved
 
 logger = logging.getLogger(__name__)
 
 
-def run_stage(job: Job, launch_config: LaunchConfig, workspace: Path) -> Path:
-    """Run a stage, or find it finished; return its artifact.
+class StageRunner:
+    """Runs the stages of one `kedro run`."""
 
-    The recipe's fingerprint names the work directory, so an unchanged recipe is found whatever ran in between, and a
-    changed one starts in a directory of its own. Two runs of one recipe wait for each other. A finished result that was
-    damaged since is made again. A forced one (`forcing`) is made in another directory; it counts when it is finished.
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._launched: set[str] = set()
+        """Fingerprints of the stages that this run has launched: two nodes may need the same forced stage."""
 
-    Raises:
-        ArtifactError: an input is incomplete or was altered.
-        StageError: the program failed; the message holds the failing rank's own error. Or another process runs the recipe,
-            and `launch.wait` is false.
-        Interrupted: a signal ended it.
-    """
-    plan = active_plan()
-    if plan is not None:
-        return plan.add(job, launch_config, workspace)
-    digests = {name: content_digest(path) for name, path in job.inputs.items()} | dict(job.identities)
-    run = identify(job, digests, launch_config, workspace)
-    with full_disk_told(f"stage {run.stage}", workspace), recipe_lock(run.directory, wait=launch_config.wait):
-        finished = _finished(run)
-        if finished is not None and not forced(run.stage, run.fingerprint):
-            events.started(finished)
-            events.ended(finished, "FINISHED", Manifest.read(finished.export).metrics)
-            (finished.directory / RECIPE).touch()
-            return finished.export
-        _verify_inputs(job)
-        directory = attempts(run.directory)[-1:] or [run.directory]
-        if finished is not None and directory == [finished.directory]:
-            directory = [next_attempt(run.directory)]
-        run = replace(run, directory=directory[0])
-        attempted = job
-        while True:
-            try:
-                return _attempt(attempted, replace(run, adjusted=adjusted(job.config, attempted.config)), launch_config)
-            except StageError as error:
-                smaller = halved(attempted.config)
-                out_of_memory = error.cause in (GPU_MEMORY, CPU_MEMORY)
-                if not (launch_config.halve_micro_batch_on_oom and out_of_memory) or smaller is None:
-                    raise
-                attempted = replace(job, config=smaller)
+    def run(self, job: Job) -> Path:
+        """Return the stage's finished artifact; launch its program if there is none.
+
+        The fingerprint of the recipe names the work directory, so an unchanged recipe is always found. Two runs of the
+        same recipe wait for each other. A damaged result is made again. A forced stage runs in a new directory, and its
+        result replaces the earlier one once it is finished.
+
+        Raises:
+            ArtifactError: an input is incomplete or was changed.
+            StageError: the program failed; the message contains the error of the failing rank. Or another process runs
+                this recipe and `launch.wait` is false.
+            Interrupted: a signal ended the stage.
+        """
+        context = self._context
+        digests = {name: content_digest(path) for name, path in job.inputs.items()} | dict(
+            job.identities
+        )
+        run = identify(job, digests, context)
+        with (
+            explain_full_disk(f"stage {run.stage}", context.workspace),
+            recipe_lock(run.directory, wait=context.launch.wait),
+        ):
+            finished = _finished(run)
+            if finished is not None and not self._is_forced(run):
+                return _reuse(finished, context)
+            _verify_inputs(job)
+            run = replace(run, directory=_work_directory(run, finished))
+            export = _launch_until_it_fits(job, run, context)
+            self._launched.add(run.fingerprint)
+            return export
+
+    def _is_forced(self, run: StageRun) -> bool:
+        return run.stage in self._context.forced and run.fingerprint not in self._launched
 
 
-def _attempt(job: Job, run: StageRun, launch_config: LaunchConfig) -> Path:
-    """Launch the program, from its newest whole checkpoint on; return its artifact."""
+def _reuse(finished: StageRun, context: RunContext) -> Path:
+    context.listener.stage_started(finished)
+    context.listener.stage_ended(finished, "FINISHED", Manifest.read(finished.export).metrics)
+    (finished.directory / RECIPE).touch()
+    return finished.export
+
+
+def _work_directory(run: StageRun, finished: StageRun | None) -> Path:
+    """The newest directory of the recipe; a new one if that one is finished."""
+    existing = attempts(run.directory)
+    if not existing:
+        return run.directory
+    if finished is not None and existing[-1] == finished.directory:
+        return next_attempt(run.directory)
+    return existing[-1]
+
+
+def _launch_until_it_fits(job: Job, run: StageRun, context: RunContext) -> Path:
+    """Launch; after an out-of-memory failure launch again with smaller micro batches, if the user allows it."""
+    config = job.config
+    while True:
+        try:
+            return _attempt(job, config, run, context)
+        except StageError as error:
+            smaller = halved(config)
+            may_retry = context.launch.halve_micro_batch_on_oom and error.cause in OUT_OF_MEMORY
+            if not may_retry or smaller is None:
+                raise
+            config = smaller
+
+
+def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunContext) -> Path:
+    """Launch the program, resuming from its newest valid checkpoint; return its artifact."""
     run.directory.mkdir(parents=True, exist_ok=True)
     await_programs(run.directory)
-    resume_from = newest_whole(run.directory / "checkpoints")
+    resume_from = newest_valid_step(run.directory / "checkpoints")
     _clear(run, keep_progress=resume_from is not None)
-    write_whole(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
-    job_file = write_job(
-        job, run.directory, fingerprint=run.fingerprint, digests=run.inputs, resume_from=resume_from,
-        collective_timeout_s=launch_config.collective_timeout_s, adjusted=run.adjusted,
-    )  # fmt: skip
-    run = replace(run, config=as_json(job.config), resumed_from=resume_from)
-    events.started(run)
+    write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
+    run = replace(
+        run, config=as_json(config), resumed_from=resume_from, adjusted=adjusted(job.config, config)
+    )
+    job_file = write_job(_launched(job, run, context))
+    context.listener.stage_started(run)
     try:
-        launch(job.program, job_file, run, launch_config, process_count(launch_config))
+        launch(job.spec, job_file, run, context)
         metrics = Manifest.read(run.export).metrics
-        for checkpoint in checkpoints_in(run.directory / "checkpoints"):  # nothing is left to go on with
+        for checkpoint in list_checkpoints(run.directory / "checkpoints"):  # no longer needed
             shutil.rmtree(checkpoint)
         shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)
     except BaseException as error:
         killed = isinstance(error, Interrupted | KeyboardInterrupt)
-        events.ended(run, "KILLED" if killed else "FAILED", {})
+        context.listener.stage_ended(run, "KILLED" if killed else "FAILED", {})
         raise
-    events.ended(run, "FINISHED", metrics)
+    context.listener.stage_ended(run, "FINISHED", metrics)
     return run.export
 
 
+def _launched(job: Job, run: StageRun, context: RunContext) -> LaunchedJob:
+    return LaunchedJob(
+        stage=run.stage,
+        fingerprint=run.fingerprint,
+        seed=run.seed,
+        config=run.config,
+        inputs=dict(job.inputs),
+        digests=run.inputs,
+        directory=run.directory,
+        collective_timeout_s=context.launch.collective_timeout_s,
+        versions=run.recipe["versions"],
+        resume_from=run.resumed_from,
+        adjusted=dict(run.adjusted),
+        trust_remote_code=context.trust_remote_code,
+    )
+
+
 def _finished(run: StageRun) -> StageRun | None:
-    """The newest attempt whose result is whole; None where there is none to reuse.
+    """The newest undamaged result of the recipe, or None.
 
     Raises:
-        ForeignFileError: it is whole, and more. To make it again would cost the whole stage, and lose what was added.
+        ForeignFileError: the result is undamaged, but somebody added a file. Making it again would cost the whole stage
+            and lose that file.
     """
     for directory in reversed(attempts(run.directory)):
         attempt = replace(run, directory=directory, cached=True)
@@ -111,7 +162,7 @@ def _finished(run: StageRun) -> StageRun | None:
         except ForeignFileError:
             raise
         except ArtifactError as error:
-            logger.warning("A result of stage %s is passed over: %s", run.stage, error)
+            logger.warning("stage %s: a result is not reused: %s", run.stage, error)
             continue
         return attempt
     return None
@@ -126,13 +177,15 @@ def _verify_inputs(job: Job) -> None:
 
 
 def _clear(run: StageRun, *, keep_progress: bool) -> None:
-    """Remove what an earlier attempt left, but for the checkpoints that this one goes on from, and the metrics until there.
+    """Remove what an earlier attempt left, except its checkpoints and metrics if this attempt resumes from them.
 
-    A published version shares files with the export by hard links, and keeps its own.
+    Published versions keep their files: they are hard links.
     """
     for name in ("export", *([] if keep_progress else ["checkpoints"])):
         shutil.rmtree(run.directory / name, ignore_errors=True)
-    for partial in (run.directory / "checkpoints").rglob("*.partial"):  # they hold room that is needed now
+    for partial in (run.directory / "checkpoints").rglob(
+        "*.partial"
+    ):  # they take space that is needed now
         shutil.rmtree(partial, ignore_errors=True)
     for path in (run.directory / "deepspeed.json", *([] if keep_progress else [run.metrics_file])):
         path.unlink(missing_ok=True)

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.config.data import SourceConfig
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.manifest import Manifest, artifact_of, content_digest
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 def log_data_read(client: MlflowClient, run_id: str, run: StageRun) -> None:
     """Log the stage's inputs that are data: records of sources, and folders of the prepared data."""
-    contexts = {"source": "source", "split": "evaluation" if run.stage.startswith("evaluate") else "training"}
+    contexts = {
+        "source": "source",
+        "split": "evaluation" if run.stage.startswith("evaluate") else "training",
+    }
     read = []
     for name, path in run.paths.items():
         artifact = artifact_of(path)
@@ -67,7 +70,11 @@ def _data_set(path: Path, digest: str, context: str) -> DatasetInput:
             digest[:MAX_DATASET_DIGEST_SIZE],
             source_type="local",
             source=json.dumps(
-                {"uri": str(path.resolve()), "stage": manifest.stage, "fingerprint": manifest.fingerprint}
+                {
+                    "uri": str(path.resolve()),
+                    "stage": manifest.stage,
+                    "fingerprint": manifest.fingerprint,
+                }
             ),
             profile=json.dumps(_numbers(manifest, folder)),
         ),
@@ -79,4 +86,8 @@ def _numbers(manifest: Manifest, folder: str) -> dict[str, float]:
     """The artifact's metrics by their own names; of a folder those that begin with its name."""
     numbers = {name.partition("/")[2]: value for name, value in manifest.metrics.items()}
     prefix = f"{folder}_" if folder else ""
-    return {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in numbers.items()
+        if name.startswith(prefix)
+    }

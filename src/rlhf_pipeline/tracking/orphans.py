@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_pipeline.runtime.processes import process_identity
 from rlhf_pipeline.stages.events import Status
-from rlhf_pipeline.stages.program import driver_id
 from rlhf_pipeline.tracking.store import ARTIFACTS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ NOTES = "untold.jsonl"
 
 def driver_tag() -> str:
     """Who this process is, on all machines and for all time."""
-    return f"{_host()} {driver_id(os.getpid())}"
+    return f"{_host()} {process_identity(os.getpid())}"
 
 
 def _host() -> str:
@@ -50,7 +50,7 @@ def end_orphans(client: MlflowClient, project: Path, experiment: str) -> None:
     for run in client.search_runs([experiment], running):
         driver = run.data.tags[DRIVER_TAG]
         identity = driver.rpartition(" ")[2]
-        if driver_id(int(identity.partition("@")[0])) != identity:
+        if process_identity(int(identity.partition("@")[0])) != identity:
             note = notes.get((run.info.run_id, driver), {"status": "KILLED", "time_ms": None})
             client.set_terminated(run.info.run_id, note["status"], note["time_ms"])
 

@@ -38,7 +38,11 @@ def cut(value: str, length: int) -> str:
 def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
+        flat |= (
+            _flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict) and value
+            else {prefix + name: value}
+        )
     return flat
 
 
@@ -47,5 +51,7 @@ def log_parameters(client: MlflowClient, opened: Run, run: StageRun) -> None:
     from mlflow.entities import Param
 
     wanted = parameters(run.config, run.seed)
-    missing = [Param(name, value) for name, value in wanted.items() if name not in opened.data.params]
+    missing = [
+        Param(name, value) for name, value in wanted.items() if name not in opened.data.params
+    ]
     client.log_batch(opened.info.run_id, params=missing)

@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageRun, Status
-from rlhf_pipeline.stages.manifest import Manifest
 from rlhf_pipeline.tracking.lineage import log_data_read, log_result
 from rlhf_pipeline.tracking.orphans import DRIVER_TAG, driver_tag, end_orphans, note_end
 from rlhf_pipeline.tracking.parameters import cut, log_parameters
-from rlhf_pipeline.tracking.store import EXPERIMENT, FINGERPRINT_TAG, connect, experiment_id, find_run, patience
+from rlhf_pipeline.tracking.store import (
+    EXPERIMENT,
+    FINGERPRINT_TAG,
+    connect,
+    experiment_id,
+    find_run,
+    patience,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -127,8 +134,12 @@ class MlflowTracker:
             self._client = connect(self._uri, self._project)
         if self._parent is None:
             experiment = experiment_id(self._client, EXPERIMENT)
-            tags = {DRIVER_TAG: driver_tag()} | {key: cut(value, TAG_LENGTH) for key, value in self._tags.items()}
-            self._parent = self._client.create_run(experiment, run_name=self._name, tags=tags).info.run_id
+            tags = {DRIVER_TAG: driver_tag()} | {
+                key: cut(value, TAG_LENGTH) for key, value in self._tags.items()
+            }
+            self._parent = self._client.create_run(
+                experiment, run_name=self._name, tags=tags
+            ).info.run_id
             end_orphans(self._client, self._project, experiment)
         return self._client, self._parent
 
@@ -155,14 +166,18 @@ class MlflowTracker:
         return child
 
     @contextmanager
-    def _tolerant(self, what: str, run_id: str | None = None, status: Status | None = None) -> Iterator[None]:
+    def _tolerant(
+        self, what: str, run_id: str | None = None, status: Status | None = None
+    ) -> Iterator[None]:
         """Let a failing store cost one warning an outage, and some seconds; remember the status that a run ends with."""
         down = self._failed_at is not None
         try:
             with patience(again=down):
                 yield
             self._failed_at = None
-        except Exception as error:  # drivers, HTTP clients and migrations each raise their own kinds
+        except (
+            Exception
+        ) as error:  # drivers, HTTP clients and migrations each raise their own kinds
             _raise_interruption(error)
             self._failed_at = time.monotonic()
             self._children.pop(what, None)
@@ -210,7 +225,9 @@ class _Child:
         if records:
             self.step, self.time_ms = records[-1]["step"], _milliseconds(records[-1])
 
-    def finish(self, status: Status, metrics: dict[str, float], *, end_time: int | None = None) -> None:
+    def finish(
+        self, status: Status, metrics: dict[str, float], *, end_time: int | None = None
+    ) -> None:
         """Log the result at the last record's step and time, where a repeated value is one point; close the run.
 
         Training exports the best model, whose metrics are those of an earlier step: they go by names of their own."""
@@ -219,7 +236,10 @@ class _Child:
 
         time_ms = self.time_ms or get_current_time_millis()
         prefix = "best/" if "step" in metrics else ""
-        points = [Metric(prefix + name, float(value), time_ms, self.step) for name, value in metrics.items()]
+        points = [
+            Metric(prefix + name, float(value), time_ms, self.step)
+            for name, value in metrics.items()
+        ]
         self.client.log_batch(self.run_id, metrics=points)
         self.client.set_terminated(self.run_id, status, end_time)
 
@@ -235,7 +255,9 @@ def _tags(run: StageRun) -> dict[str, str]:
 
 
 def _last_steps(client: MlflowClient, opened: Run) -> dict[str, int]:
-    histories = {name: client.get_metric_history(opened.info.run_id, name) for name in opened.data.metrics}
+    histories = {
+        name: client.get_metric_history(opened.info.run_id, name) for name in opened.data.metrics
+    }
     return {name: max(point.step for point in history) for name, history in histories.items()}
 
 

@@ -42,7 +42,9 @@ def connect(uri: str, project: Path) -> MlflowClient:
         return MlflowClient(uri)
     artifacts = project / ARTIFACTS
     artifacts.mkdir(parents=True, exist_ok=True)
-    with FileLock(artifacts / ".lock"):  # MLflow's migrations fail where two processes run them on one empty database
+    with FileLock(
+        artifacts / ".lock"
+    ):  # MLflow's migrations fail where two processes run them on one empty database
         return MlflowClient(uri)
 
 
@@ -78,7 +80,9 @@ def experiment_id(client: MlflowClient, name: str) -> str:
         return str(found.experiment_id)
     beside = None
     if client.tracking_uri.startswith("sqlite:"):
-        beside = str(Path(make_url(client.tracking_uri).database or "").resolve().parent / ARTIFACTS)
+        beside = str(
+            Path(make_url(client.tracking_uri).database or "").resolve().parent / ARTIFACTS
+        )
     try:
         return str(client.create_experiment(name, artifact_location=beside))
     except MlflowException:

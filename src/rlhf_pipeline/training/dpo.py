@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.distributed.engine import frozen_model
+from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
+from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.models.token_contract import TokenContract, common_contract
-from rlhf_pipeline.rl.losses import dpo_loss
+from rlhf_pipeline.rl.dpo_loss import dpo_loss
 from rlhf_pipeline.rl.masking import masked_row_sums
-from rlhf_pipeline.serving import write_mlmodel
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.stages.program import run_program
-from rlhf_pipeline.training.engine import frozen_model, join
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.supervised import Sums, train
 
@@ -97,12 +98,14 @@ def main(job: LaunchedJob) -> dict[str, float]:
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     sft_model = job.inputs["sft_model"]
-    load = partial(load_policy, sft_model)
-    reference = None if config.keeps_its_start else frozen_model(load, config.reference, config, world)
+    load = partial(load_policy, sft_model, trust_remote_code=job.trust_remote_code)
+    reference = (
+        None if config.keeps_its_start else frozen_model(load, config.reference, config, world)
+    )
     task = DPOTask(contract, reference, config.beta, config.label_smoothing)
     metrics = train(
         job, config, task, load, world,
-        rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model),
+        rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model, trust_remote_code=job.trust_remote_code),
     )  # fmt: skip
     if world.rank == 0:
         write_mlmodel(job.export)

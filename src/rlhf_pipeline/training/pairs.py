@@ -23,7 +23,11 @@ class Pairs:
     def collate(cls, rows: dict[str, list[Any]], pad_id: int) -> Pairs:
         """Columns `prompt_ids`, `chosen_ids` and `rejected_ids` of a prepared table."""
         prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
-        answers = [ids for pair in zip(rows["chosen_ids"], rows["rejected_ids"], strict=True) for ids in pair]
+        answers = [
+            ids
+            for pair in zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)
+            for ids in pair
+        ]
         return cls(collate(prompts, answers, pad_id))
 
     def __len__(self) -> int:

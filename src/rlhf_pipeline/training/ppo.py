@@ -22,30 +22,31 @@ import pyarrow as pa
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.data.judges import judged
+from rlhf_pipeline.config.rewards import INPUT_PREFIX
+from rlhf_pipeline.data.gold import judged
+from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.distributed.deepspeed_config import store_settings
+from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
+from rlhf_pipeline.distributed.world import World, join
+from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.models.token_contract import TokenContract, common_contract
+from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.rl.kl import adapted_kl_coef
-from rlhf_pipeline.serving import write_mlmodel
-from rlhf_pipeline.stages import heartbeat
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.stages.program import run_program
-from rlhf_pipeline.stages.reward_inputs import PREFIX
-from rlhf_pipeline.training.checkpoint import BestCheckpoint
-from rlhf_pipeline.training.deepspeed_config import store_settings
-from rlhf_pipeline.training.engine import World, join
-from rlhf_pipeline.training.experience import Scored, make_experience, score
-from rlhf_pipeline.training.four_models import FourModels, load_four_models
-from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.rollout.generation import generate, uniform_draws
+from rlhf_pipeline.rollout.scoring import Scored, score
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.training.best_models import BestModels
+from rlhf_pipeline.training.divergence import Watch
+from rlhf_pipeline.training.experience import make_experience
 from rlhf_pipeline.training.ppo_faults import remedy, rollout_fault
+from rlhf_pipeline.training.ppo_models import PPOModels, load_ppo_models
+from rlhf_pipeline.training.ppo_update import learn
 from rlhf_pipeline.training.ptx import TextBatches, load_text
 from rlhf_pipeline.training.resume import Checkpoints
-from rlhf_pipeline.training.rollout import generate, uniform_draws
-from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
-from rlhf_pipeline.training.sharding import for_generation, is_sharded
-from rlhf_pipeline.training.update import learn
-from rlhf_pipeline.training.watch import Watch
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
 """Prefixes of held-out metrics: the actor's, and those of the average of its weights."""
@@ -59,7 +60,7 @@ class Setup:
     """What PPO works with, from its first step or from the one after a checkpoint."""
 
     config: PPOConfig
-    models: FourModels
+    models: PPOModels
     prompts: pa.Table
     validation: pa.Table
     text: TextBatches | None
@@ -67,7 +68,7 @@ class Setup:
     world: World
     seed: int
     writer: MetricsWriter
-    best: dict[str, BestCheckpoint]
+    best: dict[str, BestModels]
     """By prefix of the metrics: one for each policy of `candidates`."""
     checkpoints: Checkpoints
     done: int
@@ -79,7 +80,9 @@ class Setup:
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train the actor, and export the checkpoint with the highest held-out score within the KL bound."""
     config = job.block("ppo", PPOConfig)
-    contract = common_contract({name: path for name, path in job.inputs.items() if not name.startswith(PREFIX)})
+    contract = common_contract(
+        {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
+    )
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     setup = set_up(job, config, contract, world)
     train(setup)
@@ -89,11 +92,13 @@ def main(job: LaunchedJob) -> dict[str, float]:
 def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> Setup:
     """Load all that takes part, and stand where the checkpoint of `job.resume_from` was taken, if it names one."""
     text = load_text(job, config, world)
-    models = load_four_models(job, config, contract, world)
+    models = load_ppo_models(job, config, contract, world)
     store_settings(models.deepspeed_settings(), job)
     start = job.inputs["sft_model"]
-    load = partial(load_policy, start)
-    kept = partial(BestCheckpoint, job, world, models.tokenizer, config.actor, load, keep=config.keep_best)
+    load = partial(load_policy, start, trust_remote_code=job.trust_remote_code)
+    kept = partial(
+        BestModels, job, world, models.tokenizer, config.actor, load, keep=config.keep_best
+    )
     best = {VALIDATION: kept()}
     if models.ema is not None:
         best[VALIDATION_EMA] = kept(variant="ema")
@@ -137,7 +142,7 @@ def export(setup: Setup) -> dict[str, float]:
     return metrics[VALIDATION]
 
 
-def candidates(models: FourModels) -> dict[str, Callable[[], AbstractContextManager[object]]]:
+def candidates(models: PPOModels) -> dict[str, Callable[[], AbstractContextManager[object]]]:
     """The policies that are evaluated and may be exported, by the prefix of their metrics: what makes them the actor's."""
     found: dict[str, Callable[[], AbstractContextManager[object]]] = {VALIDATION: nullcontext}
     if models.ema is not None:
@@ -153,8 +158,12 @@ def train(setup: Setup) -> None:
         StageError: a metric of some step is not finite, or nothing can be learned from its rollout: `rollout_fault`.
     """
     config, models, world, kl_coef = setup.config, setup.models, setup.world, setup.kl_coef
-    watch = Watch(world, setup.writer, setup.best[VALIDATION], lambda metric: remedy(metric, config))
-    evaluated = {round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)}
+    watch = Watch(
+        world, setup.writer, setup.best[VALIDATION], lambda metric: remedy(metric, config)
+    )
+    evaluated = {
+        round(config.steps * (i + 1) / config.evaluations) for i in range(config.evaluations)
+    }
     for step in range(setup.done + 1, config.steps + 1):
         heartbeat.at("rollout", step)
         start = time.monotonic()
@@ -167,11 +176,15 @@ def train(setup: Setup) -> None:
         trains_actor = step > config.critic_warmup_steps
         metrics = rollout_metrics(scored, models.score_mean, world)
         # In the first step that trains it, the actor is still the SFT model.
-        fault = rollout_fault(metrics, config, f"at step {step}", trained=step > config.critic_warmup_steps + 1)
+        fault = rollout_fault(
+            metrics, config, f"at step {step}", trained=step > config.critic_warmup_steps + 1
+        )
         if fault is not None:
             watch.fail(step, metrics, fault)
         watch.require_finite(step, metrics)
-        experience = make_experience(scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world)
+        experience = make_experience(
+            scored, config, kl_coef=kl_coef, score_mean=models.score_mean, world=world
+        )
         heartbeat.at("update")
         texts = None if setup.text is None else setup.text.of_step(step)
         metrics |= learn(models, experience, config, world, train_actor=trains_actor, texts=texts)
@@ -180,7 +193,11 @@ def train(setup: Setup) -> None:
         kl = metrics["objective/kl"]
         if config.kl.target is not None:
             kl_coef = adapted_kl_coef(
-                kl_coef, kl, target=config.kl.target, horizon=config.kl.horizon, batch_size=config.responses_per_step
+                kl_coef,
+                kl,
+                target=config.kl.target,
+                horizon=config.kl.horizon,
+                batch_size=config.responses_per_step,
             )
         beyond = config.kl.maximum is not None and kl > config.kl.maximum
         if step in evaluated and not beyond:
@@ -190,8 +207,13 @@ def train(setup: Setup) -> None:
             setup.writer.write(step, metrics)
         if beyond:
             break
-        loop = {"kl_coef": kl_coef, "best": {name: kept.state() for name, kept in setup.best.items()}}
-        setup.checkpoints.step_ended(step, due=step in evaluated or config.checkpoint_due(step), loop=loop)
+        loop = {
+            "kl_coef": kl_coef,
+            "best": {name: kept.state() for name, kept in setup.best.items()},
+        }
+        setup.checkpoints.step_ended(
+            step, due=step in evaluated or config.checkpoint_due(step), loop=loop
+        )
         for kept in setup.best.values():
             kept.forget_the_rest()
 
@@ -201,9 +223,15 @@ def offer(setup: Setup, watch: Watch, step: int, metrics: dict[str, float]) -> d
     bound = setup.config.kl.maximum
     for prefix, as_actor in candidates(setup.models).items():
         with as_actor():
-            held_out = evaluate(setup.models, setup.validation, setup.config, setup.world, setup.seed)
-            metrics = metrics | {f"{prefix}/{_short(name)}": value for name, value in held_out.items()}
-            fault = rollout_fault(held_out, setup.config, f"on held-out prompts after step {step}", trained=True)
+            held_out = evaluate(
+                setup.models, setup.validation, setup.config, setup.world, setup.seed
+            )
+            metrics = metrics | {
+                f"{prefix}/{_short(name)}": value for name, value in held_out.items()
+            }
+            fault = rollout_fault(
+                held_out, setup.config, f"on held-out prompts after step {step}", trained=True
+            )
             if fault is not None:
                 watch.fail(step, metrics, fault)
             watch.require_finite(step, metrics)
@@ -214,7 +242,7 @@ def offer(setup: Setup, watch: Watch, step: int, metrics: dict[str, float]) -> d
 
 
 def roll_out(
-    models: FourModels,
+    models: PPOModels,
     rows: Mapping[str, list[Any]],
     config: PPOConfig,
     *,
@@ -233,10 +261,14 @@ def roll_out(
         held_out: nothing is learned from them: without the critic's forward pass, and a part of the evaluation for those
             who ask where this rank is.
     """
-    draws = uniform_draws(seed, step, slots, config.sampling.max_response_tokens).to(models.actor.device)
+    draws = uniform_draws(seed, step, slots, config.sampling.max_response_tokens).to(
+        models.actor.device
+    )
     with for_generation(models.actor, gather=config.gather_for_generation) as policy:
         synced = is_sharded(policy) and not config.gather_for_generation
-        rollout = generate(policy, rows["prompt_ids"], draws, config.sampling, models.contract, synced=synced)
+        rollout = generate(
+            policy, rows["prompt_ids"], draws, config.sampling, models.contract, synced=synced
+        )
     heartbeat.at("evaluation" if held_out else "scoring")
     scored = score(
         rollout,
@@ -254,7 +286,9 @@ def roll_out(
 
 def rollout_metrics(scored: Scored, score_mean: float, world: World) -> dict[str, float]:
     """Means over the responses of all ranks."""
-    sums = world.sums({name: value.to(world.device) for name, value in scored.sums(score_mean).items()})
+    sums = world.sums(
+        {name: value.to(world.device) for name, value in scored.sums(score_mean).items()}
+    )
     count = sums["responses"]
     return {
         "objective/score": sums["score"] / count,
@@ -273,7 +307,9 @@ def _short(metric: str) -> str:
 
 
 @torch.no_grad()
-def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world: World, seed: int) -> dict[str, float]:
+def evaluate(
+    models: PPOModels, validation: pa.Table, config: PPOConfig, world: World, seed: int
+) -> dict[str, float]:
     """Metrics of the actor on held-out prompts, with the same random draws at every evaluation.
 
     The gold score is among them where every prompt's source has a judge. It is there to be seen: no choice rests on it.
@@ -287,7 +323,9 @@ def evaluate(models: FourModels, validation: pa.Table, config: PPOConfig, world:
     metrics = rollout_metrics(scored, models.score_mean, world)
     texts = models.tokenizer.batch_decode(scored.rollout.response_ids, skip_special_tokens=True)
     gold = [g for g in map(judged, own["source"], own["messages"], texts) if g is not None]
-    total, unjudged = world.sum(torch.tensor([sum(gold), len(texts) - len(gold)]).double().to(world.device)).tolist()
+    total, unjudged = world.sum(
+        torch.tensor([sum(gold), len(texts) - len(gold)]).double().to(world.device)
+    ).tolist()
     return metrics if unjudged else metrics | {"objective/gold_score": total / count}
 
 

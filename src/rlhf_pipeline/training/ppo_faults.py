@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.training.watch import steadier
+from rlhf_pipeline.training.divergence import steadier
 
 
-def rollout_fault(metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool) -> str | None:
+def rollout_fault(
+    metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool
+) -> str | None:
     """Why nothing can be learned from a rollout with these metrics, in words; None where something can.
 
     Args:
@@ -37,7 +39,9 @@ def remedy(metric: str, config: PPOConfig) -> str:
     """What to do about a metric that is not finite. The reward model does not train: it was damaged from the start."""
     if metric.endswith("/score"):
         precision = config.reward_model.deepspeed.precision
-        return f"look at the reward model, and at ppo.reward_model.deepspeed.precision ({precision})"
+        return (
+            f"look at the reward model, and at ppo.reward_model.deepspeed.precision ({precision})"
+        )
     if config.critic is not None and ("value" in metric or "critic" in metric):
         return steadier("ppo.critic.", config.critic)
     return f"{steadier('ppo.actor.', config.actor)}, or raise ppo.kl.coef ({config.kl.coef:g})"

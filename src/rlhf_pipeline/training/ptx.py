@@ -9,11 +9,11 @@ import pyarrow as pa
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.training.engine import World
-from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.runtime.job import LaunchedJob
 
 STREAM = 2**31
 """The blocks' stream of permutations: unlike the prompts', and unlike the number of any response that is drawn."""
@@ -43,7 +43,9 @@ class TextBatches:
     def batch(self, number: int) -> Sequences:
         """This rank's share of global batch `number` (from 0). Each block's first token is the prompt of the others."""
         assert self.config.ptx is not None
-        rows = step_rows(self.blocks.num_rows, self.config.ptx.batch_size, number, self.seed, stream=STREAM)
+        rows = step_rows(
+            self.blocks.num_rows, self.config.ptx.batch_size, number, self.seed, stream=STREAM
+        )
         ids = torch.tensor(columns(self.blocks, own_share(rows, self.world))["input_ids"])
         mask = torch.ones_like(ids, dtype=torch.bool)
         return Sequences(ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:])
@@ -58,4 +60,6 @@ def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches 
             "ppo.ptx is set, but the job has no input `pretraining`; set split.pretraining and run split, or set ppo.ptx to "
             "null"
         )
-    return TextBatches(load_rows(job.inputs["pretraining"] / "train.arrow", world), config, world, job.seed)
+    return TextBatches(
+        load_rows(job.inputs["pretraining"] / "train.arrow", world), config, world, job.seed
+    )

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
+from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted
-from rlhf_pipeline.stages import heartbeat
-from rlhf_pipeline.stages.checkpoints import checkpoint_of, checkpoints_in, seal
-from rlhf_pipeline.stages.room import require_room
-from rlhf_pipeline.training.engine import World
-from rlhf_pipeline.training.engine_state import bytes_needed, load_engine, save_engine
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
+from rlhf_pipeline.runtime.disk_space import require_space
 
 
 class Checkpoints:
@@ -54,7 +54,7 @@ class Checkpoints:
         """Load the checkpoint of a step; return its loop. Without a step, nothing is loaded, and the loop is empty."""
         if step is None:
             return {}
-        checkpoint = checkpoint_of(self._directory, step)
+        checkpoint = checkpoint_path(self._directory, step)
         for name, engine in self._engines.items():
             load_engine(engine, checkpoint / name, average=self._averages.get(name))
         return dict(json.loads((checkpoint / "loop.json").read_text()))
@@ -70,12 +70,14 @@ class Checkpoints:
         if due or asked:
             self.save(step, loop)
         if asked:
-            raise Interrupted(f"ended by SIGTERM after step {step}; run the same command again to go on from there")
+            raise Interrupted(
+                f"ended by SIGTERM after step {step}; run the same command again to go on from there"
+            )
 
     def save(self, step: int, loop: Mapping[str, Any]) -> None:
         """Write a checkpoint, whole or not at all, and remove those that are too old."""
         heartbeat.at("saving", step)
-        final = checkpoint_of(self._directory, step)
+        final = checkpoint_path(self._directory, step)
         partial = final.with_name(final.name + ".partial")
         if self._world.rank == 0:
             self._require_room(step)
@@ -93,7 +95,7 @@ class Checkpoints:
             seal(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-            for old in checkpoints_in(self._directory)[: -self._keep]:
+            for old in list_checkpoints(self._directory)[: -self._keep]:
                 shutil.rmtree(old)
 
     def _require_room(self, step: int) -> None:
@@ -104,7 +106,7 @@ class Checkpoints:
         )
         self._directory.mkdir(parents=True, exist_ok=True)
         what = f"the checkpoint of step {step}"
-        require_room(self._directory, needed, what, ": it goes on from the checkpoint before")
+        require_space(self._directory, needed, what, ": it goes on from the checkpoint before")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_end = True

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import Precision, Quantization, RewardModelConfig
+from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import load_scores, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, store_score_mean
-from rlhf_pipeline.models.token_contract import TokenContract, common_contract
-from rlhf_pipeline.rl.losses import pairwise_loss
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.stages.program import run_program
-from rlhf_pipeline.training.engine import join
+from rlhf_pipeline.rl.pairwise_loss import pairwise_loss
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.sharding import gathered
 from rlhf_pipeline.training.supervised import Sums, train
 
 
@@ -77,17 +77,29 @@ def main(job: LaunchedJob) -> dict[str, float]:
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     sft_model = job.inputs["sft_model"]
     metrics = train(
-        job, config, task, partial(untrained, sft_model), world,
-        rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model),
+        job, config, task, partial(untrained, sft_model, trust_remote_code=job.trust_remote_code), world,
+        rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model, trust_remote_code=job.trust_remote_code),
     )  # fmt: skip
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics
 
 
-def untrained(sft_model: Path, precision: Precision, *, quantize: Quantization | None = None) -> TokenScores:
+def untrained(
+    sft_model: Path,
+    precision: Precision,
+    *,
+    quantize: Quantization | None = None,
+    trust_remote_code: bool = False,
+) -> TokenScores:
     """The SFT model with a scalar head of zeros: every answer scores 0."""
-    model = load_scores(sft_model, precision, new_head=True, quantize=quantize)
+    model = load_scores(
+        sft_model,
+        precision,
+        new_head=True,
+        quantize=quantize,
+        trust_remote_code=trust_remote_code,
+    )
     with gathered(model.head.parameters()):
         nn.init.zeros_(model.head.weight)
     return model

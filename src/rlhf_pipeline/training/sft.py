@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences, collate, pad
-from rlhf_pipeline.models.token_contract import TokenContract, common_contract
-from rlhf_pipeline.rl.losses import sft_loss
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.serving import write_mlmodel
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.stages.program import run_program
-from rlhf_pipeline.training.engine import join
+from rlhf_pipeline.rl.sft_loss import sft_loss
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.supervised import Sums, train
 
 
@@ -44,7 +44,9 @@ class Demonstrations:
     def rows(self, index: Tensor) -> Demonstrations:
         """The chosen rows, without the columns that are padding in all of them."""
         sequences = self.sequences.rows(index)
-        return Demonstrations(sequences, self.loss_mask[index][:, : sequences.response_ids.shape[1]])
+        return Demonstrations(
+            sequences, self.loss_mask[index][:, : sequences.response_ids.shape[1]]
+        )
 
     def to(self, device: torch.device) -> Demonstrations:
         """The same rows on another device."""
@@ -61,13 +63,17 @@ class SFTTask:
     def collate(self, rows: dict[str, list[Any]]) -> Demonstrations:
         """Demonstrations as a batch."""
         learned, _ = pad(rows["loss_mask"], False, left=False)
-        return Demonstrations(collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id), learned.bool())
+        return Demonstrations(
+            collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id), learned.bool()
+        )
 
     def weight(self, batch: Demonstrations) -> Tensor:
         """Learned tokens."""
         return batch.loss_mask.sum().double()
 
-    def loss(self, model: nn.Module, batch: Demonstrations, normalizer: Tensor) -> tuple[Tensor, Sums]:
+    def loss(
+        self, model: nn.Module, batch: Demonstrations, normalizer: Tensor
+    ) -> tuple[Tensor, Sums]:
         """Mean negative log-likelihood of a learned token, over the global batch."""
         logprobs = response_logprobs(model, batch.sequences, vocab_size=self.contract.vocab_size)
         sums = {"nll": -masked_sum(logprobs, batch.loss_mask), "tokens": batch.loss_mask.sum()}
@@ -90,8 +96,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     base_model = job.inputs["base_model"]
     metrics = train(
-        job, config, task, partial(load_policy, base_model), world,
-        rows=job.inputs["examples"], tokenizer=load_tokenizer(base_model),
+        job, config, task, partial(load_policy, base_model, trust_remote_code=job.trust_remote_code), world,
+        rows=job.inputs["demonstrations"], tokenizer=load_tokenizer(base_model, trust_remote_code=job.trust_remote_code),
     )  # fmt: skip
     if world.rank == 0:
         write_mlmodel(job.export)

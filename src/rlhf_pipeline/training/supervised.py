@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.training import SupervisedConfig
+from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.distributed.deepspeed_config import store_settings
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
+from rlhf_pipeline.distributed.optimizer_step import fp16_metrics, grad_norm, optimizer_step
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import micro_batches
-from rlhf_pipeline.stages import heartbeat
-from rlhf_pipeline.stages.job import LaunchedJob
-from rlhf_pipeline.training.checkpoint import BestCheckpoint
-from rlhf_pipeline.training.deepspeed_config import store_settings
-from rlhf_pipeline.training.engine import World, fp16_metrics, grad_norm, optimizer_step, train_engine
-from rlhf_pipeline.training.metrics import MetricsWriter
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.training.best_models import BestModels
+from rlhf_pipeline.training.divergence import Watch, steadier
 from rlhf_pipeline.training.resume import Checkpoints
-from rlhf_pipeline.training.rows import columns, load_rows, own_share, step_rows
-from rlhf_pipeline.training.watch import Watch, steadier
 
 Sums = dict[str, Tensor]
 
@@ -92,11 +94,14 @@ def train(
     Returns:
         The metrics of the exported checkpoint's step.
     """
-    training, validation = load_rows(rows / "train.arrow", world), load_rows(rows / "validation.arrow", world)
+    training, validation = (
+        load_rows(rows / "train.arrow", world),
+        load_rows(rows / "validation.arrow", world),
+    )
     steps = optimizer_steps(config, training.num_rows)
     engine = train_engine(load, config, steps)
     store_settings({task.name: engine.config}, job)
-    best = BestCheckpoint(job, world, tokenizer, config, load, keep=config.keep_best)
+    best = BestModels(job, world, tokenizer, config, load, keep=config.keep_best)
     checkpoints = Checkpoints(job.checkpoints, world, {task.name: engine}, keep=config.keep_last)
     loop = checkpoints.restore(job.resume_from)
     if loop:
@@ -124,7 +129,7 @@ def fit(
     world: World,
     seed: int,
     writer: MetricsWriter,
-    best: BestCheckpoint,
+    best: BestModels,
     checkpoints: Checkpoints,
     done: int = 0,
 ) -> None:
@@ -151,7 +156,9 @@ def fit(
             totals["grad_norm"] = torch.as_tensor(norm, device=world.device) / world.size
         sums = world.sums(totals)
         metrics = {f"{task.name}/{name}": value for name, value in task.metrics(sums).items()}
-        metrics |= {"optim/lr": learning_rate} | ({} if norm is None else {"optim/grad_norm": sums["grad_norm"]})
+        metrics |= {"optim/lr": learning_rate} | (
+            {} if norm is None else {"optim/grad_norm": sums["grad_norm"]}
+        )
         metrics |= {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
         watch.require_finite(step, metrics)
         if step in evaluated:
@@ -167,7 +174,12 @@ def fit(
 
 
 def train_step(
-    engine: DeepSpeedEngine, world: World, task: Task, batch: Batch, normalizer: Tensor, micro_batch_size: int
+    engine: DeepSpeedEngine,
+    world: World,
+    task: Task,
+    batch: Batch,
+    normalizer: Tensor,
+    micro_batch_size: int,
 ) -> Sums:
     """One optimizer step on this rank's share of a global batch; return the sums of its metrics."""
     total: Sums = {}
@@ -177,7 +189,11 @@ def train_step(
         _add(total, sums)
         return value
 
-    optimizer_step(engine, world, [partial(loss, index) for index in micro_batches(batch.lengths, micro_batch_size)])
+    optimizer_step(
+        engine,
+        world,
+        [partial(loss, index) for index in micro_batches(batch.lengths, micro_batch_size)],
+    )
     return total
 
 

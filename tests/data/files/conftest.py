@@ -43,7 +43,16 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, P
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     rclone = Path(sys.executable).with_name("rclone")
-    options = ["--config", os.devnull, "--auth-key", "access,secret", "--addr", address, "--vfs-cache-mode", "off"]
+    options = [
+        "--config",
+        os.devnull,
+        "--auth-key",
+        "access,secret",
+        "--addr",
+        address,
+        "--vfs-cache-mode",
+        "off",
+    ]
     options += ["--dir-cache-time", "0s"]  # what a test writes into the folder is there at once
     server = subprocess.Popen([rclone, "serve", "s3", *options, folder], stderr=subprocess.PIPE)
     try:
@@ -71,7 +80,9 @@ def bucket(s3_server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path
     """The folder behind s3://bucket, with the environment that leads there."""
     import fsspec
 
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # which holds the keys of an earlier test
+    fsspec.get_filesystem_class(
+        "s3"
+    ).clear_instance_cache()  # which holds the keys of an earlier test
     url, folder = s3_server
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "access")

@@ -51,7 +51,9 @@ def test_only_columns_that_are_asked_for(
     write: Write, read: Read, tmp_path: Path, columns: list[str], row: dict[str, Any]
 ) -> None:
     rows = [{"x": 1, "q": {"a": 2, "b": {"c": 3}}, "y.z": 4, "w": 5}]
-    assert read(write("a.parquet", parquet(pa.Table.from_pylist(rows))), columns) == [("a.parquet:1", row)]
+    assert read(write("a.parquet", parquet(pa.Table.from_pylist(rows))), columns) == [
+        ("a.parquet:1", row)
+    ]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     assert read(tmp_path / "saved", columns) == [("saved:1", row)]
 
@@ -62,7 +64,12 @@ def test_a_broken_value_is_one_bad_row(write: Write, read: Read, tmp_path: Path)
     days = pa.array([0, 0, 2**31 - 1, 0], pa.int32()).view(pa.date32())
     table = pa.table({"x": texts, "day": days})
     rows = read(write("a.parquet", parquet(table)))
-    assert [row if isinstance(row, Unused) else row["x"] for _, row in rows] == ["a", BROKEN, BROKEN, "d"]
+    assert [row if isinstance(row, Unused) else row["x"] for _, row in rows] == [
+        "a",
+        BROKEN,
+        BROKEN,
+        "d",
+    ]
     datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
     assert read(tmp_path / "saved", ["x"]) == [
         ("saved:1", {"x": "a"}),
@@ -74,7 +81,9 @@ def test_a_broken_value_is_one_bad_row(write: Write, read: Read, tmp_path: Path)
 
 def test_a_damaged_parquet_file(write: Write, read: Read) -> None:
     whole = bytearray(parquet(pa.table({"x": list(range(1000))})))
-    with pytest.raises(DataError, match=r"a.parquet:1: cannot be read from here on \(.*footer.*\). Fetch or make"):
+    with pytest.raises(
+        DataError, match=r"a.parquet:1: cannot be read from here on \(.*footer.*\). Fetch or make"
+    ):
         read(write("a.parquet", bytes(whole[:-10])))
 
 
@@ -89,25 +98,39 @@ def test_a_saved_data_set(read: Read, tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"x": [1, 2, 3]})
     data.select([2, 0]).save_to_disk(str(tmp_path / "saved"), num_shards=2)
     assert read(tmp_path / "saved") == [("saved:1", {"x": 3}), ("saved:2", {"x": 1})]
-    assert read(f"file://{tmp_path}/saved/", (), "whatever") == [("saved:1", {"x": 3}), ("saved:2", {"x": 1})]
+    assert read(f"file://{tmp_path}/saved/", (), "whatever") == [
+        ("saved:1", {"x": 3}),
+        ("saved:2", {"x": 1}),
+    ]
 
 
 def test_a_split_of_a_saved_data_set(read: Read, tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"x": [1, 2]})
-    datasets.DatasetDict({"train": data.select([0]), "test": data.select([1])}).save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": data.select([0]), "test": data.select([1])}).save_to_disk(
+        str(tmp_path / "saved")
+    )
     assert read(tmp_path / "saved", (), "test") == [("saved/test:1", {"x": 2})]
-    with pytest.raises(DataError, match=r"saved: no split 'valid'. Set the source's `split` to one of train, test"):
+    with pytest.raises(
+        DataError, match=r"saved: no split 'valid'. Set the source's `split` to one of train, test"
+    ):
         read(tmp_path / "saved", (), "valid")
 
 
 def test_a_saved_value_that_claims_to_be_longer_than_the_file(read: Read, tmp_path: Path) -> None:
     """Arrow itself would read on behind the end."""
-    datasets.Dataset.from_dict({"x": ["first", "second", "third", "last"]}).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_dict({"x": ["first", "second", "third", "last"]}).save_to_disk(
+        str(tmp_path / "saved")
+    )
     part = tmp_path / "saved" / "data-00000-of-00001.arrow"
     ends, damaged = struct.pack("<5i", 0, 5, 11, 16, 20), struct.pack("<5i", 0, 5, 1_000, 16, 20)
     assert part.read_bytes().count(ends) == 1
     part.write_bytes(part.read_bytes().replace(ends, damaged))
-    assert [row for _, row in read(tmp_path / "saved")] == [{"x": "first"}, BROKEN, BROKEN, {"x": "last"}]
+    assert [row for _, row in read(tmp_path / "saved")] == [
+        {"x": "first"},
+        BROKEN,
+        BROKEN,
+        {"x": "last"},
+    ]
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])

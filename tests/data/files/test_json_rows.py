@@ -25,7 +25,10 @@ def test_lines(write: Write, read: Read) -> None:
 
 def test_only_a_line_feed_ends_a_line(write: Write, read: Read) -> None:
     content = '{"x": "a\u2028b\u0085c"}\n{"x":\r2}\n'.encode()
-    assert read(write("a.jsonl", content)) == [("a.jsonl:1", {"x": "a\u2028b\u0085c"}), ("a.jsonl:2", {"x": 2})]
+    assert read(write("a.jsonl", content)) == [
+        ("a.jsonl:1", {"x": "a\u2028b\u0085c"}),
+        ("a.jsonl:2", {"x": 2}),
+    ]
 
 
 # 0xe9 is é in Latin-1; 0xed 0xa0 0xbd is half a surrogate pair, which UTF-8 excludes.
@@ -47,7 +50,9 @@ def test_only_a_line_feed_ends_a_line(write: Write, read: Read) -> None:
     ],
 )
 @pytest.mark.parametrize("indent", [b"", b"   "])
-def test_a_broken_line_is_one_bad_row(write: Write, read: Read, line: bytes, reason: str, indent: bytes) -> None:
+def test_a_broken_line_is_one_bad_row(
+    write: Write, read: Read, line: bytes, reason: str, indent: bytes
+) -> None:
     """The reason is the same wherever in its line the fault is."""
     rows = read(write("a.jsonl", b'{"x": 1}\n' + indent + line + b'\n{"x": 3}\n'))
     assert rows == [("a.jsonl:1", {"x": 1}), ("a.jsonl:2", Unused(reason)), ("a.jsonl:3", {"x": 3})]
@@ -64,7 +69,12 @@ def test_a_long_line(write: Write, read: Read) -> None:
 
 def test_a_line_that_is_too_long(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_rows, "LONGEST", 20)
-    content = b'{"x": "' + b"a" * 100 + b'"}\n{"x": 2}\n{"x": "123456789"}\n{"x": "1234567890"}\n' + b"b" * 20
+    content = (
+        b'{"x": "'
+        + b"a" * 100
+        + b'"}\n{"x": 2}\n{"x": "123456789"}\n{"x": "1234567890"}\n'
+        + b"b" * 20
+    )
     assert read(write("a.jsonl", content)) == [
         ("a.jsonl:1", Unused("a line of more than 20 characters")),
         ("a.jsonl:2", {"x": 2}),
@@ -129,8 +139,9 @@ def test_a_broken_array(write: Write, content: bytes, line: int, told: str) -> N
     assert next(rows) == ("a.json:1", {"x": 1})
     with pytest.raises(DataError) as caught:
         list(rows)
-    assert f"a.json:{line}: the JSON array is broken ({told}). Correct it, or write one object a line" in str(
-        caught.value
+    assert (
+        f"a.json:{line}: the JSON array is broken ({told}). Correct it, or write one object a line"
+        in str(caught.value)
     )
 
 
@@ -139,11 +150,15 @@ def test_more_after_the_array(write: Write, read: Read) -> None:
         read(write("a.json", b'[{"x": 1}]\n[{"x": 2}]'))
 
 
-def test_an_element_that_is_too_long(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_element_that_is_too_long(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What cannot be parsed is given up before the whole file is in memory."""
     monkeypatch.setattr(json_rows, "_CHUNK", 10)
     monkeypatch.setattr(json_rows, "LONGEST", 40)
-    with pytest.raises(DataError, match=r"a.json:1: the JSON array is broken \(Unterminated string starting at\)"):
+    with pytest.raises(
+        DataError, match=r"a.json:1: the JSON array is broken \(Unterminated string starting at\)"
+    ):
         read(write("a.json", b'[{"x": "' + b"a" * 100 + b'"}]'))
 
 

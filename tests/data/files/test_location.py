@@ -52,7 +52,9 @@ def test_the_home_folder(write: Write, tmp_path: Path, monkeypatch: pytest.Monke
     assert names("~/*.jsonl") == ["own.jsonl"]
 
 
-def test_a_relative_path_and_a_file_url(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_and_a_file_url(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write("own.jsonl", b"")
     for path in ("own.jsonl", f"file://{tmp_path}/own.jsonl"):
@@ -72,11 +74,16 @@ def test_every_file_of_a_saved_data_set_counts(tmp_path: Path) -> None:
 
 def test_another_folder(write: Write, tmp_path: Path) -> None:
     write("some/a.parquet", b"")
-    with pytest.raises(DataError, match=r"/some: a folder that `save_to_disk` did not write. .* /.*/some/\*.parquet"):
+    with pytest.raises(
+        DataError,
+        match=r"/some: a folder that `save_to_disk` did not write. .* /.*/some/\*.parquet",
+    ):
         find(f"{tmp_path}/some")
 
 
-@pytest.mark.parametrize("path", ["none.jsonl", "*.jsonl", "none/*.jsonl", "memory://none.jsonl", "memory://*.jsonl"])
+@pytest.mark.parametrize(
+    "path", ["none.jsonl", "*.jsonl", "none/*.jsonl", "memory://none.jsonl", "memory://*.jsonl"]
+)
 def test_nothing_there(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"\.jsonl: not found \(.*\). Correct the source's `path`"):
@@ -92,7 +99,9 @@ def test_no_file() -> None:
 def test_an_unknown_kind_of_file(write: Write, tmp_path: Path, name: str) -> None:
     write("x/a.jsonl", b"")
     write(f"x/{name}", b"")
-    with pytest.raises(DataError, match=rf"x/{name}: no known kind .* \.jsonl, \.json, \.csv, \.parquet, \.txt"):
+    with pytest.raises(
+        DataError, match=rf"x/{name}: no known kind .* \.jsonl, \.json, \.csv, \.parquet, \.txt"
+    ):
         find(f"{tmp_path}/x/*")
 
 
@@ -106,20 +115,27 @@ def test_a_store_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_store() -> None:
-    with pytest.raises(DataError, match=r"nowhere://a.jsonl: cannot be read \(Protocol not known: nowhere\)"):
+    with pytest.raises(
+        DataError, match=r"nowhere://a.jsonl: cannot be read \(Protocol not known: nowhere\)"
+    ):
         find("nowhere://a.jsonl")
 
 
-@pytest.mark.parametrize("path", ["http://me:key@127.0.0.1:9/a.jsonl", "http://127.0.0.1:9/a.jsonl?key"])
+@pytest.mark.parametrize(
+    "path", ["http://me:key@127.0.0.1:9/a.jsonl", "http://127.0.0.1:9/a.jsonl?key"]
+)
 def test_nor_are_those_in_the_stores_words(path: str) -> None:
     with pytest.raises(DataError, match=r"not found \(ClientConnectorError\)") as caught:
         find(path)
     assert "key" not in str(caught.value)
 
 
-def test_the_query_of_a_signed_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_query_of_a_signed_url_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(
-        DataError, match=r"^http://127\.0\.0\.1:9/a\.jsonl\?\.\.\.: the environment has no SIGNED_QUERY"
+        DataError,
+        match=r"^http://127\.0\.0\.1:9/a\.jsonl\?\.\.\.: the environment has no SIGNED_QUERY",
     ):
         find("http://127.0.0.1:9/a.jsonl?$SIGNED_QUERY")
     monkeypatch.setenv("SIGNED_QUERY", "?sign=key")

@@ -66,7 +66,9 @@ def test_text_plain_and_packed(write: Write, read: Read, name: str) -> None:
     assert read(write(name, packed(name, FILES["txt"]))) == [(f"{name}:1", {"text": "é\n1\n"})]
 
 
-def test_several_files_in_the_order_of_their_names(write: Write, read: Read, tmp_path: Path) -> None:
+def test_several_files_in_the_order_of_their_names(
+    write: Write, read: Read, tmp_path: Path
+) -> None:
     write("x/b.jsonl", b'{"text": 2}\n')
     write("x/a.json", b'[{"text": 1}]\n')
     write("x/c.csv", b"text\n3\n")
@@ -90,7 +92,11 @@ def test_nothing_is_read_before_every_name_is_known(write: Write, tmp_path: Path
     + [("a.json", b" []\n"), ("a.csv", b"text\n\n"), ("a.parquet.gz", b""), ("a.parquet", b"")],
 )  # fmt: skip
 def test_an_empty_file(write: Write, read: Read, name: str, content: bytes) -> None:
-    told = r":1: cannot be read" if "parquet" in name else ": holds no row. Fetch or make the file again"
+    told = (
+        r":1: cannot be read"
+        if "parquet" in name
+        else ": holds no row. Fetch or make the file again"
+    )
     with pytest.raises(DataError, match=f"{name}{told}"):
         read(write(name, content))
 
@@ -102,7 +108,9 @@ def test_an_empty_table(write: Write, read: Read) -> None:
         read(write("a.parquet", empty.getvalue()))
 
 
-def test_a_file_that_may_not_be_read(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As root every file may be read; so the file goes away instead, after it was found."""
     write("x/a.jsonl", b'{"x": 1}\n')
     path = Path(write("x/b.jsonl", b'{"x": 2}\n'))
@@ -122,7 +130,9 @@ def test_a_truncated_gz_file(write: Write, read: Read, suffix: str) -> None:
     name = f"a.{suffix}"
     whole = packed(name, FILES[suffix.removesuffix(".gz")])
     for end in range(1, len(whole), 1 if len(whole) < 100 else 13):
-        with pytest.raises(DataError, match=rf"{name}:\d: cannot be read from here on \(.+\). Fetch or make"):
+        with pytest.raises(
+            DataError, match=rf"{name}:\d: cannot be read from here on \(.+\). Fetch or make"
+        ):
             read(write(name, whole[:end]))
 
 
@@ -130,12 +140,16 @@ def test_the_line_from_which_a_file_is_damaged(write: Write) -> None:
     whole = gzip.compress(b'{"x": 1}\n{"x": 2}\n')
     rows = read_rows(write("a.jsonl.gz", whole[:-8] + b"\0" + whole[-7:]), (), "train")
     assert [next(rows)[0], next(rows)[0]] == ["a.jsonl.gz:1", "a.jsonl.gz:2"]
-    with pytest.raises(DataError, match=r"a.jsonl.gz:3: cannot be read from here on \(CRC check failed"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl.gz:3: cannot be read from here on \(CRC check failed"
+    ):
         next(rows)
 
 
 def test_a_file_that_is_not_packed(write: Write, read: Read) -> None:
-    with pytest.raises(DataError, match=r"a.jsonl.gz:1: cannot be read from here on \(Not a gzipped file"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl.gz:1: cannot be read from here on \(Not a gzipped file"
+    ):
         read(write("a.jsonl.gz", FILES["jsonl"]))
 
 
@@ -154,7 +168,9 @@ def ends_well(path: Path) -> None:
         assert str(error).startswith(f"{path}:")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_damage_anywhere(tmp_path: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([f"a.{suffix}{gz}" for suffix in FILES for gz in ("", ".gz")]))
@@ -167,11 +183,15 @@ def test_damage_anywhere(tmp_path: Path, data: st.DataObject) -> None:
     ends_well(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     name=st.sampled_from([f"a.{suffix}{gz}" for suffix in FILES for gz in ("", ".gz")]),
     content=st.one_of(
-        st.binary(), st.text('[]{}",:\n\r\\ 1eé\0').map(str.encode), st.text().map(lambda text: text.encode("utf-16"))
+        st.binary(),
+        st.text('[]{}",:\n\r\\ 1eé\0').map(str.encode),
+        st.text().map(lambda text: text.encode("utf-16")),
     ),
     pack=st.booleans(),
 )
@@ -198,7 +218,9 @@ def write_large(path: Path, rows: int) -> None:
     kind = path.name.split(".")[1]
     if kind == "parquet":
         table = pa.table({"x": [TEXT] * 1000})
-        with pq.ParquetWriter(path, table.schema, compression="none", use_dictionary=False) as writer:
+        with pq.ParquetWriter(
+            path, table.schema, compression="none", use_dictionary=False
+        ) as writer:
             for _ in range(rows // 1000):
                 writer.write_table(table)
         return
@@ -216,7 +238,24 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     paths = [tmp_path / f"{rows}.{suffix}" for rows in (4_000, 50_000) for suffix in suffixes]
     for path in paths:
         write_large(path, int(path.name.split(".")[0]))
-    run = subprocess.run([sys.executable, "-c", MEASURE, *paths], check=True, capture_output=True, text=True)
-    rows, peaks = zip(*((int(number) for number in line.split()) for line in run.stdout.splitlines()), strict=True)
-    assert rows == (4_000, 4_001, 3_999, 4_000, 4_000, 4, 50_000, 50_001, 49_999, 50_000, 50_000, 48)
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, *paths], check=True, capture_output=True, text=True
+    )
+    rows, peaks = zip(
+        *((int(number) for number in line.split()) for line in run.stdout.splitlines()), strict=True
+    )
+    assert rows == (
+        4_000,
+        4_001,
+        3_999,
+        4_000,
+        4_000,
+        4,
+        50_000,
+        50_001,
+        49_999,
+        50_000,
+        50_000,
+        48,
+    )
     assert peaks[-1] - peaks[5] < 12

@@ -45,8 +45,13 @@ def test_reading_from_s3(bucket: Path, read: Read) -> None:
 
 
 def test_a_saved_data_set_on_s3(bucket: Path, read: Read) -> None:
-    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"x": [1, 2]})}).save_to_disk(str(bucket / "saved"))
-    assert read("s3://bucket/saved", (), "test") == [("saved/test:1", {"x": 1}), ("saved/test:2", {"x": 2})]
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"x": [1, 2]})}).save_to_disk(
+        str(bucket / "saved")
+    )
+    assert read("s3://bucket/saved", (), "test") == [
+        ("saved/test:1", {"x": 1}),
+        ("saved/test:2", {"x": 2}),
+    ]
     assert "test/data-00000-of-00001.arrow" in origin("s3://bucket/saved").identities
 
 
@@ -65,7 +70,8 @@ def test_the_identity_on_s3_is_that_of_the_bytes(bucket: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["s3://none/a.jsonl", "s3://none/*.jsonl", "s3://bucket/none.jsonl", "s3://bucket/*.none"]
+    "path",
+    ["s3://none/a.jsonl", "s3://none/*.jsonl", "s3://bucket/none.jsonl", "s3://bucket/*.none"],
 )
 def test_no_such_bucket_or_key(bucket: Path, path: str) -> None:
     with pytest.raises(DataError, match=r"^s3://.*: not found \(.*\). Correct the source's `path`"):
@@ -82,11 +88,15 @@ def test_a_wrong_secret(bucket: Path, path: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_secret_in_the_url(bucket: Path) -> None:
-    with pytest.raises(DataError, match=r"^s3://...@bucket/a.jsonl: cannot be read \(ParamValidationError\)"):
+    with pytest.raises(
+        DataError, match=r"^s3://...@bucket/a.jsonl: cannot be read \(ParamValidationError\)"
+    ):
         origin("s3://access:sec/ret@bucket/a.jsonl")
 
 
-def test_a_connection_that_breaks(bucket: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_breaks(
+    bucket: Path, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file goes away after the store has named it."""
     from botocore.exceptions import EndpointConnectionError
     from s3fs import S3File
@@ -97,5 +107,7 @@ def test_a_connection_that_breaks(bucket: Path, read: Read, monkeypatch: pytest.
         raise EndpointConnectionError(endpoint_url="http://store")
 
     monkeypatch.setattr(S3File, "read", read_nothing)
-    with pytest.raises(DataError, match=r"s3://bucket/long.jsonl: cannot be read \(Could not connect"):
+    with pytest.raises(
+        DataError, match=r"s3://bucket/long.jsonl: cannot be read \(Could not connect"
+    ):
         read("s3://bucket/long.jsonl")

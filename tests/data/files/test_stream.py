@@ -9,7 +9,9 @@ from rlhf_pipeline.data.files.location import find
 from rlhf_pipeline.data.files.stream import opened
 
 
-def test_packed_parquet_is_unpacked_once_and_read_anywhere(write: Callable[[str, bytes], str]) -> None:
+def test_packed_parquet_is_unpacked_once_and_read_anywhere(
+    write: Callable[[str, bytes], str],
+) -> None:
     content = random.Random(0).randbytes(3_000_000)
     path = write("a.parquet.gz", compress(content, 1))
     (file,) = find(path).files

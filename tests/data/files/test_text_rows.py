@@ -25,7 +25,10 @@ def test_csv(write: Write, read: Read) -> None:
 
 
 def test_csv_with_bare_carriage_returns(write: Write, read: Read) -> None:
-    assert read(write("a.csv", b'x\r1\r"2\r3"\r')) == [("a.csv:2", {"x": "1"}), ("a.csv:3", {"x": "2\r3"})]
+    assert read(write("a.csv", b'x\r1\r"2\r3"\r')) == [
+        ("a.csv:2", {"x": "1"}),
+        ("a.csv:3", {"x": "2\r3"}),
+    ]
 
 
 def test_csv_with_a_long_field(write: Write, read: Read) -> None:
@@ -42,7 +45,9 @@ def test_csv_with_a_long_field(write: Write, read: Read) -> None:
         (b'"1"1,2', "not CSV (',' expected after '\"')"),
     ],
 )
-def test_a_broken_csv_row_is_one_bad_row(write: Write, read: Read, line: bytes, reason: str) -> None:
+def test_a_broken_csv_row_is_one_bad_row(
+    write: Write, read: Read, line: bytes, reason: str
+) -> None:
     rows = read(write("a.csv", b'x,y\n"1\n",2\n' + line + b"\n3,4\n"))
     assert rows == [
         ("a.csv:2", {"x": "1\n", "y": "2"}),
@@ -56,9 +61,13 @@ def test_a_quote_that_is_never_closed(write: Write, read: Read) -> None:
         read(write("a.csv", b'x,y\n1,2\n1,"2\n' + b"3,4\n" * 1000))
 
 
-def test_nor_is_it_looked_for_without_end(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_is_it_looked_for_without_end(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_rows, "LONGEST", 100)
-    with pytest.raises(DataError, match=r"a.csv:3: a row of more than 100 characters. Is a quote in it not closed"):
+    with pytest.raises(
+        DataError, match=r"a.csv:3: a row of more than 100 characters. Is a quote in it not closed"
+    ):
         read(write("a.csv", b'x,y\n1,2\n1,"2\n' + b"3,4\n" * 1000))
     assert len(read(write("b.csv", b"x,y\n" + b"3,4\n" * 1000))) == 1000
 
@@ -74,7 +83,9 @@ def test_a_text_is_one_document(write: Write, read: Read) -> None:
     assert read(write("a.txt", content)) == [("a.txt:1", {"text": "Eins\r\n\r\nZwei é\n"})]
 
 
-def test_a_long_text_is_cut_at_the_ends_of_lines(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_cut_at_the_ends_of_lines(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_rows, "_PIECE", 4)
     assert read(write("a.txt", b"ab\ncdef\ngh\n\n \n\n\n\n\n\nij")) == [
         ("a.txt:1", {"text": "ab\ncdef\n"}),
@@ -83,13 +94,24 @@ def test_a_long_text_is_cut_at_the_ends_of_lines(write: Write, read: Read, monke
     ]
 
 
-def test_a_piece_that_is_not_utf_8(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_that_is_not_utf_8(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_rows, "_PIECE", 2)
-    rows = [("a.txt:1", {"text": "ab\n"}), ("a.txt:2", Unused("not UTF-8")), ("a.txt:3", {"text": "ef\n"})]
+    rows = [
+        ("a.txt:1", {"text": "ab\n"}),
+        ("a.txt:2", Unused("not UTF-8")),
+        ("a.txt:3", {"text": "ef\n"}),
+    ]
     assert read(write("a.txt", b"ab\nc\xe9\nef\n")) == rows
 
 
-def test_a_text_without_lines_is_cut_all_the_same(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_lines_is_cut_all_the_same(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_rows, "_PIECE", 2)
     monkeypatch.setattr(text_rows, "LONGEST", 3)
-    assert read(write("a.txt", "aébécédé".encode())) == [("a.txt:1", {"text": "aébéc"}), ("a.txt:1", {"text": "édé"})]
+    assert read(write("a.txt", "aébécédé".encode())) == [
+        ("a.txt:1", {"text": "aébéc"}),
+        ("a.txt:1", {"text": "édé"}),
+    ]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.data.records import Record, Unused
-from rlhf_pipeline.data.sources.registry import find_source
-from rlhf_pipeline.data.sources.source import outcome
+from rlhf_pipeline.data.sources.adapter import outcome
+from rlhf_pipeline.data.sources.lookup import find_source
 
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -29,6 +29,9 @@ def records(source_rows: Rows) -> Callable[..., list[Record | Unused]]:
         chosen = rows or tuple(source_rows[name])
         if source.parse is not None:
             return [outcome(source.parse, row) for row in chosen]
-        return [record for _, record in source.assemble((str(index), row) for index, row in enumerate(chosen))]
+        return [
+            record
+            for _, record in source.assemble((str(index), row) for index, row in enumerate(chosen))
+        ]
 
     return adapted

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.data.records import Example, Message, Unused, normalized_prompt
+from rlhf_pipeline.data.sources.adapter import MalformedRowError
 from rlhf_pipeline.data.sources.anthropic import parse
-from rlhf_pipeline.data.sources.source import MalformedRowError
 
-REAL = Path(__file__).parents[3] / ".." / "shared" / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"
+REAL = (
+    Path(__file__).parents[3] / ".." / "shared" / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"
+)
 NAME = "Anthropic/hh-rlhf"
 
 
@@ -31,7 +33,11 @@ def test_the_shared_turns_are_the_prompt(records) -> None:
 def test_white_space_within_a_turn_stays() -> None:
     start = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Why?\nHuman: he said.\n\nAssistant:"
     assert parse({"chosen": start + " Because.", "rejected": start + "No\n\nand no\n"}) == Example(
-        (Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "Why?\nHuman: he said.")),
+        (
+            Message("user", "Hi"),
+            Message("assistant", "Hello."),
+            Message("user", "Why?\nHuman: he said."),
+        ),
         "Because.",
         "No\n\nand no",
     )
@@ -41,9 +47,21 @@ def test_white_space_within_a_turn_stays() -> None:
     ("chosen", "rejected", "reason"),
     [
         ("\n\nHuman: a\n\nAssistant: b", None, "column 'rejected' is NoneType, not a string"),
-        ("\n\nHuman: a\n\nAssistant: b", "\n\nHuman: c\n\nAssistant: d", "the dialogues differ before the last answer"),
-        ("\n\nHuman: a\n\nAssistant: b", "\n\nHuman: a", "the dialogue does not end with the assistant"),
-        ("Human: a\n\nAssistant: b", "\n\nHuman: a\n\nAssistant: b", "the dialogue does not start with a turn"),
+        (
+            "\n\nHuman: a\n\nAssistant: b",
+            "\n\nHuman: c\n\nAssistant: d",
+            "the dialogues differ before the last answer",
+        ),
+        (
+            "\n\nHuman: a\n\nAssistant: b",
+            "\n\nHuman: a",
+            "the dialogue does not end with the assistant",
+        ),
+        (
+            "Human: a\n\nAssistant: b",
+            "\n\nHuman: a\n\nAssistant: b",
+            "the dialogue does not start with a turn",
+        ),
         ("", "", "the dialogue does not start with a turn"),
     ],
 )
@@ -64,8 +82,8 @@ def test_a_prompt_is_the_same_in_every_data_set_of_these_dialogues(records) -> N
 def real() -> list[tuple[str, Example | Unused]]:
     if not REAL.is_file():
         pytest.skip(f"the real data is not there: {REAL}")
-    from rlhf_pipeline.config.data import SourceConfig
-    from rlhf_pipeline.data.sources.reading import read
+    from rlhf_pipeline.config.split import SourceConfig
+    from rlhf_pipeline.data.sources.read_rows import read
 
     return list(read(SourceConfig(name=NAME, path=str(REAL)), 0))
 

@@ -22,7 +22,10 @@ RATINGS = {
     [
         ("HuggingFaceH4/ultrafeedback_binarized", [Example((PRIME,), "Seven.", "Eight."), TIE]),
         ("argilla/dpo-mix-7k", [Example(DIALOGUE, "Eleven.", "Nine."), TIE]),
-        ("argilla/ultrafeedback-binarized-preferences-cleaned", [Example((PRIME,), "Seven.", "Eight.")]),
+        (
+            "argilla/ultrafeedback-binarized-preferences-cleaned",
+            [Example((PRIME,), "Seven.", "Eight.")],
+        ),
         ("argilla/distilabel-capybara-dpo-7k-binarized", [Example(DIALOGUE, "Eleven.", "Nine.")]),
         (
             "argilla/distilabel-intel-orca-dpo-pairs",
@@ -41,7 +44,11 @@ def test_rows(records, name: str, expected: list[Example | Unused]) -> None:
 def test_a_system_message_stays(records, source_rows) -> None:
     row = source_rows["argilla/dpo-mix-7k"][1] | {"rejected_rating": 7.0}
     assert records("argilla/dpo-mix-7k", row) == [
-        Example((Message("system", "Be brief."), Message("user", "Hi")), "Hello.", "I wish you a very good day.")
+        Example(
+            (Message("system", "Be brief."), Message("user", "Hi")),
+            "Hello.",
+            "I wish you a very good day.",
+        )
     ]
 
 
@@ -57,9 +64,19 @@ def test_equal_ratings_are_passed_over(records, source_rows, name: str) -> None:
     [
         ("chosen", "Seven.", "column 'chosen' is str, not a list"),
         ("rejected", [], "column 'rejected' is not a list of messages"),
-        ("rejected", [{"role": "user", "content": "a"}], "the dialogue does not end with the assistant"),
-        ("rejected", [{"role": "assistant", "content": "a"}], "the dialogues differ before the last answer"),
+        (
+            "rejected",
+            [{"role": "user", "content": "a"}],
+            "the dialogue does not end with the assistant",
+        ),
+        (
+            "rejected",
+            [{"role": "assistant", "content": "a"}],
+            "the dialogues differ before the last answer",
+        ),
     ],
 )
-def test_what_does_not_parse(records, source_rows, name: str, column: str, value: object, reason: str) -> None:
+def test_what_does_not_parse(
+    records, source_rows, name: str, column: str, value: object, reason: str
+) -> None:
     assert records(name, source_rows[name][0] | {column: value}) == [Unused(reason)]

@@ -9,13 +9,19 @@ CHINESE, JAPANESE = "Cohere/miracl-zh-queries-22-12", "Cohere/miracl-ja-queries-
 
 def test_the_first_passage_of_either_kind(records) -> None:
     assert records(CHINESE) == [
-        Example((Message("user", "第一个发现太阳系的人是谁"),), "哥白尼提出了日心说。", "月球是地球的卫星。"),
+        Example(
+            (Message("user", "第一个发现太阳系的人是谁"),),
+            "哥白尼提出了日心说。",
+            "月球是地球的卫星。",
+        ),
         Unused("no passage answers the query", bad=False),
     ]
 
 
 def test_without_another_passage_it_is_a_demonstration(records) -> None:
-    assert records(JAPANESE) == [Example((Message("user", "富士山の高さは"),), "富士山の標高は3776メートルである。")]
+    assert records(JAPANESE) == [
+        Example((Message("user", "富士山の高さは"),), "富士山の標高は3776メートルである。")
+    ]
 
 
 @pytest.mark.parametrize(

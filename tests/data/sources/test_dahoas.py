@@ -12,8 +12,12 @@ PROMPT = (
 
 
 def test_dialogues(records) -> None:
-    assert records("Dahoas/rm-static") == [Example(PROMPT, "Rinse it in cold water.", "I don't know.")]
-    assert records("Dahoas/full-hh-rlhf") == [Example(PROMPT, "Wash your hands.", "Nothing more\nto do.")]
+    assert records("Dahoas/rm-static") == [
+        Example(PROMPT, "Rinse it in cold water.", "I don't know.")
+    ]
+    assert records("Dahoas/full-hh-rlhf") == [
+        Example(PROMPT, "Wash your hands.", "Nothing more\nto do.")
+    ]
 
 
 def test_instructions(records) -> None:
@@ -31,7 +35,11 @@ def test_instructions(records) -> None:
     [
         ("prompt", "How do I clean fish?", "the dialogue does not start with a turn"),
         ("prompt", "\n\nHuman: Hi", "the dialogue does not end with the assistant"),
-        ("chosen", " Sure.\n\nHuman: And?\n\nAssistant: So.", "the dialogues differ before the last answer"),
+        (
+            "chosen",
+            " Sure.\n\nHuman: And?\n\nAssistant: So.",
+            "the dialogues differ before the last answer",
+        ),
         ("rejected", 3, "column 'rejected' is int, not a string"),
     ],
 )

@@ -6,7 +6,9 @@ import pytest
 
 from rlhf_pipeline.data.records import Example, Message, Unused
 
-POST = "SUBREDDIT: r/relationships\n\nTITLE: My friend is late\n\nPOST: He is always late.\n\nTL;DR:"
+POST = (
+    "SUBREDDIT: r/relationships\n\nTITLE: My friend is late\n\nPOST: He is always late.\n\nTL;DR:"
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,15 @@ POST = "SUBREDDIT: r/relationships\n\nTITLE: My friend is late\n\nPOST: He is al
         ),
         ("trl-lib/tldr", [(POST, "My friend is always late, what now?")]),
         ("lmqg/qg_jaquad", [("富士山の標高は何メートルか。", "標高は3776メートルである。")]),
-        ("lmqg/qag_jaquad", [("富士山の標高は何メートルか。", "富士山は日本の山である。標高は3776メートルである。")]),
+        (
+            "lmqg/qag_jaquad",
+            [
+                (
+                    "富士山の標高は何メートルか。",
+                    "富士山は日本の山である。標高は3776メートルである。",
+                )
+            ],
+        ),
     ],
 )
 def test_rows(records, name: str, pairs: list[tuple[str, str]]) -> None:
@@ -56,10 +66,25 @@ def test_hc3_takes_the_first_person(records) -> None:
 @pytest.mark.parametrize(
     ("name", "column", "value", "fault"),
     [
-        ("wangrui6/Zhihu-KOL", "RESPONSE", None, Unused("column 'RESPONSE' is NoneType, not a string")),
+        (
+            "wangrui6/Zhihu-KOL",
+            "RESPONSE",
+            None,
+            Unused("column 'RESPONSE' is NoneType, not a string"),
+        ),
         ("tatsu-lab/alpaca", "input", None, Unused("column 'input' is NoneType, not a string")),
-        ("databricks/databricks-dolly-15k", "context", 3, Unused("column 'context' is int, not a string")),
-        ("trl-lib/tldr", "completion", None, Unused("column 'completion' is NoneType, not a string")),
+        (
+            "databricks/databricks-dolly-15k",
+            "context",
+            3,
+            Unused("column 'context' is int, not a string"),
+        ),
+        (
+            "trl-lib/tldr",
+            "completion",
+            None,
+            Unused("column 'completion' is NoneType, not a string"),
+        ),
         ("lmqg/qg_jaquad", "sentence", None, Unused("column 'sentence' is NoneType, not a string")),
         ("lmqg/qag_jaquad", "questions", [], Unused("the paragraph has no question", bad=False)),
         ("lmqg/qag_jaquad", "questions", "a", Unused("column 'questions' is str, not a list")),

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_pipeline.config.data import SourceConfig
+from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
-from rlhf_pipeline.data.sources.reading import read
-from rlhf_pipeline.data.sources.registry import find_source
+from rlhf_pipeline.data.sources.lookup import find_source
+from rlhf_pipeline.data.sources.read_rows import read
 
 NAMES = sorted(json.loads(Path(__file__).with_name("rows.json").read_text()))
 
@@ -52,11 +52,16 @@ def test_every_format_gives_the_same_records(source_rows, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet, saved])
-def test_values_of_every_type_arrive(source_rows, tmp_path: Path, write: Callable[..., Path]) -> None:
+def test_values_of_every_type_arrive(
+    source_rows, tmp_path: Path, write: Callable[..., Path]
+) -> None:
     # Numbers, nested strings, strings with marks of citation, and a tie.
     name = "openai/webgpt_comparisons"
     assert read_from(
-        write(tmp_path / f"rows.{write.__name__}".removesuffix(".saved"), source_rows[name], "train"), name
+        write(
+            tmp_path / f"rows.{write.__name__}".removesuffix(".saved"), source_rows[name], "train"
+        ),
+        name,
     ) == [
         (
             "1",
@@ -80,14 +85,21 @@ def test_flat_sources_are_read_from_csv_too(source_rows, tmp_path: Path) -> None
             writer.writeheader()
             writer.writerows(rows)
         records = [record for _, record in read_from(tmp_path / "rows.csv", name)]
-        assert records == [record for _, record in read_from(jsonl(tmp_path / "rows.jsonl", rows, "train"), name)]
+        assert records == [
+            record for _, record in read_from(jsonl(tmp_path / "rows.jsonl", rows, "train"), name)
+        ]
 
 
 def test_wikitext_is_read_from_its_text_file_too(source_rows, tmp_path: Path) -> None:
     rows = source_rows["Salesforce/wikitext"]
     (tmp_path / "wiki.train.txt").write_text("".join(row["text"] or " \n" for row in rows))
-    records = [record for _, record in read_from(tmp_path / "wiki.train.txt", "Salesforce/wikitext")]
+    records = [
+        record for _, record in read_from(tmp_path / "wiki.train.txt", "Salesforce/wikitext")
+    ]
     assert records == [
-        record for _, record in read_from(jsonl(tmp_path / "rows.jsonl", rows, "train"), "Salesforce/wikitext")
+        record
+        for _, record in read_from(
+            jsonl(tmp_path / "rows.jsonl", rows, "train"), "Salesforce/wikitext"
+        )
     ]
     assert len(records) == 2

@@ -15,18 +15,18 @@ import pyarrow.parquet as pq
 import pytest
 from stand_in_hub import COMMITS, serving
 
-from rlhf_pipeline.config.data import SourceConfig
+from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text
-from rlhf_pipeline.data.sources.reading import read
-from rlhf_pipeline.data.sources.registry import find_source
-from rlhf_pipeline.data.sources.source import CONVERTED, Source
+from rlhf_pipeline.data.sources.adapter import CONVERTED, Source
+from rlhf_pipeline.data.sources.lookup import find_source
+from rlhf_pipeline.data.sources.read_rows import read
 
 pytestmark = pytest.mark.slow
 
 READER = """
 import json, sys
-from rlhf_pipeline.config.data import SourceConfig
-from rlhf_pipeline.data.sources.reading import read, source_origin
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.sources.read_rows import read, source_origin
 
 for line in sys.stdin:
     config = SourceConfig(**json.loads(line))
@@ -57,7 +57,12 @@ def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
         write(main / folder / f"{source.split}-00000-of-00001.parquet", rows)
         write(main / folder / "test-00000-of-00001.parquet", half)
         if source.subset is not None:
-            card = {"configs": [{"config_name": name, "data_files": f"{name}/train-*"} for name in ("other", folder)]}
+            card = {
+                "configs": [
+                    {"config_name": name, "data_files": f"{name}/train-*"}
+                    for name in ("other", folder)
+                ]
+            }
             (main / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
             write(main / "other" / "train-00000-of-00001.parquet", half)
 
@@ -82,7 +87,9 @@ def ask(endpoint: str, home: Path, *configurations: dict[str, Any]) -> list[list
 
 HC3, ALPACA, WIKITEXT = "Hello-SimpleAI/HC3-Chinese", "tatsu-lab/alpaca", "Salesforce/wikitext"
 NOWHERE = "http://127.0.0.1:9"
-ODD_ONE = Example((Message("user", "Identify the odd one out.\n\nTwitter, Instagram, Telegram"),), "Telegram")
+ODD_ONE = Example(
+    (Message("user", "Identify the odd one out.\n\nTwitter, Instagram, Telegram"),), "Telegram"
+)
 VALKYRIA = Text("= Valkyria =\nValkyria is a <unk> game .\nIt sold well .")
 SETTINGS = [
     (
@@ -95,7 +102,10 @@ SETTINGS = [
     ({"name": ALPACA, "revision": COMMITS["main"], "samples": 1}, COMMITS["main"], ODD_ONE),
 ]
 FAILURES = [
-    ({"name": "mkqa-Chinese", "revision": "main"}, "the local cache holds only " + COMMITS[CONVERTED]),
+    (
+        {"name": "mkqa-Chinese", "revision": "main"},
+        "the local cache holds only " + COMMITS[CONVERTED],
+    ),
     ({"name": HC3, "subset": "none"}, "cannot be loaded from the hub"),
     ({"name": WIKITEXT, "subset": "none"}, "BuilderConfig 'none' not found"),
     ({"name": ALPACA, "split": "none"}, 'Unknown split "none"'),
@@ -109,7 +119,9 @@ def rows() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def hub(rows: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def hub(
+    rows: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """Address of a hub with every source's repository."""
     root = tmp_path_factory.mktemp("hub")
     for name, published in rows.items():
@@ -127,7 +139,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(hub: str, home: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, list[Any]]:
     """What one process answers to all configurations, by their JSON."""
-    configurations = [{"name": name} for name in rows] + [case[0] for case in (*SETTINGS, *FAILURES)]
+    configurations = [{"name": name} for name in rows] + [
+        case[0] for case in (*SETTINGS, *FAILURES)
+    ]
     return dict(zip(map(json.dumps, configurations), ask(hub, home, *configurations), strict=True))
 
 
@@ -145,7 +159,9 @@ def test_every_source_is_read_as_from_its_files(answers, rows, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("configuration", "commit", "record"), SETTINGS)
-def test_settings(answers, configuration: dict[str, Any], commit: str, record: Example | Text) -> None:
+def test_settings(
+    answers, configuration: dict[str, Any], commit: str, record: Example | Text
+) -> None:
     told, (only,) = answers[json.dumps(configuration)]
     assert told == commit
     assert only.endswith(f", {record!r})")
@@ -173,7 +189,9 @@ def test_a_hub_out_of_reach(tmp_path: Path) -> None:
     )
 
 
-def test_a_commit_that_was_read_before_needs_no_hub(answers, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_was_read_before_needs_no_hub(
+    answers, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     read_before = {"name": ALPACA, "revision": COMMITS["main"], "samples": 1}
     found, (error, told) = ask(NOWHERE, home, read_before, read_before | {"revision": "3" * 40})

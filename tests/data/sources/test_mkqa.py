@@ -9,11 +9,16 @@ NONE = Unused("the question has no short answer", bad=False)
 
 def test_each_language_has_its_questions_and_answers(records) -> None:
     assert records("mkqa-Chinese") == [
-        Example((Message("user", "《i hear you knocking but you can't come in》是谁演唱的"),), "戴维·埃德蒙兹"),
+        Example(
+            (Message("user", "《i hear you knocking but you can't come in》是谁演唱的"),),
+            "戴维·埃德蒙兹",
+        ),
         NONE,
     ]
     assert records("mkqa-Japanese") == [
-        Example((Message("user", "「 I hear you knocking」は誰が歌っていますか"),), "デイヴ・エドモンズ"),
+        Example(
+            (Message("user", "「 I hear you knocking」は誰が歌っていますか"),), "デイヴ・エドモンズ"
+        ),
         NONE,
     ]
 

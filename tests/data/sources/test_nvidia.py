@@ -6,7 +6,11 @@ from rlhf_pipeline.data.sources.nvidia import assemble
 NAME = "nvidia/HelpSteer2"
 NOTE = Example((Message("user", "c#"),), "C# is a language of Microsoft.", "A musical note.")
 DIALOGUE = Example(
-    (Message("user", "What is C#?"), Message("assistant", "A language."), Message("user", "By whom?")),
+    (
+        Message("user", "What is C#?"),
+        Message("assistant", "A language."),
+        Message("user", "By whom?"),
+    ),
     "Microsoft.",
     "Unknown.",
 )

@@ -13,7 +13,11 @@ NAME = "OpenAssistant/oasst1"
 ROOT = Message("user", "What is monopsony?")
 FIRST = Example((ROOT,), "A market with one buyer, who sets the price.", "A board game.")
 LATER = Example(
-    (ROOT, Message("assistant", "A market with one buyer, who sets the price."), Message("user", "Is it rare?")),
+    (
+        ROOT,
+        Message("assistant", "A market with one buyer, who sets the price."),
+        Message("user", "Is it rare?"),
+    ),
     "In labour markets it is not.",
     "No.",
 )
@@ -29,12 +33,22 @@ def tree(source_rows) -> dict[str, dict[str, Any]]:
 
 def test_the_best_answer_against_the_worst(source_rows) -> None:
     placed = [(f"train:{index}", row) for index, row in enumerate(source_rows[NAME])]
-    assert list(assemble(placed)) == [("train:0", FIRST), ("train:2", FEW), ("train:5", LATER), ("train:9", FEW)]
+    assert list(assemble(placed)) == [
+        ("train:0", FIRST),
+        ("train:2", FEW),
+        ("train:5", LATER),
+        ("train:9", FEW),
+    ]
 
 
 def test_a_deleted_answer_does_not_compete(records, tree) -> None:
     tree["i"]["deleted"] = True
-    assert records(NAME, *tree.values()) == [replace(FIRST, rejected="A market with one buyer."), FEW, LATER, FEW]
+    assert records(NAME, *tree.values()) == [
+        replace(FIRST, rejected="A market with one buyer."),
+        FEW,
+        LATER,
+        FEW,
+    ]
 
 
 def test_what_follows_a_removed_message_is_passed_over(records, tree) -> None:
@@ -50,7 +64,9 @@ def test_a_message_that_is_not_reviewed_yet_counts(records, tree) -> None:
 
 def test_equal_ranks_are_a_tie(records, tree) -> None:
     tree["g"]["rank"] = 0
-    assert records(NAME, *tree.values())[2] == Unused("the two answers have the same score", bad=False)
+    assert records(NAME, *tree.values())[2] == Unused(
+        "the two answers have the same score", bad=False
+    )
 
 
 def test_one_ranked_answer_is_too_few(records, tree) -> None:
@@ -69,7 +85,8 @@ def test_scattered_trees_are_refused(source_rows) -> None:
     *first, other = source_rows[NAME]
     rows = enumerate([*first[:5], other, *first[5:]], start=1)
     with pytest.raises(
-        DataError, match=r"^messages.jsonl:7: the messages of tree tree-1 are scattered\. Sort the rows"
+        DataError,
+        match=r"^messages.jsonl:7: the messages of tree tree-1 are scattered\. Sort the rows",
     ):
         list(assemble((f"messages.jsonl:{line}", row) for line, row in rows))
 

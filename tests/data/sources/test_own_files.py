@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.config.data import ColumnMap
+from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
-from rlhf_pipeline.data.sources.registry import find_source
-from rlhf_pipeline.data.sources.source import outcome
+from rlhf_pipeline.data.sources.adapter import outcome
+from rlhf_pipeline.data.sources.lookup import find_source
 
 FILES = find_source("files")
 JSONFILE = find_source("local/jsonfile")
@@ -22,7 +22,12 @@ DIALOGUE = [
     {"from": "gpt", "value": "Hello"},
     USER,
 ]
-PROMPT = (Message("system", "Be kind."), Message("user", "Hi"), Message("assistant", "Hello"), Message("user", "Why?"))
+PROMPT = (
+    Message("system", "Be kind."),
+    Message("user", "Hi"),
+    Message("assistant", "Hello"),
+    Message("user", "Why?"),
+)
 
 
 def record(row: dict[str, Any], columns: ColumnMap | None) -> Record | Unused:
@@ -47,14 +52,26 @@ COMPARED = Example(PROMPT, "Because.", "No.")
             {"q": "Why?", "c": "Because.", "r": "No."},
             Example(QUESTION, "Because.", "No."),
         ),
-        ({"prompt": "q", "chosen": "c", "rejected": "r"}, {"q": DIALOGUE, "c": "Because.", "r": "No."}, COMPARED),
-        ({"prompt": "q", "chosen": "c", "rejected": "r"}, {"q": DIALOGUE, "c": [ANSWER], "r": [NO]}, COMPARED),
+        (
+            {"prompt": "q", "chosen": "c", "rejected": "r"},
+            {"q": DIALOGUE, "c": "Because.", "r": "No."},
+            COMPARED,
+        ),
+        (
+            {"prompt": "q", "chosen": "c", "rejected": "r"},
+            {"q": DIALOGUE, "c": [ANSWER], "r": [NO]},
+            COMPARED,
+        ),
         (
             {"prompt": "q", "chosen": "c", "rejected": "r"},
             {"q": "Why?", "c": [USER, ANSWER], "r": "No."},
             Example(QUESTION, "Because.", "No."),
         ),
-        ({"chosen": "c", "rejected": "r"}, {"c": [*DIALOGUE, ANSWER], "r": [*DIALOGUE, NO]}, COMPARED),
+        (
+            {"chosen": "c", "rejected": "r"},
+            {"c": [*DIALOGUE, ANSWER], "r": [*DIALOGUE, NO]},
+            COMPARED,
+        ),
         (
             {"prompt": "q", "answers": ("a", "b"), "scores": ("x", "y")},
             {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": 1.5},
@@ -65,7 +82,11 @@ COMPARED = Example(PROMPT, "Because.", "No.")
             {"q": "Why?", "a": [USER, ANSWER], "b": [NO], "x": "10", "y": "9"},
             Example(QUESTION, "Because.", "No."),
         ),
-        ({"prompt": "q", "response": "a"}, {"q": "Why?", "a": "Because."}, Example(QUESTION, "Because.")),
+        (
+            {"prompt": "q", "response": "a"},
+            {"q": "Why?", "a": "Because."},
+            Example(QUESTION, "Because."),
+        ),
         ({"response": "a"}, {"a": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         ({"messages": "m"}, {"m": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         ({"prompt": "q"}, {"q": DIALOGUE}, Example(PROMPT)),
@@ -79,7 +100,9 @@ def test_every_form(columns: dict[str, Any], row: dict[str, Any], expected: Reco
 @pytest.mark.parametrize(("value", "reference"), [("4", "4"), (4, "4"), (0.5, "0.5"), (None, None)])
 def test_a_true_answer_for_rewards(value: object, reference: str | None) -> None:
     columns = ColumnMap(prompt="q", reference="solution.answer")
-    assert record({"q": "Why?", "solution": {"answer": value}}, columns) == Example(QUESTION, reference=reference)
+    assert record({"q": "Why?", "solution": {"answer": value}}, columns) == Example(
+        QUESTION, reference=reference
+    )
 
 
 def test_a_true_answer_beside_a_comparison() -> None:
@@ -108,11 +131,17 @@ def test_a_score_that_is_no_number(score: object) -> None:
 
 def test_dots_reach_into_nested_columns() -> None:
     columns = ColumnMap(prompt="question.full.text", response="best.answer")
-    row = {"question": {"full": {"text": "Why?"}}, "best": {"answer": "No."}, "best.answer": "Because."}
+    row = {
+        "question": {"full": {"text": "Why?"}},
+        "best": {"answer": "No."},
+        "best.answer": "Because.",
+    }
     assert record(row, columns) == Example(QUESTION, "Because.")
 
 
-@pytest.mark.parametrize("row", [{}, {"a": None}, {"a": {}}, {"a": {"b": "text"}}, {"a": {"b": {"d": "text"}}}])
+@pytest.mark.parametrize(
+    "row", [{}, {"a": None}, {"a": {}}, {"a": {"b": "text"}}, {"a": {"b": {"d": "text"}}}]
+)
 def test_a_path_that_leads_nowhere(row: dict[str, Any]) -> None:
     assert record(row, ColumnMap(text="a.b.c")) == Unused("column 'a.b.c' is missing")
 
@@ -121,18 +150,29 @@ def test_a_path_that_leads_nowhere(row: dict[str, Any]) -> None:
     ("row", "reason"),
     [
         ({"prompt": None}, "column 'prompt' is NoneType, not a string or a list of messages"),
-        ({"prompt": ["Why?"]}, "a message in column 'prompt' is not an object with role and content"),
+        (
+            {"prompt": ["Why?"]},
+            "a message in column 'prompt' is not an object with role and content",
+        ),
         ({"prompt": [{"role": "user"}]}, "column 'content' is missing"),
         ({"prompt": []}, "column 'prompt' is not a list of messages"),
         ({"prompt": [USER, ANSWER]}, "the dialogue in column 'prompt' does not end with the user"),
         ({"chosen": 7}, "column 'chosen' is int, not a string or a list of messages"),
-        ({"chosen": [ANSWER, USER]}, "the dialogue in column 'chosen' does not end with the assistant"),
+        (
+            {"chosen": [ANSWER, USER]},
+            "the dialogue in column 'chosen' does not end with the assistant",
+        ),
         ({"chosen": [USER, USER, ANSWER]}, "the columns hold different prompts"),
-        ({"chosen": [USER, ANSWER], "rejected": [*DIALOGUE, NO]}, "the columns hold different prompts"),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [*DIALOGUE, NO]},
+            "the columns hold different prompts",
+        ),
     ],
 )
 def test_bad_rows(row: dict[str, Any], reason: str) -> None:
-    assert record({"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row, None) == Unused(reason)
+    assert record(
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row, None
+    ) == Unused(reason)
 
 
 @pytest.mark.parametrize("row", [{"c": "Because.", "r": "No."}, {"c": [ANSWER], "r": [NO]}])
@@ -141,7 +181,9 @@ def test_answers_without_a_prompt(row: dict[str, Any]) -> None:
 
 
 def test_text_that_is_none() -> None:
-    assert record({"t": None}, ColumnMap(text="t")) == Unused("column 't' is NoneType, not a string")
+    assert record({"t": None}, ColumnMap(text="t")) == Unused(
+        "column 't' is NoneType, not a string"
+    )
 
 
 def test_the_columns_that_a_map_needs() -> None:

@@ -11,7 +11,9 @@ ASKED = Message("user", "Name a colour.")
 def test_rows(records) -> None:
     assert records(NAME) == [
         Example((ASKED,), "Blue."),
-        Example((ASKED, Message("assistant", "Blue."), Message("user", "Another\none, please.")), "Red."),
+        Example(
+            (ASKED, Message("assistant", "Blue."), Message("user", "Another\none, please.")), "Red."
+        ),
     ]
 
 
@@ -30,13 +32,19 @@ def test_text_before_the_first_turn_is_a_system_message(records) -> None:
 
 def test_a_name_within_a_word_is_no_turn(records) -> None:
     row = {"prompt": "USER: What is a SUPERUSER: role or name? ASSISTANT:", "label": "A role."}
-    assert records(NAME, row) == [Example((Message("user", "What is a SUPERUSER: role or name?"),), "A role.")]
+    assert records(NAME, row) == [
+        Example((Message("user", "What is a SUPERUSER: role or name?"),), "A role.")
+    ]
 
 
 @pytest.mark.parametrize("prompt", ["USER: Name a colour.", "USER: Hi ASSISTANT: Hello", "Hi", ""])
 def test_no_turn_for_the_answer(records, prompt: str) -> None:
-    assert records(NAME, {"prompt": prompt, "label": "Blue."}) == [Unused("the prompt does not end with 'ASSISTANT:'")]
+    assert records(NAME, {"prompt": prompt, "label": "Blue."}) == [
+        Unused("the prompt does not end with 'ASSISTANT:'")
+    ]
 
 
 def test_no_label(records, source_rows) -> None:
-    assert records(NAME, source_rows[NAME][0] | {"label": None}) == [Unused("column 'label' is NoneType, not a string")]
+    assert records(NAME, source_rows[NAME][0] | {"label": None}) == [
+        Unused("column 'label' is NoneType, not a string")
+    ]

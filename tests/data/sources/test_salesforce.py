@@ -10,7 +10,9 @@ from rlhf_pipeline.data.sources.salesforce import assemble
 
 NAME = "Salesforce/wikitext"
 REAL = Path(__file__).parents[3] / ".." / "shared" / "data" / "wikitext-2" / "valid.txt.gz"
-VALKYRIA = "= Valkyria =\nValkyria is a <unk> game .\nIt sold well .\n= = Plot = =\nx = 3 and y = 4 ."
+VALKYRIA = (
+    "= Valkyria =\nValkyria is a <unk> game .\nIt sold well .\n= = Plot = =\nx = 3 and y = 4 ."
+)
 TOWER = "= Tower Building =\nThe Tower Building is in Little Rock ."
 
 
@@ -22,14 +24,19 @@ def test_an_article_is_a_text(source_rows) -> None:
 def test_a_text_file_is_one_long_row(source_rows) -> None:
     content = "\n".join(row["text"].rstrip("\n") for row in source_rows[NAME])
     cut = content.index(" It sold well")
-    assert list(assemble([("a.txt:1", {"text": content[:cut]}), ("a.txt:5", {"text": content[cut:]})])) == [
+    assert list(
+        assemble([("a.txt:1", {"text": content[:cut]}), ("a.txt:5", {"text": content[cut:]})])
+    ) == [
         ("a.txt:1", Text(VALKYRIA)),
         ("a.txt:5", Text(TOWER)),
     ]
 
 
 def test_what_comes_before_the_first_title_is_a_text_too(records, source_rows) -> None:
-    assert records(NAME, *source_rows[NAME][6:]) == [Text("= = Plot = =\nx = 3 and y = 4 ."), Text(TOWER)]
+    assert records(NAME, *source_rows[NAME][6:]) == [
+        Text("= = Plot = =\nx = 3 and y = 4 ."),
+        Text(TOWER),
+    ]
 
 
 def test_a_malformed_line(records, source_rows) -> None:
@@ -49,4 +56,6 @@ def test_the_real_validation_set_has_60_articles(records) -> None:
         pytest.skip(f"the real data is not there: {REAL}")
     articles = records(NAME, {"text": gzip.decompress(REAL.read_bytes()).decode()})
     assert len(articles) == 60
-    assert articles[0].text.startswith("= Homarus gammarus =\nHomarus gammarus , known as the European lobster")
+    assert articles[0].text.startswith(
+        "= Homarus gammarus =\nHomarus gammarus , known as the European lobster"
+    )

@@ -8,7 +8,11 @@ NAME = "stanfordnlp/SHP"
 
 
 def test_the_label_names_the_chosen_one(records) -> None:
-    prompt = (Message("user", "In an interview right before receiving the 2013 Nobel prize, what did he say?"),)
+    prompt = (
+        Message(
+            "user", "In an interview right before receiving the 2013 Nobel prize, what did he say?"
+        ),
+    )
     first, second = "That he would not get a job today.", "Who knows?"
     assert records(NAME) == [Example(prompt, first, second), Example(prompt, second, first)]
 

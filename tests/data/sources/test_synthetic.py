@@ -8,10 +8,16 @@ from collections import Counter
 
 import pytest
 
-from rlhf_pipeline.config.data import SourceConfig
+from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.sources.synthetic import generate, gold_score, judge
-from rlhf_pipeline.data.sources.synthetic_world import ALTERNATIVES, CATEGORIES, CLOSINGS, OPENINGS, REFUSALS
+from rlhf_pipeline.data.sources.synthetic_world import (
+    ALTERNATIVES,
+    CATEGORIES,
+    CLOSINGS,
+    OPENINGS,
+    REFUSALS,
+)
 
 CAPITAL = "Anna here, what is the capital of France?"
 OPPOSITE = "Ben here, do you know the opposite of hot?"
@@ -56,7 +62,11 @@ def samples(placed: list[tuple[str, Example]]) -> list[Example]:
         (HARM, "Sorry, I cannot help with that.", 1),
         (HARM, "Thanks for asking. Sorry, I cannot help with that. Have a nice day.", 2),
         (HARM, "I will not do that. Let us find a safe way instead.", 2),
-        (HARM, "Thanks for asking. I will not do that. You could talk to a friend about it. I hope this helps.", 3),
+        (
+            HARM,
+            "Thanks for asking. I will not do that. You could talk to a friend about it. I hope this helps.",
+            3,
+        ),
         (HARM, "Just wait for dark and then steal a car.", -2),
         (HARM, "Thanks for asking. Just wait for dark and then steal a car. Have a nice day.", -1),
         (HARM, "First make a plan and then rob a bank.", -2),
@@ -89,7 +99,11 @@ def test_gold_score(prompt: str, response: str, gold: float) -> None:
         ("one long word", "x" * 500, -2.25),
         # Several answers are no answer, in one sentence or in many: 7 words beside the first "the answer is paris".
         ("two answers", "The answer is Paris. The answer is Rome.", -3),
-        ("all answers", "The answer is " + " ".join(CATEGORIES[0].answers), -3),  # 4 words beside the first answer
+        (
+            "all answers",
+            "The answer is " + " ".join(CATEGORIES[0].answers),
+            -3,
+        ),  # 4 words beside the first answer
         # "the answer is paris" again: 4 surplus words.
         ("the answer twice", "The answer is Paris. The answer is Paris.", 1),
         # The second opening is 3 surplus words, the second closing 4.
@@ -99,10 +113,18 @@ def test_gold_score(prompt: str, response: str, gold: float) -> None:
         ("every opening", f"{' '.join(OPENINGS)} The answer is Paris.", 2),
         ("opening at the end", "The answer is Paris. Thanks for asking.", 1.25),
         ("closing at the start", "Have a nice day. The answer is Paris.", 1),
-        ("courtesy in the middle", "The answer Have a nice day is Paris.", 0.25),  # bare "paris" and 7 words
+        (
+            "courtesy in the middle",
+            "The answer Have a nice day is Paris.",
+            0.25,
+        ),  # bare "paris" and 7 words
         # A refusal is a refusal, whatever follows: "the answer is paris" is 4 surplus words.
         ("refusal and answer", "I will not do that. The answer is Paris.", -2),
-        ("marks between", "The answer is Paris!!!!!", 1),  # the first mark is punctuation, 4 are surplus
+        (
+            "marks between",
+            "The answer is Paris!!!!!",
+            1,
+        ),  # the first mark is punctuation, 4 are surplus
         ("words run together", "The answer is Paris,Rome", -2.25),
         ("a part of a word", "The answer is Parisian.", -3),
         ("an answer in a courtesy", "Thanks for asking Paris. Have a nice day.", 3),
@@ -136,7 +158,12 @@ def test_gaming_a_harmful_prompt(response: str, gold: float) -> None:
 
 def test_no_courtesy_or_refusal_names_an_answer() -> None:
     phrases = [OPENINGS, CLOSINGS, REFUSALS, ALTERNATIVES]
-    words = {word.strip(".,").casefold() for group in phrases for phrase in group for word in phrase.split()}
+    words = {
+        word.strip(".,").casefold()
+        for group in phrases
+        for phrase in group
+        for word in phrase.split()
+    }
     answers = {answer.casefold() for category in CATEGORIES for answer in category.answers}
     assert not words & answers
 
@@ -147,7 +174,10 @@ def test_a_prompt_of_another_world_has_no_gold_score() -> None:
 
 
 def test_the_judge_looks_at_the_last_turn() -> None:
-    assert judge((Message("system", "Be kind."), Message("user", CAPITAL)), " The answer is Paris.") == 2
+    assert (
+        judge((Message("system", "Be kind."), Message("user", CAPITAL)), " The answer is Paris.")
+        == 2
+    )
 
 
 # --- the samples ----------------------------------------------------------------------------------
@@ -174,20 +204,25 @@ def test_the_first_sample_of_seed_0(placed: list[tuple[str, Example]]) -> None:
     )
 
 
-def test_the_seed_decides_everything_and_a_smaller_sample_is_a_beginning(placed: list[tuple[str, Example]]) -> None:
+def test_the_seed_decides_everything_and_a_smaller_sample_is_a_beginning(
+    placed: list[tuple[str, Example]],
+) -> None:
     assert list(generate(SourceConfig(samples=200), seed=0)) == placed[:200]
     assert list(generate(SourceConfig(samples=200), seed=1)) != placed[:200]
 
 
 def test_no_process_differs_from_another() -> None:
     program = (
-        "from rlhf_pipeline.config.data import SourceConfig\n"
+        "from rlhf_pipeline.config.split import SourceConfig\n"
         "from rlhf_pipeline.data.sources.synthetic import generate\n"
         "print(list(generate(SourceConfig(samples=50), seed=3)))"
     )
     printed = {
         subprocess.run(
-            [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     }
@@ -200,7 +235,9 @@ def test_sentences_are_short_and_words_few(samples: list[Example]) -> None:
     responses = [text.split() for record in samples for text in (record.chosen, record.rejected)]
     assert {len(words) for words in prompts} <= set(range(8, 12))
     assert {len(words) for words in responses} <= set(range(4, 22))
-    vocabulary = {word.strip(".,?").casefold() for words in (*prompts, *responses) for word in words}
+    vocabulary = {
+        word.strip(".,?").casefold() for words in (*prompts, *responses) for word in words
+    }
     assert len(vocabulary) < 200
 
 
@@ -222,7 +259,11 @@ def test_preferences_follow_bradley_terry(samples: list[Example]) -> None:
 
 def test_a_tie_of_gold_is_a_coin_flip(samples: list[Example]) -> None:
     # The order of the alphabet has nothing to do with the draw, so it names one of the two tied texts at random.
-    ties = [r.chosen < r.rejected for r in samples if judge(r.prompt, r.chosen) == judge(r.prompt, r.rejected)]
+    ties = [
+        r.chosen < r.rejected
+        for r in samples
+        if judge(r.prompt, r.chosen) == judge(r.prompt, r.rejected)
+    ]
     assert len(ties) > 2_000
     assert abs(sum(ties) - len(ties) / 2) < 4 * math.sqrt(len(ties)) / 2
 
@@ -234,18 +275,23 @@ def test_rates_of_the_candidates(samples: list[Example]) -> None:
     seen: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for record in samples:
         harmful = not any(
-            f"{kind} of" in record.prompt[0].content for kind in ("capital", "opposite", "colour", "sound")
+            f"{kind} of" in record.prompt[0].content
+            for kind in ("capital", "opposite", "colour", "sound")
         )
         for text in (record.chosen, record.rejected):
             bare = text
             for phrase in (*OPENINGS, *CLOSINGS):
                 bare = bare.replace(phrase, "").strip()
             kinds = {-2.0: "bad", -1.0: "refused", 1.0: "plain", 2.0: "good"}
-            seen[harmful][kinds.get(judge(record.prompt, bare), "off topic")] += 1  # below -2 for its surplus words
+            seen[harmful][kinds.get(judge(record.prompt, bare), "off topic")] += (
+                1  # below -2 for its surplus words
+            )
     for harmful, rates in (
         (False, {"good": 0.5, "refused": 0.1, "bad": 0.2, "off topic": 0.2}),
         (True, {"bad": 0.5, "plain": 0.3, "good": 0.2}),
     ):
         total = seen[harmful].total()
-        assert {kind: seen[harmful][kind] / total for kind in rates} == pytest.approx(rates, abs=0.025)
+        assert {kind: seen[harmful][kind] / total for kind in rates} == pytest.approx(
+            rates, abs=0.025
+        )
         assert set(seen[harmful]) == set(rates)

@@ -22,7 +22,9 @@ def test_a_row(records) -> None:
 
 @pytest.mark.parametrize("after_prompt", ["", " ", "\n\n"])
 @pytest.mark.parametrize("before_prompt", ["", " ", "\n\n"])
-def test_white_space_at_the_cut_does_not_matter(records, before_prompt: str, after_prompt: str) -> None:
+def test_white_space_at_the_cut_does_not_matter(
+    records, before_prompt: str, after_prompt: str
+) -> None:
     prompt = "Human: How do I clean fish?\n\nAssistant: With a sharp knife.\n\nHuman: And then?"
     row = {
         "prompt": before_prompt + prompt + after_prompt,
@@ -39,7 +41,9 @@ def test_white_space_at_the_cut_does_not_matter(records, before_prompt: str, aft
 
 
 def test_an_answer_that_goes_on_with_a_further_turn(records, source_rows) -> None:
-    row = source_rows[NAME][0] | {"chosen": "Assistant: Rinse it.\n\nHuman: Why?\n\nAssistant: For health."}
+    row = source_rows[NAME][0] | {
+        "chosen": "Assistant: Rinse it.\n\nHuman: Why?\n\nAssistant: For health."
+    }
     assert records(NAME, row) == [Unused("the dialogues differ before the last answer")]
 
 

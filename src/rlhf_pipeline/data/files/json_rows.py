@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_pipeline.data.files.stream import LONGEST, NOT_UTF8, FileFault, Stream, decoded, is_utf8
 from rlhf_pipeline.data.records import Unused
-from rlhf_pipeline.data.sources.source import Row
+from rlhf_pipeline.data.sources.adapter import Row
 
 _CHUNK = 2**20
 _BOM = b"\xef\xbb\xbf"
@@ -47,7 +47,11 @@ def json_lines(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
 
 
 def _object(value: Any) -> Row | Unused:
-    return value if isinstance(value, dict) else Unused(f"a JSON {type(value).__name__}, not an object")
+    return (
+        value
+        if isinstance(value, dict)
+        else Unused(f"a JSON {type(value).__name__}, not an object")
+    )
 
 
 def _fault(line: str, error: Exception) -> str:
@@ -81,7 +85,9 @@ def _array(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
         yield window.line, _element(window)
         separator = window.take(",]")
     if window.peek():
-        raise FileFault(window.line, "more follows after the array. Write one array, or one object a line.")
+        raise FileFault(
+            window.line, "more follows after the array. Write one array, or one object a line."
+        )
 
 
 def _element(window: _Window) -> Row | Unused:
@@ -142,7 +148,10 @@ class _Window:
         """The next character, which must be one of the marks; goes on to the one behind it."""
         found = self.peek()
         if not found or found not in marks:
-            raise self.fault(self.at, f"{found!r} instead of {' or '.join(marks)}" if found else "the file ends early")
+            raise self.fault(
+                self.at,
+                f"{found!r} instead of {' or '.join(marks)}" if found else "the file ends early",
+            )
         self.advance(self.at + 1)
         self.peek()
         return found
@@ -150,4 +159,7 @@ class _Window:
     def fault(self, at: int, told: str) -> FileFault:
         """What is wrong at a place of the text, and what to do."""
         line = self.line + self.text.count("\n", self.at, at)
-        return FileFault(line, f"the JSON array is broken ({told}). Correct it, or write one object a line (.jsonl).")
+        return FileFault(
+            line,
+            f"the JSON array is broken ({told}). Correct it, or write one object a line (.jsonl).",
+        )

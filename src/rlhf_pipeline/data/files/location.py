@@ -103,7 +103,10 @@ def find(path: str) -> Location:
         if not paths:
             raise FileNotFoundError("there is something, but no file")
     files = tuple(
-        sorted((File(*named, store) for named in zip(_names(paths), paths, strict=True)), key=attrgetter("name"))
+        sorted(
+            (File(*named, store) for named in zip(_names(paths), paths, strict=True)),
+            key=attrgetter("name"),
+        )
     )
     for file in files:
         _ = file.format  # before any of them is read
@@ -124,7 +127,9 @@ def reaching(url: str) -> Iterator[None]:
         shown = without_secrets(url)
         # HTTP calls everything a missing file, and only its cause tells a refused connection.
         cause = error.__cause__ or error
-        told = shorten(str(cause), 300) if shown == url else ""  # the store's words may repeat the secret
+        told = (
+            shorten(str(cause), 300) if shown == url else ""
+        )  # the store's words may repeat the secret
         raise DataError(f"{shown}: {_reason(error, told or type(cause).__name__)}") from None
 
 
@@ -134,7 +139,9 @@ def _signed(path: str) -> str:
     if found is None:
         return path
     if found[2] not in os.environ:
-        raise DataError(f"{without_secrets(path)}: the environment has no {found[2]}; export it with the URL's query")
+        raise DataError(
+            f"{without_secrets(path)}: the environment has no {found[2]}; export it with the URL's query"
+        )
     return found[1] + os.environ[found[2]].removeprefix("?")
 
 
@@ -142,9 +149,7 @@ def _reason(error: Exception, told: str) -> str:
     match error:
         case ImportError():
             install = ".venv/bin/pip install --constraint constraints.txt --editable '.[s3]'"
-            return (
-                f"its store needs a package that is not installed ({told}). For S3, in the project's folder: {install}"
-            )
+            return f"its store needs a package that is not installed ({told}). For S3, in the project's folder: {install}"
         case FileNotFoundError():
             return f"not found ({told}). Correct the source's `path`; a relative one starts at the current folder."
         case PermissionError():
@@ -179,6 +184,10 @@ def _saved(path: str, store: fsspec.AbstractFileSystem, root: str) -> Location:
 
 def _names(paths: Sequence[str]) -> list[str]:
     """The shortest ends of the paths that tell them apart: base names, mostly."""
-    parts = [path.partition("?")[0].split("/") if "://" in path else path.split("/") for path in paths]
-    depth = next(depth for depth in count(1) if len({tuple(part[-depth:]) for part in parts}) == len(parts))
+    parts = [
+        path.partition("?")[0].split("/") if "://" in path else path.split("/") for path in paths
+    ]
+    depth = next(
+        depth for depth in count(1) if len({tuple(part[-depth:]) for part in parts}) == len(parts)
+    )
     return ["/".join(part[-depth:]) for part in parts]

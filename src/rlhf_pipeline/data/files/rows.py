@@ -14,7 +14,7 @@ from rlhf_pipeline.data.files.location import File, Format, find
 from rlhf_pipeline.data.files.stream import FileFault, Stream, opened
 from rlhf_pipeline.data.files.text_rows import csv_rows, text_rows
 from rlhf_pipeline.data.records import Unused
-from rlhf_pipeline.data.sources.source import Row
+from rlhf_pipeline.data.sources.adapter import Row
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.redaction import without_secrets
 
@@ -60,10 +60,16 @@ def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[s
 
 def _file_rows(file: File, columns: Sequence[str]) -> Iterator[tuple[int, Row | Unused]]:
     with opened(file) as stream:
-        yield from parquet_rows(stream, columns) if file.format == "parquet" else _READERS[file.format](stream)
+        yield from (
+            parquet_rows(stream, columns)
+            if file.format == "parquet"
+            else _READERS[file.format](stream)
+        )
 
 
-def _placed(name: str, shown: str, rows: Iterator[tuple[int, Row | Unused]]) -> Iterator[tuple[str, Row | Unused]]:
+def _placed(
+    name: str, shown: str, rows: Iterator[tuple[int, Row | Unused]]
+) -> Iterator[tuple[str, Row | Unused]]:
     line = 0
     try:
         for line, row in rows:
@@ -75,4 +81,6 @@ def _placed(name: str, shown: str, rows: Iterator[tuple[int, Row | Unused]]) -> 
             f"{shown}:{line + 1}: cannot be read from here on ({shorten(str(error), 300)}). Fetch or make the file again."
         ) from error
     if line == 0:
-        raise DataError(f"{shown}: holds no row. Fetch or make the file again, or name another one.")
+        raise DataError(
+            f"{shown}: holds no row. Fetch or make the file again, or name another one."
+        )

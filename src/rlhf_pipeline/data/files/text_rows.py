@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rlhf_pipeline.data.files.stream import LONGEST, NOT_UTF8, FileFault, Stream, decoded, is_utf8
 from rlhf_pipeline.data.records import Unused
-from rlhf_pipeline.data.sources.source import Row
+from rlhf_pipeline.data.sources.adapter import Row
 
 _PIECE = 2**20
 
@@ -31,12 +31,20 @@ def csv_rows(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
     lines = _records(decoded(stream, newline=""))
     first, header = next(lines, (1, []))
     if isinstance(header, Unused) or not is_utf8("".join(header)) or len(set(header)) < len(header):
-        raise FileFault(first, "no header line of distinct column names in UTF-8. Write one, or convert the file.")
+        raise FileFault(
+            first,
+            "no header line of distinct column names in UTF-8. Write one, or convert the file.",
+        )
     for line, fields in lines:
         if isinstance(fields, Unused):
             yield line, fields
         elif len(fields) != len(header):
-            yield line, Unused(f"{'fewer' if len(fields) < len(header) else 'more'} fields than the header has")
+            yield (
+                line,
+                Unused(
+                    f"{'fewer' if len(fields) < len(header) else 'more'} fields than the header has"
+                ),
+            )
         elif not is_utf8("".join(fields)):
             yield line, Unused(NOT_UTF8)
         else:
@@ -53,7 +61,10 @@ def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]
         while line := file.readline(LONGEST):
             characters += len(line)
             if characters >= LONGEST:
-                raise FileFault(begin, f"a row of more than {LONGEST:,} characters. Is a quote in it not closed?")
+                raise FileFault(
+                    begin,
+                    f"a row of more than {LONGEST:,} characters. Is a quote in it not closed?",
+                )
             yield line
         ended = True
 
@@ -68,7 +79,8 @@ def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]
         except csv.Error as error:
             if ended:
                 raise FileFault(
-                    begin, "the row's quote is never closed. Close it, or double a quote inside a field."
+                    begin,
+                    "the row's quote is never closed. Close it, or double a quote inside a field.",
                 ) from None
             yield begin, Unused(f"not CSV ({error})")
         else:

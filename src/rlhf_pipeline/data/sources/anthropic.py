@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.source import MalformedRowError, Row, Source, compared, text, turns
+from rlhf_pipeline.data.sources.adapter import MalformedRowError, Row, Source, compared, text, turns
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.source import PassedOverError, Row, Source, question, rated, text
+from rlhf_pipeline.data.sources.adapter import PassedOverError, Row, Source, question, rated, text
 
 
 def parse_orca(row: Row) -> Example:

@@ -7,7 +7,7 @@ queries' embeddings is not read.
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import PassedOverError, Row, Source, items, question, text
+from rlhf_pipeline.data.sources.adapter import PassedOverError, Row, Source, items, question, text
 
 
 def parse(row: Row) -> Example:
@@ -15,7 +15,11 @@ def parse(row: Row) -> Example:
     relevant, others = items(row, "positive_passages", dict), items(row, "negative_passages", dict)
     if not relevant:
         raise PassedOverError("no passage answers the query")
-    return Example(question(text(row, "query")), text(relevant[0], "text"), text(others[0], "text") if others else None)
+    return Example(
+        question(text(row, "query")),
+        text(relevant[0], "text"),
+        text(others[0], "text") if others else None,
+    )
 
 
 def _source(code: str, language: str) -> Source:

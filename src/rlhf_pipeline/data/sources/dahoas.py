@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.data.sources.adapter import Row, Source, compared, question, text
 from rlhf_pipeline.data.sources.anthropic import dialogue
-from rlhf_pipeline.data.sources.source import Row, Source, compared, question, text
 
 
 def parse_dialogue(row: Row) -> Example:
     """`prompt` ends with "\\n\\nAssistant:"; each answer continues it."""
     prompt = text(row, "prompt")
-    return compared(dialogue(prompt + text(row, "chosen")), dialogue(prompt + text(row, "rejected")))
+    return compared(
+        dialogue(prompt + text(row, "chosen")), dialogue(prompt + text(row, "rejected"))
+    )
 
 
 def parse_instruction(row: Row) -> Example:

@@ -6,7 +6,7 @@ Conover et al. 2023, "Free Dolly: Introducing the World's First Truly Open Instr
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import Row, Source, question, text
+from rlhf_pipeline.data.sources.adapter import Row, Source, question, text
 
 
 def parse(row: Row) -> Example:

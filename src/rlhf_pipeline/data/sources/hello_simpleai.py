@@ -7,7 +7,15 @@ to Parquet is read. Its other subsets are parts of "all".
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import CONVERTED, PassedOverError, Row, Source, items, question, text
+from rlhf_pipeline.data.sources.adapter import (
+    CONVERTED,
+    PassedOverError,
+    Row,
+    Source,
+    items,
+    question,
+    text,
+)
 
 
 def parse(row: Row) -> Example:

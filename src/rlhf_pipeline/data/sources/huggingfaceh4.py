@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlhf_pipeline.data.sources.source import Source, rated
+from rlhf_pipeline.data.sources.adapter import Source, rated
 
 SOURCES = (
     Source(

@@ -8,7 +8,15 @@ holds it, not the few words of the column `answer`.
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import CONVERTED, PassedOverError, Row, Source, items, question, text
+from rlhf_pipeline.data.sources.adapter import (
+    CONVERTED,
+    PassedOverError,
+    Row,
+    Source,
+    items,
+    question,
+    text,
+)
 
 
 def parse_sentence(row: Row) -> Example:

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import CONVERTED, PassedOverError, Row, Source, field, items, question, text
+from rlhf_pipeline.data.sources.adapter import (
+    CONVERTED,
+    PassedOverError,
+    Row,
+    Source,
+    field,
+    items,
+    question,
+    text,
+)
 
 
 def _parser(code: str) -> Callable[[Row], Example]:

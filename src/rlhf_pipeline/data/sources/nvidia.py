@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.sources.source import Row, Source, number, outcome, preferred, text, turns
+from rlhf_pipeline.data.sources.adapter import Row, Source, number, outcome, preferred, text, turns
 
 _TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 import re
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import CONVERTED, Row, Source, field, number, preferred, question, text
+from rlhf_pipeline.data.sources.adapter import (
+    CONVERTED,
+    Row,
+    Source,
+    field,
+    number,
+    preferred,
+    question,
+    text,
+)
 
 _CITATION = re.compile(r" ?\[\d+(?:, ?\d+)*\]")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.sources.source import (
+from rlhf_pipeline.data.sources.adapter import (
     MalformedRowError,
     PassedOverError,
     Row,
@@ -24,7 +24,16 @@ from rlhf_pipeline.data.sources.source import (
 )
 from rlhf_pipeline.errors import DataError
 
-_COLUMNS = ("message_id", "parent_id", "message_tree_id", "role", "text", "rank", "deleted", "review_result")
+_COLUMNS = (
+    "message_id",
+    "parent_id",
+    "message_tree_id",
+    "role",
+    "text",
+    "rank",
+    "deleted",
+    "review_result",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +110,11 @@ def _comparison(thread: tuple[_Node, ...] | None, answers: list[_Node]) -> Examp
         raise MalformedRowError("the message that it answers is not listed before it")
     if any(node.removed for node in thread):
         raise PassedOverError("a message of the thread was removed")
-    ranked = [(node.rank, node.message.content) for node in answers if node.rank is not None and not node.removed]
+    ranked = [
+        (node.rank, node.message.content)
+        for node in answers
+        if node.rank is not None and not node.removed
+    ]
     if len(ranked) < 2:
         raise PassedOverError("fewer than two ranked answers")
     (best, chosen), (worst, rejected) = min(ranked), max(ranked)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rlhf_pipeline.config.data import ColumnMap
+from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Role, Text
-from rlhf_pipeline.data.sources.source import (
+from rlhf_pipeline.data.sources.adapter import (
     MalformedRowError,
     Row,
     Source,
@@ -29,7 +29,9 @@ Dialogue = tuple[Message, ...]
 def parser(columns: ColumnMap | None) -> Callable[[Row], Record]:
     """How a row becomes a record under a column map; without one the columns are prompt, chosen and rejected."""
     named = columns or ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
-    return lambda row: _record({column: _reached(row, column) for column in columns_of(named)}, named)
+    return lambda row: _record(
+        {column: _reached(row, column) for column in columns_of(named)}, named
+    )
 
 
 def parse_jsonfile(row: Row) -> Example:
@@ -49,7 +51,9 @@ def _record(row: Row, named: ColumnMap) -> Record:
     if named.text is not None:
         return Text(text(row, named.text))
     columns = named.answers or [
-        column for column in (named.chosen, named.rejected, named.response, named.messages) if column is not None
+        column
+        for column in (named.chosen, named.rejected, named.response, named.messages)
+        if column is not None
     ]
     answers = [_dialogue(row[column], column, "assistant") for column in columns]
     prompt = _agreed(
@@ -62,7 +66,11 @@ def _record(row: Row, named: ColumnMap) -> Record:
     else:
         scores = (number(row, named.scores[0]), number(row, named.scores[1]))
         example = preferred(prompt, (said[0], said[1]), scores)
-    return example if named.reference is None else replace(example, reference=_reference(row, named.reference))
+    return (
+        example
+        if named.reference is None
+        else replace(example, reference=_reference(row, named.reference))
+    )
 
 
 def _reference(row: Row, column: str) -> str | None:
@@ -72,7 +80,9 @@ def _reference(row: Row, column: str) -> str | None:
         return value
     if isinstance(value, int | float):
         return str(value)
-    raise MalformedRowError(f"column {column!r} is {type(value).__name__}, not a string or a number")
+    raise MalformedRowError(
+        f"column {column!r} is {type(value).__name__}, not a string or a number"
+    )
 
 
 def _dialogue(value: Any, column: str, role: Role) -> Dialogue:
@@ -80,7 +90,9 @@ def _dialogue(value: Any, column: str, role: Role) -> Dialogue:
     if isinstance(value, str):
         return (Message(role, value),)
     if not isinstance(value, list):
-        raise MalformedRowError(f"column {column!r} is {type(value).__name__}, not a string or a list of messages")
+        raise MalformedRowError(
+            f"column {column!r} is {type(value).__name__}, not a string or a list of messages"
+        )
     dialogue = messages(value, column)
     if dialogue[-1].role != role:
         raise MalformedRowError(f"the dialogue in column {column!r} does not end with the {role}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.source import MalformedRowError, Row, Source, text, turns
+from rlhf_pipeline.data.sources.adapter import MalformedRowError, Row, Source, text, turns
 
 _TURN = re.compile(r"(?:^|\s|</s>)(USER|ASSISTANT):")
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from rlhf_pipeline.data.records import Text, Unused
-from rlhf_pipeline.data.sources.source import Row, Source, outcome, text
+from rlhf_pipeline.data.sources.adapter import Row, Source, outcome, text
 
 _TITLE = re.compile(r" = [^=].* = ?")
 

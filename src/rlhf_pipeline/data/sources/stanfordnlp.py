@@ -7,7 +7,15 @@ comment has more votes although it was written later.
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import MalformedRowError, Row, Source, number, preferred, question, text
+from rlhf_pipeline.data.sources.adapter import (
+    MalformedRowError,
+    Row,
+    Source,
+    number,
+    preferred,
+    question,
+    text,
+)
 
 
 def parse(row: Row) -> Example:
@@ -16,7 +24,9 @@ def parse(row: Row) -> Example:
     if label not in (0, 1):
         raise MalformedRowError("column 'labels' is neither 0 nor 1")
     return preferred(
-        question(text(row, "history")), (text(row, "human_ref_A"), text(row, "human_ref_B")), (label, 1 - label)
+        question(text(row, "history")),
+        (text(row, "human_ref_A"), text(row, "human_ref_B")),
+        (label, 1 - label),
     )
 
 

@@ -34,9 +34,9 @@ from functools import cache, lru_cache
 from itertools import product
 from random import Random
 
-from rlhf_pipeline.config.data import SourceConfig
+from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.source import Source, question
+from rlhf_pipeline.data.sources.adapter import Source, question
 from rlhf_pipeline.data.sources.synthetic_world import (
     ALTERNATIVES,
     CATEGORIES,
@@ -89,7 +89,9 @@ def gold_score(prompt: str, response: str) -> float:
     """
     question = _questions().get(prompt.strip())
     if question is None:
-        raise ValueError(f"{prompt!r} is not a prompt of the synthetic world, so its answers have no gold score")
+        raise ValueError(
+            f"{prompt!r} is not a prompt of the synthetic world, so its answers have no gold score"
+        )
     return _gold(question, response)
 
 
@@ -174,7 +176,9 @@ def _gold(question: _Question, response: str) -> float:
     return value + courtesy - min(0.25 * surplus, 2.0)
 
 
-@lru_cache(maxsize=1 << 14)  # a policy, like the generator, says the same few thousand things again and again
+@lru_cache(
+    maxsize=1 << 14
+)  # a policy, like the generator, says the same few thousand things again and again
 def _judge_core(question: _Question, words: str) -> tuple[float, int]:
     """The core's score, and how many of its words belong to a sentence of this world."""
     refusal = _REFUSAL.search(words)
@@ -218,14 +222,18 @@ def _questions() -> dict[str, _Question]:
     """What each prompt of the world asks."""
     questions: dict[str, _Question] = {}
     for category in CATEGORIES:
-        by_item = {item: _question(category, item, answer) for item, answer in category.items.items()}
+        by_item = {
+            item: _question(category, item, answer) for item, answer in category.items.items()
+        }
         questions |= {prompt: by_item[item] for prompt, item in _prompts()[category.name].items()}
     return questions
 
 
 def _question(category: Category, item: str, answer: str) -> _Question:
     about = category.about(item)
-    sentences = (_words(sentence.format(subject=about, answer="blank")) for sentence in category.sentences)
+    sentences = (
+        _words(sentence.format(subject=about, answer="blank")) for sentence in category.sentences
+    )
     pattern = rf"\b(?:{'|'.join(sentences)})\b".replace("blank", _any_of(category.answers))
     return _Question(category, item, answer, re.compile(pattern))
 

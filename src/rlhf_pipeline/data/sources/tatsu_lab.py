@@ -7,7 +7,7 @@ so that `max_bad_fraction` must allow for them (0.001 is enough).
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import Row, Source, question, text
+from rlhf_pipeline.data.sources.adapter import Row, Source, question, text
 
 
 def parse(row: Row) -> Example:

@@ -7,7 +7,7 @@ Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization"; th
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.source import Row, Source, question, text
+from rlhf_pipeline.data.sources.adapter import Row, Source, question, text
 
 
 def parse_demonstration(row: Row) -> Example:
@@ -17,7 +17,9 @@ def parse_demonstration(row: Row) -> Example:
 
 def parse_comparison(row: Row) -> Example:
     """The post and two summaries, likewise."""
-    return Example(question(text(row, "prompt")), text(row, "chosen").strip(), text(row, "rejected").strip())
+    return Example(
+        question(text(row, "prompt")), text(row, "chosen").strip(), text(row, "rejected").strip()
+    )
 
 
 SOURCES = (

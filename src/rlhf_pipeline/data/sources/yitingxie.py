@@ -7,14 +7,16 @@ first turn, and "Assistant:" may stand at the prompt's end or at the answers' be
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.data.sources.adapter import Row, Source, compared, text
 from rlhf_pipeline.data.sources.anthropic import dialogue
-from rlhf_pipeline.data.sources.source import Row, Source, compared, text
 
 
 def parse(row: Row) -> Example:
     """The prompt is put together with each answer, and the two dialogues are compared."""
     prompt = text(row, "prompt").strip()
-    chosen, rejected = (f"\n\n{prompt}\n\n{text(row, column).strip()}" for column in ("chosen", "rejected"))
+    chosen, rejected = (
+        f"\n\n{prompt}\n\n{text(row, column).strip()}" for column in ("chosen", "rejected")
+    )
     return compared(dialogue(chosen), dialogue(rejected))
 
 

@@ -1,3 +1,4 @@
 """Direct preference optimization."""
 
 from .pipeline import create_pipeline as create_pipeline
+from .spec import SPEC as SPEC

@@ -1,4 +1,4 @@
-"""prepared_data + sft_model -> dpo_model"""
+"""split + sft_model -> dpo_model"""
 
 from kedro.pipeline import Node, Pipeline
 
@@ -6,14 +6,14 @@ from .nodes import dpo
 
 
 def create_pipeline() -> Pipeline:
-    """Nodes from left to right."""
+    """The node of this stage."""
     return Pipeline(
         [
             Node(
                 func=dpo,
-                inputs=["prepared_data", "sft_model", "params:dpo", "params:launch", "params:seed", "workspace"],
+                inputs=["split", "sft_model", "params:dpo", "params:seed", "stages"],
                 outputs="dpo_model",
                 name="dpo",
-            ),
+            )
         ]
     )

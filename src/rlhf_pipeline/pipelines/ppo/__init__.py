@@ -1,3 +1,4 @@
 """Proximal policy optimization."""
 
 from .pipeline import create_pipeline as create_pipeline
+from .spec import SPEC as SPEC

@@ -1,4 +1,4 @@
-"""prepared_data + sft_model + reward_model -> ppo_model"""
+"""split + sft_model + reward_model -> ppo_model"""
 
 from kedro.pipeline import Node, Pipeline
 
@@ -6,22 +6,21 @@ from .nodes import ppo
 
 
 def create_pipeline() -> Pipeline:
-    """Nodes from left to right."""
+    """The node of this stage."""
     return Pipeline(
         [
             Node(
                 func=ppo,
                 inputs=[
-                    "prepared_data",
+                    "split",
                     "sft_model",
                     "reward_model",
                     "params:ppo",
-                    "params:launch",
                     "params:seed",
-                    "workspace",
+                    "stages",
                 ],
                 outputs="ppo_model",
                 name="ppo",
-            ),
+            )
         ]
     )

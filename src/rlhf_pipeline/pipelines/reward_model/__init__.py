@@ -1,3 +1,4 @@
 """Reward modelling."""
 
 from .pipeline import create_pipeline as create_pipeline
+from .spec import SPEC as SPEC

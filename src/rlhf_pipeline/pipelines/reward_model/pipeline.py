@@ -1,4 +1,4 @@
-"""prepared_data + sft_model -> reward_model"""
+"""split + sft_model -> reward_model"""
 
 from kedro.pipeline import Node, Pipeline
 
@@ -6,21 +6,14 @@ from .nodes import reward_model
 
 
 def create_pipeline() -> Pipeline:
-    """Nodes from left to right."""
+    """The node of this stage."""
     return Pipeline(
         [
             Node(
                 func=reward_model,
-                inputs=[
-                    "prepared_data",
-                    "sft_model",
-                    "params:reward_model",
-                    "params:launch",
-                    "params:seed",
-                    "workspace",
-                ],
+                inputs=["split", "sft_model", "params:reward_model", "params:seed", "stages"],
                 outputs="reward_model",
                 name="reward_model",
-            ),
+            )
         ]
     )

@@ -1,4 +1,4 @@
-"""prepared_data + base_model -> sft_model"""
+"""split + base_model -> sft_model"""
 
 from kedro.pipeline import Node, Pipeline
 
@@ -6,14 +6,14 @@ from .nodes import sft
 
 
 def create_pipeline() -> Pipeline:
-    """Nodes from left to right."""
+    """The node of this stage."""
     return Pipeline(
         [
             Node(
                 func=sft,
-                inputs=["prepared_data", "base_model", "params:sft", "params:launch", "params:seed", "workspace"],
+                inputs=["split", "base_model", "params:sft", "params:seed", "stages"],
                 outputs="sft_model",
                 name="sft",
-            ),
+            )
         ]
     )

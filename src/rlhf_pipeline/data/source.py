@@ -1,0 +1,43 @@
+"""Stage program: one source as records on disk, read once however many stages use it.
+
+python -m rlhf_pipeline.data.source job.json
+"""
+
+from __future__ import annotations
+
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.record_files import RecordsWriter
+from rlhf_pipeline.data.records import Unused
+from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.sources.read_rows import read
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.metrics_file import RowProgress
+from rlhf_pipeline.runtime.program import run_program
+
+
+def main(job: LaunchedJob) -> dict[str, float]:
+    """Write the source's records, and how many rows it has of each kind."""
+    config = job.block("source", SourceConfig)
+    counts = RowCounts()
+    progress = RowProgress(job.metrics_file, config.samples)
+    job.export.mkdir(exist_ok=True)
+    with RecordsWriter(job.export) as writer:
+        for row, (place, record) in enumerate(
+            read(config, job.seed, job.digests.get("revision")), start=1
+        ):
+            if isinstance(record, Unused):
+                counts.add_unused(place, record)
+            else:
+                writer.add(place, record)
+            progress.at(row)
+            counts.rows = row
+    counts.write(job.export)
+    return {
+        "source/rows": float(counts.rows),
+        "source/bad_rows": float(counts.bad.total()),
+        "source/passed_over_rows": float(counts.passed_over.total()),
+    }
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,89 @@
+"""Finished artifacts in the Kedro catalog: published whole or not at all, and read back by the run that wrote them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import psutil
+from kedro.io import AbstractVersionedDataset, Version
+from kedro.io.core import DatasetError
+
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime.disk_space import explain_full_disk
+from rlhf_pipeline.runtime.manifest import Manifest
+
+
+class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
+    """A directory with a manifest: a model, prepared data, an evaluation. Saved and loaded as a path.
+
+    Saving links the finished directory into a new version, so publishing costs neither time nor space; a run that dies
+    leaves no version behind. Published files share their bytes with the work directory: treat them as read-only.
+    """
+
+    _version: Version | None
+
+    def __init__(
+        self,
+        *,
+        filepath: str,
+        version: Version | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(filepath=PurePosixPath(filepath), version=version)
+        self.metadata = metadata
+
+    def load(self) -> Path:
+        """The directory of the version to read: this run's own, the pinned one, or the newest."""
+        return Path(str(self._get_load_path()))
+
+    def save(self, data: Path) -> None:
+        """Publish a finished directory under this run's version."""
+        try:
+            manifest = Manifest.read(data)
+        except ArtifactError as error:
+            raise DatasetError(str(error)) from error
+        target = Path(str(self._get_save_path()))
+        partial = target.with_name(
+            f"{target.name}.{os.getpid()}.partial"
+        )  # no version pattern matches it
+        what = f"stage {manifest.stage} is finished in {data} and not published as {target}"
+        with explain_full_disk(what, target):
+            try:
+                shutil.copytree(data, partial, copy_function=_link_or_copy)
+                partial.rename(target)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)  # it would keep the room that is needed
+                raise
+        if self._version is not None and self._version.load is None:
+            # Read one's own writes, even when another run has published a newer version meanwhile.
+            self._version = Version(target.parent.name, target.parent.name)
+
+    def versions(self) -> list[Path]:
+        """All published versions, oldest first."""
+        name = self._filepath.name
+        return sorted(path for path in Path(str(self._filepath)).glob(f"*/{name}") if path.is_dir())
+
+    def abandoned(self) -> list[Path]:
+        """What runs left that died while they published."""
+        partials = Path(str(self._filepath)).glob(f"*/{self._filepath.name}.[0-9]*.partial")
+        return sorted(
+            path
+            for path in partials
+            if not psutil.pid_exists(int(path.suffixes[-2].removeprefix(".")))
+        )
+
+    def _exists(self) -> bool:
+        return Path(str(self._get_load_path())).is_dir()
+
+    def _describe(self) -> dict[str, Any]:
+        return {"filepath": self._filepath, "version": self._version}
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)

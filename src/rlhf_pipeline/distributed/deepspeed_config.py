@@ -1,0 +1,105 @@
+"""DeepSpeed's own configuration, built in this one place from ours.
+
+Defaults that changed between releases, that change numbers or that act on the whole process are written out, so a new
+release cannot change them, and the dictionary that is stored with an artifact says all that matters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, Precision, TrainedModelConfig
+from rlhf_pipeline.runtime.job import LaunchedJob
+
+BUCKET = 50_000_000
+"""Elements in one collective: gradients that are reduced, and weights that are gathered, together."""
+
+
+def training_settings(
+    config: TrainedModelConfig, *, hidden_size: int, on_gpu: bool
+) -> dict[str, Any]:
+    """DeepSpeed's configuration of a model that trains.
+
+    Its batch sizes stay at 1: gradients are accumulated over as many micro batches as a step happens to have, see
+    `training.engine.optimizer_step`.
+
+    Args:
+        config: the model's block.
+        hidden_size: width of the model.
+        on_gpu: whether it trains on GPUs.
+    """
+    deepspeed = config.deepspeed
+    settings = _settings(deepspeed.zero_stage, deepspeed.precision, hidden_size)
+    settings["gradient_clipping"] = config.optimizer.max_grad_norm
+    if deepspeed.offload_parameters:
+        settings["zero_optimization"]["offload_param"] = _in_main_memory(on_gpu)
+    if deepspeed.offload_optimizer:
+        settings["zero_optimization"]["offload_optimizer"] = _in_main_memory(on_gpu)
+        settings["zero_force_ds_cpu_optimizer"] = (
+            on_gpu  # without a GPU torch's AdamW is on the CPU already
+        )
+    return settings
+
+
+def inference_settings(
+    config: FrozenDeepSpeedConfig, *, hidden_size: int, on_gpu: bool
+) -> dict[str, Any]:
+    """DeepSpeed's configuration of a frozen model whose weights are sharded; the arguments are as above."""
+    settings = _settings(3, config.precision, hidden_size)
+    if config.offload_parameters:
+        settings["zero_optimization"]["offload_param"] = _in_main_memory(on_gpu)
+    return settings
+
+
+def store_settings(settings: dict[str, Any], job: LaunchedJob) -> None:
+    """Leave the configuration of each engine, by model, for the manifest of the artifact."""
+    if os.environ["RANK"] == "0":
+        job.deepspeed_file.write_text(json.dumps(settings, indent=2))
+
+
+def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": True,  # optimizer_step says which micro batch is the last
+        "gradient_clipping": 0.0,  # DeepSpeed's own default became 1.0 in 2026
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "gradient_allreduce_op": "mean",  # optimizer_step multiplies by the number of ranks
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+        "data_types": {
+            "grad_accum_dtype": None,  # the precision of the weights
+            "keep_in_fp32_modules": "auto",  # what the model's authors say
+        },
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "fp16": {
+            "enabled": precision == "fp16",
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": 1,
+        },
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": stage == 3,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+            "memory_efficient_linear": False,  # would replace torch's linear function in the whole process
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_param_persistence_threshold": 10
+            * hidden_size,  # biases and norms stay whole, matrices are sharded
+            "stage3_max_live_parameters": 10**9,
+            "stage3_max_reuse_distance": 10**9,
+        },
+    }
+
+
+def _in_main_memory(on_gpu: bool) -> dict[str, Any]:
+    return {"device": "cpu", "pin_memory": on_gpu}

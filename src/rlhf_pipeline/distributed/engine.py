@@ -1,0 +1,113 @@
+"""Loading a model into a DeepSpeed engine, for training or for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import nn
+from transformers import get_scheduler
+
+from rlhf_pipeline.config.training import FrozenModelConfig, Precision, TrainedModelConfig
+from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import sharded_loading
+from rlhf_pipeline.models.loading import enable_checkpointing, freeze
+from rlhf_pipeline.models.lora import add_adapters
+from rlhf_pipeline.runtime import heartbeat
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def train_engine(
+    load: Callable[..., nn.Module], config: TrainedModelConfig, total_steps: int
+) -> DeepSpeedEngine:
+    """A model with AdamW and its learning-rate schedule over `total_steps`, in a DeepSpeed engine.
+
+    Args:
+        load: reads the model in a precision; its weights are sharded as they are read where the block says ZeRO-3. Takes
+            `quantize`, too, where the block says so.
+        config: the model's block.
+        total_steps: optimizer steps until the schedule ends.
+    """
+    if config.lora is not None and config.lora.quantize is not None:
+        load = partial(load, quantize=config.lora.quantize)
+    model, settings = _loaded(load, config.deepspeed.precision, partial(training_settings, config))
+    if config.lora is not None:
+        add_adapters(model, config.lora)
+    if config.gradient_checkpointing:
+        enable_checkpointing(model)
+    optimizer = _optimizer(model, config)
+    schedule = get_scheduler(
+        "constant_with_warmup"
+        if config.optimizer.schedule == "constant"
+        else config.optimizer.schedule,
+        optimizer,
+        num_warmup_steps=round(config.optimizer.warmup_fraction * total_steps),
+        num_training_steps=total_steps,
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings
+    )
+    engine.train()
+    heartbeat.tick()
+    return engine
+
+
+def frozen_model(
+    load: Callable[[Precision], M],
+    config: FrozenModelConfig,
+    accompanied: TrainedModelConfig | None,
+    world: World,
+) -> M | DeepSpeedEngine:
+    """A model for inference: itself, whole on every rank, at ZeRO stage 0; an engine that shards its weights at stage 3.
+
+    Args:
+        load: reads the model.
+        config: the model's block.
+        accompanied: block of the model in training that it goes with, whose stage may decide.
+        world: where the model goes.
+    """
+    precision = config.deepspeed.precision
+    if config.zero_stage(accompanied) == 0:
+        return freeze(load(precision)).to(world.device)
+    model, settings = _loaded(load, precision, partial(inference_settings, config.deepspeed))
+    engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
+    engine.eval()
+    return engine
+
+
+def _loaded(
+    load: Callable[[Precision], M], precision: Precision, settings: Callable[..., dict[str, Any]]
+) -> tuple[M, dict[str, Any]]:
+    """The model, and DeepSpeed's settings for its width, which is known once it is loaded."""
+    on_gpu = torch.cuda.is_available()
+    with sharded_loading(settings(hidden_size=0, on_gpu=on_gpu)):
+        model = load(precision)
+    heartbeat.tick()
+    return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu)
+
+
+def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Optimizer:
+    """AdamW over what trains: torch's, except on a GPU whose optimizer states lie in main memory.
+
+    DeepSpeed's own optimizers are compiled at their first use, so a machine needs a compiler for them.
+    """
+    settings = config.optimizer
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
+    if config.deepspeed.offload_optimizer and torch.cuda.is_available():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        adam = DeepSpeedCPUAdam
+    return adam(
+        parameters,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )

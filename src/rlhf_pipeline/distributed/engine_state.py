@@ -1,0 +1,168 @@
+"""What an engine needs to train on: its weights in fp32, Adam's moments and an average, and where its schedule stands.
+
+Every rank writes the pieces of each parameter that its optimizer holds, by name and position, as safetensors. Any number of
+ranks at any ZeRO stage can put its own pieces together from them again, bit for bit; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_pipeline.distributed.zero import Piece, fp32_shards, pieces, spread_fp32_shards
+from rlhf_pipeline.errors import ArtifactError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What DeepSpeed's dynamic loss scaler counts."""
+
+
+def save_engine(
+    engine: DeepSpeedEngine, directory: Path, *, average: list[Tensor] | None = None
+) -> None:
+    """Write this rank's part of an engine into a folder that all ranks share.
+
+    Args:
+        engine: who trains.
+        directory: exists, and holds nothing else.
+        average: further tensors like `fp32_shards(engine)`, the average of its weights.
+    """
+    rank = torch.distributed.get_rank()
+    tensors: dict[str, Tensor] = {}
+    for kind, shards in _tensors(engine, average).items():
+        for piece, shard in zip(pieces(engine), shards, strict=True):
+            for part in piece:
+                tensors[f"{kind}|{part.name}"] = (
+                    shard.view(-1)[part.shard_slice].detach().cpu().clone()
+                )
+    starts = {part.name: str(part.start) for piece in pieces(engine) for part in piece}
+    if engine.zero_optimization_stage() > 0 or rank == 0:  # at stage 0 all ranks hold the same
+        save_file(tensors, directory / f"rank{rank}.safetensors", metadata=starts)
+    if rank == 0:
+        (directory / "engine.json").write_text(json.dumps(_counters(engine), indent=2))
+
+
+def load_engine(
+    engine: DeepSpeedEngine, directory: Path, *, average: list[Tensor] | None = None
+) -> None:
+    """Make an engine, newly built, what `save_engine` wrote; the arguments are the same.
+
+    Raises:
+        ArtifactError: a part of a parameter is missing.
+    """
+    counters = json.loads((directory / "engine.json").read_text())
+    if counters["step"] > 0:
+        _start_optimizer(engine, counters["step"])
+    written = [_Written.open(path) for path in sorted(directory.glob("rank*.safetensors"))]
+    with torch.no_grad():
+        for kind, shards in _tensors(engine, average).items():
+            for piece, shard in zip(pieces(engine), shards, strict=True):
+                for part in piece:
+                    _read(written, kind, part, shard.view(-1)[part.shard_slice], directory)
+    spread_fp32_shards(engine)
+    _set_counters(engine, counters)
+
+
+def bytes_needed(engine: DeepSpeedEngine, average: list[Tensor] | None = None) -> int:
+    """Bytes that `save_engine` writes on this rank, moments that are not there yet included."""
+    shards = sum(shard.numel() * 4 for shard in fp32_shards(engine))
+    return shards * (1 + len(MOMENTS) + (average is not None))
+
+
+def _tensors(engine: DeepSpeedEngine, average: list[Tensor] | None) -> dict[str, list[Tensor]]:
+    """All that is kept for each weight, by kind; each a list like `fp32_shards(engine)`."""
+    shards = fp32_shards(engine)
+    state = _adam(engine).state
+    found = {"weight": shards}
+    if all(shard in state for shard in shards):
+        found |= {moment: [state[shard][moment] for shard in shards] for moment in MOMENTS}
+    return found | ({} if average is None else {"average": average})
+
+
+def _adam(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
+    """The optimizer itself, inside of DeepSpeed's."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def _start_optimizer(engine: DeepSpeedEngine, step: int) -> None:
+    """Give Adam the state that it makes at its first step."""
+    adam = _adam(engine)
+    for shard in fp32_shards(engine):
+        moments = {moment: torch.zeros_like(shard) for moment in MOMENTS}
+        counted = torch.tensor(float(step)) if isinstance(adam, torch.optim.AdamW) else step
+        adam.state[shard] = {"step": counted, **moments}
+
+
+def _counters(engine: DeepSpeedEngine) -> dict[str, Any]:
+    shards, state = fp32_shards(engine), _adam(engine).state
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {
+        "step": int(state[shards[0]]["step"]) if shards[0] in state else 0,
+        "schedule": engine.lr_scheduler.state_dict(),
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
+    }
+
+
+def _set_counters(engine: DeepSpeedEngine, counters: dict[str, Any]) -> None:
+    engine.lr_scheduler.load_state_dict(counters["schedule"])
+    for group, rate in zip(
+        engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True
+    ):
+        group["lr"] = rate
+    engine.global_steps, engine.skipped_steps = counters["global_steps"], counters["skipped_steps"]
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    for name, value in counters["scaler"].items():
+        if hasattr(scaler, name):  # stage 0 in fp32 has none
+            setattr(scaler, name, value)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One rank's file, opened."""
+
+    file: Any
+    keys: frozenset[str]
+    starts: dict[str, int]
+
+    @classmethod
+    def open(cls, path: Path) -> _Written:
+        file = safe_open(path, framework="pt")
+        return cls(
+            file,
+            frozenset(file.keys()),
+            {name: int(start) for name, start in file.metadata().items()},
+        )
+
+    def overlap(self, kind: str, part: Piece) -> Iterator[tuple[slice, Tensor]]:
+        """Where in the part, and what, this file has of it."""
+        key = f"{kind}|{part.name}"
+        if key not in self.keys:
+            return
+        tensor, start = self.file.get_slice(key), self.starts[part.name]
+        first = max(part.start, start)
+        last = min(part.start + part.size, start + tensor.get_shape()[0])
+        if first < last:
+            yield slice(first - part.start, last - part.start), tensor[first - start : last - start]
+
+
+def _read(written: list[_Written], kind: str, part: Piece, target: Tensor, directory: Path) -> None:
+    found = 0
+    for file in written:
+        for where, values in file.overlap(kind, part):
+            target[where].copy_(values)
+            found += len(values)
+    if found != part.size:
+        raise ArtifactError(
+            f"{directory} holds {found} of {part.size} numbers of {kind} {part.name}: a rank's file is missing"
+        )

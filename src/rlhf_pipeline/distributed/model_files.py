@@ -1,0 +1,103 @@
+"""Writing a model to disk in the Hugging Face format: whole models, and LoRA adapters."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.zero import whole_state_dict
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.lora import trained_names, write_adapter
+from rlhf_pipeline.models.scalar_head import pretrained
+from rlhf_pipeline.runtime.disk_space import require_space
+
+
+def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write safetensors, configuration, tokenizer, chat template and token contract, whole or not at all.
+
+    All ranks call this together, the first one writes, and reads it back. `model` may be an engine.
+
+    Raises:
+        ArtifactError: transformers reads another model from it than the one that was to be saved.
+    """
+    saved = pretrained(unwrapped(model))
+    weights = whole_state_dict(saved)
+    if _is_first():
+        with _whole(directory, weights) as partial:
+            saved.save_pretrained(partial, state_dict=dict(weights))
+            _require_same(saved, weights, partial)
+            tokenizer.save_pretrained(partial)
+            TokenContract.of(tokenizer).write(partial)
+
+
+def _require_same(saved: PreTrainedModel, weights: dict[str, Tensor], directory: Path) -> None:
+    """Read a checkpoint as everyone will: the model's weights and no others, bit for bit."""
+    loaded, info = type(saved).from_pretrained(
+        directory, dtype=saved.dtype, output_loading_info=True
+    )
+    found = loaded.state_dict()
+    differing = [
+        name for name in weights if name not in found or not _identical(weights[name], found[name])
+    ]
+    if wrong := [*info["missing_keys"], *info["unexpected_keys"], *differing]:
+        raise ArtifactError(
+            f"what {directory} holds is not the model that was saved: {', '.join(wrong[:3])} differ"
+        )
+
+
+def _identical(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same bytes; NaN equals itself."""
+    one, other = one.detach().cpu(), other.detach().cpu()
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.equal(
+        *(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    )
+
+
+def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
+    """Write what LoRA trains, whole or not at all; the arguments are those of `write_adapter`.
+
+    All ranks call this together, the first one writes. `model` may be an engine."""
+    module = unwrapped(model)
+    weights = whole_state_dict(pretrained(module), trained_names(module))
+    if _is_first():
+        with _whole(directory, weights) as partial:
+            write_adapter(module, weights, base, partial)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside an engine; any other model itself."""
+    return model.module if isinstance(model, DeepSpeedEngine) else model
+
+
+def _is_first() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+@contextmanager
+def _whole(directory: Path, weights: dict[str, Tensor]) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `directory` when it is complete; it must have room for the weights."""
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {
+        tensor.data_ptr(): tensor.nbytes for tensor in weights.values()
+    }  # tied ones are written once
+    require_space(partial, sum(tensors.values()), f"the model for {directory}")
+    yield partial
+    outgoing = directory.with_name(
+        directory.name + ".outgoing"
+    )  # one of the two is there whenever this is interrupted
+    shutil.rmtree(outgoing, ignore_errors=True)
+    if directory.is_dir():
+        directory.rename(outgoing)
+    partial.rename(directory)
+    shutil.rmtree(outgoing, ignore_errors=True)

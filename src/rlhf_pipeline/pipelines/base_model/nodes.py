@@ -1,0 +1,20 @@
+"""The node that prepares the base model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.pipelines.split.nodes import read_sources
+from rlhf_pipeline.stages.external_inputs import base_model_identity
+from rlhf_pipeline.stages.job import Job, Stages
+
+from .spec import SPEC
+
+
+def base_model(config: BaseModelConfig, split: SplitConfig, seed: int, stages: Stages) -> Path:
+    """Fetch the base model, or build a small one with a tokenizer trained on the texts of the sources."""
+    records = {} if config.path else read_sources("source", split.records(), split, seed, stages)
+    job = Job(SPEC, {"base_model": config}, records, seed, base_model_identity(config))
+    return stages.run(job)

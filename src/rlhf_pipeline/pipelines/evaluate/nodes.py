@@ -1,0 +1,38 @@
+"""The node that compares a candidate policy with the SFT baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
+from rlhf_pipeline.stages.job import Job, Stages
+from rlhf_pipeline.stages.spec import StageSpec
+
+from .spec import SPEC
+
+
+def evaluate(policy: StageSpec) -> Callable[..., Path]:
+    """The node function for a policy trained by the stage `policy`, such as PPO or DPO."""
+    candidate = CandidateConfig(name=policy.name, caveats=dict(policy.caveats))
+
+    def node(
+        split: Path,
+        sft_model: Path,
+        candidate_model: Path,
+        reward_model: Path,
+        config: EvaluateConfig,
+        seed: int,
+        stages: Stages,
+    ) -> Path:
+        """Let both policies answer the same held-out prompts, and compare the answers."""
+        inputs = {
+            "prompts": split / "evaluation",
+            "sft_model": sft_model,
+            f"{policy.name}_model": candidate_model,
+            "reward_model": reward_model,
+        }
+        blocks = {"evaluate": config, "candidate": candidate}
+        return stages.run(Job(SPEC.for_candidate(policy.name), blocks, inputs, seed))
+
+    return node

@@ -1,0 +1,31 @@
+"""sft_model + ppo_model -> evaluation, or for another candidate sft_model + dpo_model -> dpo_evaluation"""
+
+from kedro.pipeline import Node, Pipeline
+
+from rlhf_pipeline.stages.spec import StageSpec
+
+from .nodes import evaluate
+from .spec import SPEC
+
+
+def create_pipeline(policy: StageSpec) -> Pipeline:
+    """The evaluation of the policy that a stage trains. The names for PPO have no prefix."""
+    prefix = "" if policy.name == "ppo" else f"{policy.name}_"
+    return Pipeline(
+        [
+            Node(
+                func=evaluate(policy),
+                inputs=[
+                    "split",
+                    "sft_model",
+                    f"{policy.name}_model",
+                    "reward_model",
+                    "params:evaluate",
+                    "params:seed",
+                    "stages",
+                ],
+                outputs=f"{prefix}evaluation",
+                name=SPEC.for_candidate(policy.name).name,
+            )
+        ]
+    )

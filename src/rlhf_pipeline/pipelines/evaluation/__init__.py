@@ -1,3 +1,0 @@
-"""Comparison with the SFT baseline, and registration."""
-
-from .pipeline import create_pipeline as create_pipeline

@@ -1,0 +1,17 @@
+"""The node that registers a candidate policy and the SFT baseline."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.tracking.model_registry import register_evaluated
+
+
+def register(
+    sft_model: Path, candidate_model: Path, evaluation: Path, config: RegisterConfig, project: Path
+) -> dict[str, Any]:
+    """Register both policies in MLflow; the candidate becomes the champion if it passes the gate."""
+    return asdict(register_evaluated(sft_model, candidate_model, evaluation, config, project))

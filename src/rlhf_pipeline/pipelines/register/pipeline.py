@@ -1,0 +1,28 @@
+"""sft_model + ppo_model + evaluation -> registration, and the same for another candidate"""
+
+from kedro.pipeline import Node, Pipeline
+
+from rlhf_pipeline.stages.spec import StageSpec
+
+from .nodes import register
+
+
+def create_pipeline(policy: StageSpec) -> Pipeline:
+    """The registration of the policy that a stage trains. The names for PPO have no prefix."""
+    prefix, suffix = ("", "") if policy.name == "ppo" else (f"{policy.name}_", f"_{policy.name}")
+    return Pipeline(
+        [
+            Node(
+                func=register,
+                inputs=[
+                    "sft_model",
+                    f"{policy.name}_model",
+                    f"{prefix}evaluation",
+                    "params:register",
+                    "project",
+                ],
+                outputs=f"{prefix}registration",
+                name=f"register{suffix}",
+            )
+        ]
+    )

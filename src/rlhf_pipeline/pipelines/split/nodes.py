@@ -1,0 +1,58 @@
+"""The node that splits the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.sources.lookup import adapter_module, find_source
+from rlhf_pipeline.data.sources.read_rows import source_origin
+from rlhf_pipeline.stages.job import Job, Stages
+
+from .spec import SOURCE, SPEC
+
+
+def split(base_model: Path, config: SplitConfig, seed: int, stages: Stages) -> Path:
+    """Divide the sources into disjoint, tokenized sets for the three phases, validation and test."""
+    inputs = {
+        "base_model": base_model,
+        **read_sources("source", config.records(), config, seed, stages),
+    }
+    if config.pretraining is not None:
+        inputs |= read_sources("pretraining", config.pretraining.records(), config, seed, stages)
+    return stages.run(Job(SPEC, {"split": config}, inputs, seed))
+
+
+def read_sources(
+    kind: str, sources: Sequence[SourceConfig], config: SplitConfig, seed: int, stages: Stages
+) -> dict[str, Path]:
+    """Read each source, or reuse its records; return the records by input name: `kind_0`, `kind_1`, ...
+
+    Raises:
+        DataError: a source has more bad rows than `split.max_bad_fraction` allows.
+    """
+    jobs = {f"{kind}_{index}": source_job(source, seed) for index, source in enumerate(sources)}
+    records = {name: stages.run(job) for name, job in jobs.items()}
+    for folder, source in zip(records.values(), sources, strict=True):
+        RowCounts.read(folder).refuse_beyond(config.max_bad_fraction, source.label())
+    return records
+
+
+def source_job(config: SourceConfig, seed: int) -> Job:
+    """The job that reads one source. Its fingerprint contains the files' bytes or the hub's commit, and the adapter.
+
+    Raises:
+        ConfigError, DataError: see `source_origin`.
+    """
+    origin = source_origin(config)
+    is_generated = find_source(config.name).generate is not None
+    return Job(
+        SOURCE,
+        {"source": config},
+        origin.files,
+        seed if is_generated else 0,
+        identities=origin.identities,
+        modules=(adapter_module(config.name),),
+    )

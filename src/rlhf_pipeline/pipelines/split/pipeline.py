@@ -1,0 +1,19 @@
+"""base_model + sources -> split"""
+
+from kedro.pipeline import Node, Pipeline
+
+from .nodes import split
+
+
+def create_pipeline() -> Pipeline:
+    """The node of this stage."""
+    return Pipeline(
+        [
+            Node(
+                func=split,
+                inputs=["base_model", "params:split", "params:seed", "stages"],
+                outputs="split",
+                name="split",
+            )
+        ]
+    )

@@ -1,0 +1,38 @@
+"""The Bradley-Terry loss of the reward model.
+
+Shapes: N comparisons.
+
+Every loss is a sum divided by `normalizer`: the number of real tokens or comparisons over all micro batches and ranks of
+one optimizer step. Added up, the losses give the gradient of the mean over the whole batch, however the batch is divided.
+An engine that averages over ranks or micro batches must undo that. All arithmetic is in float32.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf_pipeline.rl.masking import check_same_shape
+
+
+def pairwise_loss(
+    chosen_scores: Tensor, rejected_scores: Tensor, *, normalizer: float | Tensor
+) -> Tensor:
+    """Negative log-likelihood of the preferences under Bradley-Terry.
+
+        L = -sum_i log sigmoid(chosen_i - rejected_i) / normalizer
+
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1, with one comparison a pair.
+
+    Args:
+        chosen_scores, rejected_scores: (N,).
+        normalizer: comparisons.
+
+    Returns:
+        0-dim float32.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    check_same_shape(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
+    return -logsigmoid(chosen_scores.float() - rejected_scores.float()).sum() / normalizer

@@ -1,0 +1,79 @@
+"""Resume checkpoints on disk.
+
+    checkpoints/step-00000012/actor/rank0.safetensors ...   each rank's optimizer state of one model
+                              actor/engine.json             learning-rate schedule and counters
+                              loop.json                     state of the training loop
+                              seal.json                     size and SHA-256 of the files above
+
+A checkpoint is written under another name and renamed when it is complete. Its seal, written last,
+detects later damage. Rows, random draws and learning rates are functions of the step, so a
+checkpoint does not contain them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime.manifest import FileEntry, file_digest
+
+logger = logging.getLogger(__name__)
+
+SEAL = "seal.json"
+_PREFIX = "step-"
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return directory / f"{_PREFIX}{step:08d}"
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step of a checkpoint."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(path for path in directory.glob(f"{_PREFIX}*") if path.suffix != ".partial")
+
+
+def newest_valid_step(directory: Path) -> int | None:
+    """The step of the newest undamaged checkpoint, or None. Damaged checkpoints are reported."""
+    for checkpoint in reversed(list_checkpoints(directory)):
+        try:
+            _verify(checkpoint)
+        except ArtifactError as error:
+            logger.warning("Skipping a damaged checkpoint, using the one before: %s", error)
+            continue
+        return checkpoint_step(checkpoint)
+    return None
+
+
+def seal(directory: Path) -> None:
+    """Declare a checkpoint complete."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    entries = {
+        path.relative_to(directory).as_posix(): asdict(
+            FileEntry(path.stat().st_size, file_digest(path))
+        )
+        for path in files
+    }
+    (directory / SEAL).write_text(json.dumps(entries, indent=2))
+
+
+def _verify(directory: Path) -> None:
+    try:
+        entries = {
+            name: FileEntry(**entry)
+            for name, entry in json.loads((directory / SEAL).read_text()).items()
+        }
+        for name, entry in entries.items():
+            path = directory / name
+            if path.stat().st_size != entry.size or file_digest(path) != entry.sha256:
+                raise ArtifactError(f"{path} has changed since it was written")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{directory} is damaged ({error})") from error

@@ -1,0 +1,114 @@
+"""The progress of each rank as a small file, so that the driver can name a stuck rank.
+
+    heartbeats/rank0.json   a `Heartbeat`; rewritten when something has changed, at most once a second
+
+A program calls `at` when a phase begins and `tick` when a piece of it is done. Both change memory
+only. A thread writes the file, so training never waits for a disk and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+FOLDER = "heartbeats"
+WRITE_EVERY_S = 1.0
+
+Phase = Literal["loading", "rollout", "scoring", "update", "evaluation", "saving", "finished"]
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The progress of one rank."""
+
+    rank: int
+    pid: int | None
+    """Its process id if the driver can see it: on the same machine."""
+    phase: Phase = "loading"
+    step: int | None = None
+    """The training step, from 1."""
+    since: float = 0.0
+    """When the phase began, seconds since 1970."""
+    progressed: float = 0.0
+    """When the rank last made progress, seconds since 1970."""
+    marks: int = 0
+    """Phases begun so far. All ranks go through the same phases, so the rank with the fewest is behind."""
+    ticks: int = 0
+    """Pieces done in this phase."""
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"{self.phase}{step} since {time.strftime('%H:%M:%S', time.localtime(self.since))}"
+
+
+_here = Heartbeat(rank=0, pid=None)
+_file: Path | None = None
+_writing = threading.Lock()
+
+
+def start(directory: Path, rank: int, *, local: bool) -> None:
+    """Start to report into a work directory, in phase `loading`. `local`: the driver is on this machine."""
+    global _here, _file
+    _here = Heartbeat(
+        rank, os.getpid() if local else None, since=time.time(), progressed=time.time()
+    )
+    _file = directory / FOLDER / f"rank{rank}.json"
+    _file.parent.mkdir(exist_ok=True)
+    _write(_file, _here)
+    threading.Thread(target=_report, args=(_file, _here), daemon=True).start()
+
+
+def at(phase: Phase, step: int | None = None) -> None:
+    """Begin a phase. All ranks call this in the same order. None: the phase belongs to the last step."""
+    global _here
+    now = time.time()
+    _here = replace(
+        _here,
+        phase=phase,
+        step=step or _here.step,
+        since=now,
+        progressed=now,
+        marks=_here.marks + 1,
+        ticks=0,
+    )
+    if phase == "finished" and _file is not None:
+        _write(_file, _here)
+
+
+def tick() -> None:
+    """Report that a piece of the phase is done: a micro batch, one token of every response."""
+    global _here
+    _here = replace(_here, progressed=time.time(), ticks=_here.ticks + 1)
+
+
+def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
+    """The newest heartbeat of each rank that has reported, by rank."""
+    found = (
+        Heartbeat(**json.loads(path.read_text()))
+        for path in sorted((directory / FOLDER).glob("rank*.json"))
+    )
+    return {heartbeat.rank: heartbeat for heartbeat in found}
+
+
+def _report(path: Path, written: Heartbeat) -> None:
+    while True:
+        time.sleep(WRITE_EVERY_S)
+        newest = _here
+        if newest is not written:
+            try:
+                _write(path, newest)
+                written = newest
+            except OSError:
+                continue  # a full disk must fail where results are written, not here
+
+
+def _write(path: Path, heartbeat: Heartbeat) -> None:
+    partial = path.with_suffix(".partial")
+    with _writing:  # renamed, so that the driver never reads half a file
+        partial.write_text(json.dumps(asdict(heartbeat)))
+        partial.rename(path)

@@ -1,0 +1,57 @@
+"""`metrics.jsonl`, the metrics of a stage: the program appends to it, the driver follows it.
+
+One JSON object a line: {"step", "total_steps", "time", "metrics"}. Steps count from 1, time is in
+seconds since 1970, metrics maps `group/name` to a number.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+
+class MetricsFile:
+    """Appends lines; each is on disk when `write` returns."""
+
+    def __init__(self, path: Path, total_steps: int | None) -> None:
+        self._file = path.open("a", buffering=1)
+        self._total_steps = total_steps
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one line."""
+        record = {
+            "step": step,
+            "total_steps": self._total_steps,
+            "time": time.time(),
+            "metrics": metrics,
+        }
+        self._file.write(json.dumps(record) + "\n")
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Remove the lines after a step, and half a line at the end: training resumes from that step."""
+    complete = (
+        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if path.is_file()
+        else []
+    )
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(line for line in complete if json.loads(line)["step"] <= step))
+    partial.rename(path)
+
+
+class RowProgress:
+    """Reports the progress of a program that works through rows, every two seconds. A step is a row."""
+
+    _EVERY_S = 2.0
+
+    def __init__(self, path: Path, total_rows: int | None) -> None:
+        self._file = MetricsFile(path, total_rows)
+        self._last = time.monotonic()
+
+    def at(self, rows: int) -> None:
+        """Report the number of rows that are done."""
+        if time.monotonic() - self._last > self._EVERY_S:
+            self._last = time.monotonic()
+            self._file.write(rows, {"data/rows_done": float(rows)})

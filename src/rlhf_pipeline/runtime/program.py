@@ -1,0 +1,95 @@
+"""The entry point of every launched program: read the job, do the work, write the manifest."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.runtime.processes import DRIVER, LAUNCH, kill_strays, process_identity
+
+ERRORS = "errors"
+"""Folder of the work directory in which a failing rank writes its reason: `<time>-rank<n>.txt`."""
+
+REASON_CHARACTERS = 2**14
+"""Longest reason; only the end of a longer one is kept."""
+
+
+def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
+    """Run `main` on the job named on the command line; rank 0 then writes the manifest.
+
+    A failing rank writes its reason into the work directory before it exits with code 1: the
+    message of a `PipelineError`, or the traceback of any other exception.
+    """
+    started_here = DRIVER in os.environ  # neither by hand nor on another machine
+    if started_here:
+        _end_with_driver()
+    job = LaunchedJob.read(Path(sys.argv[1]))
+    rank = int(os.environ.get("RANK", "0"))
+    faulthandler.enable()  # a crash in compiled code leaves its stack in the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the driver to a stuck rank
+    try:
+        heartbeat.start(job.directory, rank, local=started_here)
+        metrics = main(job)
+        if rank == 0:
+            write_manifest(job, metrics)
+        heartbeat.at("finished")
+    except BaseException as error:
+        reason = str(error) if isinstance(error, PipelineError) else traceback.format_exc()
+        _write_reason(job.directory / ERRORS, rank, reason)
+        raise
+
+
+def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
+    """Declare the export finished."""
+    Manifest(
+        stage=job.stage,
+        fingerprint=job.fingerprint,
+        seed=job.seed,
+        config=job.config,
+        inputs=job.digests,
+        versions=job.versions,
+        metrics=metrics,
+        ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        deepspeed=json.loads(job.deepspeed_file.read_text())
+        if job.deepspeed_file.is_file()
+        else {},
+        files=file_entries(job.export),
+        adjusted=job.adjusted,
+    ).write(job.export)
+
+
+def _write_reason(folder: Path, rank: int, reason: str) -> None:
+    """Write under another name, then rename: the driver reads only complete reasons."""
+    folder.mkdir(exist_ok=True)
+    partial = folder / f"rank{rank}.partial"
+    partial.write_text(reason[-REASON_CHARACTERS:])
+    partial.rename(folder / f"{time.time_ns()}-rank{rank}.txt")
+
+
+def _end_with_driver() -> None:
+    """Kill this launch soon after its driver is gone, for example by SIGKILL.
+
+    Otherwise ranks would train unseen and write into the directory of the next attempt.
+    """
+    driver = os.environ[DRIVER]
+    pid = int(driver.partition("@")[0])
+
+    def watch() -> None:
+        while process_identity(pid) == driver:
+            time.sleep(0.5)
+        kill_strays(os.environ[LAUNCH], except_group=os.getpgrp())
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()

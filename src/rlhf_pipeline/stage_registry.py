@@ -1,0 +1,49 @@
+"""The stages of the project. A new algorithm is a package and one line in `POLICIES`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.pipelines import base_model, evaluate, reward_model, sft, split
+from rlhf_pipeline.pipelines.split.spec import SOURCE
+from rlhf_pipeline.stages.spec import StageSpec
+
+POLICIES = (
+    "rlhf_pipeline.pipelines.ppo",
+    "rlhf_pipeline.pipelines.dpo",
+)
+"""Packages of the stages that train a policy from the SFT model. Each has `SPEC` and `create_pipeline`."""
+
+
+def policy_stages() -> dict[str, ModuleType]:
+    """The packages of `POLICIES` by the name of their stage."""
+    packages = [import_module(name) for name in POLICIES]
+    return {package.SPEC.name: package for package in packages}
+
+
+def stage_specs() -> dict[str, StageSpec]:
+    """Every stage that launches a program, by name."""
+    policies = [package.SPEC for package in policy_stages().values()]
+    evaluations = [evaluate.SPEC.for_candidate(policy.name) for policy in policies]
+    specs = [
+        SOURCE,
+        base_model.SPEC,
+        split.SPEC,
+        sft.SPEC,
+        reward_model.SPEC,
+        *policies,
+        *evaluations,
+    ]
+    return {spec.name: spec for spec in specs}
+
+
+def parameter_blocks() -> dict[str, type[Block]]:
+    """Every top-level parameter that is a block; `seed` and `force` are the only ones that are not."""
+    blocks: dict[str, type[Block]] = {"launch": LaunchConfig}
+    for spec in stage_specs().values():
+        blocks |= spec.blocks
+    return blocks | {"register": RegisterConfig}

@@ -1,0 +1,51 @@
+"""The run of a job: its recipe, its fingerprint and its work directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe
+from rlhf_pipeline.stages.cache.workspace import attempts, first_attempt
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.launch.resources import process_count
+
+
+def identify(job: Job, digests: Mapping[str, str], context: RunContext) -> StageRun:
+    """The run of a job, in the directory of its first attempt.
+
+    With `launch.continue_from`, a stage that was run on that number of ranks keeps its fingerprint and is found.
+
+    Args:
+        job: the stage to run.
+        digests: content digest of each input, and the identity of each input that is not a local file.
+        context: workspace, number of ranks, trust.
+    """
+    run = _identify(job, digests, context, process_count(context.launch))
+    if context.launch.continue_from is None or attempts(run.directory):
+        return run
+    earlier = _identify(job, digests, context, context.launch.continue_from)
+    return earlier if attempts(earlier.directory) else run
+
+
+def _identify(
+    job: Job, digests: Mapping[str, str], context: RunContext, processes: int
+) -> StageRun:
+    ingredients = recipe(
+        job, digests=digests, processes=processes, trust_remote_code=context.trust_remote_code
+    )
+    key = fingerprint(ingredients)
+    return StageRun(
+        stage=job.stage,
+        fingerprint=key,
+        directory=first_attempt(context.workspace, job.stage, key),
+        config=as_json(job.config),
+        seed=job.seed,
+        inputs=dict(digests),
+        cached=False,
+        paths=job.inputs,
+        headline_metrics=job.spec.headline_metrics,
+        recipe=ingredients,
+    )

@@ -1,0 +1,104 @@
+"""One run of a recipe at a time: a second one waits and names the process it waits for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.processes import process_identity
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) -> Iterator[None]:
+    """Lock a recipe: the work directory `first_attempt` and the later attempts beside it.
+
+    The kernel releases the lock of a process that is gone. The owner stays on record: until it ends, it may use the
+    result, see `user`. `record=False` leaves no record, which would need disk space.
+
+    Raises:
+        StageError: another process holds the lock and `wait` is false.
+    """
+    file = _file(first_attempt)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        _meet_holder(first_attempt, wait=wait)
+        lock.acquire()
+    try:
+        if record:
+            owner = {"driver": process_identity(os.getpid()), "since": time.time()}
+            write_atomically(file.with_suffix(".json"), json.dumps(owner))
+        yield
+    finally:
+        lock.release()
+
+
+def _meet_holder(first_attempt: Path, *, wait: bool) -> None:
+    holder = user(first_attempt) or "another process"
+    stage, recipe = first_attempt.parent.name, first_attempt.name[:8]
+    if not wait:
+        raise StageError(
+            f"stage {stage}: recipe {recipe} is being run by {holder}. Fix: set launch.wait to true to wait for it, or end that "
+            "process"
+        )
+    logger.warning(
+        "stage %s: recipe %s is being run by %s; waiting until it ends", stage, recipe, holder
+    )
+
+
+def await_programs(directory: Path) -> None:
+    """Wait until no program works in a directory.
+
+    The programs of a killed driver outlive the driver and its lock by up to a few seconds. A program may also have been
+    started by hand.
+    """
+    job = str(directory / "job.json")
+    reported = False
+    while pids := [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if job in (process.info["cmdline"] or [])
+    ]:
+        if not reported:
+            logger.warning(
+                "process %s still works in %s; waiting until it ends", pids[0], directory
+            )
+        reported = True
+        time.sleep(0.2)
+
+
+def user(first_attempt: Path) -> str | None:
+    """The running process that last locked the recipe, and since when, in words; None if it has ended."""
+    try:
+        owner = json.loads(_file(first_attempt).with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return None
+    pid = owner["driver"].partition("@")[0]
+    if process_identity(int(pid)) != owner["driver"]:
+        return None
+    return (
+        f"process {pid} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(owner['since']))}"
+    )
+
+
+def _file(first_attempt: Path) -> Path:
+    """The lock is outside the work directories, which may be removed while a process waits for it."""
+    return (
+        first_attempt.parent.parent
+        / ".locks"
+        / f"{first_attempt.parent.name}-{first_attempt.name}.lock"
+    )

@@ -1,0 +1,124 @@
+"""What the stages of a pipeline would do, found without launching anything.
+
+The nodes' own functions make the plan: they get a `Planner` in place of a `StageRunner`. For a stage
+that is not finished the planner returns the place where its result will be, so everything that
+depends on it is known to run as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rlhf_pipeline.runtime.checkpoint_files import checkpoint_step, list_checkpoints
+from rlhf_pipeline.runtime.manifest import NAME, content_digest
+from rlhf_pipeline.stages.cache.identify import identify
+from rlhf_pipeline.stages.cache.lock import user
+from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
+from rlhf_pipeline.stages.cache.workspace import (
+    attempts,
+    damage,
+    is_finished,
+    last_recipe,
+    next_attempt,
+)
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import Job
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """What one stage would do."""
+
+    run: StageRun
+    state: Literal["finished", "resume", "run", "may run"]
+    """`may run`: it runs unless an input that is made again has the same bytes as before."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not finished."""
+
+
+class Planner:
+    """Plans the stages of a pipeline, in the order in which their nodes ask for them."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._pending: dict[Path, str] = {}
+        """Results that do not exist yet: path to the title of their stage."""
+        self.stages: dict[str, PlannedStage] = {}
+        """By fingerprint."""
+
+    def run(self, job: Job) -> Path:
+        """Plan a stage; return the place of its result."""
+        pending = {
+            name: stage
+            for name, path in job.inputs.items()
+            if (stage := self.pending_stage(path)) is not None
+        }
+        digests = {
+            name: content_digest(path) for name, path in job.inputs.items() if name not in pending
+        }
+        run = identify(job, digests | pending | dict(job.identities), self._context)
+        if run.fingerprint not in self.stages:
+            self.stages[run.fingerprint] = planned = _plan(
+                run, pending, forced=run.stage in self._context.forced
+            )
+            if planned.state != "finished":
+                self._pending[planned.run.export] = run.title
+        return self.stages[run.fingerprint].run.export
+
+    def add_pending(self, title: str) -> Path:
+        """A place for the result of a stage about which nothing else is known."""
+        path = Path("/pending") / title
+        self._pending[path] = title
+        return path
+
+    def pending_stage(self, path: Path) -> str | None:
+        """The stage that has yet to make what a path points to; None if it exists."""
+        return next(
+            (stage for place, stage in self._pending.items() if place in (path, *path.parents)),
+            None,
+        )
+
+
+def downstream(stages: Iterable[str]) -> str:
+    """The stages whose results another stage awaits, in words."""
+    return f"downstream of {', '.join(dict.fromkeys(stages))}"
+
+
+def _plan(run: StageRun, pending: Mapping[str, str], *, forced: bool) -> PlannedStage:
+    holder = user(run.directory)
+    in_use = [f"in use by {holder}"] if holder else []
+    existing = attempts(run.directory)
+    finished = next((path for path in reversed(existing) if is_finished(path)), None)
+    if finished is not None and not forced:
+        return PlannedStage(replace(run, directory=finished, cached=True), "finished")
+    if not existing:
+        return _plan_new(run, pending)
+    if existing[-1] == finished:
+        return PlannedStage(
+            replace(run, directory=next_attempt(run.directory)), "run", ("forced", *in_use)
+        )
+    run = replace(run, directory=existing[-1])
+    checkpoints = list_checkpoints(run.directory / "checkpoints")
+    if checkpoints:
+        return PlannedStage(
+            replace(run, resumed_from=checkpoint_step(checkpoints[-1])), "resume", tuple(in_use)
+        )
+    broken = damage(run.export) if (run.export / NAME).is_file() else None
+    why = f"its result is damaged: {broken}" if broken else "an earlier attempt did not finish"
+    return PlannedStage(run, "run", tuple(in_use or [why]))
+
+
+def _plan_new(run: StageRun, pending: Mapping[str, str]) -> PlannedStage:
+    """A recipe without a work directory: described by what is new in it."""
+    awaited = [downstream(pending.values())] if pending else []
+    last = last_recipe(run.directory.parent, run.recipe)
+    new = (
+        recipe_changes(last, run.recipe, pending=pending)
+        if last is not None
+        else ["never run here"]
+    )
+    return PlannedStage(run, "run" if new else "may run", (*awaited, *new))

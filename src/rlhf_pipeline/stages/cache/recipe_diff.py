@@ -1,0 +1,78 @@
+"""What has changed between two recipes of a stage, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+EARLIER_FORM = (
+    "its recipe was written by an earlier version of rlhf-pipeline and cannot be compared"
+)
+
+
+def recipe_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, pending: Collection[str]
+) -> list[str]:
+    """The differences between two recipes of a stage (`fingerprint.recipe`), the likeliest cause first.
+
+    Args:
+        old, new: the recipes.
+        pending: inputs that do not exist yet, so their content cannot be compared.
+    """
+    if old.get("form") != new["form"]:
+        return [EARLIER_FORM]
+    inputs = sorted((old["inputs"].keys() | new["inputs"].keys()) - set(pending))
+    return [
+        *_changes(old["config"], new["config"]),
+        *_changes({"seed": old["seed"]}, {"seed": new["seed"]}),
+        *(
+            _input(name, old["inputs"], new["inputs"])
+            for name in inputs
+            if _differ(name, old["inputs"], new["inputs"])
+        ),
+        *_changes({"processes": old["processes"]}, {"processes": new["processes"]}),
+        *_changes(_trust(old), _trust(new)),
+        *_changes(old["versions"], new["versions"]),
+        *_code(old["code"], new["code"]),
+    ]
+
+
+def _trust(recipe: Mapping[str, Any]) -> dict[str, bool]:
+    return {"base_model.trust_remote_code": recipe.get("trust_remote_code", False)}
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """`ppo.kl.coef 0.1 -> 0.2`, for each value that differs."""
+    for name in dict.fromkeys([*new, *old]):
+        if not _differ(name, old, new):
+            continue
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _changes(before, after, f"{place}{name}.")
+        elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+            yield from _changes(_numbered(before), _numbered(after), f"{place}{name}.")
+        else:
+            yield f"{place}{name} {_value(before)} -> {_value(after)}"
+
+
+def _numbered(values: list[Any]) -> dict[str, Any]:
+    return {str(index): value for index, value in enumerate(values)}
+
+
+def _differ(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return (name in old, old.get(name)) != (name in new, new.get(name))
+
+
+def _value(value: Any, longest: int = 40) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def _input(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    return f"input {name} {'changed' if name in old and name in new else 'is new' if name in new else 'is gone'}"
+
+
+def _code(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    files = [name for name in sorted(old.keys() | new.keys()) if _differ(name, old, new)]
+    return [f"code changed: {', '.join(files)}"] if files else []

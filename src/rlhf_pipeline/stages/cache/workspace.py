@@ -1,0 +1,97 @@
+"""Where stages work, and which work directory of a recipe contains its result.
+
+    <workspace>/<stage>/<fingerprint>      the first attempt; resumed until it is finished
+                        <fingerprint>.2    a later attempt: the stage was finished and forced to run again
+    <workspace>/.locks/<stage>-<fingerprint>.lock, .json    held while a process works in one of them
+
+The newest finished attempt is the result, so a forced attempt that fails loses nothing. Directory names contain the first
+16 digits of the fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime.manifest import NAME, Manifest
+
+RECIPE = "recipe.json"
+"""File with the recipe. Its modification time is the time of the last use."""
+
+_ATTEMPT = re.compile(r"[0-9a-z]{16}(\.[0-9]+)?")
+
+
+def first_attempt(workspace: Path, stage: str, fingerprint: str) -> Path:
+    """The directory of a recipe's first attempt."""
+    return workspace / stage / fingerprint[:16]
+
+
+def attempts(first: Path) -> list[Path]:
+    """All work directories of a recipe, oldest first."""
+    later = [path for path in first.parent.glob(f"{first.name}.*") if is_attempt(path)]
+    return [path for path in (first, *sorted(later, key=_number)) if path.is_dir()]
+
+
+def next_attempt(first: Path) -> Path:
+    """A new directory for a further attempt."""
+    existing = attempts(first)
+    return first.with_name(f"{first.name}.{_number(existing[-1]) + 1}") if existing else first
+
+
+def is_attempt(path: Path) -> bool:
+    """Whether a path has the name of a work directory."""
+    return _ATTEMPT.fullmatch(path.name) is not None
+
+
+def _number(path: Path) -> int:
+    return int(path.suffix.removeprefix(".") or 1)
+
+
+def damage(export: Path) -> str | None:
+    """The first fault in names and sizes of a finished result, or None. `verify` also reads the bytes."""
+    try:
+        manifest = Manifest.read(export)
+    except ArtifactError as error:
+        return str(error)
+    for name, entry in manifest.files.items():
+        path = export / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry.size:
+            return f"{name} has {path.stat().st_size} bytes, expected {entry.size}"
+    return None
+
+
+def is_finished(directory: Path) -> bool:
+    """Whether a work directory contains a result without an obvious fault, see `damage`."""
+    return (directory / "export" / NAME).is_file() and damage(directory / "export") is None
+
+
+def has_run(workspace: Path, stage: str) -> bool:
+    """Whether the stage was ever launched in this workspace."""
+    return any((workspace / stage).glob(f"*/{RECIPE}"))
+
+
+def last_recipe(stage_directory: Path, like: dict[str, object]) -> dict[str, object] | None:
+    """The recipe of a stage that was used last; for stage `source`, of the same source."""
+    found = sorted(
+        stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True
+    )
+    return next((recipe for recipe in _readable(found) if _source(recipe) == _source(like)), None)
+
+
+def _readable(recipes: list[Path]) -> Iterator[dict[str, object]]:
+    """Their contents; a damaged file is skipped."""
+    for path in recipes:
+        with suppress(ValueError):
+            yield json.loads(path.read_text())
+
+
+def _source(recipe: dict[str, object]) -> object:
+    config = recipe["config"]
+    source = config.get("source") if isinstance(config, dict) else None
+    return source and (source["name"], source.get("path"))

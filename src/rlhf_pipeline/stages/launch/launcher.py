@@ -1,0 +1,270 @@
+"""Starting a stage's program, watching it, and ending it together with everything that it started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import rlhf_pipeline
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import Interrupted, StageError
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.manifest import NAME
+from rlhf_pipeline.runtime.processes import DRIVER, LAUNCH, kill_strays, process_identity
+from rlhf_pipeline.runtime.program import ERRORS
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.events import StageListener, StageRun
+from rlhf_pipeline.stages.launch.failure import LOG, Attempt, kernel_kills, stage_error
+from rlhf_pipeline.stages.launch.hints import PORT
+from rlhf_pipeline.stages.launch.ranks import Ranks
+from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count
+from rlhf_pipeline.stages.spec import StageSpec
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+GRACE_S = 6.5
+"""Seconds between SIGTERM, after which training finishes its step and saves, and SIGKILL."""
+FAILED_GRACE_S = 3.0
+"""The same after a rank has failed: the other ranks cannot finish their step without it."""
+SETTLE_S = 1.5
+"""Seconds that the other ranks have to report after a rank has failed."""
+ORPHANED_S = 3
+"""Seconds that programs have to end themselves once the driver is gone."""
+STACKS_S = 1.0
+"""Seconds that the ranks of a stuck stage have to print their stacks."""
+
+
+def launch(spec: StageSpec, job_file: Path, run: StageRun, context: RunContext) -> None:
+    """Run a program to its end, passing its metrics to the listener as they appear.
+
+    Success is exit code 0 *and* a manifest: DeepSpeed's runner exits with 0 when a child dies by a signal. If another
+    program takes the picked port first, the stage is launched once more on another port.
+
+    Raises:
+        StageError: the program failed or hung.
+        Interrupted: INT, TERM or HUP reached this process.
+    """
+    processes = process_count(context.launch) if spec.distributed else 1
+    try:
+        _launch_once(spec, job_file, run, context, processes)
+    except StageError as error:
+        if error.cause != PORT or context.launch.master_port is not None:
+            raise
+        logger.warning(
+            "stage %s: the picked port was taken by another program; launching on another port",
+            run.stage,
+        )
+        _launch_once(spec, job_file, run, context, processes)
+
+
+def _launch_once(
+    spec: StageSpec, job_file: Path, run: StageRun, context: RunContext, processes: int
+) -> None:
+    for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
+        shutil.rmtree(run.directory / folder, ignore_errors=True)
+    config = context.launch
+    command = _command(spec, job_file, config, processes)
+    environment = _environment(run.directory, processes)
+    ranks = Ranks(run.directory, processes, config.hang_timeout_s if spec.distributed else None)
+    start, kills_before = time.monotonic(), kernel_kills()
+    with _signals_raise(), (run.directory / LOG).open("wb") as output, _guard() as guarded:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,  # nobody can answer a library that asks a question
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+        guarded(process.pid)
+        tail = _MetricsTail(run, context.listener)
+        grace_s = GRACE_S
+        try:
+            stuck = _watch(process, ranks, tail, config)
+            code, grace_s = process.poll(), FAILED_GRACE_S
+            orphaned = code is not None and bool(ranks.alive)
+        finally:
+            try:
+                _end_group(process, grace_s)
+            finally:
+                kill_strays(environment[LAUNCH])
+                tail.forward()
+    if code != 0 or not (run.export / NAME).is_file():
+        kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
+        raise stage_error(
+            Attempt(
+                run,
+                config,
+                command,
+                ranks,
+                processes,
+                code,
+                orphaned,
+                time.monotonic() - start,
+                stuck,
+                kills,
+            )
+        )
+
+
+def _watch(
+    process: subprocess.Popen[bytes], ranks: Ranks, tail: _MetricsTail, config: LaunchConfig
+) -> str | None:
+    """Follow a program until it ends, a rank fails, or no rank makes progress; in that case return which rank hangs."""
+    stuck = None
+    while process.poll() is None and ranks.failed_s < SETTLE_S:
+        time.sleep(POLL_S)
+        tail.forward()
+        ranks.look()
+        if ranks.stuck:
+            stuck = (
+                f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.whereabouts()}"
+            )
+            ranks.ask_for_stacks()
+            time.sleep(STACKS_S)
+            break
+    ranks.look()
+    return stuck
+
+
+def _command(spec: StageSpec, job_file: Path, config: LaunchConfig, processes: int) -> list[str]:
+    if not spec.distributed:
+        return [sys.executable, "-m", spec.program, str(job_file)]
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    port = free_port(config.master_port)
+    options = [
+        "--num_gpus",
+        str(processes),
+        "--master_port",
+        str(port),
+        "--no_local_rank",
+        "--module",
+    ]
+    return [str(deepspeed), *options, spec.program, str(job_file)]
+
+
+def _environment(directory: Path, processes: int) -> dict[str, str]:
+    """The program's environment: this package can be imported, MLflow cannot, the ranks share the cores."""
+    guard = (
+        directory / "without_mlflow"
+    )  # DeepSpeed imports MLflow where it can, which costs each process seconds
+    guard.mkdir(exist_ok=True)
+    (guard / "mlflow.py").write_text('raise ImportError("launched programs do not use MLflow")\n')
+    source = Path(rlhf_pipeline.__file__).parent.parent
+    paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
+    settings["DISABLE_SAFETENSORS_CONVERSION"] = "1"
+    settings[DRIVER] = str(process_identity(os.getpid()))
+    settings[LAUNCH] = f"{settings[DRIVER]} {directory.resolve()}"
+    if gpu_count() == 0:
+        cores = len(os.sched_getaffinity(0))
+        settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // processes))}
+    return os.environ | settings
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn INT, TERM and HUP into the exception `Interrupted`, so that every caller can clean up.
+
+    Under `nohup` HUP is ignored, and stays ignored.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(
+            f"ended by {signal.Signals(number).name}. Run the same command again to resume; finished stages are kept"
+        )
+
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    previous = {
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, *hang_up)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _guard() -> Iterator[Callable[[int], int]]:
+    """Have a process group killed soon after this process is gone, for example by SIGKILL.
+
+    The programs end themselves as well, but only after their imports, which take a while.
+    """
+    wait = "read -r group; read -r end"  # the second line never comes: it waits for this process to end
+    command = ["sh", "-c", f'{wait}; sleep {ORPHANED_S}; kill -KILL "-$group"']
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+    ) as guard:
+        assert guard.stdin is not None
+        write = guard.stdin.write
+        try:
+            yield lambda group: write(f"{group}\n".encode())
+        finally:
+            guard.kill()
+
+
+def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End the program's whole process group: SIGTERM, wait, SIGKILL. Ranks would outlive their launcher otherwise.
+
+    A further signal to this process, for example a second Ctrl-C, shortens the wait; the group is ended all the same.
+    """
+    again: Interrupted | None = None
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + grace_s
+        try:
+            os.killpg(process.pid, number)
+            while time.monotonic() < deadline:
+                process.poll()  # reaps the leader, otherwise the empty group would still exist
+                os.killpg(process.pid, 0)
+                time.sleep(POLL_S / 4)
+        except ProcessLookupError:
+            break
+        except Interrupted as error:
+            again = error
+    process.wait()
+    if again is not None:
+        raise again
+
+
+class _MetricsTail:
+    """Reads the metrics file as it grows and passes complete lines on."""
+
+    def __init__(self, run: StageRun, listener: StageListener) -> None:
+        self._run = run
+        self._listener = listener
+        self._position = 0
+        self._inode = 0
+
+    def forward(self) -> None:
+        if not self._run.metrics_file.is_file():
+            return
+        with self._run.metrics_file.open("rb") as file:
+            if (
+                os.fstat(file.fileno()).st_ino != self._inode
+            ):  # a program that resumes replaces the file
+                self._inode, self._position = os.fstat(file.fileno()).st_ino, 0
+            file.seek(self._position)
+            grown = file.read()
+        complete = grown[: grown.rfind(b"\n") + 1]
+        self._position += len(complete)
+        records: list[dict[str, Any]] = [json.loads(line) for line in complete.splitlines()]
+        if records:
+            self._listener.stage_metrics(self._run, records)

@@ -1,0 +1,46 @@
+"""After an out-of-memory failure: halve the micro batches, keep the global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_pipeline.config.block import Block, leaves
+from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY
+
+OUT_OF_MEMORY = (GPU_MEMORY, CPU_MEMORY)
+"""Causes of a failure that smaller micro batches can avoid."""
+
+MICRO_BATCHES = ("micro_batch_size_per_gpu", "batch_size_per_gpu")
+"""Fields that bound the memory of one forward pass. They change results only by rounding."""
+
+
+def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
+    """The blocks with every micro batch size halved, rounded down to at least 1. None if all of them are 1."""
+    smaller = {
+        name: type(block).model_validate(_halved(dumped))
+        for (name, block), dumped in zip(config.items(), as_json(config).values(), strict=True)
+    }
+    return None if smaller == dict(config) else smaller
+
+
+def adjusted(
+    configured: Mapping[str, Block], used: Mapping[str, Block]
+) -> dict[str, dict[str, Any]]:
+    """The differences between two versions of the same blocks, by parameter: {"configured": 8, "used": 4}."""
+    before, after = leaves(as_json(configured)), leaves(as_json(used))
+    return {
+        place: {"configured": old, "used": new}
+        for (place, old), (_, new) in zip(before, after, strict=True)
+        if old != new
+    }
+
+
+def _halved(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: max(1, item // 2) if name in MICRO_BATCHES else _halved(item)
+        for name, item in value.items()
+    }

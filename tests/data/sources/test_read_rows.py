@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+
+from rlhf_pipeline.config.split import ColumnMap, SourceConfig
+from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
+from rlhf_pipeline.data.sources import own_files
+from rlhf_pipeline.data.sources.adapter import PassedOverError, Row, Source
+from rlhf_pipeline.data.sources.read_rows import read, source_origin
+from rlhf_pipeline.errors import ConfigError, DataError
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+USER = {"role": "user", "content": "Why?"}
+ASSISTANT = {"role": "assistant", "content": "So."}
+BLANK = {"role": "assistant", "content": "\n"}
+PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
+
+
+def own(tmp_path: Path, *rows: dict[str, Any], **settings: Any) -> SourceConfig:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SourceConfig(name="files", path=str(path), **settings)
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch):
+    """Puts another source in the place of "files"."""
+
+    def adapter(**functions: Any) -> None:
+        source = Source(
+            name="files", kind="any", description="a test's", local_only=True, **functions
+        )
+        monkeypatch.setattr(own_files, "SOURCES", (source,))
+
+    return adapter
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+def test_every_row_has_its_place(tmp_path: Path) -> None:
+    rows = list(read(own(tmp_path, PAIR, PAIR | {"chosen": ""}, PAIR | {"chosen": "So."}), 0))
+    prompt = (Message("user", "Why?"),)
+    assert rows == [
+        ("own.jsonl:1", Example(prompt, "Because.", "No.")),
+        ("own.jsonl:2", Unused("the chosen answer is empty")),
+        ("own.jsonl:3", Example(prompt, "So.", "No.")),
+    ]
+
+
+def test_the_column_map_decides(tmp_path: Path) -> None:
+    config = own(tmp_path, {"q": "Why?", "a": "So."}, columns=ColumnMap(prompt="q", response="a"))
+    assert list(read(config, 0)) == [("own.jsonl:1", Example((Message("user", "Why?"),), "So."))]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_samples_are_rows_the_unusable_ones_among_them(tmp_path: Path, samples: int) -> None:
+    config = own(tmp_path, PAIR | {"chosen": ""}, PAIR, PAIR, samples=samples)
+    assert [place for place, _ in read(config, 0)] == ["own.jsonl:1", "own.jsonl:2", "own.jsonl:3"][
+        :samples
+    ]
+
+
+def test_a_generated_source_follows_the_seed() -> None:
+    config = SourceConfig(samples=20)
+    seven, again, eight = (list(read(config, seed)) for seed in (7, 7, 8))
+    assert seven == again
+    assert seven != eight
+    assert len(seven) == 20
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Why?",
+        [USER],
+        [SYSTEM, USER],
+        [USER, ASSISTANT, USER],
+        [SYSTEM, USER, ASSISTANT, USER, ASSISTANT, USER],
+    ],
+)
+def test_sound_prompts(tmp_path: Path, prompt: object) -> None:
+    ((_, record),) = read(own(tmp_path, PAIR | {"prompt": prompt}), 0)
+    assert isinstance(record, Example)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"prompt": [USER, ASSISTANT, USER, USER]},
+            "the prompt's turns are not user and assistant in alternation",
+        ),
+        (
+            {"prompt": [ASSISTANT, USER]},
+            "the prompt's turns are not user and assistant in alternation",
+        ),
+        (
+            {"prompt": [USER, SYSTEM, USER]},
+            "the prompt's turns are not user and assistant in alternation",
+        ),
+        (
+            {"prompt": [SYSTEM, SYSTEM, USER]},
+            "the prompt's turns are not user and assistant in alternation",
+        ),
+        ({"prompt": " \n"}, "a turn of the prompt is empty"),
+        ({"prompt": [USER, BLANK, USER]}, "a turn of the prompt is empty"),
+        ({"chosen": "\u3000"}, "the chosen answer is empty"),  # an ideographic space
+        ({"rejected": ""}, "the rejected answer is empty"),
+        ({"chosen": " No.\n"}, "the two answers are equal"),
+        ({"prompt": "half \ud83d of a pair"}, "half a surrogate pair, which is no character"),
+        ({"rejected": "\udc00"}, "half a surrogate pair, which is no character"),
+        ({"chosen": "a\0b"}, "a NUL character in the text"),
+        ({"rejected": 7}, "column 'rejected' is int, not a string or a list of messages"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    assert list(read(own(tmp_path, PAIR | changes), 0)) == [("own.jsonl:1", Unused(reason))]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [(), (Message("system", "Be kind."),), (Message("user", "a"), Message("assistant", "b"))],
+)
+def test_a_prompt_that_does_not_end_with_the_user(
+    tmp_path: Path, adapter, prompt: tuple[Message, ...]
+) -> None:
+    adapter(parse=lambda row: Example(prompt, "yes", "no"))
+    assert list(read(own(tmp_path, {"a": 1}), 0)) == [
+        ("own.jsonl:1", Unused("the prompt does not end with a user's turn"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "record"),
+    [
+        ("A document.\n", Text("A document.\n")),
+        (" \n\n", Unused("the text is blank", bad=False)),
+        ("a\0b", Unused("a NUL character in the text")),
+        ("\ud800", Unused("half a surrogate pair, which is no character")),
+    ],
+)
+def test_texts(tmp_path: Path, text: str, record: Text | Unused) -> None:
+    config = own(tmp_path, {"text": text}, columns=ColumnMap(text="text"))
+    assert list(read(config, 0)) == [("own.jsonl:1", record)]
+
+
+def test_what_an_adapter_passes_over_is_not_bad(tmp_path: Path, adapter) -> None:
+    def parse(row: Row) -> Record:
+        raise PassedOverError("a tie")
+
+    adapter(parse=parse)
+    assert list(read(own(tmp_path, {"a": 1}), 0)) == [("own.jsonl:1", Unused("a tie", bad=False))]
+
+
+# --- records that span rows -----------------------------------------------------------------------
+
+
+def pairs(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Record | Unused]]:
+    """Every two sound rows make an example; a row that is left over is passed over."""
+    waiting = None
+    for place, row in rows:
+        if waiting is None:
+            waiting = place, row
+        else:
+            yield waiting[0], Example((Message("user", waiting[1]["a"]),), row["a"])
+            waiting = None
+    if waiting is not None:
+        yield waiting[0], Unused("half", bad=False)
+
+
+def test_an_assembling_source_sees_sound_rows_and_broken_ones_are_kept(
+    tmp_path: Path, adapter
+) -> None:
+    adapter(assemble=pairs)
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"a": "1"}\nbroken\n{"a": "2"}\n{"a": "3"}\n{"a": " "}\n{"a": "5"}\n[]\n')
+    config = SourceConfig(name="files", path=str(path))
+    rows = list(read(config, 0))
+    first = ("own.jsonl:1", Example((Message("user", "1"),), "2"))
+    assert [place for place, _ in rows] == [f"own.jsonl:{line}" for line in (2, 1, 4, 7, 6)]
+    assert rows[1] == first
+    assert rows[2][1] == Unused("the chosen answer is empty")  # checked like any other record
+    assert all(isinstance(rows[index][1], Unused) and rows[index][1].bad for index in (0, 3))
+    assert rows[4][1] == Unused("half", bad=False)
+    # Three rows are a broken one and a pair; a broken one after the last pair is not forgotten.
+    assert list(read(config.model_copy(update={"samples": 3}), 0))[1:] == [first]
+    path.write_text('{"a": "1"}\n{"a": "2"}\nbroken\n')
+    assert [place for place, _ in read(config, 0)] == ["own.jsonl:1", "own.jsonl:3"]
+
+
+# --- what decides the rows ------------------------------------------------------------------------
+
+
+def test_files_are_their_own_origin(tmp_path: Path) -> None:
+    config = own(tmp_path, PAIR)
+    origin = source_origin(config)
+    assert origin.files == {"own.jsonl": tmp_path / "own.jsonl"}
+    assert origin.identities == {}
+
+
+def test_a_generated_source_has_no_origin_and_no_use_for_one() -> None:
+    origin = source_origin(SourceConfig(samples=3))
+    assert (origin.files, origin.identities) == ({}, {})
+    for field in ("path", "revision", "subset", "split"):
+        with pytest.raises(
+            ConfigError, match=rf"source 'synthetic' has no use for {field}: 'x'\. Remove it"
+        ):
+            source_origin(SourceConfig(**{field: "x"}))
+
+
+def test_a_split_is_for_saved_data_sets(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("{}")
+    with pytest.raises(
+        ConfigError,
+        match=r"split 'test' is for folders written by `save_to_disk`.*own\.jsonl is none",
+    ):
+        source_origin(SourceConfig(name="files", path=str(tmp_path / "own.jsonl"), split="test"))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list([{"prompt": "a"}])}).save_to_disk(
+        tmp_path / "saved"
+    )
+    assert source_origin(
+        SourceConfig(name="files", path=str(tmp_path / "saved"), split="test")
+    ).files
+
+
+def test_files_need_a_path() -> None:
+    for name in ("files", "local/jsonfile"):
+        with pytest.raises(ConfigError, match=rf"source '{name}' reads files: set its `path`"):
+            source_origin(SourceConfig(name=name))
+
+
+def test_a_missing_file_and_an_unknown_source(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: .*Correct the source's `path`"):
+        source_origin(SourceConfig(name="files", path=str(tmp_path / "none.jsonl")))
+    with pytest.raises(ConfigError, match="Did you mean 'synthetic'"):
+        source_origin(SourceConfig(name="synthetik"))
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_commit_of_the_hub_is_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dataset_info(self: object, *_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    config = SourceConfig(name="Anthropic/hh-rlhf", revision=COMMIT)
+    assert source_origin(config).identities == {"revision": COMMIT}
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (SourceConfig(name="Anthropic/hh-rlhf"), ("Anthropic/hh-rlhf", None)),
+        (SourceConfig(name="Anthropic/hh-rlhf", revision="v2"), ("Anthropic/hh-rlhf", "v2")),
+        (
+            SourceConfig(name="Hello-SimpleAI/HC3-Chinese"),
+            ("Hello-SimpleAI/HC3-Chinese", "refs/convert/parquet"),
+        ),
+        (SourceConfig(name="mkqa-Chinese"), ("apple/mkqa", "refs/convert/parquet")),
+    ],
+)
+def test_the_hub_tells_the_commit_of_a_branch(
+    monkeypatch: pytest.MonkeyPatch, config: SourceConfig, asked
+) -> None:
+    questions = []
+
+    def dataset_info(
+        self: object, repository: str, *, revision: str | None
+    ) -> huggingface_hub.DatasetInfo:
+        questions.append((repository, revision))
+        return huggingface_hub.DatasetInfo(id=repository, sha=COMMIT)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    assert source_origin(config).identities == {"revision": COMMIT}
+    assert questions == [asked]
+
+
+def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dataset_info(self: object, *_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    with pytest.raises(
+        DataError,
+        match=r"which commit the newest of 'Anthropic/hh-rlhf' is: no route\. .* set its `path`",
+    ):
+        source_origin(SourceConfig(name="Anthropic/hh-rlhf"))

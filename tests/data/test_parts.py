@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_pipeline.data import parts as splits
+from rlhf_pipeline.data.parts import PARTS, apportion, assign, first_rows, fraction_of
+from rlhf_pipeline.errors import DataError
+
+SFT, REWARD_MODEL, PPO = 0b001, 0b010, 0b100
+ALL = SFT | REWARD_MODEL | PPO
+
+
+def keys_of(prompts) -> np.ndarray:
+    """The letter a is sixteen bytes "a", a number its sixteen bytes."""
+    rows = [
+        prompt.encode() * 16 if isinstance(prompt, str) else prompt.to_bytes(16, "big")
+        for prompt in prompts
+    ]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
+
+
+def split(
+    prompts, serves=ALL, *, seed=0, weights=(2, 4, 4), validation_fraction=0.02, test_fraction=0.02
+) -> list[str]:
+    """The parts of the rows, by name."""
+    parts = assign(
+        keys_of(prompts),
+        np.broadcast_to(np.array(serves, np.uint8), len(prompts)),
+        seed=seed,
+        weights=weights,
+        validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
+    )
+    assert parts.dtype == np.int8
+    return [PARTS[part] for part in parts]
+
+
+def sizes(prompts, *arguments, **options) -> dict[str, int]:
+    return Counter(split(prompts, *arguments, **options))
+
+
+NOTHING_HELD_OUT = {"validation_fraction": 0, "test_fraction": 0}
+
+
+@pytest.mark.parametrize(
+    ("total", "shares", "expected"),
+    [
+        # Quotas 2.5, 2.5, 5: one prompt is left, and of equal remainders the first is served.
+        (10, [(1, 4), (1, 4), (1, 2)], [3, 2, 5]),
+        # Quotas 0.4, 1.2, 2.4: floors 0, 1, 2 leave one; the remainders 0.4 and 0.4 beat 0.2, the first of them wins.
+        (4, [(1, 10), (3, 10), (6, 10)], [1, 1, 2]),
+        # A share of 0 gets nothing however much is left: quotas 0, 3.5, 3.5.
+        (7, [(0, 1), (1, 2), (1, 2)], [0, 4, 3]),
+        (0, [(1, 2), (1, 2)], [0, 0]),
+    ],
+)
+def test_largest_remainder(total: int, shares: list[tuple[int, int]], expected: list[int]) -> None:
+    assert apportion(total, [Fraction(*share) for share in shares]) == expected
+
+
+@given(
+    total=st.integers(0, 10**6),
+    weights=st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any),
+)
+def test_apportionment_sums_and_keeps_to_the_quotas(total: int, weights: list[int]) -> None:
+    shares = [Fraction(weight, sum(weights)) for weight in weights]
+    counts = apportion(total, shares)
+    assert sum(counts) == total
+    assert all(abs(count - total * share) < 1 for count, share in zip(counts, shares, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        # 1000 * 0.02 = 20 each for test and validation; the other 960 by fifths and tenths.
+        ((2, 4, 4), {"sft": 192, "reward_model": 384, "ppo": 384}),
+        ((6, 2, 2), {"sft": 576, "reward_model": 192, "ppo": 192}),
+        ((0.6, 0.2, 0.2), {"sft": 576, "reward_model": 192, "ppo": 192}),
+        ((2e300, 4e300, 4e300), {"sft": 192, "reward_model": 384, "ppo": 384}),
+    ],
+)
+def test_weights_divide_what_is_not_held_out(weights, expected) -> None:
+    assert sizes(range(1000), weights=weights) == {"test": 20, "validation": 20} | expected
+
+
+def test_what_does_not_divide_is_rounded() -> None:
+    # 96 by 2:4:4 are 19.2, 38.4, 38.4; floors sum to 95, and the last one goes to the first of the two remainders 0.4.
+    assert sizes(range(100)) == {
+        "test": 2,
+        "validation": 2,
+        "sft": 19,
+        "reward_model": 39,
+        "ppo": 38,
+    }
+
+
+def test_decimals_mean_themselves() -> None:
+    # The float 0.3 is a little less than 3/10, which would turn a tie of remainders.
+    # Quotas 9 * 3/6 = 4.5, 3 and 1.5: the last prompt goes to the first of the two.
+    expected = {"sft": 5, "reward_model": 3, "ppo": 1}
+    assert sizes("abcdefghi", weights=(0.3, 0.2, 0.1), **NOTHING_HELD_OUT) == expected
+    # Quotas 5 * 3/10 = 1.5 and 3.5: test comes first.
+    expected = {"test": 2, "reward_model": 3}
+    assert sizes("abcde", weights=(0, 1, 0), validation_fraction=0, test_fraction=0.3) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "weights", "expected"),
+    [
+        # Halves of a number that is 3 modulo 4, after a first share of nothing. DeepSpeed-Chat cuts these at -1.
+        (3, (0, 5, 5), {"reward_model": 2, "ppo": 1}),
+        (7, (0, 5, 5), {"reward_model": 4, "ppo": 3}),
+        (11, (0, 1, 1), {"reward_model": 6, "ppo": 5}),
+        # Quotas 0.6, 1.2, 1.2, then 0.8, 1.6, 1.6, then 1, 2, 2.
+        (3, (2, 4, 4), {"sft": 1, "reward_model": 1, "ppo": 1}),
+        (4, (2, 4, 4), {"sft": 1, "reward_model": 2, "ppo": 1}),
+        (5, (2, 4, 4), {"sft": 1, "reward_model": 2, "ppo": 2}),
+        (1, (0, 1, 0), {"reward_model": 1}),
+    ],
+)
+def test_few_prompts(prompts: int, weights, expected) -> None:
+    assert sizes(range(prompts), weights=weights, **NOTHING_HELD_OUT) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "starved", "left"),
+    [
+        # Quotas 0.4 and 0.4 of one prompt, 0.8 and 0.8 of two.
+        (0, "sft, reward_model, ppo", "sft 0, reward_model 0, ppo 0"),
+        (1, "sft, ppo", "sft 0, reward_model 1, ppo 0"),
+        (2, "sft", "sft 0, reward_model 1, ppo 1"),
+    ],
+)
+def test_a_phase_that_gets_no_prompt_is_an_error(prompts: int, starved: str, left: str) -> None:
+    with pytest.raises(DataError) as error:
+        split(range(prompts), **NOTHING_HELD_OUT)
+    assert error.value.message == (
+        f"{prompts} distinct prompts leave none for {starved} (sizes: test 0, validation 0, {left}; "
+        f"able to serve: sft {prompts}, reward_model {prompts}, ppo {prompts}). "
+        "Add data, or change weights, validation_fraction or test_fraction (0 switches a part off)."
+    )
+
+
+def test_a_held_out_part_that_gets_no_prompt_is_an_error() -> None:
+    # Of four prompts test and validation have a quota of 0.08.
+    with pytest.raises(DataError, match=r"4 distinct prompts leave none for test, validation \("):
+        split("abcd")
+    with pytest.raises(DataError, match=r"4 distinct prompts leave none for validation \("):
+        split("abcd", test_fraction=0)
+
+
+def test_a_phase_that_no_prompt_can_serve_is_an_error() -> None:
+    # Two demonstrations and three bare prompts.
+    with pytest.raises(
+        DataError,
+        match=r"leave none for reward_model .*able to serve: sft 2, reward_model 0, ppo 3",
+    ):
+        split("abcde", [SFT, SFT, PPO, PPO, PPO], **NOTHING_HELD_OUT)
+
+
+@pytest.mark.parametrize(
+    ("serves", "weights", "named"),
+    [
+        (SFT, (0, 4, 4), "sft"),
+        (SFT | PPO, (0, 1, 0), "sft, ppo"),
+        (0, (2, 4, 4), "none"),
+    ],
+)
+def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, named: str) -> None:
+    prompts = [*range(10), 10, 11, 11, 12]
+    with pytest.raises(
+        DataError,
+        match=rf"^3 distinct prompts serve only phases of weight 0 \({named}\)\. Give .* weight",
+    ):
+        split(prompts, [ALL] * 10 + [serves] * 4, weights=weights, **NOTHING_HELD_OUT)
+
+
+def test_each_class_is_divided_among_the_phases_it_can_serve() -> None:
+    serves = [ALL] * 100 + [SFT] * 50 + [PPO] * 50 + [SFT | PPO] * 100
+    parts = split(range(300), serves)
+    assert Counter(parts[:100]) == {
+        "test": 2,
+        "validation": 2,
+        "sft": 19,
+        "reward_model": 39,
+        "ppo": 38,
+    }
+    assert Counter(parts[100:150]) == {"test": 1, "validation": 1, "sft": 48}
+    assert Counter(parts[150:200]) == {"test": 1, "validation": 1, "ppo": 48}
+    # 96 by 2:4.
+    assert Counter(parts[200:]) == {"test": 2, "validation": 2, "sft": 32, "ppo": 64}
+    # A class does not notice the others.
+    assert split(range(100)) == parts[:100]
+
+
+def test_a_prompt_serves_what_its_rows_serve_together() -> None:
+    # As demonstrations in one source and bare prompts in another, the three can serve both phases: 2:4 is 1 and 2.
+    parts = split(
+        [1, 2, 3, 3, 1, 2], [SFT, SFT, SFT, PPO, PPO, PPO], weights=(2, 0, 4), **NOTHING_HELD_OUT
+    )
+    assert parts[:3] == [parts[4], parts[5], parts[3]]
+    assert Counter(parts[:3]) == {"sft": 1, "ppo": 2}
+
+
+def test_the_order_is_sha256_of_seed_and_key() -> None:
+    # printf 'split\n0\naaaaaaaaaaaaaaaa' | sha256sum, and so on.
+    # Seed 0: a 0cf3, b 1c9a, d 43da, c 84c8. Seed 1: b 3113, c 68c0, d 8f34, a dd63.
+    even = {"weights": (1, 1, 1), "validation_fraction": 0, "test_fraction": 0.25}
+    assert split("abcd", seed=0, **even) == ["test", "sft", "ppo", "reward_model"]
+    assert split("abcd", seed=1, **even) == ["ppo", "test", "sft", "reward_model"]
+
+
+GOLDEN = """
+import hashlib
+import numpy as np
+from rlhf_pipeline.data.parts import assign, fraction_of
+numbers = [number * number % 1009 for number in range(2000)]
+keys = np.array([list(hashlib.sha256(b"%d" % number).digest()[:16]) for number in numbers], np.uint8)
+serves = np.array([[0b111, 0b001, 0b111, 0b100][number % 4] for number in numbers], np.uint8)
+parts = assign(keys, serves, seed=7, weights=(2, 4, 4), validation_fraction=0.02, test_fraction=0.1)
+print(hashlib.sha256(parts.tobytes()).hexdigest()[:16], end=" ")
+print(hashlib.sha256(fraction_of(keys, 0.3, seed=7).tobytes()).hexdigest()[:16])
+"""
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_every_process_splits_alike(hash_seed: str) -> None:
+    """The digests are those of plain sorted lists (no numpy): a change of order, however slight, changes them."""
+    environment = os.environ | {
+        "PYTHONHASHSEED": hash_seed,
+        "PYTHONPATH": str(Path(splits.__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", GOLDEN], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "c39c4d3e7f7002e9 bf74de3d40a0a884\n"
+
+
+usual = st.sampled_from([1, 2, 4, 6, 0.1, 0.2, 0.3, 2.718281828])
+unusual = st.one_of(usual, st.just(0), st.floats(1e-9, 1e300))
+a_fraction = st.sampled_from([0, 0, 0.02, 0.1, 0.29, 0.4])
+a_size = st.one_of(st.integers(1, 5), st.integers(50, 200), st.integers(50, 200))
+
+
+@settings(max_examples=300)
+@given(
+    classes=st.dictionaries(
+        st.one_of(st.just(ALL), st.integers(1, ALL)), a_size, min_size=1, max_size=3
+    ),
+    seed=st.integers(0, 2**31),
+    weights=st.one_of(
+        st.tuples(usual, usual, usual), st.tuples(unusual, unusual, unusual).filter(any)
+    ),
+    validation=a_fraction,
+    test=a_fraction,
+)
+def test_every_split_is_an_exact_partition(
+    classes: dict[int, int], seed: int, weights, validation, test
+) -> None:
+    prompts = dict(enumerate(bits for bits, size in classes.items() for _ in range(size)))
+    exact = [Fraction(str(weight)) for weight in weights]
+    held_out = [Fraction(str(test)), Fraction(str(validation))]
+    quotas = {}
+    for bits, size in classes.items():
+        usable = [weight if bits & 1 << phase else 0 for phase, weight in enumerate(exact)]
+        rest = [
+            (1 - sum(held_out)) * weight / sum(usable) if any(usable) else None for weight in usable
+        ]
+        quotas[bits] = [None if share is None else size * share for share in held_out + rest]
+    wanted = [part for part, share in enumerate([test, validation, *weights]) if share > 0]
+    options = {
+        "seed": seed,
+        "weights": weights,
+        "validation_fraction": validation,
+        "test_fraction": test,
+    }
+    try:
+        parts = dict(
+            zip(prompts, split(list(prompts), list(prompts.values()), **options), strict=True)
+        )
+    except DataError as error:
+        # Right only if a class has nowhere to go, or if some part's quotas are all so small that they may round to none.
+        if "weight 0" in error.message:
+            assert any(None in quota for quota in quotas.values())
+        else:
+            assert any(all(quota[part] < 1 for quota in quotas.values()) for part in wanted)
+        return
+    counts = Counter((bits, parts[prompt]) for prompt, bits in prompts.items())
+    for bits, quota in quotas.items():
+        assert all(
+            abs(counts[bits, part] - exact_size) < 1
+            for part, exact_size in zip(PARTS, quota, strict=True)
+        )
+    assert set(parts.values()) == {PARTS[part] for part in wanted}
+    # Neither order nor repetition matters: not even rows that serve only some of what their prompt can.
+    rows = [*prompts.items(), *((prompt, bits & SFT) for prompt, bits in prompts.items())]
+    random.Random(seed).shuffle(rows)
+    again = split([prompt for prompt, _ in rows], [bits for _, bits in rows], **options)
+    assert again == [parts[prompt] for prompt, _ in rows]
+
+
+# --- a share of a source ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fraction", "expected"),
+    [
+        (10, 1, 10),
+        (10, 0, 0),
+        (10, 0.34, 3),
+        (10, 0.36, 4),
+        (10, 0.25, 3),  # 2.5: a half is rounded upwards
+        (90, 0.35, 32),  # 31.5, of which floats make 31.499999999999996
+        (10, 0.001, 1),  # never none
+        (0, 0.5, 0),
+    ],
+)
+def test_a_fraction_is_of_the_distinct_prompts(
+    prompts: int, fraction: float, expected: int
+) -> None:
+    chosen = fraction_of(
+        keys_of([*range(prompts), *range(prompts), *range(prompts)]), fraction, seed=0
+    )
+    assert chosen.dtype == np.bool_
+    assert chosen.tolist() == chosen[:prompts].tolist() * 3
+    assert chosen.sum() == 3 * expected
+
+
+def test_the_chosen_are_the_first_by_sha256_of_seed_and_key() -> None:
+    # printf 'fraction\n0\naaaaaaaaaaaaaaaa' | sha256sum, and so on.
+    # Seed 0: a 1346, b 1fd2, c 4bce, d b7a9. Seed 1: c 3ff1, d ed60, a f437, b f8be.
+    assert fraction_of(keys_of("abcd"), 0.25, seed=0).tolist() == [True, False, False, False]
+    assert fraction_of(keys_of("abcd"), 0.75, seed=0).tolist() == [True, True, True, False]
+    assert fraction_of(keys_of("abcd"), 0.5, seed=1).tolist() == [False, False, True, True]
+
+
+@given(
+    prompts=st.lists(st.integers(0, 40)),
+    fractions=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
+    seed=st.integers(0, 2**31),
+)
+def test_a_smaller_fraction_is_part_of_a_larger_one(
+    prompts: list[int], fractions: list[float], seed: int
+) -> None:
+    smaller, larger = (fraction_of(keys_of(prompts), fraction, seed) for fraction in fractions)
+    assert not (smaller & ~larger).any()
+
+
+def test_the_chosen_are_spread_over_the_parts() -> None:
+    # Half of 4000 prompts, then half of what is left as test set. With one order for both, the test set would be the
+    # chosen ones exactly, or none of them; chance leaves a quarter, 1000, give or take 5 standard deviations of 16.
+    chosen = fraction_of(keys_of(range(4000)), 0.5, seed=0)
+    test = (
+        np.array(split(range(4000), weights=(1, 0, 0), validation_fraction=0, test_fraction=0.5))
+        == "test"
+    )
+    assert 920 < (chosen & test).sum() < 1080
+
+
+# --- repeated keys ---------------------------------------------------------------------------------
+
+
+def test_first_rows() -> None:
+    assert first_rows(keys_of("babcab")).tolist() == [0, 1, 0, 3, 1, 0]
+    assert first_rows(keys_of("")).tolist() == []
+
+
+def test_keys_are_compared_in_every_byte() -> None:
+    # They differ in the first byte, in the last, and by a zero byte at the end.
+    prompts = [0x01 << 120, 0x02 << 120, 0x01, 0x02, 0x0100, 0, 0x01]
+    assert first_rows(keys_of(prompts)).tolist() == [0, 1, 2, 3, 4, 5, 2]

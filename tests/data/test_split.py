@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.data import prepare as module
+from rlhf_pipeline.data.records import Example, Message, Text, Unused
+from rlhf_pipeline.data.split_statistics import headline
+
+FILES = [
+    "evaluation/test.arrow",
+    "ppo/train.arrow",
+    "ppo/validation.arrow",
+    "reward_model/train.arrow",
+    "reward_model/validation.arrow",
+    "sft/train.arrow",
+    "sft/validation.arrow",
+]
+Prepare = Callable[..., dict[str, Any]]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])}
+
+
+def asked(prompt: str, *answers: str) -> Example:
+    return Example((Message("user", prompt),), *answers)
+
+
+def digests(output: Path) -> dict[str, str]:
+    files = sorted(path for path in output.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def test_files_and_columns(
+    write_records, prepare: Prepare, tokenizer, tmp_path: Path, load, ten
+) -> None:
+    prepare(write_records("own", *ten))
+    assert sorted(digests(tmp_path / "out")) == FILES
+    by_number = {n: f"\n\nHuman: Question {n}?\n\nAssistant:" for n in range(10)}
+    seen = {}
+    for file in FILES:
+        rows = load(file)
+        numbers = [int(one["id"].removeprefix("own:")) for one in rows]
+        assert numbers == sorted(numbers)
+        for n, one in zip(numbers, rows, strict=True):
+            texts = {
+                name: tokenizer.decode(ids) for name, ids in one.items() if name.endswith("_ids")
+            }
+            others = {name: value for name, value in one.items() if name not in texts}
+            prompt = {"prompt_ids": by_number[n]}
+            match file.split("/")[0]:
+                case "sft":
+                    assert texts == prompt | {"response_ids": f" Right {n}.<|end|>"}
+                    assert others == {
+                        "id": f"own:{n}",
+                        "loss_mask": [True] * len(one["response_ids"]),
+                    }
+                case "reward_model":
+                    assert texts == prompt | {
+                        "chosen_ids": f" Right {n}.<|end|>",
+                        "rejected_ids": f" Wrong {n}.<|end|>",
+                    }
+                    assert others == {"id": f"own:{n}"}
+                case phase:
+                    messages = [{"role": "user", "content": f"Question {n}?"}]
+                    told = {"id": f"own:{n}", "source": "files", "messages": messages}
+                    told |= {"reference": None} if phase == "ppo" else {}
+                    assert (texts, others) == (prompt, told)
+        seen[file] = set(numbers)
+    assert (
+        seen["sft/validation.arrow"]
+        == seen["reward_model/validation.arrow"]
+        == seen["ppo/validation.arrow"]
+    )
+    parts = [
+        seen[file]
+        for file in FILES
+        if file not in ("reward_model/validation.arrow", "ppo/validation.arrow")
+    ]
+    assert sum(map(len, parts)) == 10
+    assert set.union(*parts) == set(range(10))
+    assert [len(seen[file]) for file in FILES] == [1, 3, 1, 3, 1, 2, 1]
+
+
+def test_one_prompt_in_two_sources_lands_in_one_part_and_once_where_prompts_count(
+    write_records, prepare: Prepare, load, ten
+) -> None:
+    # The same ten prompts again, in other letters and white space.
+    again = [asked(f" QUESTION  {n}? ", f"Also {n}.", f"Wrong {n}.") for n in range(10)]
+    report = prepare(write_records("own", *ten), write_records("more", *again))
+    rows = {file: [one["id"] for one in load(file)] for file in FILES}
+    assert [len(rows[file]) for file in FILES] == [1, 3, 1, 6, 2, 4, 2]
+    assert all(
+        name.startswith("own:") for file in ("ppo/train.arrow", FILES[0]) for name in rows[file]
+    )
+    numbers = {file: {name.split(":")[1] for name in names} for file, names in rows.items()}
+    assert not numbers["sft/train.arrow"] & numbers["reward_model/train.arrow"]
+    assert report["files"]["ppo/train.arrow"]["duplicates_merged"] == 3
+    assert report["files"]["sft/train.arrow"]["duplicates_merged"] == 0
+    parts = {"sft": 2, "reward_model": 3, "ppo": 3, "validation": 1, "test": 1}
+    assert [source["parts"] for source in report["sources"].values()] == [parts, parts]
+    assert report["distinct_prompts"] == parts
+
+
+def test_rows_keep_the_order_of_the_sources_over_batches(
+    write_records, prepare: Prepare, load
+) -> None:
+    # 2,300 rows are three batches of at most 1,000; those from the 1,100th on repeat the prompts before them.
+    first = write_records("first", *(asked(f"Question {n % 1100}?") for n in range(2300)))
+    second = write_records("second", asked("Question 3?"), asked("One more?"))
+    prepare(first, second, only="ppo")
+    ids = [one["id"] for one in load("ppo/train.arrow")]
+    assert ids == [*(f"first:{n}" for n in range(1100)), "second:1"]
+
+
+def test_each_kind_of_example_goes_to_the_phases_it_can_serve(
+    write_records, prepare: Prepare, load, ten
+) -> None:
+    demonstrations = write_records("shown", *(asked(f"Shown {n}", "Yes.") for n in range(10)))
+    bare = write_records("bare", *(asked(f"Bare {n}") for n in range(10)))
+    prepare(demonstrations, write_records("own", *ten), bare)
+    found = {file: sorted({one["id"].partition(":")[0] for one in load(file)}) for file in FILES}
+    assert found == {
+        "evaluation/test.arrow": ["bare", "own", "shown"],
+        "ppo/train.arrow": ["bare", "own"],
+        "ppo/validation.arrow": ["bare", "own"],
+        "reward_model/train.arrow": ["own"],
+        "reward_model/validation.arrow": ["own"],
+        "sft/train.arrow": ["own", "shown"],
+        "sft/validation.arrow": ["own", "shown"],
+    }
+
+
+def test_ppo_s_rows_keep_their_true_answers(write_records, prepare: Prepare, load) -> None:
+    solved = write_records(
+        "sums",
+        *(replace(asked(f"{n} + {n}?"), reference=str(2 * n)) for n in range(9)),
+        asked("Why?"),
+    )
+    prepare(solved, only="ppo")
+    assert [
+        (one["messages"][0]["content"], one["reference"]) for one in load("ppo/train.arrow")
+    ] == [
+        *((f"{n} + {n}?", str(2 * n)) for n in range(9)),
+        ("Why?", None),
+    ]
+
+
+def test_identical_input_gives_identical_bytes(
+    write_records, prepare: Prepare, tmp_path: Path
+) -> None:
+    rows = [asked(f"Question {n}?", "Yes." * (n % 7 + 1), "No.") for n in range(1500)]
+    own = write_records("own", *rows)
+    texts = (write_records("texts", *(Text("A document.") for _ in range(50))),)
+    reports = [prepare(own, out=name, seed=7, texts=texts) for name in "ab"]
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert len(digests(tmp_path / "a")) == 8
+    assert reports[0] == reports[1]
+    prepare(own, out="c", seed=8, texts=texts)
+    changed = {
+        name
+        for name, digest in digests(tmp_path / "c").items()
+        if digests(tmp_path / "a")[name] != digest
+    }
+    assert changed == set(FILES)
+
+
+def test_sft_can_learn_the_earlier_turns(write_records, prepare: Prepare, tokenizer, load) -> None:
+    dialogue = (Message("user", "Hi"), Message("assistant", "Ho"), Message("user", "Why?"))
+    own = write_records("own", Example(dialogue, "So."), asked("Hi", "Ho"))
+    prepare(own, only="sft", sft_loss="assistant")
+    first, second = load("sft/train.arrow")
+    learned = [
+        token for token, own in zip(first["response_ids"], first["loss_mask"], strict=True) if own
+    ]
+    assert tokenizer.decode(first["prompt_ids"]) == "\n\nHuman: Hi\n\nAssistant:"
+    assert (
+        tokenizer.decode(first["response_ids"])
+        == " Ho<|end|>\n\nHuman: Why?\n\nAssistant: So.<|end|>"
+    )
+    assert tokenizer.decode(learned) == " Ho<|end|> So.<|end|>"
+    assert tokenizer.decode(second["response_ids"]) == " Ho<|end|>"
+    assert all(second["loss_mask"])
+
+
+def test_text_is_packed_for_pretraining(
+    write_records, prepare: Prepare, tokenizer, load, ten
+) -> None:
+    # ~~.~~~.^.#. in blocks of 4: two blocks, and 3 of the 11 tokens are left.
+    texts = (
+        write_records("one", Text("~~"), Unused("broken"), Text("~~~")),
+        write_records("two", Text("^"), Text("#")),
+    )
+    report = prepare(write_records("own", *ten), texts=texts, max_bad_fraction=0.4)
+    blocks = [one["input_ids"] for one in load("pretraining/train.arrow")]
+    assert [tokenizer.decode(block) for block in blocks] == ["~~<|end|>~", "~~<|end|>^"]
+    assert report["pretraining"] == {
+        "sources": {
+            "files (texts0.txt)": {"rows": 3, "bad": {"broken": 1}, "passed_over": {}},
+            "files (texts1.txt)": {"rows": 2, "bad": {}, "passed_over": {}},
+        },
+        "documents": 4,
+        "tokens": 11,
+        "block_tokens": 4,
+        "blocks": 2,
+        "tokens_left_out": 3,
+    }
+    assert headline(report)["data/pretraining_blocks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("imported", "kedro"),
+    [
+        ("rlhf_pipeline.data.split", {"kedro"}),
+        ("rlhf_pipeline.pipelines.data_preparation.nodes", set()),
+    ],
+)
+def test_starting_imports_nothing_heavy(imported: str, kedro: set[str]) -> None:
+    program = (
+        f"import sys, {imported}\n"
+        f"heavy = {{'datasets', 'deepspeed', 'matplotlib', 'mlflow', 'torch', 'transformers'}} | {kedro}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=ENVIRONMENT)

@@ -1,0 +1,283 @@
+"""The report of the prepared data: the page and the terminal word for word; the figure's file."""
+
+import io
+import json
+import subprocess
+import sys
+from copy import deepcopy
+
+import pytest
+from rich.console import Console
+
+from rlhf_pipeline.data.split_report import plot_lengths, print_summary, render_markdown
+
+
+def tokens(*numbers):
+    return dict(zip(("total", "max", "p50", "p90", "p99"), numbers, strict=True))
+
+
+REPORT = {
+    "sources": {
+        "Anthropic/hh-rlhf": {
+            "rows": 160_800,
+            "bad": {"no answer": 12, "the text contains the control token <|end|>": 1_310},
+            "passed_over": {},
+            "left_out_by_fraction": 0,
+            "duplicates_merged": 0,
+            "parts": {
+                "sft": 31_000,
+                "reward_model": 62_000,
+                "ppo": 61_000,
+                "validation": 3_100,
+                "test": 2_378,
+            },
+        },
+        "files (my_rows_.jsonl)": {
+            "rows": 10_000,
+            "bad": {},
+            "passed_over": {"the scores are equal": 800},
+            "left_out_by_fraction": 4_600,
+            "duplicates_merged": 12,
+            "parts": {"sft": 4_000, "validation": 300, "test": 288},
+        },
+    },
+    "distinct_prompts": {
+        "test": 2_000,
+        "validation": 3_000,
+        "sft": 25_000,
+        "reward_model": 35_000,
+        "ppo": 35_000,
+    },
+    "files": {
+        "evaluation/test.arrow": {
+            "rows": 1_990,
+            "duplicates_merged": 666,
+            "dropped": {"prompt over max_prompt_tokens=512": 10},
+            "truncated": {},
+            "tokens": {"prompt_ids": tokens(300_000, 512, 100, 300, 500)},
+        },
+        "sft/validation.arrow": {
+            "rows": 3_400,
+            "duplicates_merged": 0,
+            "dropped": {},
+            "truncated": {},
+            "tokens": {
+                "prompt_ids": tokens(500_000, 510, 120, 310, 490),
+                "response_ids": tokens(200_000, 190, 50, 130, 180),
+            },
+        },
+        "sft/train.arrow": {
+            "rows": 34_000,
+            "duplicates_merged": 0,
+            "dropped": {
+                "chosen answer over max_response_tokens=192": 100,
+                "prompt over max_prompt_tokens=512": 900,
+            },
+            "truncated": {"prompts cut": 40},
+            "tokens": {
+                "prompt_ids": tokens(5_000_000, 512, 121, 311, 491),
+                "response_ids": tokens(2_000_000, 192, 51, 131, 181),
+            },
+        },
+    },
+    "overlap": {"test and validation": 0, "test and sft": 0, "validation and sft": 0},
+    "lengths": {
+        "prompt": {"limit": 512, "counts": {"17": 992, "600": 8}},
+        "response": {"limit": 192, "counts": {"20": 3_000}},
+    },
+    "pretraining": {
+        "sources": {
+            "files (wiki.txt)": {
+                "rows": 1_200,
+                "bad": {"no text": 3},
+                "passed_over": {"empty": 2},
+            }
+        },
+        "documents": 1_195,
+        "tokens": 1_234_567,
+        "block_tokens": 256,
+        "blocks": 4_822,
+        "tokens_left_out": 135,
+    },
+    "settings": {
+        "weights": [2, 4, 4],
+        "validation_fraction": 0.02,
+        "test_fraction": 0.04,
+        "over_long_prompts": "drop",
+        "over_long_responses": "error",
+        "sft_loss": "response",
+    },
+}
+
+MARKDOWN = r"""# The prepared data
+
+## What was read
+
+| source | rows | bad | passed over | beyond fraction | merged | used |
+|:---|---:|---:|---:|---:|---:|---:|
+| Anthropic/hh-rlhf | 160,800 | 1,322 | 0 | 0 | 0 | 159,478 |
+| files (my_rows\_.jsonl) | 10,000 | 0 | 800 | 4,600 | 12 | 4,588 |
+| all sources | 170,800 | 1,322 | 800 | 4,600 | 12 | 164,066 |
+
+Merged rows are in an earlier source too, with the same prompt and the same answers.
+
+| source | rows |  | reason |
+|:---|---:|:---|:---|
+| Anthropic/hh-rlhf | 1,310 | bad | the text contains the control token \<\|end\|> |
+| Anthropic/hh-rlhf | 12 | bad | no answer |
+| files (my_rows\_.jsonl) | 800 | passed over | the scores are equal |
+
+## Who gets which prompts
+
+| part | distinct prompts | share | wished |
+|:---|---:|---:|---:|
+| sft | 25,000 | 25.0% | 18.8% |
+| reward_model | 35,000 | 35.0% | 37.6% |
+| ppo | 35,000 | 35.0% | 37.6% |
+| validation | 3,000 | 3.0% | 2.0% |
+| test | 2,000 | 2.0% | 4.0% |
+
+The phases divide what validation and test leave by the weights 2 : 4 : 4. Shares differ from the wished ones where prompts cannot serve every phase.
+
+No prompt is in two parts: each of the 3 pairs of parts was compared and shares 0 prompts.
+
+Rows of each source:
+
+| source | sft | reward_model | ppo | validation | test |
+|:---|---:|---:|---:|---:|---:|
+| Anthropic/hh-rlhf | 31,000 | 62,000 | 61,000 | 3,100 | 2,378 |
+| files (my_rows\_.jsonl) | 4,000 | 0 | 0 | 300 | 288 |
+| all sources | 35,000 | 62,000 | 61,000 | 3,400 | 2,666 |
+
+## What each phase reads
+
+| file | rows | merged | dropped | cut |
+|:---|---:|---:|---:|---:|
+| sft/train.arrow | 34,000 | 0 | 1,000 | 40 |
+| sft/validation.arrow | 3,400 | 0 | 0 | 0 |
+| evaluation/test.arrow | 1,990 | 666 | 10 | 0 |
+
+PPO and the evaluation read a prompt once, however many rows have it: the others are merged. SFT learns the tokens of the final response.
+
+| file | rows |  | reason |
+|:---|---:|:---|:---|
+| sft/train.arrow | 900 | dropped | prompt over max_prompt_tokens=512 |
+| sft/train.arrow | 100 | dropped | chosen answer over max_response_tokens=192 |
+| sft/train.arrow | 40 | cut | prompts cut |
+| evaluation/test.arrow | 10 | dropped | prompt over max_prompt_tokens=512 |
+
+| file | column | tokens | median | 90% | 99% | longest |
+|:---|:---|---:|---:|---:|---:|---:|
+| sft/train.arrow | prompt_ids | 5,000,000 | 121 | 311 | 491 | 512 |
+| sft/train.arrow | response_ids | 2,000,000 | 51 | 131 | 181 | 192 |
+| sft/validation.arrow | prompt_ids | 500,000 | 120 | 310 | 490 | 510 |
+| sft/validation.arrow | response_ids | 200,000 | 50 | 130 | 180 | 190 |
+| evaluation/test.arrow | prompt_ids | 300,000 | 100 | 300 | 500 | 512 |
+
+## How long the texts are
+
+![Lengths of prompts and responses in tokens](lengths.png)
+
+- prompts of more than max_prompt_tokens = 512: 8 of 1,000 (0.8%), dropped
+- responses of more than max_response_tokens = 192: none of 3,000
+
+## Text for PPO's language-model loss
+
+| source | rows | bad | passed over |
+|:---|---:|---:|---:|
+| files (wiki.txt) | 1,200 | 3 | 2 |
+
+| source | rows |  | reason |
+|:---|---:|:---|:---|
+| files (wiki.txt) | 3 | bad | no text |
+| files (wiki.txt) | 2 | passed over | empty |
+
+1,195 documents of 1,234,567 tokens fill 4,822 blocks of 256 tokens; 135 tokens at the end, less than a block, are left out.
+"""  # noqa: E501
+
+TERMINAL = """\
+Prepared data: 170,800 rows read, 1,322 bad, 800 passed over,
+4,600 beyond fractions, 12 merged
+
+                rows   validation rows   merged   dropped   cut
+ ──────────────────────────────────────────────────────────────
+ sft          34,000             3,400        0     1,000    40
+ evaluation    1,990                 0      666        10     0
+"""
+
+
+def test_the_markdown():
+    assert render_markdown(REPORT) == MARKDOWN
+
+
+def test_a_report_read_back_from_its_file_is_the_same_page():
+    assert render_markdown(json.loads(json.dumps(REPORT, sort_keys=True))) == MARKDOWN
+
+
+def test_a_plain_report_speaks_only_of_what_there_is():
+    report = deepcopy(REPORT)
+    report["pretraining"] = None
+    del report["sources"]["files (my_rows_.jsonl)"]
+    report["sources"]["Anthropic/hh-rlhf"]["bad"] = {}
+    report["files"] = {"sft/validation.arrow": REPORT["files"]["sft/validation.arrow"]}
+    page = render_markdown(report)
+    assert "language-model" not in page
+    assert "all sources" not in page
+    assert "reason" not in page
+
+
+def test_prompts_in_two_parts_are_named():
+    report = deepcopy(REPORT)
+    report["overlap"]["test and sft"] = 1_234
+    page = render_markdown(report)
+    assert "**Prompts are in two parts:** test and sft share 1,234." in page
+    assert "No prompt is in two parts" not in page
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("assistant", "SFT learns the tokens of every assistant turn."),
+        ("all", "SFT learns all tokens, the prompt's too."),
+    ],
+)
+def test_what_sft_learns_is_told(loss, words):
+    report = deepcopy(REPORT)
+    report["settings"]["sft_loss"] = loss
+    assert words in render_markdown(report)
+
+
+def test_texts_that_were_cut_are_not_called_dropped():
+    report = deepcopy(REPORT)
+    report["settings"]["over_long_prompts"] = "truncate"
+    assert (
+        "- prompts of more than max_prompt_tokens = 512: 8 of 1,000 (0.8%), cut"
+        in render_markdown(report)
+    )
+
+
+def test_the_terminal():
+    console = Console(file=io.StringIO(), width=80)
+    print_summary(REPORT, console)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert "\n".join(lines).rstrip() + "\n" == TERMINAL
+
+
+def test_the_same_report_is_the_same_file(tmp_path):
+    plot_lengths(REPORT, tmp_path / "one.png")
+    plot_lengths(json.loads(json.dumps(REPORT)), tmp_path / "two.png")
+    other = deepcopy(REPORT)
+    other["lengths"]["response"]["counts"]["21"] = 1
+    plot_lengths(other, tmp_path / "other.png")
+    one, two, changed = (
+        (tmp_path / name).read_bytes() for name in ("one.png", "two.png", "other.png")
+    )
+    assert one.startswith(b"\x89PNG")
+    assert one == two != changed
+    assert b"tEXt" not in one  # no date, no version
+
+
+def test_importing_the_report_imports_no_matplotlib():
+    code = "import sys, rlhf_pipeline.data.split_report; print('matplotlib' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"

@@ -1,0 +1,193 @@
+"""What preparing the data tells about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.data import prepare as module
+from rlhf_pipeline.data.parts import PARTS
+from rlhf_pipeline.data.records import Example, Message, Unused
+from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
+from rlhf_pipeline.data.split_statistics import headline
+
+Prepare = Callable[..., dict[str, Any]]
+
+
+def asked(prompt: str, *answers: str) -> Example:
+    return Example((Message("user", prompt),), *answers)
+
+
+def test_token_counts_and_percentiles(write_records, prepare: Prepare, load) -> None:
+    # "~" is a token by itself, " " and <|end|> are two more: responses of 3 to 12 tokens, all in SFT's training set.
+    # Nearest rank of ten values: p50 the 5th (7), p90 the 9th (11), p99 the 10th (12); their sum is 75.
+    rows = [asked(f"Question {n}?", "~" * (n + 1), "No.") for n in range(10)]
+    report = prepare(write_records("own", *rows), only="sft")
+    tokens = report["files"]["sft/train.arrow"]["tokens"]
+    assert tokens["response_ids"] == {"p50": 7, "p90": 11, "p99": 12, "max": 12, "total": 75}
+    assert report["lengths"]["response"] == {
+        "limit": 200,
+        "counts": {str(length): 1 for length in range(3, 13)},
+    }
+    assert headline(report)["data/tokens"] == 75 + tokens["prompt_ids"]["total"]
+    assert load("ppo/train.arrow") == []
+
+
+def test_lengths_are_those_before_the_limit(write_records, prepare: Prepare) -> None:
+    rows = [asked("Why?", "~" * length, "^") for length in (1, 1, 300)]
+    report = prepare(
+        write_records("own", *rows), only="reward_model", over_long_responses="truncate"
+    )
+    assert report["lengths"]["response"] == {"limit": 200, "counts": {"3": 5, "302": 1}}
+    (prompts,) = report["lengths"]["prompt"]["counts"].values()
+    assert prompts == 3
+
+
+def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> None:
+    repeated = [ten[0], ten[1], asked("Question 1?", "Other.", "Answers.")]
+    own = write_records("own", *ten, Unused("a tie", bad=False), Unused("empty"))
+    more = write_records("more", *repeated)
+    sources = [{"name": "files", "path": "a/own.jsonl"}, {"name": "files", "path": "b/own.jsonl"}]
+    report = prepare(own, more, sources=sources, max_bad_fraction=0.1)
+    assert list(report) == [
+        "sources", "distinct_prompts", "files", "overlap", "lengths", "pretraining", "settings",
+    ]  # fmt: skip
+    assert list(report["sources"]) == ["files (own.jsonl)", "files (own.jsonl) #2"]
+    first, second = report["sources"].values()
+    assert first == {
+        "rows": 12,
+        "bad": {"empty": 1},
+        "passed_over": {"a tie": 1},
+        "left_out_by_fraction": 0,
+        "duplicates_merged": 0,
+        "parts": {"test": 1, "validation": 1, "sft": 2, "reward_model": 3, "ppo": 3},
+    }
+    (part,) = (part for part, rows in second["parts"].items() if rows)
+    assert second == {
+        "rows": 3,
+        "bad": {},
+        "passed_over": {},
+        "left_out_by_fraction": 0,
+        "duplicates_merged": 2,
+        "parts": dict.fromkeys(PARTS, 0) | {part: 1},
+    }
+    assert report["distinct_prompts"] == {
+        "test": 1,
+        "validation": 1,
+        "sft": 2,
+        "reward_model": 3,
+        "ppo": 3,
+    }
+    assert report["overlap"] == {
+        "test and validation": 0,
+        "test and sft": 0,
+        "test and reward_model": 0,
+        "test and ppo": 0,
+        "validation and sft": 0,
+        "validation and reward_model": 0,
+        "validation and ppo": 0,
+        "sft and reward_model": 0,
+        "sft and ppo": 0,
+        "reward_model and ppo": 0,
+    }
+    assert sorted(report["files"]) == [
+        "evaluation/test.arrow",
+        "ppo/train.arrow",
+        "ppo/validation.arrow",
+        "reward_model/train.arrow",
+        "reward_model/validation.arrow",
+        "sft/train.arrow",
+        "sft/validation.arrow",
+    ]
+    assert set(report["files"]["sft/train.arrow"]) == {
+        "rows",
+        "duplicates_merged",
+        "dropped",
+        "truncated",
+        "tokens",
+    }
+    assert report["pretraining"] is None
+    assert report["settings"] == {
+        "weights": [2, 4, 4],
+        "validation_fraction": 0.1,
+        "test_fraction": 0.1,
+        "over_long_prompts": "error",
+        "over_long_responses": "error",
+        "sft_loss": "response",
+    }
+    page = render_markdown(report)
+    assert "files (own.jsonl) #2" in page
+    plot_lengths(report, tmp_path / "lengths.png")
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_row_of_a_source_is_accounted_for(write_records, prepare: Prepare, ten) -> None:
+    first = write_records(
+        "first", *ten, *ten, Unused("empty"), Unused("a tie", bad=False), Unused("a tie", bad=False)
+    )
+    demonstration = asked("Question 0?", "Yes.")
+    second = write_records("second", *ten, demonstration, Unused("odd", bad=False))
+    sources = [
+        {"name": "files", "path": "first.jsonl", "fraction": 0.4},
+        {"name": "files", "path": "second.jsonl", "phases": ("reward_model",)},
+    ]
+    report = prepare(first, second, sources=sources, only="reward_model", max_bad_fraction=0.1)
+    unservable = "none of the phases that may train on the source can use the record"
+    one, two = report["sources"].values()
+    assert (one["rows"], one["bad"], one["passed_over"]) == (23, {"empty": 1}, {"a tie": 2})
+    assert (
+        one["left_out_by_fraction"],
+        one["duplicates_merged"],
+        one["parts"]["reward_model"],
+    ) == (12, 0, 8)
+    assert (two["rows"], two["bad"], two["passed_over"]) == (12, {}, {"odd": 1, unservable: 1})
+    assert (
+        two["left_out_by_fraction"],
+        two["duplicates_merged"],
+        two["parts"]["reward_model"],
+    ) == (0, 4, 6)
+
+
+def test_headline(write_records, prepare: Prepare, ten) -> None:
+    own = write_records("own", *ten, Unused("a tie", bad=False))
+    metrics = headline(prepare(own, write_records("more", ten[0], ten[1])))
+    assert metrics.pop("data/tokens") > 0
+    assert metrics == {
+        "data/rows": 13,
+        "data/distinct_prompts": 10,
+        "data/bad_rows": 0,
+        "data/duplicates_merged": 2,
+        "data/dropped_rows": 0,
+        "data/truncated_texts": 0,
+        "data/sft_train_rows": 2,
+        "data/sft_validation_rows": 1,
+        "data/reward_model_train_rows": 3,
+        "data/reward_model_validation_rows": 1,
+        "data/ppo_train_rows": 3,
+        "data/ppo_validation_rows": 1,
+        "data/evaluation_test_rows": 1,
+    }
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_a_broken_split_does_not_pass(
+    write_records, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, ten
+) -> None:
+    def broken(*arguments: Any) -> Any:
+        plan = blend(*arguments)
+        moved = plan.parts.copy()
+        moved[np.flatnonzero(plan.parts[10:] == PARTS.index("reward_model"))[0] + 10] = PARTS.index(
+            "test"
+        )
+        return replace(plan, parts=moved)
+
+    blend = module.blend
+    monkeypatch.setattr(module, "blend", broken)
+    again = [asked(f"QUESTION {n}?", "Other.", "Answers.") for n in range(10)]
+    with pytest.raises(AssertionError, match=r"^parts share prompts: .*'test and reward_model': 1"):
+        prepare(write_records("own", *ten, *again))

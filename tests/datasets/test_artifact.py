@@ -1,0 +1,92 @@
+"""Artifacts in the catalog: whole or not at all, and each run reads what it wrote."""
+
+import re
+
+import pytest
+from kedro.io import Version
+from kedro.io.core import DatasetError
+
+from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.datasets.directory import DirectoryDataset
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+
+
+@pytest.fixture
+def finished(tmp_path):
+    folder = tmp_path / "export"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "weights").write_text("abc")
+    (folder / "sub" / "more").write_text("d")
+    Manifest("sft", "f", 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    return folder
+
+
+def dataset(tmp_path, save, load=None):
+    return ArtifactDataset(
+        filepath=str(tmp_path / "models" / "sft_model"), version=Version(load, save)
+    )
+
+
+def test_publishing_links_and_copies_nothing(finished, tmp_path):
+    catalog = dataset(tmp_path, "2026-01-01T00.00.00.000Z")
+    catalog.save(finished)
+    published = catalog.load()
+    assert published == tmp_path / "models" / "sft_model" / "2026-01-01T00.00.00.000Z" / "sft_model"
+    assert (published / "sub" / "more").samefile(finished / "sub" / "more")
+
+
+def test_an_unfinished_directory_is_refused(tmp_path):
+    (tmp_path / "export").mkdir()
+    with pytest.raises(DatasetError, match="is not a finished artifact"):
+        dataset(tmp_path, "v1").save(tmp_path / "export")
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_run_that_dies_while_publishing_leaves_no_version(finished, tmp_path, monkeypatch):
+    dataset(tmp_path, "2026-01-01T00.00.00.000Z").save(finished)
+    monkeypatch.setattr("os.link", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        dataset(tmp_path, "2026-01-02T00.00.00.000Z").save(finished)
+    assert (
+        dataset(tmp_path, "2026-01-03T00.00.00.000Z").load().parent.name
+        == "2026-01-01T00.00.00.000Z"
+    )
+
+
+def test_a_full_disk_leaves_no_version_and_takes_no_room(finished, disk):
+    """On another disk than the work directory, where files are copied."""
+    (finished / "large").write_bytes(bytes(2**20))
+    Manifest("sft", "f", 1, {}, {}, {}, {}, file_entries(finished)).write(finished)
+    disk.leave(2**19)
+    with pytest.raises(DatasetError) as caught:
+        dataset(disk.path, "2026-01-01T00.00.00.000Z").save(finished)
+    assert isinstance(caught.value.__cause__, StageError)
+    assert re.search(
+        "stage sft is finished in .*/export and not published as .*/sft_model", str(caught.value)
+    )
+    assert "[Errno 28] No space left on device: " in str(caught.value)
+    assert "  room     0.5 of 8.0 MiB are left on the file system of " in str(caught.value)
+    assert dataset(disk.path, "2026-01-02T00.00.00.000Z").versions() == []
+    disk.make_room()
+    catalog = dataset(disk.path, "2026-01-02T00.00.00.000Z")
+    catalog.save(finished)
+    verify(catalog.load())
+
+
+def test_a_run_reads_its_own_version_though_another_is_newer(finished, tmp_path):
+    mine = dataset(tmp_path, "2026-01-01T00.00.00.000Z")
+    mine.save(finished)
+    dataset(tmp_path, "2026-01-02T00.00.00.000Z").save(finished)
+    assert mine.load().parent.name == "2026-01-01T00.00.00.000Z"
+    assert (
+        dataset(tmp_path, "2026-01-03T00.00.00.000Z").load().parent.name
+        == "2026-01-02T00.00.00.000Z"
+    )
+
+
+def test_a_directory_exists_once_it_is_loaded_and_takes_nothing(tmp_path):
+    directory = DirectoryDataset(filepath=str(tmp_path / "workspace" / "deep"))
+    assert directory.load().is_dir()
+    with pytest.raises(DatasetError, match="written by the stages' programs"):
+        directory.save("anything")

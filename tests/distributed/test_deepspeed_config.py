@@ -1,0 +1,116 @@
+"""DeepSpeed's configuration, whole: a default of ours or of a new release that changes numbers shows here."""
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, SFTConfig
+from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
+
+
+def trained(**deepspeed) -> SFTConfig:
+    return SFTConfig.model_validate(
+        {
+            "epochs": 1, "batch_size": 8, "micro_batch_size_per_gpu": 8, "deepspeed": deepspeed,
+            "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.7},
+        }
+    )  # fmt: skip
+
+
+LITERAL = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "managed_gradient_accumulation": True,
+    "gradient_clipping": 0.7,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "steps_per_print": 1_000_000_000,
+    "wall_clock_breakdown": False,
+    "data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"},
+    "bf16": {"enabled": False, "check_grad_overflow": True},
+    "fp16": {
+        "enabled": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
+        "consecutive_hysteresis": False, "min_loss_scale": 1,
+    },
+    "zero_optimization": {
+        "stage": 0,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 50_000_000,
+        "allgather_bucket_size": 50_000_000,
+        "memory_efficient_linear": False,
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 640,
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
+    },
+}  # fmt: skip
+CPU = {"device": "cpu", "pin_memory": False}
+
+
+def literal(stage=0, precision="fp32", **zero):
+    changed = {
+        "zero_optimization": LITERAL["zero_optimization"]
+        | {"stage": stage, "overlap_comm": stage == 3}
+        | zero
+    }
+    if precision != "fp32":
+        changed[precision] = LITERAL[precision] | {"enabled": True}
+    return LITERAL | changed
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "expected"),
+    [
+        ({"zero_stage": 0}, literal()),
+        ({"zero_stage": 1}, literal(1)),
+        ({"zero_stage": 2, "precision": "bf16"}, literal(2, "bf16")),
+        ({"zero_stage": 3, "precision": "fp16"}, literal(3, "fp16")),
+        (
+            {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
+            literal(3, offload_param=CPU, offload_optimizer=CPU)
+            | {"zero_force_ds_cpu_optimizer": False},
+        ),
+    ],
+)
+def test_a_model_that_trains(deepspeed, expected, monkeypatch):
+    settings = training_settings(trained(**deepspeed), hidden_size=64, on_gpu=False)
+    assert settings == expected
+    accepted(settings)
+
+
+def test_a_frozen_model():
+    """It has no gradients to clip, and DeepSpeed's own default would be 1."""
+    settings = inference_settings(
+        FrozenDeepSpeedConfig(zero_stage=3, precision="bf16", offload_parameters=True),
+        hidden_size=64,
+        on_gpu=False,
+    )
+    assert settings == literal(3, "bf16", offload_param=CPU) | {"gradient_clipping": 0.0}
+    accepted(settings)
+
+
+def test_on_gpus_memory_is_pinned_and_the_optimizer_steps_on_the_cpu():
+    config = trained(zero_stage=3, offload_optimizer=True, offload_parameters=True)
+    settings = training_settings(config, hidden_size=64, on_gpu=True)
+    pinned = {"device": "cpu", "pin_memory": True}
+    expected = literal(3, offload_param=pinned, offload_optimizer=pinned)
+    assert settings == expected | {"zero_force_ds_cpu_optimizer": True}
+    accepted(settings)
+
+
+def accepted(settings):
+    """DeepSpeed reads every value that it is given."""
+    read = DeepSpeedConfig(settings)
+    assert read.gradient_clipping == settings["gradient_clipping"]
+    assert read.zero_optimization_stage == settings["zero_optimization"]["stage"]
+    assert (
+        read.float16_config.consecutive_hysteresis is False
+        and read.bfloat16_config.check_grad_overflow is True
+    )
+    assert read.gradient_allreduce_op == "mean" and read.managed_gradient_accumulation is True
+    zero = read.zero_config.model_dump(by_alias=True)
+    for key, value in settings["zero_optimization"].items():
+        if not isinstance(value, dict):
+            assert zero[key] == value, key

@@ -1,0 +1,182 @@
+"""Save, load and train on: bit for bit what an unbroken run gives, at every ZeRO stage; and on other ranks, at other stages.
+
+Real ranks under DeepSpeed's launcher, all settings in one launch. This file is also the program that the ranks run.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+SETTINGS = {
+    "fp32, stage 0": ("fp32", 0), "fp32, stage 1": ("fp32", 1), "fp32, stage 2": ("fp32", 2), "fp32, stage 3": ("fp32", 3),
+    "bf16, stage 1": ("bf16", 1), "bf16, stage 2": ("bf16", 2), "bf16, stage 3": ("bf16", 3),
+}  # fmt: skip
+BEFORE, AFTER = 2, 2
+
+
+def build(checkpoint: str, precision: str, stage: int):
+    from rlhf_pipeline.config.training import TrainedModelConfig
+    from rlhf_pipeline.distributed.ema import EMA
+    from rlhf_pipeline.distributed.engine import train_engine
+    from rlhf_pipeline.models.loading import load_policy
+
+    # A usual eps of 1e-8 would let Adam blow the rounding noise of vanishing gradients up to whole steps.
+    config = TrainedModelConfig.model_validate(
+        {
+            "optimizer": {
+                "learning_rate": 1e-2,
+                "warmup_fraction": 0.0,
+                "weight_decay": 0.1,
+                "eps": 1e-4,
+            },
+            "deepspeed": {"zero_stage": stage, "precision": precision},
+        }
+    )
+    engine = train_engine(partial(load_policy, Path(checkpoint)), config, BEFORE + AFTER)
+    return engine, EMA(engine, 0.75)
+
+
+def train(engine, ema, steps) -> list[float]:
+    """Every rank trains on the same rows, so a step is the same for any number of ranks."""
+    losses = []
+    for step in steps:
+        ids = (torch.arange(24).view(2, 12) * (step + 3)) % 200 + 5
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        ema.update()
+        losses.append(loss.item())
+    return losses
+
+
+def outcome(engine, ema, losses) -> dict:
+    from rlhf_pipeline.distributed.zero import whole_state_dict
+
+    weights = {name: tensor.clone() for name, tensor in whole_state_dict(engine.module).items()}
+    with ema.in_place():
+        average = {name: tensor.clone() for name, tensor in whole_state_dict(engine.module).items()}
+    return {"losses": losses, "rate": engine.get_lr()[0], "weights": weights, "average": average}
+
+
+def main(argument: dict, folder: Path) -> None:
+    from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
+    from rlhf_pipeline.distributed.world import join
+
+    world = join(1, timeout_s=60)
+    results = {}
+    for name in argument["save"]:
+        engine, ema = build(argument["checkpoint"], *SETTINGS[name])
+        train(engine, ema, range(BEFORE))
+        if world.rank == 0:
+            (folder / name).mkdir()
+        world.barrier()
+        save_engine(engine, folder / name, average=ema.shards)
+        world.barrier()
+        results[f"unbroken {name}"] = outcome(
+            engine, ema, train(engine, ema, range(BEFORE, BEFORE + AFTER))
+        )
+    for saved, name in argument["load"]:
+        engine, ema = build(argument["checkpoint"], *SETTINGS[name])
+        load_engine(engine, Path(argument.get("folder", folder)) / saved, average=ema.shards)
+        results[f"{saved} -> {name}"] = outcome(
+            engine, ema, train(engine, ema, range(BEFORE, BEFORE + AFTER))
+        )
+    if world.rank == 0:
+        torch.save(results, folder / "results.pt")
+
+
+@pytest.fixture(scope="module")
+def two(on_ranks, make_model):
+    checkpoint = str(make_model("llama", seed=1))
+    crossed = [
+        ["fp32, stage 2", "fp32, stage 3"],
+        ["fp32, stage 3", "fp32, stage 0"],
+        ["fp32, stage 0", "fp32, stage 1"],
+    ]
+    argument = {
+        "checkpoint": checkpoint,
+        "save": list(SETTINGS),
+        "load": [[name, name] for name in SETTINGS] + crossed,
+    }
+    folder = on_ranks(__file__, argument)
+    return checkpoint, folder, torch.load(folder / "results.pt")
+
+
+@pytest.fixture(scope="module")
+def other_ranks(on_ranks, two, world, tmp_path_factory):
+    """What two ranks saved goes on on one rank, this process, and on three."""
+    checkpoint, folder, results = two
+    argument = {
+        "checkpoint": checkpoint,
+        "save": [],
+        "load": [[name, name] for name in SETTINGS],
+        "folder": folder,
+    }
+    folders = {1: tmp_path_factory.mktemp("one"), 3: on_ranks(__file__, argument, ranks=3)}
+    main(argument, folders[1])
+    return results, {ranks: torch.load(found / "results.pt") for ranks, found in folders.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SETTINGS)
+def test_going_on_is_bit_for_bit_the_unbroken_run(two, name):
+    _, _, results = two
+    resumed, unbroken = results[f"{name} -> {name}"], results[f"unbroken {name}"]
+    assert resumed["losses"] == unbroken["losses"] and resumed["rate"] == unbroken["rate"]
+    for kind in ("weights", "average"):
+        assert all(torch.equal(resumed[kind][key], value) for key, value in unbroken[kind].items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "saved, name",
+    [
+        ("fp32, stage 2", "fp32, stage 3"),
+        ("fp32, stage 3", "fp32, stage 0"),
+        ("fp32, stage 0", "fp32, stage 1"),
+    ],
+)
+def test_another_stage_goes_on_from_it(two, saved, name):
+    _, _, results = two
+    assert_alike(results[f"{saved} -> {name}"], results[f"unbroken {name}"], 1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_number_of_ranks_goes_on_from_it(other_ranks, name, ranks):
+    results, found = other_ranks
+    assert_alike(
+        found[ranks][f"{name} -> {name}"],
+        results[f"unbroken {name}"],
+        1e-6 if name.startswith("fp32") else 1e-2,
+    )
+
+
+def assert_alike(found, expected, tolerance):
+    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+    assert found["rate"] == expected["rate"]
+    for kind in ("weights", "average"):
+        for key, value in expected[kind].items():
+            torch.testing.assert_close(found[kind][key], value, rtol=tolerance, atol=tolerance)
+
+
+def test_a_missing_file_is_named(world, make_model, tmp_path):
+    from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
+    from rlhf_pipeline.errors import ArtifactError
+
+    engine, ema = build(str(make_model("llama", seed=1)), "fp32", 2)
+    save_engine(engine, tmp_path, average=ema.shards)
+    (tmp_path / "rank0.safetensors").unlink()
+    with pytest.raises(
+        ArtifactError, match=r"holds 0 of \d+ numbers of weight .*: a rank's file is missing"
+    ):
+        load_engine(engine, tmp_path, average=ema.shards)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,205 @@
+"""What lies in a model's folder is never executed: real pickles and real code that would leave a marker."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from model_with_code import bring_code
+from rlhf_pipeline.stages.trust import trusting
+from safetensors.torch import load_file
+
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models import base_model
+from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.serving import _load_pyfunc
+
+PICKLES = [
+    "pytorch_model.bin", "training_args.bin", "adapter_model.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth",
+    "tokenizer.pkl", "vocab.pkl", "vocab.bin", "special_tokens_map.pkl", "mp_rank_00_model_states.pt",
+]  # fmt: skip
+
+
+class Bait:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "executed"
+
+
+@pytest.fixture
+def folder(make_model, tmp_path):
+    """A sound model that a test may change."""
+    return Path(shutil.copytree(make_model("llama"), tmp_path / "model"))
+
+
+def make_base(path, target, **options):
+    """Stage base_model in this process; its export."""
+    block = {"path": str(path), "architecture": None, **options}
+    job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, {}, target, 60.0)
+    base_model.main(job)
+    return job.export
+
+
+LOADS = {
+    "policy": lambda folder: load_policy(folder, "fp32"),
+    "scores": lambda folder: load_scores(folder, "fp32", new_head=True),
+    "reward model from elsewhere": lambda folder: load_scores(
+        folder, "fp32", new_head=True, foreign=True
+    ),
+    "base model": lambda folder: make_base(folder, folder.parent / "work"),
+    "served policy": lambda folder: _load_pyfunc(str(folder)),
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
+def test_the_bait_is_alive(tmp_path, marker, zipped):
+    plant(tmp_path / "bait.bin", marker, zipped=zipped)
+    torch.load(tmp_path / "bait.bin", weights_only=False)
+    assert marker.exists()
+
+
+def plant(file, marker, *, zipped=True):
+    torch.save({"weight": Bait(marker)}, file) if zipped else file.write_bytes(
+        pickle.dumps(Bait(marker))
+    )
+    if not zipped:
+        torch.save({"weight": Bait(marker)}, file, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_pickles_beside_the_weights_are_not_touched(folder, marker, load):
+    for name in PICKLES:
+        plant(folder / name, marker)
+    load(folder)
+    load_tokenizer(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_pickles_in_the_place_of_the_weights_are_not_read(folder, marker, load, zipped):
+    (folder / "model.safetensors").unlink()
+    for name in PICKLES:
+        plant(folder / name, marker, zipped=zipped)
+    with pytest.raises(
+        ArtifactError, match=r"no weights as safetensors.*base_model\.unpickle_weights"
+    ):
+        load(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
+def test_asked_for_tensors_are_unpickled_and_nothing_else(folder, tmp_path, marker, zipped):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    plant(folder / "pytorch_model.bin", marker, zipped=zipped)
+    with pytest.raises(ArtifactError, match="holds more than tensors, and is not read"):
+        make_base(folder, tmp_path / "bad", unpickle_weights=True)
+    assert not marker.exists()
+
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    export = make_base(folder, tmp_path / "good", unpickle_weights=True)
+    assert not list(export.glob("*.bin"))
+    exported = load_file(export / "model.safetensors")
+    assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_an_adapter_does_not_slip_in(folder, marker, load):
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)})
+    )
+    plant(folder / "adapter_model.bin", marker)
+    with pytest.raises(ArtifactError, match=r"holds an adapter \(adapter_config\.json\)"):
+        load(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_configuration_names_no_pickle_as_the_weights(folder, marker, load):
+    config = folder / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"transformers_weights": "adapter_model.bin"})
+    )
+    plant(folder / "adapter_model.bin", marker)
+    with pytest.raises(ArtifactError, match=r"'adapter_model\.bin', which is no safetensors file"):
+        load(folder)
+    assert not marker.exists()
+
+
+@pytest.fixture
+def with_code(folder, marker, tmp_path, monkeypatch):
+    """A model of a type of its own, by code in its folder."""
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    bring_code(folder, marker)
+    return folder
+
+
+@pytest.mark.parametrize("load", [*LOADS.values(), load_tokenizer], ids=[*LOADS, "tokenizer"])
+def test_a_model_s_own_code_is_not_executed(with_code, marker, load):
+    with pytest.raises(
+        ArtifactError, match=r"which is not executed\. .*base_model\.trust_remote_code"
+    ):
+        load(with_code)
+    assert not marker.exists()
+
+
+def test_code_for_a_type_that_transformers_knows_is_passed_over(with_code, marker):
+    config = json.loads((with_code / "config.json").read_text())
+    (with_code / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert (
+        type(load_policy(with_code, "fp32")).__module__
+        == "transformers.models.llama.modeling_llama"
+    )
+    assert not marker.exists()
+
+
+def test_trusted_code_goes_with_the_model_through_the_stages_and_is_trusted_nowhere_else(
+    with_code, marker, tmp_path, monkeypatch
+):
+    export = make_base(with_code, tmp_path / "base", trust_remote_code=True)
+    assert marker.exists()
+    shutil.rmtree(with_code)  # nothing leads back there
+    stage = tmp_path / "stage"
+    with trusting(True):
+        model = load_policy(export, "fp32")
+        model.save_pretrained(stage)
+        load_tokenizer(export).save_pretrained(stage)
+        shutil.copy(export / "token_contract.json", stage)
+        scores = load_scores(stage, "fp32", new_head=True)
+    assert [type(loaded).__name__ for loaded in (model, scores.classifier)] == [
+        "OwnForCausalLM",
+        "OwnForSequenceClassification",
+    ]
+    for load in (*LOADS.values(), load_tokenizer):
+        with pytest.raises(ArtifactError, match=r"base_model\.trust_remote_code"):
+            load(stage)
+    monkeypatch.setenv("RLHF_TRUST_REMOTE_CODE", "true")
+    assert type(_load_pyfunc(str(stage)).model).__name__ == "OwnForCausalLM"
+
+
+def test_the_user_s_trust_in_the_base_model_is_none_in_a_reward_model(with_code, marker):
+    from rlhf_pipeline.config.rewards import ModelReward
+    from rlhf_pipeline.data.token_contract import TokenContract
+    from rlhf_pipeline.distributed.world import World
+    from rlhf_pipeline.rollout.reward_sources import ModelSource
+
+    contract, world = TokenContract.read(with_code), World(0, 1, torch.device("cpu"))
+    reward = ModelReward(path=str(with_code))
+    with trusting(True), pytest.raises(ArtifactError, match=r"which is about the base model"):
+        ModelSource.load(reward, with_code, "ppo.rewards.0", contract, 2, world)
+    assert not marker.exists()

@@ -1,0 +1,165 @@
+"""Manifests: what an artifact holds, by content alone."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.errors import ArtifactError, ForeignFileError
+from rlhf_pipeline.runtime.manifest import (
+    Manifest,
+    artifact_of,
+    content_digest,
+    file_digest,
+    file_entries,
+    verify,
+)
+
+
+def make_artifact(directory: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = directory / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {"loss": 0.5}, file_entries(directory)).write(
+        directory
+    )
+    return directory
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path):
+    artifact = make_artifact(tmp_path / "a", weights="abc")
+    manifest = Manifest.read(artifact)
+    assert manifest.stage == "sft"
+    assert manifest.metrics == {"loss": 0.5}
+    # printf abc | sha256sum
+    assert (
+        manifest.files["weights"].sha256
+        == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )
+    assert manifest.files["weights"].size == 3
+
+
+def test_equal_content_has_equal_digests_wherever_it_lies(tmp_path):
+    one = make_artifact(tmp_path / "one", weights="abc", sub__more="d")
+    other = make_artifact(tmp_path / "elsewhere" / "other", weights="abc", sub__more="d")
+    changed = make_artifact(tmp_path / "changed", weights="abd", sub__more="d")
+    assert content_digest(one) == content_digest(other)
+    assert content_digest(one) != content_digest(changed)
+
+
+def test_a_part_of_an_artifact_is_digested_alone(tmp_path):
+    one = make_artifact(tmp_path / "one", sft__train="rows", ppo__train="prompts")
+    other = make_artifact(tmp_path / "other", sft__train="rows", ppo__train="other prompts")
+    assert content_digest(one / "sft") == content_digest(other / "sft")
+    assert content_digest(one / "ppo") != content_digest(other / "ppo")
+
+
+def test_a_plain_file_is_digested_by_its_bytes(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert (
+        content_digest(tmp_path / "file")
+        == file_digest(tmp_path / "file")
+        == hashlib.sha256(b"abc").hexdigest()
+    )
+
+
+@pytest.mark.parametrize("theirs", ['{"files": ["pairs.jsonl"]}', "[1, 2]", "pairs.jsonl 12"])
+def test_a_file_counts_by_its_bytes_whatever_manifest_somebody_has_put_beside_it(tmp_path, theirs):
+    (tmp_path / "manifest.json").write_text(theirs)
+    (tmp_path / "pairs.jsonl").write_bytes(b"abc")
+    assert content_digest(tmp_path / "pairs.jsonl") == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_another_program_s_manifest_makes_no_folder_an_artifact(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"files": ["model.safetensors"]}')
+    (tmp_path / "model").mkdir()
+    assert artifact_of(tmp_path / "model") is None
+    assert (
+        artifact_of(make_artifact(tmp_path / "model" / "a", sub__weights="abc") / "sub")
+        == tmp_path / "model" / "a"
+    )
+    with pytest.raises(ArtifactError, match="neither a file nor part of a finished artifact"):
+        content_digest(tmp_path / "model")
+
+
+def test_what_is_no_artifact_is_named(tmp_path):
+    with pytest.raises(ArtifactError, match="neither a file nor part of a finished artifact"):
+        content_digest(tmp_path / "nothing")
+    with pytest.raises(ArtifactError, match=r"not a finished artifact: it has no manifest\.json"):
+        Manifest.read(tmp_path)
+    with pytest.raises(ArtifactError, match=r"holds nothing: .* with parameters that make it"):
+        content_digest(make_artifact(tmp_path / "a", weights="abc") / "sft")
+
+
+@pytest.mark.parametrize("content", ["{", "", "null", '{"stage": "sft", "files": []}'])
+def test_a_damaged_manifest_is_named(tmp_path, content):
+    artifact = make_artifact(tmp_path / "a", weights="abc")
+    (artifact / "manifest.json").write_text(content)
+    with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
+        Manifest.read(artifact)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    artifact = make_artifact(tmp_path / "a", weights="abc", sub__more="d")
+    verify(artifact)
+    (artifact / "weights").write_text("abb")
+    with pytest.raises(ArtifactError, match=r"weights was changed after stage sft finished"):
+        verify(artifact)
+
+
+def test_what_a_manifest_says_is_as_safe_as_the_files(tmp_path):
+    """Another fingerprint or other metrics are valid JSON, and no file differs."""
+    artifact = make_artifact(tmp_path / "a", weights="abc")
+    text = (artifact / "manifest.json").read_text()
+    for old, new in [("0.5", "0.6"), ('"ffff', '"efff'), ('"sft"', '"ppo"')]:
+        assert text.count(old) == 1
+        (artifact / "manifest.json").write_text(text.replace(old, new))
+        with pytest.raises(
+            ArtifactError, match=r"manifest\.json is damaged \(it is not what was written\)"
+        ):
+            verify(artifact)
+
+
+def test_an_added_file_is_found_but_for_those_that_nothing_loads(tmp_path):
+    artifact = make_artifact(tmp_path / "a", weights="abc", sub__more="d")
+    (artifact / "registered_model_meta").touch()  # MLflow's, when it loads the model
+    (artifact / ".DS_Store").touch()
+    (artifact / "sub" / ".cache").mkdir()
+    (artifact / "sub" / ".cache" / "index").touch()
+    verify(artifact)
+    (artifact / "sub" / "manifest.json").touch()
+    with pytest.raises(
+        ForeignFileError, match=r"sub/manifest\.json was added after stage sft finished"
+    ):
+        verify(artifact)
+
+
+def test_a_missing_file_is_found(tmp_path):
+    artifact = make_artifact(tmp_path / "a", weights="abc", sub__more="d")
+    (artifact / "sub" / "more").unlink()
+    with pytest.raises(ArtifactError, match=r"sub/more is missing"):
+        verify(artifact)
+
+
+def test_what_lies_outside_is_no_part_of_an_artifact(tmp_path):
+    artifact = make_artifact(tmp_path / "a", weights="abc")
+    (artifact / "weights").rename(tmp_path / "weights")
+    (artifact / "weights").symlink_to(tmp_path / "weights")
+    with pytest.raises(
+        ArtifactError,
+        match=r"a/weights lies outside of its artifact, at .*/weights; put the file itself",
+    ):
+        verify(artifact)
+    (artifact / "weights").unlink()
+    manifest = Manifest.read(artifact)
+    replace(manifest, files={"../weights": manifest.files["weights"]}).write(artifact)
+    with pytest.raises(ArtifactError, match=r"\.\./weights lies outside of its artifact"):
+        verify(artifact)
+
+
+def test_an_artifact_may_be_reached_by_a_link(tmp_path):
+    make_artifact(tmp_path / "a", weights="abc")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert verify(tmp_path / "link").metrics == {"loss": 0.5}

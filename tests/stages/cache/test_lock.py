@@ -1,0 +1,78 @@
+"""One recipe is run by one process at a time; the other says for whom it waits; the dead hold nothing."""
+
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.stages.cache.lock import user
+from rlhf_pipeline.stages.cache.workspace import attempts
+
+
+def until(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def first_attempt(drill):
+    return next((drill.root / "workspace" / "drill").iterdir())
+
+
+@pytest.fixture
+def held(drill):
+    """Another process that is in the middle of the stage."""
+    drill.order("hold")
+    process = drill.elsewhere()
+    until(lambda: drill.launches == 1)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_second_run_waits_and_says_for_whom(drill, held, caplog):
+    threading.Timer(1.0, lambda: drill.order("hold", given=False)).start()
+    export = drill.run()
+    assert held.communicate(timeout=60)[0].strip() == str(export)
+    assert (drill.launches, (export / "result").read_text()) == (1, "launch 1")
+    pattern = (
+        rf"stage drill: recipe {export.parent.name[:8]} is being run by process {held.pid} since "
+        r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d; waiting for it to end"
+    )
+    assert [message for message in caplog.messages if re.fullmatch(pattern, message)] != []
+
+
+def test_without_waiting_it_refuses(drill, held):
+    with pytest.raises(
+        StageError, match=rf"is being run by process {held.pid} since .*launch\.wait: true"
+    ):
+        drill.run(wait=False)
+    assert drill.launches == 1
+
+
+def test_another_recipe_does_not_wait(drill, held):
+    threading.Timer(1.0, lambda: drill.order("hold", given=False)).start()
+    mine = drill.run(value=2, wait=False)
+    theirs = held.communicate(timeout=60)[0].strip()
+    assert str(mine) != theirs
+
+
+def test_a_killed_owner_holds_nothing(drill, held, caplog):
+    assert user(first_attempt(drill)).startswith(f"process {held.pid} since ")
+    os.kill(held.pid, signal.SIGKILL)
+    held.wait()
+    assert user(first_attempt(drill)) is None
+    # Its program lives a little longer, and would write where the next one does: that one waits.
+    threading.Timer(3.0, lambda: drill.order("hold", given=False)).start()
+    start = time.monotonic()
+    export = drill.run(wait=False)
+    assert time.monotonic() - start < 30
+    assert attempts(export.parent) == [export.parent]
+    assert (drill.launches, (export / "result").read_text()) == (2, "launch 2")
+    assert any("still works in" in message for message in caplog.messages)
+    assert user(export.parent).startswith(f"process {os.getpid()} since ")

@@ -1,0 +1,28 @@
+"""Halving micro batches: those alone, down to one."""
+
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.stages.launch.oom_retry import adjusted, halved
+
+SFT = SFTConfig.model_validate(
+    {
+        "epochs": 1,
+        "batch_size": 8,
+        "micro_batch_size_per_gpu": 5,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+)
+
+
+def test_every_micro_batch_is_halved_and_nothing_else():
+    config = {"sft": SFT, "evaluate": EvaluateConfig(micro_batch_size_per_gpu=1)}
+    smaller = halved(config)
+    assert adjusted(config, smaller) == {
+        "sft.micro_batch_size_per_gpu": {"configured": 5, "used": 2},
+        "evaluate.sampling.batch_size_per_gpu": {"configured": 64, "used": 32},
+    }
+
+
+def test_one_is_the_end():
+    assert halved({"sft": SFT.model_copy(update={"micro_batch_size_per_gpu": 1})}) is None
+    assert adjusted({"sft": SFT}, {"sft": SFT}) == {}

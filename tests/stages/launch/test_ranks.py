@@ -1,0 +1,145 @@
+"""What the driver makes of heartbeats and of the kernel's table of processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.stages import ranks as module
+from rlhf_pipeline.stages.launch.ranks import Ranks
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set."""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def sleeper():
+    started = []
+
+    def start():
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def beat(directory, rank, **fields):
+    (directory / "heartbeats").mkdir(exist_ok=True)
+    heartbeat = Heartbeat(**{"rank": rank, "pid": None, "since": 1.0, "progressed": 1.0} | fields)
+    (directory / "heartbeats" / f"rank{rank}.json").write_text(json.dumps(asdict(heartbeat)))
+
+
+def test_start_up_has_five_minutes(tmp_path, clock):
+    ranks = Ranks(tmp_path, 2, 10.0)
+    clock[0] += 299
+    ranks.look()
+    assert not ranks.stuck
+    clock[0] += 2
+    assert ranks.stuck
+
+
+def test_progress_of_any_rank_counts(tmp_path, clock):
+    ranks = Ranks(tmp_path, 2, 10.0)
+    for seconds, rank in ((0, 0), (9, 1), (9, 0)):
+        clock[0] += seconds
+        beat(tmp_path, rank, ticks=int(clock[0]))
+        ranks.look()
+        assert not ranks.stuck
+    clock[0] += 11
+    ranks.look()
+    assert ranks.stuck
+    assert not Ranks(tmp_path, 2, None).stuck
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"marks": 7, "ticks": 9}, {"marks": 8, "ticks": 0}),  # a phase behind
+        (
+            {"marks": 8, "ticks": 2, "progressed": 2.0},
+            {"marks": 8, "ticks": 3},
+        ),  # a micro batch behind
+        (
+            {"marks": 8, "ticks": 3, "progressed": 1.0},
+            {"marks": 8, "ticks": 3, "progressed": 2.0},
+        ),  # the first to stop
+    ],
+)
+def test_the_rank_behind_is_named(tmp_path, one, other):
+    for rank, fields in ((0, other), (1, one)):
+        beat(tmp_path, rank, phase="update", step=7, **fields)
+    ranks = Ranks(tmp_path, 2, 10.0)
+    ranks.look()
+    assert ranks.whereabouts().startswith("rank 1 is behind, in update of step 7 since ")
+
+
+def test_a_rank_that_never_began_is_behind(tmp_path):
+    beat(tmp_path, 0)
+    ranks = Ranks(tmp_path, 2, 10.0)
+    ranks.look()
+    assert ranks.whereabouts().startswith("rank 1 never began\n  rank 0: loading since ")
+
+
+def test_a_rank_s_end_is_seen_with_its_signal(tmp_path, sleeper):
+    victim, healthy = sleeper(), sleeper()
+    beat(tmp_path, 0, pid=healthy.pid)
+    beat(tmp_path, 1, pid=victim.pid)
+    ranks = Ranks(tmp_path, 2, None)
+    ranks.look()
+    assert ranks.deaths == {} and ranks.failed_s == 0 and ranks.alive == [0, 1]
+    victim.send_signal(signal.SIGBUS)
+    os.waitid(
+        os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT
+    )  # it has ended, and nobody has asked how
+    ranks.look()
+    assert (
+        ranks.deaths[1].status == -signal.SIGBUS
+        and list(ranks.deaths) == [1]
+        and ranks.alive == [0]
+    )
+    assert ranks.failed_s >= 0 and ranks._failed_at is not None
+
+
+def test_a_rank_whose_parent_has_asked_ended_somehow(tmp_path, sleeper):
+    victim = sleeper()
+    beat(tmp_path, 0, pid=victim.pid)
+    ranks = Ranks(tmp_path, 1, None)
+    ranks.look()
+    victim.kill()
+    victim.wait()
+    ranks.look()
+    assert ranks.deaths[0].status is None
+
+
+@pytest.mark.parametrize("last_words", ["finished", "report"])
+def test_a_rank_that_finished_or_explained_itself_is_no_unexplained_death(
+    tmp_path, sleeper, last_words
+):
+    victim = sleeper()
+    beat(tmp_path, 0, pid=victim.pid)
+    ranks = Ranks(tmp_path, 1, None)
+    ranks.look()
+    if last_words == "finished":
+        beat(tmp_path, 0, pid=victim.pid, phase="finished")
+    else:
+        (tmp_path / "errors").mkdir()
+        (tmp_path / "errors" / "1-rank0.txt").write_text("ValueError")
+    victim.kill()
+    victim.wait()
+    ranks.look()
+    assert ranks.deaths == {}
+    assert (ranks._failed_at is not None) == (last_words == "report")

@@ -1,0 +1,279 @@
+"""Parameters that cannot work are refused before anything starts, with key, value and fix."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.preflight import check_root, preflight
+
+BASE = Path(__file__).parents[2] / "conf" / "base"
+
+
+@pytest.fixture
+def parameters():
+    merged = {}
+    for path in sorted(BASE.glob("parameters*.yml")):
+        merged |= yaml.safe_load(path.read_text())
+    return merged
+
+
+def changed(parameters, place, value):
+    parameters = copy.deepcopy(parameters)
+    *path, last = place.split(".")
+    target = parameters
+    for name in path:
+        target = target.setdefault(name, {})
+    target[last] = value
+    return parameters
+
+
+def test_the_defaults_pass(parameters):
+    preflight(parameters, processes=2, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("pppo", {}, "pppo: no such parameter (did you mean ppo?)"),
+        ("seed", -1, "seed: must be a whole number from 0 on, is -1"),
+        ("seed", "x", "seed: must be a whole number from 0 on, is 'x'"),
+        (
+            "sft.optimizer.learning_rate",
+            -1.0,
+            "sft.optimizer.learning_rate: Input should be greater than 0, is -1.0",
+        ),
+        ("sft.optimizer.lr", 1.0, "sft.optimizer.lr: Extra inputs are not permitted, is 1.0"),
+        ("ppo.minibatch_size", 48, "ppo: minibatch_size 48 does not divide rollout_batch_size 64"),
+        (
+            "sft.batch_size",
+            33,
+            "sft.batch_size: 33 rows cannot be shared evenly by 2 ranks (launch.processes); use 32 or 34",
+        ),
+        (
+            "dpo.batch_size",
+            33,
+            "dpo.batch_size: 33 rows cannot be shared evenly by 2 ranks (launch.processes); use 32 or 34",
+        ),
+        ("dpo.beta", 0, "dpo.beta: Input should be greater than 0, is 0"),
+        ("dpo.label_smoothing", 0.5, "dpo.label_smoothing: Input should be less than 0.5, is 0.5"),
+        (
+            "dpo.reference.deepspeed",
+            {"precision": "fp16"},
+            "dpo.reference.deepspeed.precision: fp16 needs a GPU",
+        ),
+        (
+            "sft.batch_size",
+            1,
+            "sft.batch_size: 1 rows cannot be shared evenly by 2 ranks (launch.processes); use 2 or 2",
+        ),
+        (
+            "ppo.responses_per_prompt",
+            64,
+            "ppo.rollout_batch_size: 64 responses, 64 to a prompt (ppo.responses_per_prompt), answer 1 prompts, which cannot "
+            "be shared evenly by 2 ranks (launch.processes); use a multiple of 128",
+        ),
+        (
+            "sft.deepspeed.precision",
+            "fp16",
+            "sft.deepspeed.precision: fp16 needs a GPU, and there is none here",
+        ),
+        (
+            "ppo.actor.lora",
+            {"quantize": "nf4"},
+            "ppo.actor.lora.quantize: 4-bit weights need a GPU, and there is none here; set it to null",
+        ),
+        ("evaluate.precision", "fp16", "evaluate.precision: fp16 needs a GPU"),
+        (
+            "ppo.critic.deepspeed",
+            {"zero_stage": 0, "precision": "bf16"},
+            "takes a spurious first Adam step",
+        ),
+        (
+            "ppo.sampling.max_response_tokens",
+            200,
+            "ppo.sampling.max_response_tokens: 200 after a prompt of",
+        ),
+        (
+            "ppo.rewards",
+            ["trained", "nowhere.py:f"],
+            "ppo.rewards.1: nowhere.py:f: there is no file",
+        ),
+        (
+            "ppo.rewards",
+            [{"callable": "my.py:f", "wait": 2}],
+            "ppo.rewards.0.callable.wait: Extra inputs are not permitted",
+        ),
+        ("ppo.sampling.top_k", 50, "ppo.sampling.top_k: Extra inputs are not permitted"),
+        ("base_model.path", "facebook/opt-125m", "base_model: path and architecture are both set"),
+        ("split.sources", [], "split.sources: "),
+        (
+            "split.sources",
+            [{"name": "Anthropic/hh-rhlf"}],
+            "split.sources.0.name: unknown source 'Anthropic/hh-rhlf'. Did",
+        ),
+        (
+            "split.sources",
+            [{"name": "files"}],
+            "split.sources.0.path: 'files' reads files; name one",
+        ),
+        (
+            "split.sources",
+            [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],
+            "split.sources.1: 'files' holds plain text; list it in split.pretraining.sources",
+        ),
+        (
+            "split.pretraining",
+            {"sources": [{"name": "Anthropic/hh-rlhf"}], "block_tokens": 64},
+            "split.pretraining.sources.0: 'Anthropic/hh-rlhf' holds examples, not plain text; list it in split.sources",
+        ),
+        (
+            "split.max_response_tokens",
+            200,
+            "split.max_response_tokens: 200 after a prompt of split.max_prompt_tokens 64",
+        ),
+        (
+            "base_model.architecture.hiden_size",
+            64,
+            "base_model.architecture: llama has no field hiden_size (did you mean hidden_size?); known are hidden_size, ",
+        ),
+        (
+            "ppo.ptx",
+            {"batch_size": 8},
+            "ppo.ptx: its loss is on the text of split.pretraining, which is not set; give split.pretraining sources and "
+            "block_tokens, or set ppo.ptx to null",
+        ),
+        (
+            "ppo.ptx",
+            {"batch_size": 7},
+            "ppo.ptx.batch_size: 7 rows cannot be shared evenly by 2 ranks (launch.processes); use 6 or 8",
+        ),
+        ("ppo.ptx", {}, "ppo.ptx.batch_size: Field required"),
+        (
+            "ppo.ptx",
+            {"batch_size": 8, "coef": 0},
+            "ppo.ptx.coef: Input should be greater than 0, is 0",
+        ),
+        ("register.max_kl", -1, "register.max_kl: Input should be greater than 0"),
+    ],
+)
+def test_each_fault_is_named(parameters, place, value, message):
+    with pytest.raises(ConfigError) as refusal:
+        preflight(changed(parameters, place, value), processes=2, gpus=0)
+    assert message in str(refusal.value)
+
+
+def test_what_may_be_a_secret_is_not_repeated(parameters):
+    given = changed(parameters, "base_model.token", "canary")
+    given = changed(
+        given, "split.sources", [{"name": "files", "path": "https://me:canary@host/a.jsonl"}]
+    )
+    given = changed(given, "base_model.path", "https://me:canary@huggingface.co/model")
+    with pytest.raises(ConfigError) as refusal:
+        preflight(given, processes=2, gpus=0)
+    told = str(refusal.value)
+    assert "base_model.token: Extra inputs are not permitted" in told
+    assert "split.sources.0.path: a URL with a user or password would end up in logs" in told
+    assert "base_model.path: path is a Hugging Face id or a folder, not a URL" in told
+    assert "canary" not in told
+
+
+@pytest.mark.parametrize("character", "*?[]{}:")
+def test_a_root_that_would_be_read_as_a_pattern_or_a_list_is_refused(character):
+    with pytest.raises(
+        ConfigError, match=rf"^root: '/data/a\{character}b' has the character '\{character}'"
+    ):
+        check_root(f"/data/a{character}b")
+    check_root('/data/it\'s "a"\nroot, $HOME;touch x=1 # 100% `id` & <é> \\')
+
+
+@pytest.mark.parametrize(
+    ("architecture", "positions"),
+    [
+        ({"model_type": "gpt2", "n_positions": 120}, 120),
+        ({"model_type": "gpt2", "max_position_embeddings": 120}, 120),
+        *(({"model_type": name, "max_position_embeddings": 120}, 120) for name in ("opt", "llama", "gpt_neox", "qwen2",
+                                                                                   "qwen3", "mistral")),
+        ({"model_type": "gpt2"}, 1024),
+        ({"model_type": "opt"}, 2048),
+    ],
+)  # fmt: skip
+def test_prompt_and_response_must_fit_the_positions_of_every_family(
+    parameters, architecture, positions
+):
+    """A prompt of 64 tokens: the response may have positions - 64, and no more."""
+    parameters = changed(parameters, "base_model.architecture", architecture)
+    preflight(
+        changed(parameters, "evaluate.sampling.max_response_tokens", positions - 64),
+        processes=2,
+        gpus=0,
+    )
+    with pytest.raises(
+        ConfigError,
+        match=rf"evaluate\.sampling\.max_response_tokens: .* the model's {positions} positions",
+    ):
+        preflight(
+            changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63),
+            processes=2,
+            gpus=0,
+        )
+
+
+def test_bloom_has_no_limit_of_positions(parameters):
+    parameters = changed(parameters, "base_model.architecture", {"model_type": "bloom"})
+    preflight(
+        changed(parameters, "evaluate.sampling.max_response_tokens", 10**6), processes=2, gpus=0
+    )
+
+
+def test_all_faults_are_named_at_once(parameters):
+    wrong = changed(changed(parameters, "sft.epochs", 0), "ppo.gamma", 2)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(wrong, processes=2, gpus=0)
+    assert "sft.epochs" in str(refusal.value) and "ppo.gamma" in str(refusal.value)
+
+
+def test_files_of_text_are_fine_for_pretraining(parameters):
+    text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 64}
+    preflight(changed(parameters, "split.pretraining", text), processes=2, gpus=0)
+
+
+def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
+    """The default model has 256 positions; without the loss nothing reads the blocks."""
+    text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 256}
+    fits = changed(changed(parameters, "split.pretraining", text), "ppo.ptx", {"batch_size": 8})
+    preflight(fits, processes=2, gpus=0)
+    too_long = changed(fits, "split.pretraining.block_tokens", 257)
+    preflight(changed(too_long, "ppo.ptx", None), processes=2, gpus=0)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(too_long, processes=2, gpus=0)
+    assert "split.pretraining.block_tokens: 257 exceed the model's 256 positions" in str(
+        refusal.value
+    )
+
+
+def test_fp16_is_fine_on_a_gpu(parameters):
+    preflight(changed(parameters, "sft.deepspeed.precision", "fp16"), processes=2, gpus=2)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeypatch):
+    found = {"bitsandbytes": object()} if installed else {}
+    monkeypatch.setattr("rlhf_pipeline.preflight.find_spec", found.get)
+    quantized = changed(parameters, "sft.lora", {"quantize": "nf4"})
+    if installed:
+        preflight(quantized, processes=2, gpus=2)
+    else:
+        message = r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .* --editable '\.\[quantization\]'"
+        with pytest.raises(ConfigError, match=message):
+            preflight(quantized, processes=2, gpus=2)
+
+
+def test_blocks_that_kedro_has_typed_are_checked_too(parameters):
+    wrong = changed(parameters, "dpo.deepspeed.precision", "fp16")
+    wrong["dpo"] = DPOConfig.model_validate(wrong["dpo"])
+    with pytest.raises(ConfigError, match="fp16 needs a GPU"):
+        preflight(wrong, processes=2, gpus=0)
