@@ -1,6 +1,6 @@
-"""The default recipe with changed PPO parameters, several seeds side by side.
+"""The default recipe with changed PPO parameters, on several seeds in parallel.
 
-What ran before is found finished by its fingerprint, so an interrupted benchmark goes on where it was and a rerun is free.
+Finished stages are reused, so an interrupted benchmark resumes and a repeated one costs nothing.
 """
 
 from __future__ import annotations
@@ -24,78 +24,82 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
-from rlhf_pipeline.pipelines.data_preparation.nodes import base_model, split
-from rlhf_pipeline.pipelines.evaluation.nodes import evaluate
+from rlhf_pipeline.pipelines.base_model.nodes import base_model
+from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
 from rlhf_pipeline.pipelines.ppo.nodes import ppo
+from rlhf_pipeline.pipelines.ppo.spec import SPEC as PPO
 from rlhf_pipeline.pipelines.reward_model.nodes import reward_model
 from rlhf_pipeline.pipelines.sft.nodes import sft
+from rlhf_pipeline.pipelines.split.nodes import split
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.run import StageRunner
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results"
 LAUNCH = LaunchConfig(processes=1)
-"""One process a run, with a core to itself: runs side by side never wait for each other."""
+"""One process per run, on its own core: parallel runs never wait for each other."""
 Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Start:
-    """What PPO starts from, on one seed."""
+    """The inputs of PPO for one seed."""
 
     seed: int
     workspace: Path
-    data: Path
+    split: Path
     sft_model: Path
     reward_model: Path
 
+    def stages(self) -> StageRunner:
+        """What runs the stages."""
+        return StageRunner(RunContext(self.workspace, LAUNCH))
+
 
 def prepare(seed: int, workspace: Path) -> Start:
-    """Everything before PPO, with the default parameters."""
-    given, common = _parameters(), (LAUNCH, seed, workspace)
+    """Run everything before PPO with the default parameters."""
+    given, common = _parameters(), (seed, StageRunner(RunContext(workspace, LAUNCH)))
     split_config = SplitConfig.model_validate(given["split"])
     base = base_model(BaseModelConfig.model_validate(given["base_model"]), split_config, *common)
-    data = split(base, split_config, *common)
-    policy = sft(data, base, SFTConfig.model_validate(given["sft"]), *common)
-    judge = reward_model(
-        data, policy, RewardModelConfig.model_validate(given["reward_model"]), *common
+    rows = split(base, split_config, *common)
+    policy = sft(rows, base, SFTConfig.model_validate(given["sft"]), *common)
+    scores = reward_model(
+        rows, policy, RewardModelConfig.model_validate(given["reward_model"]), *common
     )
-    return Start(seed, workspace, data, policy, judge)
+    return Start(seed, workspace, rows, policy, scores)
 
 
 def train_reward_model(start: Start, changes: Tree) -> Path:
-    """Another reward model: the default parameters but for `changes`."""
+    """Train a reward model with the default parameters and some changes."""
     config = RewardModelConfig.model_validate(_parameters()["reward_model"] | changes)
-    return reward_model(start.data, start.sft_model, config, LAUNCH, start.seed, start.workspace)
+    return reward_model(start.split, start.sft_model, config, start.seed, start.stages())
 
 
 def train(start: Start, changes: Tree) -> Path:
-    """The policy that PPO makes with the default parameters but for `changes`, a tree like that of the block `ppo`."""
+    """Train a policy by PPO with the default parameters and some changes, nested like `ppo`."""
     config = PPOConfig.model_validate(
         OmegaConf.to_container(OmegaConf.merge(_parameters()["ppo"], changes))
     )
-    return ppo(
-        start.data, start.sft_model, start.reward_model, config, LAUNCH, start.seed, start.workspace
-    )
+    return ppo(start.split, start.sft_model, start.reward_model, config, start.seed, start.stages())
 
 
 def compare(start: Start, policy: Path) -> Tree:
-    """The evaluation stage's result for a policy, with the default parameters."""
+    """The result of stage evaluate for a policy, with the default parameters."""
     config = EvaluateConfig.model_validate(_parameters()["evaluate"])
     models = start.sft_model, policy, start.reward_model
-    export = evaluate("evaluate", "ppo")(
-        start.data, *models, config, LAUNCH, start.seed, start.workspace
-    )
+    export = evaluate(PPO)(start.split, *models, config, start.seed, start.stages())
     return dict(json.loads((export / "evaluation.json").read_text()))
 
 
 def history(policy: Path) -> list[dict[str, float]]:
-    """PPO's metrics, a row a step, with the step's number as `step`."""
+    """The metrics of PPO, one row per logged step, with its number as `step`."""
     lines = map(json.loads, (policy.parent / "metrics.jsonl").read_text().splitlines())
     return [{"step": line["step"]} | line["metrics"] for line in lines]
 
 
 def side_by_side(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> Iterator[Any]:
-    """`function(*task)` for each task, as many at a time as there are cores, in the order in which they end."""
+    """Yield `function(*task)` for each task as it ends; run one task per core at a time."""
     cores = multiprocessing.Queue()  # type: ignore[var-annotated]
     for core in os.sched_getaffinity(0):
         cores.put(core)
@@ -107,7 +111,7 @@ def side_by_side(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> 
 
 
 def commit() -> str:
-    """The commit in the work tree, marked where the tree differs from it."""
+    """The current commit, marked if the work tree differs from it."""
     describe = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
     return subprocess.run(
         describe, cwd=PROJECT, capture_output=True, text=True, check=True

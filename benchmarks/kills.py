@@ -1,13 +1,14 @@
-"""Is training that was killed and started again the training that was not? Kills it at random moments and compares, bit by bit.
+"""Does training that is killed and resumed equal uninterrupted training, bit for bit?
 
     python benchmarks/kills.py                                    # 10 kills of each stage
     python benchmarks/kills.py --kills 2 --stages ppo --zero 2 --precision bf16
 
-Each kill is a SIGKILL at a random moment, of training or, one in five, of the start: to the whole process group, to one
-rank, or to the driver, the `kedro run` itself; every fourth waits for a checkpoint that is being written. The same command
-is then run again. What must hold: 10 seconds after the kill no process is left; the final weights are those of an
-undisturbed run to the bit; every step is in metrics.jsonl once, with the same numbers; MLflow has one finished run of the
-stage, and there, too, every step once. Results: benchmarks/results/kills/.
+Each kill is a SIGKILL at a random moment of training or, one in five, of the start. It ends the
+whole process group, one rank, or the driver (`kedro run`); every fourth one ends the group while a
+checkpoint is being written. Then the same command runs again. Requirements: 10 seconds after the
+kill, no process is left; the final weights equal those of an uninterrupted run bit for bit;
+metrics.jsonl contains every step once, with the same numbers; MLflow has one finished run of the
+stage with every step once. Results: benchmarks/results/kills/.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,20 +36,28 @@ RESULTS = PROJECT / "benchmarks" / "results" / "kills"
 STEPS = {"sft": "sft.epochs=15", "reward_model": "reward_model.epochs=8", "ppo": "ppo.steps=20"}
 TARGETS = ("group", "rank", "driver")
 
+Setting = tuple[int, str]
+"""ZeRO stage and precision."""
+
+
+class TooLateError(Exception):
+    """The stage finished before the kill."""
+
 
 @dataclass(frozen=True)
 class Kill:
-    """Whom to kill, and when."""
+    """The target and the moment of a kill."""
 
-    whom: str
-    """One of TARGETS; or `checkpoint`: the group, while it writes the first checkpoint after that moment."""
+    target: str
+    """One of TARGETS, or `checkpoint`: the group, while it writes the next checkpoint."""
     step: int
-    """Not before so many lines of metrics; 0: from the start."""
+    """Lines of metrics to wait for; 0: none."""
     after_s: float
+    """Seconds to wait after that."""
 
 
 def main() -> int:
-    """Kill, run again, compare; a row for each kill."""
+    """Kill, resume, compare; print a row for each kill."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,52 +79,74 @@ def main() -> int:
     ]
     rows = []
     for stage in arguments.stages:
-        undisturbed: dict[tuple[int, str], dict[str, Any]] = {}
+        uninterrupted: dict[Setting, dict[str, Any]] = {}
         for number in range(arguments.kills):
             setting = settings[number % len(settings)]
-            if setting not in undisturbed:
-                undisturbed[setting] = attempt(stage, setting, "undisturbed", None, draw)
-            expected = undisturbed[setting]
-            whom = "checkpoint" if number % 4 == 3 else TARGETS[number % 3]
-            training = whom == "checkpoint" or draw.random() > 0.2
-            steps = len(expected["metrics"])
-            longest_s = expected["training_s"] / steps if training else expected["start_s"] / 2
-            kill = Kill(
-                whom, draw.randrange(1, steps - 3) if training else 0, draw.random() * longest_s
-            )
-            found = attempt(stage, setting, f"kill-{number}", kill, draw)
-            rows.append(
-                {
-                    "stage": stage,
-                    "zero": setting[0],
-                    "precision": setting[1],
-                    "kill": whom,
-                    "at_step": found["killed_at_step"],
-                    "resumed_from": found["resumed_from"],
-                    "left": found["left"],
-                    "same_weights": found["weights"] == expected["weights"],
-                    "same_metrics": found["metrics"] == expected["metrics"],
-                    "one_run": found["runs"] == ["FINISHED"],
-                    "logged_once": found["logged"] == steps_of(found["metrics"]),
-                }
-            )
+            if setting not in uninterrupted:
+                uninterrupted[setting] = run_stage(stage, setting, "uninterrupted")
+            rows.append(kill_and_compare(stage, setting, number, uninterrupted[setting], draw))
             (RESULTS / "kills.json").write_text(json.dumps(rows, indent=2))
             show(rows)
     return 0 if all(passes(row) for row in rows) else 1
 
 
-def attempt(
-    stage: str, setting: tuple[int, str], name: str, kill: Kill | None, draw: random.Random
+def kill_and_compare(
+    stage: str, setting: Setting, number: int, expected: dict[str, Any], draw: random.Random
 ) -> dict[str, Any]:
-    """One stage from its beginning to its end, killed once on the way if `kill` says so."""
+    """Kill a stage at a random moment and resume it; return how the result compares."""
+    target = "checkpoint" if number % 4 == 3 else TARGETS[number % 3]
+    while True:
+        kill = random_kill(target, expected, draw)
+        try:
+            found = run_stage(stage, setting, f"kill-{number}", kill, draw)
+            break
+        except TooLateError:
+            continue
+    return {
+        "stage": stage,
+        "zero": setting[0],
+        "precision": setting[1],
+        "kill": target,
+        "at_step": found["killed_at_step"],
+        "resumed_from": found["resumed_from"],
+        "left": found["left"],
+        "same_weights": found["weights"] == expected["weights"],
+        "same_metrics": found["metrics"] == expected["metrics"],
+        "one_run": found["runs"] == ["FINISHED"],
+        "logged_once": found["logged"] == steps_of(found["metrics"]),
+    }
+
+
+def random_kill(target: str, expected: dict[str, Any], draw: random.Random) -> Kill:
+    """A kill during training, or with probability 1/5 during the start."""
+    steps = len(expected["metrics"])
+    if target == "checkpoint" or draw.random() > 0.2:
+        longest_s = expected["training_s"] / steps
+        return Kill(target, draw.randrange(1, steps - 3), draw.random() * longest_s)
+    return Kill(target, 0, draw.random() * expected["start_s"] / 2)
+
+
+def run_stage(
+    stage: str,
+    setting: Setting,
+    name: str,
+    kill: Kill | None = None,
+    draw: random.Random | None = None,
+) -> dict[str, Any]:
+    """Run a stage from its beginning to its end, with one kill in between if one is given.
+
+    Raises:
+        TooLateError: the stage finished before the kill.
+    """
     root, store = RESULTS / "root", RESULTS / f"{stage}-{name}-{setting[0]}-{setting[1]}.db"
     workspace, parameters = root / "07_workspace" / stage, stage_parameters(stage, *setting)
     shutil.rmtree(workspace, ignore_errors=True)
+    store.unlink(missing_ok=True)
     start = time.time()
-    found: dict[str, Any] = {"killed_at_step": None, "left": 0}
+    found: dict[str, Any] = {}
     process = kedro(f"--nodes={stage}", root, store, parameters)
-    if kill is not None:
-        found |= end(process, kill, workspace, draw)
+    if kill is not None and draw is not None:
+        found = execute(kill, process, workspace, draw)
         process = kedro(f"--nodes={stage}", root, store, parameters)
     if process.wait() != 0:
         raise SystemExit(f"{stage} {name} failed, see {RESULTS / 'run.log'}")
@@ -135,7 +167,7 @@ def attempt(
 
 
 def stage_parameters(stage: str, zero: int, precision: str) -> str:
-    """What makes the stage train for some seconds, with a checkpoint after every third step."""
+    """Parameters for some seconds of training with a checkpoint every third step."""
     blocks = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
     engine = {"zero_stage": zero, "precision": precision}
     engines = [
@@ -145,7 +177,7 @@ def stage_parameters(stage: str, zero: int, precision: str) -> str:
 
 
 def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subprocess.Popen[bytes]:
-    """A `kedro run` of the smallest environment."""
+    """Start a `kedro run` of the environment tiny."""
     command = [str(Path(sys.executable).with_name("kedro")), "run", "--env=tiny", nodes]
     command.append(f"--params=root={root}" + (f",{parameters}" if parameters else ""))
     environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{store}"}
@@ -155,38 +187,51 @@ def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subproce
         )
 
 
-def end(
-    driver: subprocess.Popen[bytes], kill: Kill, workspace: Path, draw: random.Random
+def execute(
+    kill: Kill, driver: subprocess.Popen[bytes], workspace: Path, draw: random.Random
 ) -> dict[str, Any]:
-    """Kill, then wait until nothing of it runs any more, 10 seconds at most."""
-    while driver.poll() is None and steps_taken(workspace) < kill.step:
-        time.sleep(0.005)
-    since = time.monotonic()
-    while driver.poll() is None and time.monotonic() - since < kill.after_s:
-        time.sleep(0.005)
-    while (
-        kill.whom == "checkpoint"
-        and driver.poll() is None
-        and not any(workspace.glob("*/checkpoints/step-*.partial"))
-    ):
-        time.sleep(0.001)
-    family = psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else []
-    ranks = [process for process in family if "RANK" in environment_of(process)]
-    found = {"killed_at_step": steps_taken(workspace) if driver.poll() is None else None}
-    if kill.whom == "driver" or not ranks:
+    """Kill; then wait until no process is left, at most 10 seconds.
+
+    Raises:
+        TooLateError: the stage finished before the kill.
+    """
+    wait_while(driver, lambda: steps_taken(workspace) < kill.step)
+    moment = time.monotonic() + kill.after_s
+    wait_while(driver, lambda: time.monotonic() < moment)
+    if kill.target == "checkpoint":
+        partial = "*/checkpoints/step-*.partial"
+        wait_while(driver, lambda: not any(workspace.glob(partial)))
+    driver.send_signal(signal.SIGSTOP)  # it starts and reaps no process from now on
+    try:
+        if any(workspace.glob("*/export/manifest.json")):
+            raise TooLateError
+        programs = psutil.Process(driver.pid).children(recursive=True)
+        ranks = [process for process in programs if "RANK" in environment_of(process)]
+        killed_at_step = steps_taken(workspace)
+        if kill.target == "driver" or not ranks:
+            driver.kill()
+        elif kill.target == "rank":
+            draw.choice(ranks).kill()
+        else:
+            os.killpg(os.getpgid(ranks[0].pid), signal.SIGKILL)
+    except (TooLateError, psutil.NoSuchProcess, ProcessLookupError):
         driver.kill()
-    elif kill.whom == "rank":
-        draw.choice(ranks).kill()
-    else:
-        os.killpg(os.getpgid(ranks[0].pid), signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=10)
-    if driver.poll() is None:
         driver.wait()
-    return found | {"left": len(alive)}
+        raise TooLateError from None
+    driver.send_signal(signal.SIGCONT)
+    _, left = psutil.wait_procs(programs, timeout=10)
+    driver.wait()
+    return {"killed_at_step": killed_at_step, "left": len(left)}
+
+
+def wait_while(driver: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
+    """Wait as long as the driver runs and the condition is true."""
+    while driver.poll() is None and condition():
+        time.sleep(0.001)
 
 
 def steps_taken(workspace: Path) -> int:
-    """Lines of metrics so far; the stage has one work directory."""
+    """Lines of metrics so far. The stage has one work directory."""
     return sum(file.read_bytes().count(b"\n") for file in workspace.glob("*/metrics.jsonl"))
 
 
@@ -198,7 +243,7 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 
 def tracked(store: Path, stage: str) -> dict[str, Any]:
-    """Status of every MLflow run of the stage, and the steps at which they have each metric of the training loop."""
+    """Status of every MLflow run of the stage, and the logged steps of each training metric."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{store}")
@@ -219,7 +264,7 @@ def tracked(store: Path, stage: str) -> dict[str, Any]:
 
 
 def steps_of(records: list[tuple[int, dict[str, float]]]) -> dict[str, list[int]]:
-    """The steps at which metrics.jsonl has each metric."""
+    """The steps of each metric in metrics.jsonl."""
     return {
         name: [step for step, values in records if name in values]
         for _, values in records
@@ -228,15 +273,12 @@ def steps_of(records: list[tuple[int, dict[str, float]]]) -> dict[str, list[int]
 
 
 def passes(row: dict[str, Any]) -> bool:
-    return (
-        row["at_step"] is not None
-        and row["left"] == 0
-        and all(row[name] for name in ("same_weights", "same_metrics", "one_run", "logged_once"))
-    )
+    checks = ("same_weights", "same_metrics", "one_run", "logged_once")
+    return row["left"] == 0 and all(row[name] for name in checks)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{sum(map(passes, rows))} of {len(rows)} kills left no trace")
+    table = Table(title=f"{sum(map(passes, rows))} of {len(rows)} kills passed")
     for column in rows[0]:
         table.add_column(column)
     for row in rows:

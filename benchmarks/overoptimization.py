@@ -1,11 +1,12 @@
-"""Over-optimization of the reward model (Gao et al. 2022): how gold and proxy score move as the policy leaves SFT.
+"""Over-optimization of the reward model (Gao et al. 2022): gold and proxy score against KL to SFT.
 
     python benchmarks/overoptimization.py                 # seeds 1 and 2
-    python benchmarks/overoptimization.py --seeds 1       # these
+    python benchmarks/overoptimization.py --seeds 1       # one seed
 
-The proxy is a reward model that saw a third of the comparisons, and the actor learns faster than by default, so that a
-short run goes too far. Each KL coefficient runs without a bound; then 0 again with `kl.maximum`, and an adaptive one with
-`kl.target`. All scores are of held-out prompts. Results and the plot go to benchmarks/results/overoptimization/.
+The proxy is a reward model that is trained on a third of the comparisons. The actor learns faster
+than by default, so that a short run over-optimizes. Each KL coefficient runs without a bound, then
+0 again with `kl.maximum`, and an adaptive one with `kl.target`. All scores are of held-out prompts.
+Results and plot: benchmarks/results/overoptimization/.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ from rich.table import Table
 
 WEAK_PROXY = {"epochs": 0.3}
 RECIPE = {"steps": 24, "evaluations": 12, "actor": {"optimizer": {"learning_rate": 5.0e-4}}}
-AT_REST = {"steps": 1, "evaluations": 1, "actor": {"optimizer": {"learning_rate": 1.0e-12}}}
-"""A step that moves nothing: what the SFT model scores on the same prompts with the same draws."""
-LEASHES: dict[str, dict[str, Any]] = {
+UNCHANGED = {"steps": 1, "evaluations": 1, "actor": {"optimizer": {"learning_rate": 1.0e-12}}}
+"""A step that changes nothing: it scores the SFT model on the same prompts with the same draws."""
+KL_SETTINGS: dict[str, dict[str, Any]] = {
     **{f"coef {coef:g}": {"coef": coef, "maximum": None} for coef in (0.0, 0.03, 0.1, 0.3)},
     "coef 0, maximum 1": {"coef": 0.0, "maximum": 1.0},
     "adaptive, target 1": {"coef": 0.03, "maximum": None, "target": 1.0, "horizon": 50},
 }
 COLORS = dict(
-    zip(LEASHES, ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#000000", "#CC79A7"), strict=True)
+    zip(
+        KL_SETTINGS, ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#000000", "#CC79A7"), strict=True
+    )
 )
-MARKERS = dict(zip(LEASHES, "osD^Xv", strict=True))
+MARKERS = dict(zip(KL_SETTINGS, "osD^Xv", strict=True))
 
 
 def main() -> None:
@@ -50,9 +53,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="where runs are kept and results are written"
-    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of runs and results")
     arguments = parser.parse_args()
     folder = arguments.results / "overoptimization"
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,9 +61,9 @@ def main() -> None:
         side_by_side(start, [(seed, arguments.results / "workspace") for seed in arguments.seeds])
     )
     rows: list[dict[str, Any]] = []
-    for row in side_by_side(run, [(begin, name) for begin in starts for name in LEASHES]):
+    for row in side_by_side(run, [(begin, name) for begin in starts for name in KL_SETTINGS]):
         rows = sorted(
-            [*rows, row], key=lambda row: (list(LEASHES).index(row["leash"]), row["seed"])
+            [*rows, row], key=lambda row: (list(KL_SETTINGS).index(row["setting"]), row["seed"])
         )
         (folder / "overoptimization.json").write_text(
             json.dumps({"commit": commit(), "runs": rows}, indent=1)
@@ -72,18 +73,18 @@ def main() -> None:
 
 
 def start(seed: int, workspace: Path) -> Start:
-    """What PPO starts from, with the weaker reward model."""
+    """Run everything before PPO, with the weaker reward model."""
     begin = prepare(seed, workspace)
     return replace(begin, reward_model=train_reward_model(begin, WEAK_PROXY))
 
 
 def run(begin: Start, name: str) -> dict[str, Any]:
-    """One leash on one seed: the held-out course from SFT on, and the point on it that was exported."""
-    policy = train(begin, RECIPE | {"kl": LEASHES[name]})
-    course = evaluations(train(begin, AT_REST)) + evaluations(policy)
+    """Run one setting on one seed; return its held-out scores, and those of the exported model."""
+    policy = train(begin, RECIPE | {"kl": KL_SETTINGS[name]})
+    course = evaluations(train(begin, UNCHANGED)) + evaluations(policy)
     exported = int(json.loads((policy / "manifest.json").read_text())["metrics"]["step"])
     return {
-        "leash": name,
+        "setting": name,
         "seed": begin.seed,
         "steps": int(history(policy)[-1]["step"]),
         "exported": next(point for point in course[1:] if point["step"] == exported),
@@ -102,8 +103,8 @@ def evaluations(policy: Path) -> list[dict[str, float]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """All runs so far: gold at its best, at the end, and where PPO exported."""
-    table = Table(title="Held-out gold score and proxy score by leash")
+    """All runs so far: best and last gold score, and that of the exported model."""
+    table = Table(title="Held-out gold score and proxy score by KL setting")
     columns = (
         "best gold",
         "at KL",
@@ -114,14 +115,14 @@ def show(rows: list[dict[str, Any]]) -> None:
         "exported proxy",
         "exported KL",
     )
-    for column in ("leash", "seed", "steps", *columns):
+    for column in ("setting", "seed", "steps", *columns):
         table.add_column(column, justify="right")
     for row in rows:
         best, last = max(row["course"], key=lambda point: point["gold"]), row["course"][-1]
         numbers = [best["gold"], best["kl"], last["gold"], last["proxy"], last["kl"]]
         numbers += [row["exported"][key] for key in ("gold", "proxy", "kl")]
         table.add_row(
-            row["leash"],
+            row["setting"],
             str(row["seed"]),
             str(row["steps"]),
             *(f"{number:.2f}" for number in numbers),
@@ -130,17 +131,17 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Gold and proxy score against sqrt(KL), as Gao et al. plot them; a column a seed."""
+    """Gold and proxy score against sqrt(KL), as in Gao et al.; one column per seed."""
     seeds = sorted({row["seed"] for row in rows})
-    upright = ("gold score, held out", "proxy: reward model's score, held out")
+    y_labels = ("gold score, held out", "proxy: reward model's score, held out")
     with panels(
-        file, seeds, upright=upright, across="sqrt(KL to SFT), sqrt(nats)", size=(4.4, 6.4)
+        file, seeds, y_labels=y_labels, x_label="sqrt(KL to SFT), sqrt(nats)", size=(4.4, 6.4)
     ) as of_seed:
         for row in rows:
             at = [max(point["kl"], 0.0) ** 0.5 for point in row["course"]]
             style = {
-                "linestyle": "--" if "," in row["leash"] else "-",
-                "marker": MARKERS[row["leash"]],
+                "linestyle": "--" if "," in row["setting"] else "-",
+                "marker": MARKERS[row["setting"]],
                 "markersize": 4,
             }
             for panel, name in zip(of_seed(row["seed"]), ("gold", "proxy"), strict=True):
@@ -148,8 +149,8 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
                 panel.plot(
                     at,
                     values,
-                    color=COLORS[row["leash"]],
-                    label=row["leash"],
+                    color=COLORS[row["setting"]],
+                    label=row["setting"],
                     linewidth=1.3,
                     **style,
                 )

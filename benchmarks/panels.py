@@ -1,4 +1,4 @@
-"""A figure of panels: two rows that share what lies across, a column a seed, one legend."""
+"""A figure with two rows of panels and one column per seed; the x-axis and legend are shared."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def panels(
     file: Path,
     seeds: Sequence[int],
     *,
-    upright: tuple[str, str],
-    across: str,
+    y_labels: tuple[str, str],
+    x_label: str,
     size: tuple[float, float],
 ) -> Iterator[Callable[[int], Sequence[Axes]]]:
-    """Inside the block a seed's two panels, from above, may be drawn on; then the figure is saved.
+    """Draw on the two panels of each seed, upper one first, inside the block; then save the figure.
 
     Args:
-        file: where to, as PNG.
+        file: a PNG file.
         seeds: one for each column.
-        upright: names of the rows.
-        across: name of what lies across.
-        size: of a column, in inches: width and height.
+        y_labels: labels of the two rows.
+        x_label: label of the x-axis.
+        size: width and height of a column, in inches.
     """
     columns = len(seeds)
     figure, axes = plt.subplots(
@@ -41,8 +41,8 @@ def panels(
     yield lambda seed: axes[:, seeds.index(seed)]
     for column, seed in enumerate(seeds):
         axes[0, column].set_title(f"seed {seed}")
-        axes[1, column].set_xlabel(across)
-    for row, name in enumerate(upright):
+        axes[1, column].set_xlabel(x_label)
+    for row, name in enumerate(y_labels):
         axes[row, 0].set_ylabel(name)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)

@@ -1,14 +1,15 @@
-"""How fast the data is prepared, against the fast tokenizer's raw speed on the same text, and how much memory it takes.
+"""Measure time and memory of the split, compared with the tokenizer alone on the same text.
 
     python benchmarks/preparation.py --like harmless-base-test.jsonl.gz [--pairs 160000]
 
-Generates comparisons whose turns have the lengths and the words of the given HH-RLHF file (words of a turn shuffled, so
-that all prompts differ), trains a tokenizer of 32,000 tokens on them, and then times
+The benchmark generates comparisons with the turn lengths and words of an HH-RLHF file. The words of
+a turn are shuffled, so all prompts differ. A tokenizer of 32,000 tokens is trained on them.
+Measured:
 
-- preparation: the stages `source` and `split` as `kedro run` starts them, from the file to the finished artifact,
-- the same again, when everything is found finished,
-- raw: `tokenizer(texts)` in batches of 1,000 and nothing else, once for all prompts and answers of the file, and once for
-  those that a 2:4:4 split tokenizes at all (of a PPO prompt no answer, of a demonstration no rejected one).
+- preparation: stages `source` and `split`, run as by `kedro run`, from the file to the artifact,
+- the same again, when both results are reused,
+- raw: `tokenizer(texts)` in batches of 1,000, once for all prompts and answers of the file, and
+  once for the texts that a 2:4:4 split needs (no answers for PPO, no rejected answers for SFT).
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.record_files import example_batch, examples
-from rlhf_pipeline.data.source import source_job
 from rlhf_pipeline.models.base_model import build_model, train_tokenizer
-from rlhf_pipeline.pipelines.data_preparation.nodes import split
+from rlhf_pipeline.pipelines.base_model.spec import SPEC as BASE_MODEL
+from rlhf_pipeline.pipelines.split.nodes import source_job, split
+from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.run import run_stage
+from rlhf_pipeline.stages.run import StageRunner
 
 ARCHITECTURE = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2,
 }  # fmt: skip
 LAUNCH = LaunchConfig(processes=2)
 
@@ -72,7 +75,7 @@ def main() -> None:
         )
 
         def prepare() -> Path:
-            return split(base_model, config, LAUNCH, 0, root / "workspace")
+            return split(base_model, config, 0, stages(root / "workspace"))
 
         prepared, first_s = timed(prepare)
         peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
@@ -86,8 +89,12 @@ def main() -> None:
         show(arguments.pairs, first_s, second_s, peak_mib, every_s, needed_s)
 
 
+def stages(workspace: Path) -> StageRunner:
+    return StageRunner(RunContext(workspace, LAUNCH))
+
+
 def generate(like: Path, file: Path, pairs: int) -> None:
-    """Write comparisons with the turns of `like`, each turn's words in a new order."""
+    """Write comparisons with the turns of `like`, the words of each turn shuffled."""
     rng = random.Random(0)
     with gzip.open(like, "rt") as lines:
         rows = [json.loads(line) for line in lines]
@@ -103,7 +110,7 @@ def generate(like: Path, file: Path, pairs: int) -> None:
 
 
 def shared_start(one: str, other: str) -> str:
-    """Both dialogues up to where the last answer begins."""
+    """The shared beginning of both dialogues, up to the last answer."""
     end = one.rfind("\n\nAssistant:") + len("\n\nAssistant:")
     return one[:end] if other.startswith(one[:end]) else ""
 
@@ -121,23 +128,20 @@ def shuffled(dialogue: str, rng: random.Random) -> str:
 
 
 def build_base_model(file: Path, vocabulary: int, root: Path) -> Path:
-    """A tiny model with a tokenizer of realistic size, trained on the file's first rows."""
+    """Build a tiny model with a tokenizer of realistic size, trained on the first rows."""
     sample = SourceConfig(name="Anthropic/hh-rlhf", path=str(file), samples=10_000)
-    records = run_stage(source_job(sample, 0), LAUNCH, root / "sample")
+    records = stages(root / "sample").run(source_job(sample, 0))
     config = BaseModelConfig(architecture=ARCHITECTURE, vocab_size=vocabulary)
     tokenizer = train_tokenizer(config, [records])
     built = root / "built"
     build_model(config, tokenizer).save_pretrained(built)
     tokenizer.save_pretrained(built)
-    return run_stage(
-        Job("base_model", {"base_model": BaseModelConfig(path=str(built))}, {}, 0),
-        LAUNCH,
-        root / "base",
-    )
+    job = Job(BASE_MODEL, {"base_model": BaseModelConfig(path=str(built))}, {}, 0)
+    return stages(root / "base").run(job)
 
 
 def content_of(stage: Path) -> Path:
-    """The artifact of a stage that has run once."""
+    """The artifact of a stage that ran once."""
     [directory] = stage.iterdir()
     return directory / "export"
 
@@ -148,7 +152,7 @@ def all_texts(records: Path) -> list[str]:
 
 
 def needed_texts(records: Path, prepared: Path) -> list[str]:
-    """The prompts and answers that the prepared files hold, each once."""
+    """The prompts and answers in the prepared files, each once."""
     held = {
         phase: {
             name
@@ -186,7 +190,7 @@ def comparisons(records: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """The fast tokenizer in batch mode, nothing else."""
+    """Run the fast tokenizer in batch mode."""
     for start in range(0, len(texts), 1_000):
         tokenizer(texts[start : start + 1_000], add_special_tokens=False)
 
@@ -194,16 +198,16 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
 def show(
     pairs: int, first_s: float, second_s: float, peak_mib: float, every_s: float, needed_s: float
 ) -> None:
-    """One row a figure."""
+    """Print one row per measurement."""
     table = Table(title=f"Preparing {pairs:,} comparisons")
     table.add_column("")
     table.add_column("", justify="right")
     table.add_row("raw tokenizer, all prompts and answers", f"{every_s:.1f} s")
-    table.add_row("raw tokenizer, those that are prepared", f"{needed_s:.1f} s")
-    table.add_row("preparation, from the file to the artifact", f"{first_s:.1f} s")
+    table.add_row("raw tokenizer, needed texts", f"{needed_s:.1f} s")
+    table.add_row("preparation, from file to artifact", f"{first_s:.1f} s")
     table.add_row("  as a multiple of raw, all", f"{first_s / every_s:.2f}")
-    table.add_row("  as a multiple of raw, those prepared", f"{first_s / needed_s:.2f}")
-    table.add_row("the same again, found finished", f"{second_s:.2f} s")
+    table.add_row("  as a multiple of raw, needed texts", f"{first_s / needed_s:.2f}")
+    table.add_row("the same again, reused", f"{second_s:.2f} s")
     table.add_row("peak memory of the largest process", f"{peak_mib:,.0f} MiB")
     Console().print(table)
 

@@ -1,10 +1,10 @@
-"""Does PPO beat SFT on the gold score, on every seed? Runs the default pipeline on several seeds and tabulates the outcome.
+"""Does PPO beat SFT on the gold score, on every seed? Run the default pipeline on several seeds.
 
     python benchmarks/seeds.py                 # seeds 1 to 5
-    python benchmarks/seeds.py --seeds 1 2     # these
+    python benchmarks/seeds.py --seeds 1 2     # some seeds
 
-Each seed draws its own world, model, split, training and decoding. Results go to benchmarks/results/seeds/.
-The exit code is 0 if every seed has a win rate of at least 0.70 whose 95% interval lies above 0.60.
+A seed decides data, model, split, training and decoding. Results: benchmarks/results/seeds/.
+The exit code is 0 if every seed has a win rate of at least 0.70 with a 95% interval above 0.60.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_RATE, MIN_LOWER = 0.70, 0.60
 
 
 def main() -> int:
-    """Run the seeds one after the other; print a row for each as it ends."""
+    """Run the seeds one after the other; print a row for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def run(seed: int) -> dict[str, float]:
-    """One full run with its own data folder and tracking store."""
+    """Run the full pipeline with its own data folder and tracking store."""
     root = RESULTS / str(seed)
     root.mkdir(parents=True, exist_ok=True)
     command = [
@@ -84,7 +84,7 @@ def manifests(root: Path) -> dict[str, Path]:
 
 
 def passes(row: dict[str, float]) -> bool:
-    """The bar: clearly better than the baseline, not by luck."""
+    """Whether PPO is better than SFT by a margin that chance does not explain."""
     return row["win_rate"] >= MIN_RATE and row["lower"] > MIN_LOWER
 
 

@@ -1,11 +1,13 @@
-"""Is PPO stable with several epochs, pooled batches and small minibatches? Default parameters but for these, on several seeds.
+"""Is PPO stable with several epochs, pooled batches and small minibatches, on several seeds?
 
     python benchmarks/stability.py                 # seeds 1 to 3
-    python benchmarks/stability.py --seeds 1 2 --settings plain "4 epochs"     # these
+    python benchmarks/stability.py --seeds 1 2 --settings plain "4 epochs"
 
-Every setting sees the same number of prompts and responses, with the same learning rates and KL settings; the last one adds
-`kl.stop_update`. Results and the plot go to benchmarks/results/stability/. The exit code is 0 if every run but those of
-"all three" stays within the KL bound and each setting's mean win rate on gold is at most 0.03 below the plain setting's.
+All other parameters have their defaults. Every setting uses the same number of prompts and
+responses, the same learning rates and KL settings; the last one adds `kl.stop_update`. Results and
+plot: benchmarks/results/stability/. The exit code is 0 if every run except those of "all three"
+stays within the KL bound and the mean win rate on gold of each setting is at most 0.03 below that
+of the plain setting.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all three, stop_update": ALL_THREE | {"kl": {"stop_update": 0.005}},
 }
 UNSTABLE = "all three"
-"""Shown for contrast: without `kl.stop_update` it diverges on some seeds."""
+"""Shown for comparison: without `kl.stop_update`, it diverges on some seeds."""
 TOLERANCE = 0.03
 COLORS = dict(
     zip(SETTINGS, ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"), strict=True)
@@ -47,9 +49,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="where runs are kept and results are written"
-    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of runs and results")
     arguments = parser.parse_args()
     folder = arguments.results / "stability"
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def run(start: Start, name: str) -> dict[str, Any]:
-    """One setting on one seed: what it ended with, and its course; `error` alone where PPO had nothing to export."""
+    """Run one setting on one seed; return its results, or `error` if PPO exported nothing."""
     try:
         policy = train(start, SETTINGS[name])
     except StageError as error:
@@ -116,14 +116,14 @@ def run(start: Start, name: str) -> dict[str, Any]:
 
 
 def stable(row: dict[str, Any]) -> bool:
-    """The run took all its steps (no loss was NaN, no rollout's KL beyond the bound) and ended above SFT."""
+    """Whether the run took all its steps (no NaN, no KL above the bound) and ended above SFT."""
     return bool(
         "error" not in row and row["share_of_steps"] == 1 and row["last_gold"] > row["sft_gold"]
     )
 
 
 def differences(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Each setting's mean win rate less the plain one's, over the seeds that both have."""
+    """Mean win rate of each setting minus that of the plain one, over their common seeds."""
     rates = {(row["setting"], row["seed"]): row["win_rate"] for row in rows if "error" not in row}
     return {
         name: fmean(
@@ -138,7 +138,7 @@ def differences(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """All runs so far."""
-    table = Table(title="PPO against SFT on the gold score, by what a step trains on")
+    table = Table(title="PPO against SFT on the gold score, by setting")
     columns = (
         "win_rate lower upper sft_gold gold last_gold kl largest_kl largest_update clipped".split()
     )
@@ -152,11 +152,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Held-out gold score and KL over the responses seen: a panel a seed, a line a setting."""
+    """Held-out gold score and KL over the responses so far, one line per setting."""
     seeds = sorted({row["seed"] for row in rows})
-    upright = ("gold score, held out", "KL to SFT, nats")
+    y_labels = ("gold score, held out", "KL to SFT, nats")
     with panels(
-        file, seeds, upright=upright, across="responses trained on", size=(3.2, 5)
+        file, seeds, y_labels=y_labels, x_label="responses trained on", size=(3.2, 5)
     ) as of_seed:
         for row in (row for row in rows if "error" not in row):
             for panel, name in zip(of_seed(row["seed"]), ("gold", "kl"), strict=True):

@@ -1,4 +1,4 @@
-"""What many tests share: a small real tokenizer, small models, and a stage that is launched for real."""
+"""Shared fixtures: a small tokenizer, small models, a full disk, and a full run of the project."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from ports import reserved_port
 
-from rlhf_pipeline.stages.launch.resources import free_port
+pytest_plugins = ["rank_fixtures"]
 
 PROJECT = Path(__file__).parents[1]
 SHARED_DATA = PROJECT.parent / "shared" / "data"
@@ -22,7 +24,7 @@ SHARED_DATA = PROJECT.parent / "shared" / "data"
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Where tests run side by side, a file's stay together, and so do all that share the one full run: it is made once."""
+    """Run the tests of a file, and all tests that share the full run, in the same worker."""
     for item in items:
         item.add_marker(
             pytest.mark.xdist_group("project" if "project" in item.fixturenames else item.path.name)
@@ -31,14 +33,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _no_ambient_tracking(monkeypatch, tmp_path):
-    """No test writes into the project's own MLflow store."""
+    """Keep tests out of the MLflow store of the project."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """A byte-level BPE tokenizer of 288 tokens with the pipeline's special tokens and chat template."""
+    """A byte-level BPE tokenizer of 288 tokens with special tokens and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -67,36 +69,37 @@ def tokenizer():
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROTARY = SIZES | {"intermediate_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}
 ARCHITECTURES = {
-    "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 128, "init_std": 0.2,
-                    "attention_dropout": 0.1, "layerdrop": 0.1},
+    "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 128,
+                    "init_std": 0.2, "attention_dropout": 0.1, "layerdrop": 0.1},
     "llama": ROTARY | {"attention_dropout": 0.1},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2},
     "gpt_neox": ROTARY | {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2,
               "attention_dropout": 0.1, "hidden_dropout": 0.1},
-    "qwen2": ROTARY | {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_dropout": 0.1},
+    "qwen2": ROTARY | {"num_key_value_heads": 2, "tie_word_embeddings": True,
+                       "attention_dropout": 0.1},
     "qwen3": ROTARY | {"num_key_value_heads": 2, "head_dim": 16, "attention_dropout": 0.1},
     "mistral": ROTARY | {"num_key_value_heads": 2, "attention_dropout": 0.1},
 }  # fmt: skip
-"""A tiny one of each family, in its own words: dropout as far as it has it, and weights that are large enough for a wrong
-position or a wrong mask to show."""
+"""Fields of a tiny model of each family, with dropout if the family has it, and with weights large
+enough to reveal a wrong position or mask."""
 
 
 @pytest.fixture(scope="session", params=ARCHITECTURES)
 def family(request):
-    """Each model type in turn."""
+    """Each model type."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def architecture():
-    """Fields of a tiny model, by model type, as `base_model.architecture` takes them."""
+    """Returns `base_model.architecture` of a tiny model, by model type."""
     return lambda model_type: {"model_type": model_type, **ARCHITECTURES[model_type]}
 
 
 @pytest.fixture(scope="session")
 def make_model(tokenizer, tmp_path_factory):
-    """Checkpoint folders of tiny random models, by model type and seed; a wide one has padded vocabulary rows."""
+    """Saves tiny random models, by model type and seed; `vocabulary` may add unused rows."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -124,46 +127,63 @@ def make_model(tokenizer, tmp_path_factory):
     return make
 
 
+def end_group(leader: subprocess.Popen) -> None:
+    """Kill a process and its group, and wait for the process."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
+
+
 @pytest.fixture
 def start_server(tmp_path):
-    """Starts a program on a free port and waits until it answers at a path; returns its address. It ends with the test."""
-    log, started = tmp_path / "server.log", []
+    """Starts a server on a free port and waits until it answers at a path; returns its address.
 
-    def start(
-        command: list[str], answers_at: str, environment: dict[str, str], timeout_s: float = 60.0
-    ) -> str:
-        port = free_port(None)
-        with log.open("w") as output:
-            server = subprocess.Popen(
-                [*command, "--port", str(port), "--workers", "1"],
-                env=os.environ | environment, stdout=output, stderr=output, start_new_session=True, cwd=tmp_path,
-            )  # fmt: skip
-        started.append(server)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and server.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}{answers_at}", timeout=1):
-                    return f"http://127.0.0.1:{port}"
-            except OSError:
-                time.sleep(0.2)
-        pytest.fail(f"the server at port {port} does not answer:\n{log.read_text()}")
+    The server ends with the test.
+    """
+    log = tmp_path / "server.log"
+    with ExitStack() as cleanup:
 
-    yield start
-    for server in started:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        def start(command: list[str], answers_at: str, environment: dict[str, str]) -> str:
+            port = cleanup.enter_context(reserved_port())
+            with log.open("w") as output:
+                server = subprocess.Popen(
+                    [*command, "--port", str(port), "--workers", "1"],
+                    env=os.environ | environment,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    cwd=tmp_path,
+                )
+            cleanup.callback(end_group, server)
+            deadline = time.monotonic() + 600  # only for a server that hangs
+            while server.poll() is None and time.monotonic() < deadline:
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}{answers_at}", timeout=10):
+                        return f"http://127.0.0.1:{port}"
+                except OSError:
+                    time.sleep(0.2)
+            pytest.fail(f"the server at port {port} does not answer:\n{log.read_text()}")
+
+        yield start
 
 
 SECRETS = {
     name: f"canary-{name}"
-    for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_USERNAME",
-                 "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY")
-}  # fmt: skip
-"""What no run may write anywhere."""
+    for name in (
+        "HF_TOKEN",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "MLFLOW_TRACKING_USERNAME",
+        "MLFLOW_TRACKING_PASSWORD",
+        "MLFLOW_TRACKING_TOKEN",
+        "WANDB_API_KEY",
+    )
+}
+"""Values that no run may write anywhere."""
 
 
 class Disk:
-    """A file system of its own whose free room is steered by a file that takes the rest."""
+    """A file system in memory; a filler file controls its free space."""
 
     def __init__(self, path: Path, size: int = 8 * 2**20) -> None:
         self.path, self.filler = path, path / "filler"
@@ -173,12 +193,12 @@ class Disk:
             ["mount", *options, str(path)], capture_output=True, text=True, check=False
         )
         if mounted.returncode != 0:
-            pytest.skip(f"a file system of its own cannot be mounted: {mounted.stderr.strip()}")
+            pytest.skip(f"a file system in memory cannot be mounted: {mounted.stderr.strip()}")
 
-    def leave(self, room: int) -> None:
-        """Take all but so many bytes."""
+    def leave(self, free: int) -> None:
+        """Fill the disk up to `free` bytes."""
         with self.filler.open("ab") as file:
-            os.posix_fallocate(file.fileno(), file.tell(), shutil.disk_usage(self.path).free - room)
+            os.posix_fallocate(file.fileno(), file.tell(), shutil.disk_usage(self.path).free - free)
 
     def make_room(self) -> None:
         self.filler.unlink()
@@ -189,14 +209,14 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path):
-    """A small file system; tests that use it are skipped where none may be mounted."""
+    """A small file system; skips the test if it cannot be mounted."""
     disk = Disk(tmp_path / "disk")
     yield disk
     subprocess.run(["umount", "--lazy", str(disk.path)], check=True)
 
 
 class Project:
-    """The project with a data folder and a tracking store of its own."""
+    """The project with a separate data folder and tracking store."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -216,7 +236,7 @@ class Project:
             f"--env={env}",
             *arguments,
         ]
-        # Values are YAML: unquoted, a line break would be a blank, and what follows a " #" a comment.
+        # Values are YAML. Quotes keep line breaks, and " #" does not start a comment.
         command.append(
             f"--params=root={json.dumps(str(self.root))}" + (f",{params}" if params else "")
         )
@@ -249,9 +269,9 @@ class Project:
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory):
-    """One full run of the smallest environment, by the command line; the tests that need artifacts share it.
+    """A full run of the environment `tiny` by the command line, shared by all tests that need one.
 
-    Its folder has a name that a shell would take apart, or execute.
+    A shell would split or execute the name of its folder.
     """
     root = (
         tmp_path_factory.mktemp("project")
@@ -265,7 +285,7 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_interpreter_first():
-    """Launched programs run in the environment of the tests."""
+    """Programs are launched from the environment of the tests."""
     assert Path(sys.executable).with_name("deepspeed").exists(), (
         "install the project first: make test"
     )

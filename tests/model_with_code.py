@@ -1,4 +1,4 @@
-"""A checkpoint that brings Python code of its own, as models on the hub do whose type transformers does not know."""
+"""A model that ships its own Python code, like hub models of a type unknown to transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 CODE = """
 from pathlib import Path
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers import PreTrainedTokenizerFast
 
 Path({marker!r}).touch()
 
@@ -33,10 +34,13 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 def bring_code(folder: Path, marker: Path) -> None:
-    """Make a Llama's checkpoint one of a type of its own. Its code leaves a marker when it is executed."""
+    """Turn a Llama into a model with its own type, whose code creates `marker` when executed."""
     (folder / "modeling_own.py").write_text(CODE.format(marker=str(marker)))
-    classes = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnForCausalLM",
-               "AutoModelForSequenceClassification": "OwnForSequenceClassification"}  # fmt: skip
+    classes = {
+        "AutoConfig": "OwnConfig",
+        "AutoModelForCausalLM": "OwnForCausalLM",
+        "AutoModelForSequenceClassification": "OwnForSequenceClassification",
+    }
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
     config["auto_map"] = {auto: f"modeling_own.{own}" for auto, own in classes.items()}

@@ -1,5 +1,7 @@
-"""A hub that stands in for Hugging Face's, over HTTP: what huggingface_hub asks about data sets and models, from files at
-<root>/<owner>/<name>/<commit>/."""
+"""A stand-in for the Hugging Face hub: answers huggingface_hub's requests over HTTP.
+
+The files are in <root>/<owner>/<name>/<commit>/.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from rlhf_pipeline.data.sources.adapter import CONVERTED
 
 COMMITS = {"main": "1" * 40, CONVERTED: "2" * 40}
-"""What every repository's branches name at first."""
+"""Initial branches of every repository -> commit."""
 
 
 @contextmanager
 def serving(root: Path) -> Iterator[Hub]:
-    """A hub that answers while the block runs."""
+    """Serve a hub while the block runs."""
     with Hub(root) as hub:
         Thread(target=hub.serve_forever, daemon=True).start()
         yield hub
@@ -28,17 +30,17 @@ def serving(root: Path) -> Iterator[Hub]:
 
 
 class Hub(ThreadingHTTPServer):
-    """The server; what its branches name may be changed while it runs."""
+    """The server. A test may change `commits` while the server runs."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.root = root
         self.commits = dict(COMMITS)
-        self.revisions: set[str] = set()  # that files were asked for
+        self.revisions: set[str] = set()  # of all requested files
 
     @property
     def address(self) -> str:
-        """For HF_ENDPOINT."""
+        """The value for HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_port}"
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself is about its own results."""
+"""Hooks: checks before a run, tags, printed results and errors."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +9,11 @@ from kedro.io import DataCatalog, Version
 from kedro.io.core import DatasetError
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
+from rich.console import Console
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.hooks import ErrorHook, PreflightHook, ProgressHook, _tags
+from rlhf_pipeline.hooks import ErrorHook, PreflightHook, ResultsHook, _tags
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
 
@@ -27,7 +28,7 @@ def registration(number: str) -> dict:
     return {"model": "policy", "aliases": {"candidate": number}, "refusals": [], "compare": "/"}
 
 
-def test_a_run_shows_what_it_made_though_another_one_finished_meanwhile(tmp_path, capsys):
+def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(tmp_path, capsys):
     def catalog(save: str) -> DataCatalog:
         version = Version(None, save)
         return DataCatalog(
@@ -44,7 +45,7 @@ def test_a_run_shows_what_it_made_though_another_one_finished_meanwhile(tmp_path
     theirs.save("registration", registration("8"))
     made = {"ppo_model": export(tmp_path / "mine", "mine"), "registration": registration("7")}
     nodes = [Node(registration, inputs="number", outputs=name, name=name) for name in made]
-    hook = ProgressHook()
+    hook = ResultsHook(Console())
     hook.before_pipeline_run()
     for name, result in made.items():
         mine.save(name, result)
@@ -57,7 +58,7 @@ def test_a_run_shows_what_it_made_though_another_one_finished_meanwhile(tmp_path
 
 
 @pytest.mark.parametrize("parameters", [{}, {"root": "/data/a[b]"}])
-def test_a_root_that_cannot_work_is_refused_before_the_catalog_is_made_of_it(tmp_path, parameters):
+def test_an_invalid_root_is_refused_before_the_catalog_is_created(tmp_path, parameters):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "globals.yml").write_text(
         'root: "/data/a{b}"' if not parameters else "root: data"
@@ -65,11 +66,11 @@ def test_a_root_that_cannot_work_is_refused_before_the_catalog_is_made_of_it(tmp
     loader = OmegaConfigLoader(
         str(tmp_path), base_env="base", default_run_env="base", runtime_params=parameters
     )
-    with pytest.raises(ConfigError, match=r"root: '/data/a[\[{]b[\]}]' has the character"):
+    with pytest.raises(ConfigError, match=r"root: found '[\[{]' in '/data/a[\[{]b[\]}]'"):
         PreflightHook().after_context_created(context=SimpleNamespace(config_loader=loader))
 
 
-def test_a_run_s_tags_hold_no_secret():
+def test_the_tags_of_a_run_contain_no_secret():
     tags = _tags(
         {
             "runtime_params": {"path": "https://me:canary@host/a?sig=canary"},
@@ -78,16 +79,18 @@ def test_a_run_s_tags_hold_no_secret():
         }
     )
     assert tags == {
-        "kedro.version": "v", "kedro.env": "tiny", "kedro.runtime_params": "{'path': 'https://...@host/a?...'}",
-    }  # fmt: skip
+        "kedro.version": "v",
+        "kedro.env": "tiny",
+        "kedro.runtime_params": "{'path': 'https://...@host/a?...'}",
+    }
 
 
-def test_a_failure_that_the_catalog_has_wrapped_is_shown_as_itself():
-    told = StageError("the disk is full")
+def test_an_error_wrapped_by_the_catalog_is_raised():
+    error = StageError("the disk is full")
     wrapped = DatasetError("sft_model: ...")
     wrapped.__cause__ = DatasetError("...")
-    wrapped.__cause__.__cause__ = told
+    wrapped.__cause__.__cause__ = error
     with pytest.raises(StageError) as caught:
         ErrorHook().on_pipeline_error(error=wrapped)
-    assert caught.value is told
+    assert caught.value is error
     ErrorHook().on_pipeline_error(error=DatasetError("Kedro's own"))

@@ -1,4 +1,4 @@
-"""Secrets leave a text, and nothing else does."""
+"""Redaction removes secrets from a text and nothing else."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Secrets that a run is given are in no file that it leaves, in no log and in no message."""
+"""Secrets of a run appear in no file, log or message."""
 
 import http.server
 import json
@@ -17,7 +17,7 @@ PROJECT = Path(__file__).parents[1]
 
 
 def leaks(folder: Path) -> list[str]:
-    """Files that hold a canary, or are called after one."""
+    """Files with a canary in their content or name."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return [str(path) for path in files if b"canary" in path.read_bytes() or "canary" in path.name]
 
@@ -32,12 +32,12 @@ def test_no_stage_writes_a_secret_of_its_environment(project):
 
 
 @pytest.mark.slow
-def test_nothing_that_a_run_leaves_can_be_written_by_others(project):
+def test_files_of_a_run_are_not_writable_for_others(project):
     assert [path for path in project.root.rglob("*") if path.stat().st_mode & 0o002] == []
 
 
 class Signed(http.server.SimpleHTTPRequestHandler):
-    """Answers only who knows the signature."""
+    """Answers only requests with the signature."""
 
     def send_head(self):
         return (
@@ -64,7 +64,7 @@ def signed(tmp_path):
 
 @pytest.fixture
 def kedro(tmp_path):
-    """Runs node base_model on a source, with a secret in every place where one can be; returns exit code and output."""
+    """Runs node base_model with secrets in every possible place; returns exit code and output."""
     conf, left = tmp_path / "conf", tmp_path / "left"
     shutil.copytree(PROJECT / "conf", conf)
     (conf / "local").mkdir(exist_ok=True)
@@ -92,9 +92,13 @@ def kedro(tmp_path):
             "QUERY": query,
         }
         ended = subprocess.run(
-            [*command, f"--params=root={left / 'data'}"], cwd=PROJECT, env=os.environ | secrets | settings,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [*command, f"--params=root={left / 'data'}"],
+            cwd=PROJECT,
+            env=os.environ | secrets | settings,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return ended.returncode, ended.stdout + ended.stderr
 
     run.left = left
@@ -102,7 +106,7 @@ def kedro(tmp_path):
 
 
 @pytest.mark.slow
-def test_neither_does_a_run_whose_urls_hold_secrets(kedro, signed):
+def test_no_stage_writes_a_secret_of_a_url(kedro, signed):
     store = f"sqlite:///{kedro.left}/mlflow.db"
     code, refused = kedro(f"{signed}?$QUERY", query="sig=canary-wrong", tracking=store)
     assert code == 1 and "/pairs.jsonl?...: not found" in refused
@@ -115,10 +119,11 @@ def test_neither_does_a_run_whose_urls_hold_secrets(kedro, signed):
     )
     code, tracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking=store)
     assert code == 0
+    in_environment = "set the credentials of the store in the environment"
     literal = {
-        "http://me:canary-login@127.0.0.1:9/a.jsonl": "give the store's keys in the environment",
-        "s3://me:canary/login@bucket/a.jsonl": "give the store's keys in the environment",
-        f"{signed}?sig=canary": "export it as an environment variable",
+        "http://me:canary-login@127.0.0.1:9/a.jsonl": in_environment,
+        "s3://me:canary/login@bucket/a.jsonl": in_environment,
+        f"{signed}?sig=canary": "export the query as an environment variable",
     }
     for path, advice in literal.items():
         code, written = kedro(path, query="", tracking=store)
@@ -126,4 +131,4 @@ def test_neither_does_a_run_whose_urls_hold_secrets(kedro, signed):
     (job,) = kedro.left.glob("data/07_workspace/source/*/job.json")
     assert json.loads(job.read_text())["config"]["source"]["path"] == f"{signed}?$QUERY"
     assert leaks(kedro.left) == []
-    assert [said for said in (refused, untracked, tracked) if "canary" in said] == []
+    assert [text for text in (refused, untracked, tracked) if "canary" in text] == []

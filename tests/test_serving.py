@@ -1,10 +1,9 @@
-"""An exported policy as an MLflow model: loaded in process, and served over HTTP by `mlflow models serve`."""
+"""An exported policy as an MLflow model, in process and over HTTP (`mlflow models serve`)."""
 
 import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_pipeline.serving import write_mlmodel
+from rlhf_pipeline.models.mlflow_format import write_mlmodel
 
 SOURCE = Path(__file__).parents[1] / "src"
 WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", *"abcdefgh"]
@@ -28,7 +27,7 @@ WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", *"abcdefgh"]
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """A random tiny Llama of 16 vocabulary rows with a tokenizer of 13 words; rows 13 to 15 mean no token."""
+    """A random tiny Llama of 16 vocabulary rows with 13 tokens; rows 13 to 15 are padding."""
     directory = tmp_path_factory.mktemp("policy")
     words = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
@@ -61,10 +60,8 @@ def policy(tmp_path_factory):
         )
     )
     with torch.no_grad():
-        model.lm_head.weight[13:] *= 20  # the rows that must not be sampled are the likeliest
-    model.generation_config.top_k = (
-        2  # a checkpoint's own sampling habits must not leak into an answer
-    )
+        model.lm_head.weight[13:] *= 20  # padding rows become the most likely
+    model.generation_config.top_k = 2  # must not affect an answer
     model.generation_config.do_sample = True
     model.save_pretrained(directory)
     write_mlmodel(directory)
@@ -82,47 +79,8 @@ def prompts(*texts):
     return pandas.DataFrame({"prompt": texts})
 
 
-def test_the_mlmodel_file_is_what_mlflow_itself_would_say(policy):
-    from mlflow.models import Model, ModelSignature
-    from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema
-
-    read = Model.load(policy)
-    assert read.signature == ModelSignature(
-        Schema([ColSpec("string", "prompt")]),
-        Schema([ColSpec("string")]),
-        ParamSchema(
-            [
-                ParamSpec("max_new_tokens", "long", 128),
-                ParamSpec("temperature", "double", 0.0),
-                ParamSpec("seed", "long", 0),
-            ]
-        ),
-    )
-    assert read.flavors == {"python_function": {"loader_module": "rlhf_pipeline.serving"}}
-
-
-def test_equal_policies_have_equal_mlmodel_files(tmp_path):
-    write_mlmodel(tmp_path)
-    first = (tmp_path / "MLmodel").read_bytes()
-    time.sleep(0.01)
-    write_mlmodel(tmp_path)
-    assert (tmp_path / "MLmodel").read_bytes() == first
-
-
-def test_writing_needs_neither_mlflow_nor_torch(tmp_path):
-    program = (
-        "import sys; from pathlib import Path; from rlhf_pipeline.serving import write_mlmodel;"
-        "write_mlmodel(Path(sys.argv[1])); print({'mlflow', 'torch', 'transformers', 'pandas'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(
-        command, env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "set()\n"
-
-
 def greedy_by_hand(policy, prompt_ids, count):
-    """The likeliest token each time among the 13 real ones, by the bare model and without padding."""
+    """Take the most likely of the 13 real tokens at each position, without padding."""
     model = AutoModelForCausalLM.from_pretrained(policy)
     ids = list(prompt_ids)
     with torch.no_grad():
@@ -133,17 +91,17 @@ def greedy_by_hand(policy, prompt_ids, count):
     return " ".join(WORDS[number] for number in ids[len(prompt_ids) :] if number > 2)
 
 
-def test_greedy_answers_are_the_models_whatever_the_padding(policy, served):
-    # user=3, a=5, b=6, c=7, <eos>=1, assistant=4: the chat template with the generation prompt
+def test_greedy_answers_do_not_depend_on_the_padding(policy, served):
+    # The chat template: user=3, a=5, b=6, c=7, <eos>=1, assistant=4.
     answers = served.predict(prompts("a", "a b c a b c"), {"max_new_tokens": 6})
     assert answers == [
         greedy_by_hand(policy, [3, 5, 1, 4], 6),
         greedy_by_hand(policy, [3, 5, 6, 7, 5, 6, 7, 1, 4], 6),
     ]
-    assert all(answers)  # an empty answer would prove nothing
+    assert all(answers)
 
 
-def test_sampling_follows_the_seed_and_leaves_the_callers_randomness_alone(served):
+def test_sampling_follows_the_seed_and_keeps_the_callers_random_state(served):
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -152,9 +110,8 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_randomness_alone(serve
         for seed in (1, 1, 2, 3, 4, 5, 6, 7)
     ]
     assert answers[0] == answers[1]
-    assert (
-        len({answer.partition(" ")[0] for answer in answers}) > 2
-    )  # the checkpoint's own top_k would allow two
+    # The model's own top_k would allow two first words.
+    assert len({answer.partition(" ")[0] for answer in answers}) > 2
     assert torch.rand(1) == expected
 
 
@@ -178,13 +135,12 @@ def test_mlflow_serves_the_directory(policy, served, start_server):
         "--env-manager",
         "local",
     ]
-    # The server is started by a script of the environment's bin folder.
+    # mlflow starts the server by a script in the environment's bin folder.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     address = start_server(
         command,
         "/ping",
         {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true", "PATH": path},
-        timeout_s=90.0,
     )
     body = {"dataframe_records": [{"prompt": "a b c"}], "params": {"max_new_tokens": 5}}
     request = urllib.request.Request(

@@ -1,4 +1,7 @@
-"""The project's own commands: `kedro rlhf ...`. What they need is imported when they are called; every command loads this."""
+"""Commands of the project: `kedro rlhf ...`.
+
+Each command imports what it needs when it is called: every `kedro` command loads this module.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from kedro.framework.cli.project import run  # noqa: F401 - `python -m rlhf_pipeline` looks for it here
+from kedro.framework.cli.project import run  # noqa: F401 - for Kedro
 from kedro.framework.cli.utils import _split_params
 from kedro.framework.startup import ProjectMetadata
 from kedro.io import CatalogProtocol
@@ -25,7 +28,7 @@ def cli() -> None:
 
 @cli.group()
 def rlhf() -> None:
-    """See and tidy what the stages have made."""
+    """Show and clean up the results of the stages."""
 
 
 @rlhf.command()
@@ -38,27 +41,28 @@ def rlhf() -> None:
 def status(
     metadata: ProjectMetadata, pipeline: str, env: str | None, params: dict[str, Any]
 ) -> None:
-    """Show what each stage would do: be found finished, go on, or run, and why."""
+    """Show what each stage would do (reuse its result, resume, or run), and why."""
     from kedro.framework.project import pipelines
     from rich.console import Console
 
     from rlhf_pipeline.commands.status import show
-    from rlhf_pipeline.commands.status import status as stages
+    from rlhf_pipeline.commands.status import status as plan
 
     if pipeline not in pipelines:
         raise click.BadParameter(
-            f"no pipeline {pipeline!r}; known are {', '.join(pipelines)}", param_hint="--pipeline"
+            f"no pipeline {pipeline!r}; the pipelines are {', '.join(pipelines)}",
+            param_hint="--pipeline",
         )
     with _catalog(metadata, env, params) as catalog:
-        show(stages(pipelines[pipeline], catalog), Console())
+        show(plan(pipelines[pipeline], catalog), Console())
 
 
 @rlhf.command()
-@click.option("--yes", is_flag=True, help="Remove; without it the command only shows.")
+@click.option("--yes", is_flag=True, help="Remove; without it the command only lists.")
 @click.option(
     "--unfinished",
     is_flag=True,
-    help="Also unfinished stages that have a checkpoint to go on from.",
+    help="Also unfinished stages that could resume from a checkpoint.",
 )
 @_ENV
 @_PARAMS
@@ -66,13 +70,13 @@ def status(
 def clean(
     metadata: ProjectMetadata, yes: bool, unfinished: bool, env: str | None, params: dict[str, Any]
 ) -> None:
-    """Remove work directories that no published version comes from, and what dead runs left."""
+    """Remove work directories that no published version needs, and interrupted publications."""
     from rich.console import Console
 
-    from rlhf_pipeline.commands.clean import clean as tidy
+    from rlhf_pipeline.commands.clean import clean as clean_up
 
     with _catalog(metadata, env, params) as catalog:
-        tidy(catalog, Console(), yes=yes, unfinished=unfinished)
+        clean_up(catalog, Console(), yes=yes, unfinished=unfinished)
 
 
 @contextmanager

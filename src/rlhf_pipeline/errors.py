@@ -1,35 +1,35 @@
-"""The failures a user can meet. Each message names the place, the value and the fix; none needs a traceback."""
+"""Errors shown to the user: what is wrong, the value found, and the fix, without a traceback."""
 
 import click
 
 
 class PipelineError(click.ClickException):
-    """Base of every failure that the pipeline explains to its user.
+    """Base of all errors that are explained to the user.
 
-    A `ClickException`, so that Kedro's command line prints the message alone, without a traceback.
+    Kedro's command line prints the message of a `ClickException` without a traceback.
     """
 
 
 class ConfigError(PipelineError):
-    """A parameter, or a combination of parameters, that cannot work."""
+    """An invalid parameter, or an invalid combination of parameters."""
 
 
 class DataError(PipelineError):
-    """A source, a file or a row that cannot be read as training data."""
+    """A source, file or row that cannot be read as training data."""
 
 
 class ArtifactError(PipelineError):
-    """A checkpoint or a prepared data set that is incomplete, altered, or does not fit the others."""
+    """An artifact or model that is incomplete, was changed, or does not fit the others."""
 
 
 class ForeignFileError(ArtifactError):
-    """A file lies in an artifact that its stage did not put there; all of the artifact's own are whole."""
+    """A file was added to an artifact; the files of the artifact are intact."""
 
 
 class StageError(PipelineError):
-    """A launched stage ended without a finished result.
+    """A stage ended without a finished result.
 
-    `cause` names the known failure behind it, see `rlhf_pipeline.stages.launch.hints`; None: not a known one.
+    `cause` is the name of a known failure, see `rlhf_pipeline.stages.launch.hints`; None: unknown.
     """
 
     def __init__(self, message: str, cause: str | None = None) -> None:
@@ -37,5 +37,5 @@ class StageError(PipelineError):
         self.cause = cause
 
 
-class Interrupted(PipelineError):  # noqa: N818 - an interruption is no error
-    """The user or the scheduler ended a stage by a signal."""
+class Interrupted(PipelineError):  # noqa: N818 - not an error
+    """The user or the scheduler ended the stage by a signal."""

@@ -17,7 +17,7 @@ from rlhf_pipeline.errors import Interrupted, PipelineError
 from rlhf_pipeline.preflight import check_root, preflight
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.results import SplitSummary, print_results
-from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.forcing import forced_stages
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import Listeners, StageListener, Status
@@ -33,30 +33,33 @@ STAGES = "stages"
 
 
 class PreflightHook:
-    """Refuses parameters that cannot work before the first node runs."""
+    """Fails before the first node runs if the parameters are invalid."""
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Check the root folder, from which Kedro makes the paths of the catalog."""
+        """Check the root folder before Kedro derives the paths of the catalog from it."""
         loader = context.config_loader
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
         """Check all parameters together, and that a configured port is free."""
-        parameters: dict[str, Any] = catalog.load("parameters")
-        check(parameters)
-        free_port(LaunchConfig.model_validate(parameters["launch"]).master_port)
+        check(catalog)
+        free_port(LaunchConfig.model_validate(catalog.load("parameters")["launch"]).master_port)
 
 
-def check(parameters: dict[str, Any]) -> None:
-    """Refuse parameters that cannot work on this machine."""
+def check(catalog: CatalogProtocol) -> None:
+    """Check all parameters on this machine; add the defaults of blocks missing in all files."""
+    parameters: dict[str, Any] = catalog.load("parameters")
     processes = process_count(LaunchConfig.model_validate(parameters["launch"]))
     preflight(parameters, processes=processes, gpus=gpu_count())
+    for name, block in parameter_blocks().items():
+        if f"params:{name}" not in catalog:
+            catalog[f"params:{name}"] = block()
 
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
-    """What the parameters decide for all stages of a run."""
+    """Build the context of a run from its parameters."""
     parameters: dict[str, Any] = catalog.load("parameters")
     base_model = BaseModelConfig.model_validate(parameters["base_model"])
     return RunContext(
@@ -69,7 +72,7 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
 
 
 def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
-    """Give the nodes what runs their stages."""
+    """Give the nodes the object that runs their stages."""
     catalog[STAGES] = MemoryDataset(stages, copy_mode="assign")
 
 
@@ -87,7 +90,7 @@ class StagesHook:
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Remember the project's folder, which contains the tracking database."""
+        """Remember the project folder, which contains the tracking database."""
         self._project = Path(context.project_path)
 
     @hook_impl
@@ -103,7 +106,7 @@ class StagesHook:
 
     @hook_impl
     def before_node_run(self) -> None:
-        """Send what the store could not take earlier: the registration looks for it there."""
+        """Send to MLflow what an outage held back: the registration needs it."""
         if self._tracker is not None:
             self._tracker.catch_up()
 
@@ -124,7 +127,7 @@ class StagesHook:
 
 
 class ResultsHook:
-    """Prints what the run made, and where it is."""
+    """Prints the results of the run and their paths."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -132,12 +135,12 @@ class ResultsHook:
 
     @hook_impl
     def before_pipeline_run(self) -> None:
-        """Forget an earlier run of the same process."""
+        """Forget an earlier run in this process."""
         self._outputs = {}
 
     @hook_impl
     def after_node_run(self, outputs: dict[str, Any]) -> None:
-        """Remember the outputs of this run: by its end, another run may have published newer ones."""
+        """Remember the outputs: another run may publish newer versions before this run ends."""
         self._outputs |= outputs
 
     @hook_impl
@@ -153,11 +156,11 @@ class ResultsHook:
 
 
 class ErrorHook:
-    """Shows the pipeline's own errors without a stack: Kedro's catalog wraps them in others."""
+    """Shows the errors of this package without a traceback: Kedro's catalog wraps them."""
 
     @hook_impl(trylast=True)
     def on_pipeline_error(self, error: Exception) -> None:
-        """Raise the `PipelineError` inside, after the other hooks have finished."""
+        """Raise the wrapped `PipelineError`, after the other hooks have finished."""
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, PipelineError):
             cause = cause.__cause__
@@ -166,13 +169,13 @@ class ErrorHook:
 
 
 def _tags(run_params: dict[str, Any]) -> dict[str, str]:
-    """The command line of Kedro as tags of the parent run."""
+    """The options of `kedro run` as tags of the parent run."""
     names = ("env", "from_nodes", "to_nodes", "node_names", "tags", "runtime_params")
-    asked = {name: run_params.get(name) for name in names}
+    options = {name: run_params.get(name) for name in names}
     version = (
         run_params.get("save_version") or run_params.get("session_id") or run_params.get("run_id")
     )
     return {
         "kedro.version": str(version),
-        **{f"kedro.{key}": without_secrets(str(value)) for key, value in asked.items() if value},
+        **{f"kedro.{key}": without_secrets(str(value)) for key, value in options.items() if value},
     }

@@ -1,4 +1,4 @@
-"""Which commit of a repository on the Hugging Face hub a branch or tag names now: a recipe holds that, not the name."""
+"""Commits on the Hugging Face hub: recipes contain a commit, not a branch or tag that may move."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision names the same content for all time."""
+    """Whether a revision is a commit, whose content never changes."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> str:
-    """The commit that `revision` names, None the newest of the default branch. A commit is returned as it is, unasked.
+    """The commit of a revision; None: the newest one of the default branch.
+
+    The hub is not contacted if `revision` is a commit.
 
     Raises:
         LookupError: the hub cannot be reached, or has no such repository or revision.
@@ -26,7 +28,8 @@ def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str 
     ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
     try:
         return str(ask(repository, revision=revision).sha)
-    except Exception as error:  # the HTTP library's own, for lost connections, have no base in common with the hub's
+    except Exception as error:  # the hub and the HTTP library have no common base class
         raise LookupError(
-            f"the hub does not tell which commit {revision or 'the newest'} of {repository!r} is: {error}"
+            f"the hub did not return the commit of {repository!r} at {revision or 'its newest'}: "
+            f"{error}"
         ) from error

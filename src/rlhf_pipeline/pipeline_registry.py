@@ -1,4 +1,4 @@
-"""The project's pipelines, their stages in order from left to right."""
+"""The registered pipelines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_pipeline.stage_registry import policy_stages
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """`full`, the default, aligns by PPO; `dpo` aligns by DPO instead. The others are parts of `full`."""
+    """`full`, the default, trains by PPO; `dpo` by DPO instead. The others are parts of `full`."""
     parts = {
         "data_preparation": base_model.create_pipeline() + split.create_pipeline(),
         "sft": sft.create_pipeline(),

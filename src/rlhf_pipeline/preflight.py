@@ -1,4 +1,4 @@
-"""Checks that take more than one block of parameters: what a run would stumble over later, said before it starts."""
+"""Checks of all parameters together, before a run starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from rlhf_pipeline.config.architecture import suggestion
 from rlhf_pipeline.config.base_model import BaseModelConfig
-from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.block import leaves as _leaves
+from rlhf_pipeline.config.block import Block, leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
@@ -24,12 +23,16 @@ from rlhf_pipeline.stages.cache.forcing import forced_stages
 
 
 def check_root(root: str) -> None:
-    """Refuse a folder for all artifacts whose name Kedro, or Python's module path, would take for something else."""
+    """Check the name of the folder for all artifacts.
+
+    Raises:
+        ConfigError: Kedro or PYTHONPATH would read the name as a pattern or a list.
+    """
     found = [character for character in root if character in "*?[]{}:"]
     if found:
         raise ConfigError(
-            f"root: {root!r} has the character {found[0]!r}, which Kedro or PYTHONPATH reads as part of a pattern or a list; "
-            "name a local folder without any of * ? [ ] { } :"
+            f"root: found {found[0]!r} in {root!r}, which Kedro or PYTHONPATH reads as part of a "
+            "pattern or a list. Fix: use a local folder without any of * ? [ ] { } :"
         )
 
 
@@ -37,44 +40,45 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
     """Check all parameters of a run together.
 
     Args:
-        parameters: top-level names to values, as the YAML files and `--params` give them or as Kedro has typed them.
-        processes: ranks that training will have.
+        parameters: top-level names to values: plain values, or blocks that Kedro has validated.
+        processes: ranks of the distributed stages.
         gpus: GPUs of this machine.
 
     Raises:
-        ConfigError: with every fault found, a line each.
+        ConfigError: the message has one line for each fault.
     """
     parameters = {
         name: value.model_dump(mode="json") if isinstance(value, Block) else value
         for name, value in parameters.items()
     }
-    faults = [*_unknown(parameters), *_invalid(parameters)]
+    faults = [*_unknown_names(parameters), *_invalid_values(parameters)]
     if not faults:
         faults = [
-            *_indivisible(parameters, processes),
-            *_half_precision(parameters, gpus),
-            *_quantized(parameters, gpus),
-            *_misplaced_sources(parameters),
-            *_too_long(parameters),
+            *_batch_size_faults(parameters, processes),
+            *_fp16_faults(parameters, gpus),
+            *_quantization_faults(parameters, gpus),
+            *_source_faults(parameters),
+            *_length_faults(parameters),
             *_ptx_faults(parameters),
             *reward_faults(PPOConfig.model_validate(parameters["ppo"]).rewards),
+            *reward_faults(
+                EvaluateConfig.model_validate(parameters["evaluate"]).judges, "evaluate.judges"
+            ),
         ]
     if faults:
-        raise ConfigError(
-            "\n".join(["the parameters cannot work:", *(f"  - {fault}" for fault in faults)])
-        )
+        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {fault}" for fault in faults)]))
 
 
-def _unknown(parameters: Mapping[str, Any]) -> list[str]:
+def _unknown_names(parameters: Mapping[str, Any]) -> list[str]:
     known = [*parameter_blocks(), "seed", "force"]
-    extra = [name for name in parameters if name not in known and name not in ("root",)]
     return [
-        f"{name}: no such parameter{suggestion(name, known)}; known are {', '.join(known)}"
-        for name in extra
+        f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
+        for name in parameters
+        if name not in known and name != "root"
     ]
 
 
-def _invalid(parameters: Mapping[str, Any]) -> list[str]:
+def _invalid_values(parameters: Mapping[str, Any]) -> list[str]:
     faults = []
     for name, block in parameter_blocks().items():
         try:
@@ -83,7 +87,7 @@ def _invalid(parameters: Mapping[str, Any]) -> list[str]:
             faults += [_fault(name, detail) for detail in error.errors()]
     seed = parameters.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        faults.append(f"seed: must be a whole number from 0 on, is {seed!r}")
+        faults.append(f"seed: found {seed!r}, expected a whole number >= 0")
     try:
         forced_stages(parameters.get("force"), stage_specs())
     except ConfigError as error:
@@ -93,81 +97,84 @@ def _invalid(parameters: Mapping[str, Any]) -> list[str]:
 
 def _fault(block: str, detail: Any) -> str:
     place = ".".join([block, *(str(part) for part in detail["loc"])])
-    misplaced = detail["type"] == "extra_forbidden" and isinstance(
-        detail["input"], str
-    )  # it may be a token
-    shown = not misplaced and not isinstance(detail["input"], dict)
-    given = f", is {without_secrets(repr(detail['input']))}" if shown else ""
-    return f"{place}: {detail['msg'].removeprefix('Value error, ')}{given}"
+    value = detail["input"]
+    may_be_a_token = detail["type"] == "extra_forbidden" and isinstance(value, str)
+    message = detail["msg"].removeprefix("Value error, ")
+    is_shown = not (may_be_a_token or isinstance(value, dict) or message.startswith("found "))
+    found = f" (found {without_secrets(repr(value))})" if is_shown else ""
+    return f"{place}: {message}{found}"
 
 
-def _indivisible(parameters: Mapping[str, Any], processes: int) -> list[str]:
+def _batch_size_faults(parameters: Mapping[str, Any], processes: int) -> list[str]:
     faults = []
     blocks = {
         name: block.model_validate(parameters.get(name, {}))
         for name, block in parameter_blocks().items()
     }
-    given = dict(_leaves({name: block.model_dump(mode="json") for name, block in blocks.items()}))
+    values = dict(leaves({name: block.model_dump(mode="json") for name, block in blocks.items()}))
     for place in [place for spec in stage_specs().values() for place in spec.batch_sizes]:
-        size = given.get(place, 0)  # 0: its block is off
+        size = values.get(place, 0)  # 0: the block is null
         if size % processes:
+            lower = size - size % processes
+            fix = f"{lower} or {lower + processes}" if lower else str(processes)
             faults.append(
-                f"{place}: {size} rows cannot be shared evenly by {processes} ranks (launch.processes); "
-                f"use {size - size % processes or processes} or {size - size % processes + processes}"
+                f"{place}: found {size}, expected a multiple of {processes} ranks "
+                f"(launch.processes). Fix: use {fix}"
             )
-    return faults or _split_groups(PPOConfig.model_validate(parameters["ppo"]), processes)
+    return faults or _group_faults(PPOConfig.model_validate(parameters["ppo"]), processes)
 
 
-def _split_groups(ppo: PPOConfig, processes: int) -> list[str]:
-    """All responses to a prompt are one rank's: it compares them."""
+def _group_faults(ppo: PPOConfig, processes: int) -> list[str]:
+    """One rank generates all responses to a prompt, because it compares them."""
     unit = processes * ppo.responses_per_prompt
     if not ppo.rollout_batch_size % unit:
         return []
     return [
-        f"ppo.rollout_batch_size: {ppo.rollout_batch_size} responses, {ppo.responses_per_prompt} to a prompt "
-        f"(ppo.responses_per_prompt), answer {ppo.rollout_batch_size // ppo.responses_per_prompt} prompts, which cannot be "
-        f"shared evenly by {processes} ranks (launch.processes); use a multiple of {unit}"
+        f"ppo.rollout_batch_size: found {ppo.rollout_batch_size}, expected a multiple of {unit}: "
+        f"{processes} ranks (launch.processes) times {ppo.responses_per_prompt} responses "
+        "(ppo.responses_per_prompt)"
     ]
 
 
-def _half_precision(parameters: Mapping[str, Any], gpus: int) -> list[str]:
+def _fp16_faults(parameters: Mapping[str, Any], gpus: int) -> list[str]:
     return [
-        f"{place}: fp16 needs a GPU, and there is none here; use bf16 or fp32"
-        for place, value in _leaves(parameters)
+        f"{place}: found fp16, which needs a GPU; this machine has none. Fix: use bf16 or fp32"
+        for place, value in leaves(parameters)
         if place.endswith(".precision") and value == "fp16" and gpus == 0
     ]
 
 
-def _quantized(parameters: Mapping[str, Any], gpus: int) -> list[str]:
+def _quantization_faults(parameters: Mapping[str, Any], gpus: int) -> list[str]:
     places = [
         place
-        for place, value in _leaves(parameters)
+        for place, value in leaves(parameters)
         if place.endswith(".lora.quantize") and value is not None
     ]
     if gpus == 0:
         return [
-            f"{place}: 4-bit weights need a GPU, and there is none here; set it to null"
+            f"{place}: found 4-bit weights, which need a GPU; this machine has none. Fix: set it "
+            "to null"
             for place in places
         ]
     if find_spec("bitsandbytes") is None:
         install = ".venv/bin/pip install --constraint constraints.txt --editable '.[quantization]'"
         return [
-            f"{place}: 4-bit weights need bitsandbytes, which is not installed; run {install}"
+            f"{place}: 4-bit weights need bitsandbytes, which is not installed. Fix: {install}"
             for place in places
         ]
     return []
 
 
-def _misplaced_sources(parameters: Mapping[str, Any]) -> list[str]:
+def _source_faults(parameters: Mapping[str, Any]) -> list[str]:
     split = SplitConfig.model_validate(parameters["split"])
     pretraining = split.pretraining.records() if split.pretraining is not None else []
     return [
-        *_source_faults("split.sources", split.records(), wants_text=False),
-        *_source_faults("split.pretraining.sources", pretraining, wants_text=True),
+        *_kind_faults("split.sources", split.records(), wants_text=False),
+        *_kind_faults("split.pretraining.sources", pretraining, wants_text=True),
     ]
 
 
-def _source_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> list[str]:
+def _kind_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> list[str]:
     faults = []
     for index, source in enumerate(sources):
         try:
@@ -180,18 +187,20 @@ def _source_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: b
         )
         if wants_text and not has_text:
             faults.append(
-                f"{place}.{index}: {source.name!r} holds examples, not plain text; list it in split.sources"
+                f"{place}.{index}: {source.name!r} contains examples, expected plain text. Fix: "
+                "list it in split.sources"
             )
         if has_text and not wants_text:
             faults.append(
-                f"{place}.{index}: {source.name!r} holds plain text; list it in split.pretraining.sources"
+                f"{place}.{index}: {source.name!r} contains plain text, expected examples. Fix: "
+                "list it in split.pretraining.sources"
             )
         if known.local_only and source.path is None:
-            faults.append(f"{place}.{index}.path: {source.name!r} reads files; name one")
+            faults.append(f"{place}.{index}.path: found null, expected a file for {source.name!r}")
     return faults
 
 
-def _too_long(parameters: Mapping[str, Any]) -> list[str]:
+def _length_faults(parameters: Mapping[str, Any]) -> list[str]:
     split = SplitConfig.model_validate(parameters["split"])
     positions = BaseModelConfig.model_validate(parameters["base_model"]).positions
     if positions is None:
@@ -203,27 +212,29 @@ def _too_long(parameters: Mapping[str, Any]) -> list[str]:
     }.items():
         responses[f"{name}.sampling.max_response_tokens"] = sampling.max_response_tokens
     return [
-        f"{place}: {response} after a prompt of split.max_prompt_tokens {split.max_prompt_tokens} exceed the model's "
-        f"{positions} positions (max_position_embeddings in base_model.architecture); lower one or raise the other"
+        f"{place}: found {response}, expected at most {positions - split.max_prompt_tokens}: the "
+        f"model's {positions} positions (base_model.architecture.max_position_embeddings) less "
+        f"split.max_prompt_tokens {split.max_prompt_tokens}"
         for place, response in responses.items()
         if split.max_prompt_tokens + response > positions
     ]
 
 
 def _ptx_faults(parameters: Mapping[str, Any]) -> list[str]:
-    """What PPO's language-model loss misses in the text that the split packs."""
+    """Faults of the plain text that PPO's language-model loss needs."""
     text = SplitConfig.model_validate(parameters["split"]).pretraining
     positions = BaseModelConfig.model_validate(parameters["base_model"]).positions
     if PPOConfig.model_validate(parameters["ppo"]).ptx is None:
         return []
     if text is None:
         return [
-            "ppo.ptx: its loss is on the text of split.pretraining, which is not set; give split.pretraining sources and "
-            "block_tokens, or set ppo.ptx to null"
+            "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
+            "block_tokens of split.pretraining, or set ppo.ptx to null"
         ]
     if positions is not None and text.block_tokens > positions:
         return [
-            f"split.pretraining.block_tokens: {text.block_tokens} exceed the model's {positions} positions "
-            "(max_position_embeddings in base_model.architecture), and ppo.ptx reads whole blocks; lower one or raise the other"
+            f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most the "
+            f"model's {positions} positions (base_model.architecture.max_position_embeddings): "
+            "ppo.ptx reads whole blocks"
         ]
     return []

@@ -1,15 +1,15 @@
-"""Keeping secrets out of what people and files are told."""
+"""Removal of secrets from messages, logs and files."""
 
 from __future__ import annotations
 
 import re
 
-_CREDENTIALS = re.compile(
-    r"(?<=://)(?:[^\s/]*|[^\s@]*:[^\s@]*)@"
-)  # a password may hold slashes, though it should not
-_QUERY = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]+")  # elsewhere a question mark is a glob's
+# A password may contain slashes, although it should not.
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/]*|[^\s@]*:[^\s@]*)@")
+# Only HTTP: elsewhere a question mark belongs to a glob.
+_QUERY = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]+")
 
 
 def without_secrets(text: str) -> str:
-    """A text whose URLs have no user, password and HTTP query, where signed URLs carry their key."""
+    """The text without users, passwords and HTTP queries in URLs; signed URLs have a key there."""
     return _QUERY.sub(r"\1...", _CREDENTIALS.sub("...@", text))

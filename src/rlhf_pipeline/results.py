@@ -1,4 +1,4 @@
-"""What a `kedro run` prints about its results."""
+"""Printing of the results of a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from rich.console import Console
 
 from rlhf_pipeline.data.split_report import print_summary
 from rlhf_pipeline.evaluation.report import print_table
+from rlhf_pipeline.stage_registry import policy_stages
 from rlhf_pipeline.stages.events import StageRun, Status
 
 
 class SplitSummary:
-    """A stage listener that prints the report of the split as soon as it is finished."""
+    """A stage listener that prints the report of a split when it finishes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -40,23 +41,25 @@ def print_results(results: dict[str, Any], console: Console) -> None:
         console: where to print.
     """
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
     for name, result in results.items():
         if name.endswith("evaluation"):
-            print_table(json.loads((result / "evaluation.json").read_text()), console)
-    say("")
+            evaluation = json.loads((result / "evaluation.json").read_text())
+            policy = policy_stages()[evaluation["candidate"]].SPEC
+            print_table(evaluation, policy.caveats, console)
+    print_line("")
     for name, result in results.items():
         if isinstance(result, Path):
-            say(f"{name:>15}  {result}")
+            print_line(f"{name:>15}  {result}")
     for name, result in results.items():
         if name.endswith("registration"):
-            say("\n".join(_registration(result)))
+            print_line("\n".join(_registration(result)))
 
 
 def _registration(registration: dict[str, Any]) -> list[str]:
-    """The aliases of the model, the reasons against a promotion, and the page that compares the versions."""
+    """The aliases of the model, the reasons against a promotion, and the page of the comparison."""
     aliases = ", ".join(
         f"{alias} = version {version}" for alias, version in sorted(registration["aliases"].items())
     )

@@ -1,4 +1,4 @@
-"""MLflow's view of an exported policy: the checkpoint directory is itself an MLflow model that answers prompts.
+"""Serve an exported policy with MLflow: the model folder is an MLflow model that answers prompts.
 
     mlflow models serve --env-manager local -m models:/rlhf-policy@champion -p 5000
     curl localhost:5000/invocations -H 'Content-Type: application/json' \\
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRUST = "RLHF_TRUST_REMOTE_CODE"
-"""Environment variable that is "true" where a served policy's own Python code may be executed."""
+"""Environment variable; "true" lets Python code that ships with a served policy run."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class ServedPolicy:
         """Answer each prompt.
 
         Args:
-            model_input: column "prompt": one user message a row, without any template.
-            params: "max_new_tokens" (128); "temperature" (0: the likeliest token each time); "seed" (0), of no effect
-                at temperature 0. At higher temperatures an answer depends on the other prompts of its request.
+            model_input: column "prompt", one user message per row, without a chat template.
+            params: "max_new_tokens" (default 128), "temperature" (default 0: always the most likely
+                token) and "seed" (default 0; no effect at temperature 0). At higher temperatures,
+                an answer depends on the other prompts of its request.
         """
         params = params or {}
         inputs = self._render(list(model_input["prompt"]))
@@ -51,7 +52,7 @@ class ServedPolicy:
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
 
     def _render(self, prompts: list[str]) -> dict[str, torch.Tensor]:
-        """Prompts in the policy's chat template, padded on the left: (B, P) ids and attention mask."""
+        """Apply the chat template; returns left-padded ids and attention mask, (B, P) each."""
         return self.tokenizer.apply_chat_template(
             [[{"role": "user", "content": prompt}] for prompt in prompts],
             add_generation_prompt=True,
@@ -63,14 +64,13 @@ class ServedPolicy:
     def _generate(
         self, inputs: dict[str, torch.Tensor], *, max_new_tokens: int, temperature: float, seed: int
     ) -> torch.Tensor:
-        """Prompts and responses, (B, P + R) ids."""
+        """Return the ids of prompts and responses, (B, P + R)."""
         import torch
 
-        # top_k and top_p are said outright: a checkpoint's generation config may hold others.
+        # Explicit, because the generation config of the model may contain other values.
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        padded_rows = list(
-            range(len(self.tokenizer), self.model.config.vocab_size)
-        )  # ids that mean no token
+        # Ids beyond the tokenizer's vocabulary stand for no token.
+        padded_rows = list(range(len(self.tokenizer), self.model.config.vocab_size))
         with torch.inference_mode(), torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.model.generate(
@@ -83,14 +83,14 @@ class ServedPolicy:
 
 
 def _load_pyfunc(path: str) -> ServedPolicy:
-    """MLflow's hook: load the policy in `path`, on the GPU where there is one, in the precision it was saved in."""
+    """Load a policy in its saved precision, on the GPU if there is one. MLflow calls this."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rlhf_pipeline.models.safe_loading import explained, loading_arguments
+    from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 
     trust = os.environ.get(TRUST) == "true"
-    with explained(path):
+    with explain_loading_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(
             path, padding_side="left", trust_remote_code=trust
         )

@@ -16,7 +16,7 @@ POLICIES = (
     "rlhf_pipeline.pipelines.ppo",
     "rlhf_pipeline.pipelines.dpo",
 )
-"""Packages of the stages that train a policy from the SFT model. Each has `SPEC` and `create_pipeline`."""
+"""Packages or modules that train a policy from the SFT model: `SPEC` and `create_pipeline`."""
 
 
 def policy_stages() -> dict[str, ModuleType]:
@@ -42,7 +42,7 @@ def stage_specs() -> dict[str, StageSpec]:
 
 
 def parameter_blocks() -> dict[str, type[Block]]:
-    """Every top-level parameter that is a block; `seed` and `force` are the only ones that are not."""
+    """All parameter blocks by name; the only other parameters are `seed` and `force`."""
     blocks: dict[str, type[Block]] = {"launch": LaunchConfig}
     for spec in stage_specs().values():
         blocks |= spec.blocks

@@ -1,4 +1,4 @@
-"""A family's own field names, known before anything heavy is imported."""
+"""Field names of model families, known without importing transformers."""
 
 import dataclasses
 import subprocess
@@ -14,7 +14,7 @@ def architecture(**fields):
     return BaseModelConfig(architecture=fields, vocab_size=300).architecture
 
 
-def test_the_source_tells_what_the_class_would(family):
+def test_fields_in_the_source_equal_those_of_the_class(family):
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -27,7 +27,7 @@ def test_the_source_tells_what_the_class_would(family):
     assert all(known.defaults[name] in (fields[name], None) for name in own)
 
 
-def test_transformers_is_not_imported_for_it():
+def test_transformers_is_not_imported():
     script = (
         "import sys; from rlhf_pipeline.config.architecture import find_family; find_family('opt');"
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
@@ -37,13 +37,13 @@ def test_transformers_is_not_imported_for_it():
     )
 
 
-def test_fields_go_by_the_family_s_own_names():
+def test_fields_get_the_family_s_own_names():
     given = architecture(model_type="gpt2", hidden_size=32, n_layer=2, max_position_embeddings=64)
     assert given == {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_positions": 64}
     assert architecture(**given) == given
 
 
-def test_null_takes_back_what_another_environment_gave():
+def test_null_unsets_a_field_of_another_environment():
     given = architecture(
         model_type="gpt2",
         n_positions=64,
@@ -57,49 +57,55 @@ def test_null_takes_back_what_another_environment_gave():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "architecture has no model_type; name a Hugging Face one, such as llama or opt"),
+        (
+            {},
+            r"found model_type None, expected a name\. Fix: set it to a model type of Hugging Face",
+        ),
         (
             {"model_type": "lama"},
-            r"model_type lama is none that transformers has \(did you mean llama\?\)",
+            r"found model_type lama \(did you mean llama\?\), expected a model type",
         ),
         (
             {"model_type": "opt", "hiden_size": 32},
-            r"opt has no field hiden_size \(did you mean hidden_size\?\)",
+            r"found hiden_size \(did you mean hidden_size\?\), expected fields of opt: ",
         ),
         (
             {"model_type": "opt", "intermediate_size": 64, "layer_drop": 0.1},
-            r"opt has no field intermediate_size, layer_drop \(did you mean layerdrop\?\); known are hidden_size, ",
+            r"found intermediate_size, layer_drop \(did you mean layerdrop\?\), expected fields of "
+            r"opt: hidden_size, ",
         ),
         (
             {"model_type": "gpt2", "n_position": 32},
-            r"gpt2 has no field n_position \(did you mean n_positions\?\)",
+            r"found n_position \(did you mean n_positions\?\), expected fields of gpt2: ",
         ),
         (
             {"model_type": "bloom", "max_position_embeddings": 64},
-            "bloom has no field max_position_embeddings",
+            "found max_position_embeddings.*, expected fields of bloom: ",
         ),
         (
             {"model_type": "llama", "output_attentions": True},
-            "llama has no field output_attentions",
+            "found output_attentions.*, expected fields of llama: ",
         ),
         (
             {"model_type": "llama", "vocab_size": 64},
-            "vocab_size comes from the tokenizer; leave it out",
+            "found vocab_size, expected no field that the tokenizer determines. Fix: remove it",
         ),
         (
             {"model_type": "gpt2", "n_positions": 64, "max_position_embeddings": 64},
-            "n_positions is given twice, as n_positions and under another name; set one of them to null",
+            "found n_positions twice, under both of its names, expected one value. "
+            "Fix: set one of them to null",
         ),
         (
             {"model_type": "qwen2", "num_attention_heads": 4},
-            "num_key_value_heads 32 does not divide num_attention_heads 4; set it to 4, or to a divisor",
+            "num_key_value_heads: found 32, expected a divisor of num_attention_heads 4. "
+            "Fix: set it to 4, or to a smaller divisor",
         ),
         (
             {"model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 3},
-            "num_key_value_heads 3 does not divide num_attention_heads 4",
+            "num_key_value_heads: found 3, expected a divisor of num_attention_heads 4",
         ),
     ],
 )
-def test_what_would_build_another_model_is_refused(fields, message):
+def test_fields_that_would_build_another_model_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         architecture(**fields)

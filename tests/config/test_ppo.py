@@ -1,4 +1,4 @@
-"""PPO's options: what does not fit together is refused, by name and with the fix."""
+"""PPO's options: conflicting ones are refused with the fix."""
 
 import pytest
 from pydantic import ValidationError
@@ -6,8 +6,14 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.ppo import PPOConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
-GAE = {"steps": 4, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_size_per_gpu": 4, "actor": MODEL,
-       "critic": MODEL}  # fmt: skip
+GAE = {
+    "steps": 4,
+    "rollout_batch_size": 8,
+    "minibatch_size": 8,
+    "micro_batch_size_per_gpu": 4,
+    "actor": MODEL,
+    "critic": MODEL,
+}
 RLOO = GAE | {"advantage": "rloo", "responses_per_prompt": 2, "critic": None}
 
 
@@ -20,7 +26,7 @@ def test_sizes_of_a_step():
     )
 
 
-def test_the_language_model_loss_is_off_unless_asked_for():
+def test_the_language_model_loss_is_off_by_default():
     assert PPOConfig.model_validate(GAE).ptx is None
     assert PPOConfig.model_validate(GAE | {"ptx": {"batch_size": 4}}).ptx.coef == 27.8
 
@@ -29,9 +35,8 @@ def test_the_language_model_loss_is_off_unless_asked_for():
 def test_no_critic_is_needed(advantage):
     config = PPOConfig.model_validate(RLOO | {"advantage": advantage})
     assert config.critic is None
-    assert (
-        PPOConfig.model_validate(config.model_dump(mode="json")) == config
-    )  # as it goes through job.json
+    # The round trip through job.json.
+    assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize(
@@ -39,52 +44,60 @@ def test_no_critic_is_needed(advantage):
     [
         (
             GAE | {"actor": MODEL | {"deepspeed": {"precision": "fp16"}}},
-            "where the gradients of one overflow, neither takes its step",
+            "found actor.deepspeed.precision fp16 and critic.deepspeed.precision fp32, "
+            "expected fp16 in both or neither",
         ),
         (
             GAE | {"critic": None},
-            "advantage gae needs a critic; give its block, or choose rloo, grpo or reinforce",
+            "critic: found none, expected a block for advantage gae. "
+            "Fix: add the block, or set advantage to rloo, grpo or reinforce",
         ),
         (
             RLOO | {"critic": MODEL},
-            "advantage rloo has no critic; leave its block out, or set critic to null",
+            "critic: found a block, expected none for advantage rloo. Fix: set critic to null",
         ),
         (
             RLOO | {"responses_per_prompt": 1},
-            "advantage rloo compares the responses to one prompt; set responses_per_",
+            "responses_per_prompt: found 1, expected 2 or more for advantage rloo",
         ),
         (
             RLOO | {"advantage": "grpo", "responses_per_prompt": 1},
-            "advantage grpo compares the responses to one prompt",
+            "responses_per_prompt: found 1, expected 2 or more for advantage grpo",
         ),
         (
             GAE | {"responses_per_prompt": 3},
-            "responses_per_prompt 3 does not divide rollout_batch_size 8",
+            "responses_per_prompt: found 3, expected a divisor of rollout_batch_size 8",
         ),
         (
             GAE | {"rollout_batches": 3, "minibatch_size": 16},
-            "minibatch_size 16 does not divide 3 * rollout_batch_size 8",
+            "minibatch_size: found 16, expected a divisor of 3 * rollout_batch_size 8",
         ),
         (
             RLOO | {"lam": 0.9},
-            "lam 0.9 has no effect with advantage rloo; it belongs to gae: leave it out",
+            "lam: found 0.9, expected the default 0.95: only advantage gae reads it. "
+            "Fix: remove lam",
         ),
-        (RLOO | {"whiten_rewards": True}, "whiten_rewards True has no effect with advantage rloo"),
+        (
+            RLOO | {"whiten_rewards": True},
+            "whiten_rewards: found True, expected the default False: only advantage gae reads it",
+        ),
         (
             RLOO | {"critic_warmup_steps": 1},
-            "critic_warmup_steps 1 has no effect with advantage rloo",
+            "critic_warmup_steps: found 1, expected the default 0: only advantage gae reads it",
         ),
         (
             GAE | {"scale_by_group_std": False},
-            "scale_by_group_std False has no effect with advantage gae",
+            "scale_by_group_std: found False, expected the default True: only advantage "
+            "grpo reads it",
         ),
         (
             RLOO | {"reinforce_baseline": "none"},
-            "reinforce_baseline none has no effect with advantage rloo",
+            "reinforce_baseline: found none, expected the default batch_mean: only advantage "
+            "reinforce reads it",
         ),
         (
             GAE | {"critic_warmup_steps": 4},
-            "critic_warmup_steps 4 leaves none of 4 steps to the actor",
+            "critic_warmup_steps: found 4, expected less than steps 4",
         ),
         (GAE | {"dual_clip": 1.0}, "greater than 1"),
         (GAE | {"entropy_coef": -0.1}, "greater than or equal to 0"),
@@ -93,21 +106,21 @@ def test_no_critic_is_needed(advantage):
         (GAE | {"kl": {"explosion": 0.0}}, "greater than 0"),
         (
             GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}},
-            "explosion 5 must exceed maximum 5: raise it, or set it to",
+            "explosion: found 5, expected more than maximum 5. Fix: raise it, or set it to null",
         ),
-        (GAE | {"kl": {"maximum": 150.0}}, "explosion 100 must exceed maximum 150"),
+        (GAE | {"kl": {"maximum": 150.0}}, "explosion: found 100, expected more than maximum 150"),
         (
             GAE | {"rollout_batches": 5, "kl": {"target": 6.0, "horizon": 8}},
-            "kl.horizon 8 must exceed a fifth of the 40 responses of a step",
+            "kl.horizon: found 8, expected more than a fifth of the 40 responses of a step",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(fields, message):
+def test_conflicting_options_are_refused(fields, message):
     with pytest.raises(ValidationError) as refusal:
         PPOConfig.model_validate(fields)
     assert message in str(refusal.value)
 
 
-def test_a_bound_that_is_off_bounds_nothing():
-    for bounds in ({"maximum": 150.0, "explosion": None}, {"explosion": 0.5}, {"maximum": 3.0}):
-        PPOConfig.model_validate(GAE | {"kl": bounds})
+def test_a_limit_that_is_off_restricts_nothing():
+    for limits in ({"maximum": 150.0, "explosion": None}, {"explosion": 0.5}, {"maximum": 3.0}):
+        PPOConfig.model_validate(GAE | {"kl": limits})

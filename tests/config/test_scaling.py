@@ -1,4 +1,4 @@
-"""What docs/scaling.md gives to copy works as it stands, over the project's own defaults."""
+"""The examples of docs/scaling.md are valid with the default parameters."""
 
 import re
 from pathlib import Path

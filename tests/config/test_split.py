@@ -46,7 +46,7 @@ class TestBlock:
             "maybe": None,
         }
 
-    def test_recipe_is_deaf_to_operational_changes_and_only_to_them(self) -> None:
+    def test_recipe_ignores_operational_changes_alone(self) -> None:
         assert Outer(workers=7, one=Inner(port=2000)).recipe() == Outer().recipe()
         assert Outer(one=Inner(size=5)).recipe() != Outer().recipe()
 
@@ -87,14 +87,14 @@ class TestColumnMap:
     @pytest.mark.parametrize(
         ("columns", "named"),
         [
-            ({}, "no column is"),
-            ({"chosen": "c"}, "chosen is"),
-            ({"prompt": "p", "chosen": "c"}, "chosen, prompt is"),
-            ({"prompt": "p", "answers": ("a", "b")}, "answers, prompt is"),
-            ({"prompt": "p", "text": "t"}, "prompt, text is"),
-            ({"reference": "a"}, "reference is"),
-            ({"text": "t", "reference": "a"}, "reference, text is"),
-            ({"response": "r", "messages": "m"}, "messages, response is"),
+            ({}, "no column"),
+            ({"chosen": "c"}, "chosen"),
+            ({"prompt": "p", "chosen": "c"}, "chosen, prompt"),
+            ({"prompt": "p", "answers": ("a", "b")}, "answers, prompt"),
+            ({"prompt": "p", "text": "t"}, "prompt, text"),
+            ({"reference": "a"}, "reference"),
+            ({"text": "t", "reference": "a"}, "reference, text"),
+            ({"response": "r", "messages": "m"}, "messages, response"),
         ],
     )
     def test_other_combinations_are_refused_with_the_known_ones(
@@ -102,7 +102,7 @@ class TestColumnMap:
     ) -> None:
         with pytest.raises(
             ValidationError,
-            match=f"{named} no form of data; name one of: chosen, prompt, rejected; ",
+            match=f"found {named}; expected one of: chosen, prompt, rejected; ",
         ):
             ColumnMap(**columns)
 
@@ -116,15 +116,16 @@ class TestSourceConfig:
         assert SourceConfig().name == "synthetic"
 
     def test_file_and_hub_revision_exclude_each_other(self) -> None:
-        with pytest.raises(ValidationError, match="set only one"):
+        with pytest.raises(ValidationError, match="expected only one of them"):
             SourceConfig(name="Anthropic/hh-rlhf", path="a.jsonl", revision="main")
 
-    def test_columns_are_for_files_of_your_own(self) -> None:
+    def test_columns_are_for_your_own_files(self) -> None:
         assert SourceConfig(
             name="files", path="a.csv", columns={"text": "body"}
         ).columns == ColumnMap(text="body")
         with pytest.raises(
-            ValidationError, match="source 'Anthropic/hh-rlhf' knows its columns; remove columns"
+            ValidationError,
+            match=r"source 'Anthropic/hh-rlhf' has fixed columns\. Fix: remove columns",
         ):
             SourceConfig(name="Anthropic/hh-rlhf", columns={"text": "body"})
 
@@ -144,10 +145,10 @@ class TestSourceConfig:
             ("https://host/own.csv?$QUERY", "files (own.csv)"),
         ],
     )
-    def test_label_tells_the_file_and_not_the_folder(self, path: str | None, label: str) -> None:
+    def test_label_contains_the_file_and_not_the_folder(self, path: str | None, label: str) -> None:
         assert SourceConfig(name="files", path=path).label() == label
 
-    def test_label_tells_subset_and_split(self) -> None:
+    def test_label_contains_subset_and_split(self) -> None:
         assert (
             SourceConfig(name="stanfordnlp/SHP", subset="askbaking").label()
             == "stanfordnlp/SHP (askbaking)"
@@ -160,15 +161,20 @@ class TestSourceConfig:
     def test_path_and_hub_do_not_mix(self) -> None:
         for field in ("revision", "subset"):
             with pytest.raises(
-                ValidationError, match=f"path reads files and {field} is about the hub"
+                ValidationError,
+                match=rf"found path \(files\) and {field} \(hub\); expected only one",
             ):
                 SourceConfig(name="stanfordnlp/SHP", path="own.jsonl", **{field: "x"})
 
     def test_no_password_in_a_path(self) -> None:
         assert SourceConfig(name="files", path="s3://bucket/a@b.csv").path == "s3://bucket/a@b.csv"
-        with pytest.raises(ValidationError, match="give the store's keys in the environment"):
+        with pytest.raises(
+            ValidationError, match="set the credentials of the store in the environment"
+        ):
             SourceConfig(name="files", path="https://me:secret@host/own.csv")
-        with pytest.raises(ValidationError, match="give the store's keys in the environment"):
+        with pytest.raises(
+            ValidationError, match="set the credentials of the store in the environment"
+        ):
             SourceConfig(name="files", path="s3://me:sec/ret@bucket/own.csv")
         assert (
             SourceConfig(name="files", path="http://host:80/a@b.csv").path
@@ -181,11 +187,12 @@ class TestSourceConfig:
             "https://host/own.csv?$NAME&sig=secret",
         ):
             with pytest.raises(
-                ValidationError, match=r"export it as an environment variable, and write \?\$NAME"
+                ValidationError,
+                match=r"export the query as an environment variable, and write \?\$NAME",
             ):
                 SourceConfig(name="files", path=path)
 
-    def test_where_files_lie_is_no_part_of_the_recipe(self) -> None:
+    def test_the_folder_of_files_is_not_part_of_the_recipe(self) -> None:
         assert (
             SourceConfig(name="files", path="a/x.csv").recipe()
             == SourceConfig(name="files", path="b/x.csv").recipe()
@@ -193,7 +200,7 @@ class TestSourceConfig:
 
 
 class TestBlendedSourceConfig:
-    def test_by_default_all_of_it_goes_wherever_it_can(self) -> None:
+    def test_by_default_all_rows_serve_all_phases(self) -> None:
         source = BlendedSourceConfig()
         assert (source.fraction, source.phases) == (1.0, None)
 
@@ -222,7 +229,7 @@ class TestPretrainingConfig:
         with pytest.raises(ValidationError, match="block_tokens"):
             PretrainingConfig(
                 sources=[{"name": "files", "path": "a.txt"}], block_tokens=1
-            )  # nothing follows a block's first token
+            )  # one token has no next token
         with pytest.raises(ValidationError, match="block_tokens"):
             PretrainingConfig(sources=[{"name": "files", "path": "a.txt"}])
 
@@ -243,19 +250,21 @@ class TestSplitConfig:
     @pytest.mark.parametrize(
         "weights", [(0, 0, 0), (1, -1, 1), (1, float("nan"), 1), (1, float("inf"), 1)]
     )
-    def test_weights_without_a_meaning_are_refused(self, weights: tuple[float, ...]) -> None:
-        with pytest.raises(ValidationError, match="must be finite and not negative"):
+    def test_invalid_weights_are_refused(self, weights: tuple[float, ...]) -> None:
+        with pytest.raises(
+            ValidationError, match="expected finite, non-negative numbers, at least one positive"
+        ):
             split(weights=weights)
 
     def test_a_phase_can_be_switched_off(self) -> None:
         assert split(weights=(1, 0, 0)).weights == (1, 0, 0)
 
-    def test_held_out_fractions_must_leave_something(self) -> None:
+    def test_held_out_fractions_must_leave_training_data(self) -> None:
         with pytest.raises(ValidationError, match="leave no prompt to train on"):
             split(validation_fraction=0.5, test_fraction=0.5)
 
     @pytest.mark.parametrize("field", ["max_prompt_tokens", "max_response_tokens"])
-    def test_limits_are_named_and_positive(self, field: str) -> None:
+    def test_limits_are_required_and_positive(self, field: str) -> None:
         for value in (0, None):
             with pytest.raises(ValidationError, match=field):
                 split(**{field: value})
@@ -265,7 +274,7 @@ class TestSplitConfig:
         with pytest.raises(ValidationError, match=field):
             split(**{field: "cut"})
 
-    def test_a_source_counts_once_however_it_is_blended(self) -> None:
+    def test_a_source_cannot_be_listed_twice(self) -> None:
         with pytest.raises(ValidationError, match="'synthetic' is listed twice"):
             split(
                 sources=[{"fraction": 0.5, "phases": ["sft"]}, {"fraction": 0.7, "phases": ["ppo"]}]

@@ -11,18 +11,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.data import prepare as preparation
+from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message, Record, Unused
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 
 SENTENCES = (
-    "\n\nHuman: What colour is the sky on a clear day?\n\nAssistant: On a clear day the sky is blue.",
-    "\n\nHuman: Where do penguins live?\n\nAssistant: They live on the coasts of the southern half of the world.",
-    "\n\nHuman: Could you name a river in Africa?\n\nAssistant: The Nile, which ends in the Mediterranean Sea.",
-    "\n\nHuman: How many days has a week?\n\nAssistant: A week has seven days, and two of them are the weekend.",
-    "\n\nHuman: Who wrote the play about the prince of Denmark?\n\nAssistant: William Shakespeare wrote it.",
+    "\n\nHuman: What colour is the sky on a clear day?\n\nAssistant: On a clear day the sky is "
+    "blue.",
+    "\n\nHuman: Where do penguins live?\n\nAssistant: They live on the coasts of the southern "
+    "half of the world.",
+    "\n\nHuman: Could you name a river in Africa?\n\nAssistant: The Nile, which ends in the "
+    "Mediterranean Sea.",
+    "\n\nHuman: How many days has a week?\n\nAssistant: A week has seven days, and two of them "
+    "are the weekend.",
+    "\n\nHuman: Who wrote the play about the prince of Denmark?\n\nAssistant: William "
+    "Shakespeare wrote it.",
 )
 
 
@@ -44,7 +49,7 @@ def trained() -> Tokenizer:
 
 @pytest.fixture
 def tokenizer(trained: Tokenizer) -> PreTrainedTokenizerFast:
-    """Ids: 0 is <|pad|>, 1 is <|end|>. A new one for each test, so that a test may change it."""
+    """Ids: 0 is <|pad|>, 1 is <|end|>. Each test gets a new tokenizer, which it may change."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=trained, pad_token="<|pad|>", eos_token="<|end|>"
     )
@@ -54,7 +59,8 @@ def tokenizer(trained: Tokenizer) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def write_records(tmp_path: Path) -> Callable[..., Path]:
-    """Writes rows as stage `source` leaves them, with the places "name:0", "name:1" ...; returns their folder."""
+    """Writes rows like stage `source`, with the places "name:0", "name:1" ...; returns their
+    folder."""
 
     def write(name: str, *rows: Record | Unused) -> Path:
         folder = tmp_path / name
@@ -74,7 +80,8 @@ def write_records(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def split_config() -> Callable[..., SplitConfig]:
-    """Configurations with a tenth for validation, a tenth for test, or all for one phase: `only="sft"`."""
+    """Configurations with a tenth each for validation and test, or with all prompts for one phase:
+    `only="sft"`."""
 
     def split_config(
         *, count: int = 1, texts: int = 0, only: str | None = None, **changes: Any
@@ -99,7 +106,7 @@ def split_config() -> Callable[..., SplitConfig]:
 
 @pytest.fixture
 def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Prepares folders of records into the folder `out`; returns the report as it is read from its file."""
+    """Splits folders of records into the folder `out`; returns the report as JSON types."""
 
     def prepare(
         *folders: Path,
@@ -108,7 +115,7 @@ def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, 
         texts: tuple[Path, ...] = (),
         **changes: Any,
     ) -> dict[str, Any]:
-        report = preparation.prepare(
+        report = module.split_sources(
             split_config(count=len(folders), texts=len(texts), **changes),
             tokenizer,
             seed,
@@ -130,7 +137,8 @@ def load(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.fixture
 def ten() -> list[Example]:
-    """Ten distinct prompts: 1/10 each for test and validation, 8/10 by 2:4:4 are 1.6, 3.2, 3.2, so 2, 3, 3 prompts."""
+    """Ten distinct prompts: 1 each for test and validation; the quotas of the other 8 by 2:4:4 are
+    1.6, 3.2, 3.2, so 2, 3, 3 prompts."""
     return [
         Example((Message("user", f"Question {n}?"),), f"Right {n}.", f"Wrong {n}.")
         for n in range(10)

@@ -34,7 +34,7 @@ def compared(*prompts: object) -> list[Example]:
 
 @pytest.fixture
 def make(write_records) -> Make:
-    """Blends sources, each given as its examples, or as these with the source's settings."""
+    """Blends sources; each is a list of examples, or such a list with settings of the source."""
     blends = count()
 
     def make(
@@ -102,9 +102,13 @@ def test_the_seed_decides(make: Make) -> None:
 
 
 def test_without_a_usable_prompt_the_parts_are_empty(make: Make) -> None:
-    with pytest.raises(DataError, match=r"^0 distinct prompts leave none for sft"):
+    with pytest.raises(
+        DataError, match=r"^sft, reward_model, ppo: found no prompt among 0 distinct prompts"
+    ):
         make([], [], **NOTHING_HELD_OUT)
-    with pytest.raises(DataError, match=r"^0 distinct prompts leave none for sft"):
+    with pytest.raises(
+        DataError, match=r"^sft, reward_model, ppo: found no prompt among 0 distinct prompts"
+    ):
         make(([asked("a", "demonstration")], {"phases": ("ppo",)}), **NOTHING_HELD_OUT)
 
 
@@ -114,7 +118,7 @@ def test_without_a_usable_prompt_the_parts_are_empty(make: Make) -> None:
 def test_an_example_that_an_earlier_source_has_is_merged(make: Make) -> None:
     first = [asked("a", "Yes.", "No."), asked("b", "Yes.", "No.")]
     second = [
-        asked("A ", " Yes.", "No.\n"),  # row 2, the first one in other letters
+        asked("A ", " Yes.", "No.\n"),  # row 2, equals row 0 in another case
         asked("a", "Yes.", "Never."),
         asked("b", "No.", "Yes."),
         asked("a", "Yes."),
@@ -127,14 +131,14 @@ def test_an_example_that_an_earlier_source_has_is_merged(make: Make) -> None:
     assert plan.starts == [0, 2, 7, 10]
 
 
-def test_what_a_source_repeats_within_itself_stays(make: Make) -> None:
+def test_repeats_within_a_source_stay(make: Make) -> None:
     plan = make(compared("a", "a", "b", "a"), compared("b", "c", "c"), **ONLY_SFT)
     assert parts(plan) == ["sft"] * 4 + [UNUSED, "sft", "sft"]
     assert plan.merged == [0, 1]
     assert plan.distinct_prompts("sft") == 3
 
 
-def test_a_copy_stays_where_the_earlier_one_is_beyond_its_fraction(make: Make) -> None:
+def test_a_copy_stays_if_the_earlier_row_is_beyond_its_fraction(make: Make) -> None:
     plan = make((compared(*range(10)), {"fraction": 0.3}), compared(*range(10)), **ONLY_SFT)
     used = [part != UNUSED for part in parts(plan)]
     assert sum(used[:10]) == 3
@@ -142,7 +146,7 @@ def test_a_copy_stays_where_the_earlier_one_is_beyond_its_fraction(make: Make) -
     assert (plan.left_out, plan.merged) == ([7, 0], [0, 3])
 
 
-def test_a_copy_stays_where_no_phase_may_use_the_earlier_one(make: Make) -> None:
+def test_a_copy_stays_if_no_phase_may_use_the_earlier_row(make: Make) -> None:
     bare = [asked("a"), asked("b")]
     plan = make(
         (bare, {"phases": ("sft", "reward_model")}), bare, **NOTHING_HELD_OUT, weights=(0, 0, 1)
@@ -151,12 +155,12 @@ def test_a_copy_stays_where_no_phase_may_use_the_earlier_one(make: Make) -> None
     assert (plan.unservable, plan.merged) == ([2, 0], [0, 0])
 
 
-def test_a_merged_copy_lends_the_phases_of_its_source(make: Make) -> None:
+def test_a_merged_row_adds_the_phases_of_its_source(make: Make) -> None:
     for_sft = (compared(*range(4)), {"phases": ("sft",)})
     for_ppo = (compared(*range(4), "more"), {"phases": ("ppo",)})
     plan = make(for_sft, for_ppo, **NOTHING_HELD_OUT, weights=(1, 0, 1))
     assert plan.merged == [0, 4]
-    # Four prompts that either phase may use are two for each; the fifth is PPO's alone.
+    # Either phase may use four prompts, so each gets two; the fifth serves PPO alone.
     assert Counter(parts(plan)) == {"sft": 2, "ppo": 3, UNUSED: 4}
     assert len(rows(plan, "sft/train.arrow")) == 2
     assert len(rows(plan, "ppo/train.arrow")) == 3
@@ -172,7 +176,8 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> Non
         demonstrations, compared(*range(10)), bare, validation_fraction=0.1, test_fraction=0.1
     )
     found = parts(plan)
-    # Every ten by themselves: 1 for test, 1 for validation; of the comparisons' 8 by 2:4:4 1.6, 3.2 and 3.2.
+    # Each ten separately: 1 for test, 1 for validation; the quotas of 8 comparisons by 2:4:4 are
+    # 1.6, 3.2 and 3.2.
     assert Counter(found[:10]) == {"test": 1, "validation": 1, "sft": 8}
     assert Counter(found[10:20]) == {
         "test": 1,
@@ -194,7 +199,7 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> Non
     }
 
 
-def test_a_phase_reads_only_those_rows_of_its_prompts_that_it_can_use(make: Make) -> None:
+def test_a_phase_reads_only_the_rows_that_it_can_use(make: Make) -> None:
     both = [asked("a", "Demonstrated."), asked("a"), asked("a", "Yes.", "No.")]
     assert rows(make(both, **ONLY_SFT), "sft/train.arrow") == [0, 2]
     assert rows(make(both, **NOTHING_HELD_OUT, weights=(0, 1, 0)), "reward_model/train.arrow") == [
@@ -202,7 +207,7 @@ def test_a_phase_reads_only_those_rows_of_its_prompts_that_it_can_use(make: Make
     ]
     plan = make(both, **NOTHING_HELD_OUT, weights=(0, 0, 1))
     assert rows(plan, "ppo/train.arrow") == [1]
-    assert duplicates(plan, "ppo/train.arrow") == 1  # the comparison, which could serve as well
+    assert duplicates(plan, "ppo/train.arrow") == 1  # the comparison, which PPO could use too
 
 
 def test_phases_restrict_a_source(make: Make) -> None:
@@ -214,7 +219,7 @@ def test_phases_restrict_a_source(make: Make) -> None:
     assert plan.left_out == [0, 0]
 
 
-def test_phases_restrict_rows_even_where_another_source_has_the_prompt(make: Make) -> None:
+def test_phases_restrict_rows_even_if_another_source_has_the_prompt(make: Make) -> None:
     plan = make(
         (compared("a"), {"phases": ("reward_model",)}),
         [asked("Question a?", "Another.", "Answer.")],
@@ -237,18 +242,19 @@ def test_a_fraction_of_the_distinct_prompts_with_all_their_rows(make: Make) -> N
     assert used == [used[3 * n] for n in range(10) for _ in range(3)]
 
 
-def test_what_is_beyond_the_fraction_is_not_unservable_besides(make: Make) -> None:
+def test_rows_beyond_the_fraction_are_not_counted_as_unservable(make: Make) -> None:
     demonstrations = [asked(f"Demonstration {n}", "Yes.") for n in range(10)]
     plan = make(compared("a"), (demonstrations, {"phases": ("ppo",), "fraction": 0.3}), **ONLY_SFT)
     assert (plan.left_out, plan.unservable) == ([0, 7], [0, 3])
 
 
 def test_a_smaller_fraction_is_part_of_a_larger_one(make: Make) -> None:
+    plans = (
+        make((compared(*range(50)), {"fraction": fraction}), **ONLY_SFT) for fraction in (0.2, 0.5)
+    )
     smaller, larger = (
-        {row for row, part in enumerate(parts(make((compared(*range(50)), {"fraction": fraction}), **ONLY_SFT)))
-         if part != UNUSED}
-        for fraction in (0.2, 0.5)
-    )  # fmt: skip
+        {row for row, part in enumerate(parts(plan)) if part != UNUSED} for plan in plans
+    )
     assert (len(smaller), len(larger)) == (10, 25)
     assert smaller < larger
 
@@ -272,14 +278,14 @@ def test_an_empty_source_changes_nothing(make: Make, empty: int) -> None:
 # --- prompts that a file holds once ---------------------------------------------------------------
 
 
-def test_ppo_and_test_read_a_prompt_once_the_first_time_it_occurs(make: Make) -> None:
+def test_ppo_and_test_files_keep_the_first_row_of_a_prompt(make: Make) -> None:
     first = [asked("a", "1", "2"), asked("b", "1", "2"), asked("A", "3", "4")]
     second = [asked("b"), asked("c"), asked("a", "5", "6"), asked("c", "1", "2")]
     plan = make(first, second, **NOTHING_HELD_OUT, weights=(0, 0, 1))
     assert rows(plan, "ppo/train.arrow") == [0, 1, 4]
     assert duplicates(plan, "ppo/train.arrow") == 4
     assert rows(plan, "sft/train.arrow") == []
-    # All of these prompts would be a test set, too; then without regard to phases.
+    # The test set contains the same rows of these prompts, for any phase.
     plan = make(
         first, second, compared("x"), validation_fraction=0, test_fraction=0.75, weights=(1, 0, 0)
     )
@@ -293,8 +299,8 @@ def test_sft_and_reward_model_read_every_row(make: Make) -> None:
     assert duplicates(plan, "reward_model/train.arrow") == 0
 
 
-def test_rows_that_may_not_be_used_are_no_rows_at_all(make) -> None:
-    """The first of two rows of one prompt is unsound: the prompt is the other one's, and an earlier copy merges nothing."""
+def test_excluded_rows_have_no_effect(make) -> None:
+    """An excluded row neither adds phases to its prompt nor merges a later copy."""
     plan = make(
         compared("a", "a", "b"), compared("a"), unsound=[0], **NOTHING_HELD_OUT, weights=(0, 0, 1)
     )

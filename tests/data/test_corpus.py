@@ -37,5 +37,5 @@ def test_a_source_of_several_batches(write_records) -> None:
     assert texts[1000] == "\n\nHuman: Question 1000?\n\nAssistant: Yes."
 
 
-def test_texts_are_no_dialogue(write_records) -> None:
+def test_texts_are_not_part_of_the_corpus(write_records) -> None:
     assert list(corpus([write_records("texts", Text("a document")), write_records("empty")])) == []

@@ -1,12 +1,13 @@
-"""Lengths in bars: which bar holds what, and what the figure says about it."""
+"""The bars of the histogram, and the texts of the figure."""
 
 import pytest
 
 from rlhf_pipeline.data.length_histogram import draw, histogram
 
 
-def test_bars_end_at_the_limit_and_are_as_wide_as_48_of_them_need():
-    # 99% of 200 lengths is 198; 198 / 48 is a little over 4, so bars hold 5 lengths: ... 97-101, 102 is the limit's last.
+def test_bars_end_at_the_limit_and_48_bars_cover_the_lengths():
+    # 99% of 200 lengths is 198; 198 / 48 is a little over 4, so a bar covers 5 lengths: ...; the
+    # bar of 98 to 102 ends at the limit.
     width, bars = histogram(dict.fromkeys(range(1, 201), 1), limit=102)
     assert width == 5
     assert list(bars) == list(range(-2, 200, 5))
@@ -15,7 +16,7 @@ def test_bars_end_at_the_limit_and_are_as_wide_as_48_of_them_need():
     assert bars[198] == 3  # 198 to 200
 
 
-def test_one_very_long_text_does_not_squeeze_the_others():
+def test_one_very_long_text_does_not_widen_the_bars():
     width, bars = histogram({10: 99, 10_000: 1}, limit=12)
     assert (width, bars) == (1, {10: 99, 12: 0, 13: 1})
 
@@ -27,11 +28,11 @@ def test_one_very_long_text_does_not_squeeze_the_others():
         (10_000, 9),  # exceeded: the bars end at the limit, 400 / 48 = 8.3
     ],
 )
-def test_a_limit_far_away_is_shown_only_where_it_is_exceeded(longest, width):
+def test_a_distant_limit_is_shown_only_if_exceeded(longest, width):
     assert histogram({40: 99, longest: 1}, limit=400)[0] == width
 
 
-def test_a_limit_that_is_near_is_shown():
+def test_a_near_limit_is_shown():
     assert histogram({49: 100}, limit=147) == (
         4,
         {48: 100, 144: 0},
@@ -48,7 +49,7 @@ def drawn(counts, limit):
     return axes
 
 
-def test_what_is_over_the_limit_stands_apart():
+def test_over_long_texts_have_another_color():
     axes = drawn({10_000: 1, 12: 100, 10: 99}, limit=12)
     bars = [
         (bar.get_x(), bar.get_width(), bar.get_height(), bar.get_hatch()) for bar in axes.patches
@@ -67,7 +68,7 @@ def test_what_is_over_the_limit_stands_apart():
     assert axes.get_xlim() == (0, 13.5)
 
 
-def test_where_nothing_is_over_nothing_says_so():
+def test_without_over_long_texts_the_legend_omits_them():
     axes = drawn({10: 99, 11: 1}, limit=100)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["within the limit (100)"]
     assert list(axes.lines) == []

@@ -22,7 +22,7 @@ ALL = SFT | REWARD_MODEL | PPO
 
 
 def keys_of(prompts) -> np.ndarray:
-    """The letter a is sixteen bytes "a", a number its sixteen bytes."""
+    """The key of letter "a" is sixteen bytes "a"; the key of a number is its sixteen bytes."""
     rows = [
         prompt.encode() * 16 if isinstance(prompt, str) else prompt.to_bytes(16, "big")
         for prompt in prompts
@@ -56,11 +56,12 @@ NOTHING_HELD_OUT = {"validation_fraction": 0, "test_fraction": 0}
 @pytest.mark.parametrize(
     ("total", "shares", "expected"),
     [
-        # Quotas 2.5, 2.5, 5: one prompt is left, and of equal remainders the first is served.
+        # Quotas 2.5, 2.5, 5: one prompt is left; of equal remainders, the first is rounded up.
         (10, [(1, 4), (1, 4), (1, 2)], [3, 2, 5]),
-        # Quotas 0.4, 1.2, 2.4: floors 0, 1, 2 leave one; the remainders 0.4 and 0.4 beat 0.2, the first of them wins.
+        # Quotas 0.4, 1.2, 2.4: floors 0, 1, 2 leave one; of the largest
+        # remainders 0.4 and 0.4, the first is rounded up.
         (4, [(1, 10), (3, 10), (6, 10)], [1, 1, 2]),
-        # A share of 0 gets nothing however much is left: quotas 0, 3.5, 3.5.
+        # A share of 0 gets nothing: quotas 0, 3.5, 3.5.
         (7, [(0, 1), (1, 2), (1, 2)], [0, 4, 3]),
         (0, [(1, 2), (1, 2)], [0, 0]),
     ],
@@ -94,8 +95,9 @@ def test_weights_divide_what_is_not_held_out(weights, expected) -> None:
     assert sizes(range(1000), weights=weights) == {"test": 20, "validation": 20} | expected
 
 
-def test_what_does_not_divide_is_rounded() -> None:
-    # 96 by 2:4:4 are 19.2, 38.4, 38.4; floors sum to 95, and the last one goes to the first of the two remainders 0.4.
+def test_sizes_are_rounded_by_largest_remainder() -> None:
+    # 96 by 2:4:4 are 19.2, 38.4, 38.4; floors sum to 95; of the two remainders 0.4,
+    # the first is rounded up.
     assert sizes(range(100)) == {
         "test": 2,
         "validation": 2,
@@ -105,9 +107,9 @@ def test_what_does_not_divide_is_rounded() -> None:
     }
 
 
-def test_decimals_mean_themselves() -> None:
-    # The float 0.3 is a little less than 3/10, which would turn a tie of remainders.
-    # Quotas 9 * 3/6 = 4.5, 3 and 1.5: the last prompt goes to the first of the two.
+def test_decimals_are_exact() -> None:
+    # The float 0.3 is slightly less than 3/10, which would decide a tie of remainders.
+    # Quotas 9 * 3/6 = 4.5, 3 and 1.5: of the two remainders, the first is rounded up.
     expected = {"sft": 5, "reward_model": 3, "ppo": 1}
     assert sizes("abcdefghi", weights=(0.3, 0.2, 0.1), **NOTHING_HELD_OUT) == expected
     # Quotas 5 * 3/10 = 1.5 and 3.5: test comes first.
@@ -118,7 +120,8 @@ def test_decimals_mean_themselves() -> None:
 @pytest.mark.parametrize(
     ("prompts", "weights", "expected"),
     [
-        # Halves of a number that is 3 modulo 4, after a first share of nothing. DeepSpeed-Chat cuts these at -1.
+        # Halves of a number that is 3 modulo 4, after a share of 0. DeepSpeed-Chat cuts these at
+        # -1.
         (3, (0, 5, 5), {"reward_model": 2, "ppo": 1}),
         (7, (0, 5, 5), {"reward_model": 4, "ppo": 3}),
         (11, (0, 1, 1), {"reward_model": 6, "ppo": 5}),
@@ -134,7 +137,7 @@ def test_few_prompts(prompts: int, weights, expected) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "starved", "left"),
+    ("prompts", "empty", "left"),
     [
         # Quotas 0.4 and 0.4 of one prompt, 0.8 and 0.8 of two.
         (0, "sft, reward_model, ppo", "sft 0, reward_model 0, ppo 0"),
@@ -142,21 +145,27 @@ def test_few_prompts(prompts: int, weights, expected) -> None:
         (2, "sft", "sft 0, reward_model 1, ppo 1"),
     ],
 )
-def test_a_phase_that_gets_no_prompt_is_an_error(prompts: int, starved: str, left: str) -> None:
+def test_a_phase_that_gets_no_prompt_is_an_error(prompts: int, empty: str, left: str) -> None:
     with pytest.raises(DataError) as error:
         split(range(prompts), **NOTHING_HELD_OUT)
     assert error.value.message == (
-        f"{prompts} distinct prompts leave none for {starved} (sizes: test 0, validation 0, {left}; "
+        f"{empty}: found no prompt among {prompts} distinct prompts, expected at least 1 "
+        f"(sizes: test 0, validation 0, {left}; "
         f"able to serve: sft {prompts}, reward_model {prompts}, ppo {prompts}). "
-        "Add data, or change weights, validation_fraction or test_fraction (0 switches a part off)."
+        "Fix: add data, or change weights, validation_fraction or test_fraction "
+        "(0 disables a part)."
     )
 
 
 def test_a_held_out_part_that_gets_no_prompt_is_an_error() -> None:
     # Of four prompts test and validation have a quota of 0.08.
-    with pytest.raises(DataError, match=r"4 distinct prompts leave none for test, validation \("):
+    with pytest.raises(
+        DataError, match=r"^test, validation: found no prompt among 4 distinct prompts, .* \("
+    ):
         split("abcd")
-    with pytest.raises(DataError, match=r"4 distinct prompts leave none for validation \("):
+    with pytest.raises(
+        DataError, match=r"^validation: found no prompt among 4 distinct prompts, .* \("
+    ):
         split("abcd", test_fraction=0)
 
 
@@ -164,7 +173,7 @@ def test_a_phase_that_no_prompt_can_serve_is_an_error() -> None:
     # Two demonstrations and three bare prompts.
     with pytest.raises(
         DataError,
-        match=r"leave none for reward_model .*able to serve: sft 2, reward_model 0, ppo 3",
+        match=r"^reward_model: found no prompt .*able to serve: sft 2, reward_model 0, ppo 3",
     ):
         split("abcde", [SFT, SFT, PPO, PPO, PPO], **NOTHING_HELD_OUT)
 
@@ -181,7 +190,8 @@ def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, na
     prompts = [*range(10), 10, 11, 11, 12]
     with pytest.raises(
         DataError,
-        match=rf"^3 distinct prompts serve only phases of weight 0 \({named}\)\. Give .* weight",
+        match=rf"^3 distinct prompts serve only phases of weight 0 \({named}\)\. Fix: give .* "
+        r"weight",
     ):
         split(prompts, [ALL] * 10 + [serves] * 4, weights=weights, **NOTHING_HELD_OUT)
 
@@ -200,12 +210,13 @@ def test_each_class_is_divided_among_the_phases_it_can_serve() -> None:
     assert Counter(parts[150:200]) == {"test": 1, "validation": 1, "ppo": 48}
     # 96 by 2:4.
     assert Counter(parts[200:]) == {"test": 2, "validation": 2, "sft": 32, "ppo": 64}
-    # A class does not notice the others.
+    # Other classes do not change a class.
     assert split(range(100)) == parts[:100]
 
 
 def test_a_prompt_serves_what_its_rows_serve_together() -> None:
-    # As demonstrations in one source and bare prompts in another, the three can serve both phases: 2:4 is 1 and 2.
+    # Three prompts are demonstrations in one source and bare prompts in another, so they can
+    # serve both phases: 2:4 is 1 and 2.
     parts = split(
         [1, 2, 3, 3, 1, 2], [SFT, SFT, SFT, PPO, PPO, PPO], weights=(2, 0, 4), **NOTHING_HELD_OUT
     )
@@ -226,7 +237,8 @@ import hashlib
 import numpy as np
 from rlhf_pipeline.data.parts import assign, fraction_of
 numbers = [number * number % 1009 for number in range(2000)]
-keys = np.array([list(hashlib.sha256(b"%d" % number).digest()[:16]) for number in numbers], np.uint8)
+digests = [list(hashlib.sha256(b"%d" % number).digest()[:16]) for number in numbers]
+keys = np.array(digests, np.uint8)
 serves = np.array([[0b111, 0b001, 0b111, 0b100][number % 4] for number in numbers], np.uint8)
 parts = assign(keys, serves, seed=7, weights=(2, 4, 4), validation_fraction=0.02, test_fraction=0.1)
 print(hashlib.sha256(parts.tobytes()).hexdigest()[:16], end=" ")
@@ -235,8 +247,8 @@ print(hashlib.sha256(fraction_of(keys, 0.3, seed=7).tobytes()).hexdigest()[:16])
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_every_process_splits_alike(hash_seed: str) -> None:
-    """The digests are those of plain sorted lists (no numpy): a change of order, however slight, changes them."""
+def test_the_split_is_the_same_in_every_process(hash_seed: str) -> None:
+    """The expected digests were computed by sorting plain lists, without numpy."""
     environment = os.environ | {
         "PYTHONHASHSEED": hash_seed,
         "PYTHONPATH": str(Path(splits.__file__).parents[2]),
@@ -290,7 +302,8 @@ def test_every_split_is_an_exact_partition(
             zip(prompts, split(list(prompts), list(prompts.values()), **options), strict=True)
         )
     except DataError as error:
-        # Right only if a class has nowhere to go, or if some part's quotas are all so small that they may round to none.
+        # Correct only if a class can serve no phase with a weight, or if all quotas of a part are
+        # so small that they may be rounded to 0.
         if "weight 0" in error.message:
             assert any(None in quota for quota in quotas.values())
         else:
@@ -303,14 +316,15 @@ def test_every_split_is_an_exact_partition(
             for part, exact_size in zip(PARTS, quota, strict=True)
         )
     assert set(parts.values()) == {PARTS[part] for part in wanted}
-    # Neither order nor repetition matters: not even rows that serve only some of what their prompt can.
+    # Neither the order nor repetitions matter, even if a repeated row serves fewer phases.
     rows = [*prompts.items(), *((prompt, bits & SFT) for prompt, bits in prompts.items())]
     random.Random(seed).shuffle(rows)
     again = split([prompt for prompt, _ in rows], [bits for _, bits in rows], **options)
     assert again == [parts[prompt] for prompt, _ in rows]
 
 
-# --- a share of a source ---------------------------------------------------------------------------
+# --- a share of a source
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,7 +351,7 @@ def test_a_fraction_is_of_the_distinct_prompts(
     assert chosen.sum() == 3 * expected
 
 
-def test_the_chosen_are_the_first_by_sha256_of_seed_and_key() -> None:
+def test_a_fraction_selects_the_first_prompts_by_sha256_of_seed_and_key() -> None:
     # printf 'fraction\n0\naaaaaaaaaaaaaaaa' | sha256sum, and so on.
     # Seed 0: a 1346, b 1fd2, c 4bce, d b7a9. Seed 1: c 3ff1, d ed60, a f437, b f8be.
     assert fraction_of(keys_of("abcd"), 0.25, seed=0).tolist() == [True, False, False, False]
@@ -357,9 +371,10 @@ def test_a_smaller_fraction_is_part_of_a_larger_one(
     assert not (smaller & ~larger).any()
 
 
-def test_the_chosen_are_spread_over_the_parts() -> None:
-    # Half of 4000 prompts, then half of what is left as test set. With one order for both, the test set would be the
-    # chosen ones exactly, or none of them; chance leaves a quarter, 1000, give or take 5 standard deviations of 16.
+def test_a_fraction_is_independent_of_the_parts() -> None:
+    # A fraction of 0.5 and a test set of 0.5, of 4000 prompts. With the same order for both, the
+    # test set would equal the fraction, or share no prompt with it. Independent orders share a
+    # quarter: 1000, within 5 standard deviations of 16.
     chosen = fraction_of(keys_of(range(4000)), 0.5, seed=0)
     test = (
         np.array(split(range(4000), weights=(1, 0, 0), validation_fraction=0, test_fraction=0.5))
@@ -368,7 +383,8 @@ def test_the_chosen_are_spread_over_the_parts() -> None:
     assert 920 < (chosen & test).sum() < 1080
 
 
-# --- repeated keys ---------------------------------------------------------------------------------
+# --- repeated keys
+# ---------------------------------------------------------------------------------
 
 
 def test_first_rows() -> None:
@@ -377,6 +393,6 @@ def test_first_rows() -> None:
 
 
 def test_keys_are_compared_in_every_byte() -> None:
-    # They differ in the first byte, in the last, and by a zero byte at the end.
+    # The keys differ in the first byte, in the last byte, and by a zero byte at the end.
     prompts = [0x01 << 120, 0x02 << 120, 0x01, 0x02, 0x0100, 0, 0x01]
     assert first_rows(keys_of(prompts)).tolist() == [0, 1, 2, 3, 4, 5, 2]

@@ -48,11 +48,11 @@ class TestRowMaker:
     def test_a_bare_prompt_has_no_answers(self) -> None:
         assert make(limits(), Tokenized("own:1", [5, 6], None, None, None)).answers == {}
 
-    def test_the_dialogue_is_what_sft_reads(self) -> None:
+    def test_sft_reads_the_dialogue(self) -> None:
         turns = (
             [5, 7, 7, 1, 6],
             [False, True, True, True, False],
-        )  # a 7 more than the prompt on its own
+        )  # one 7 more than the prompt alone
         made = make(limits(), Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns))
         assert made.prompt.ids == [5, 7, 1, 6]
         assert (made.dialogue.ids, made.spoken) == (
@@ -67,7 +67,7 @@ class TestRowMaker:
         assert made.prompt.ids == [9, 7, 1, 6]
         assert (made.dialogue.ids, made.spoken) == ([9, 7, 1, 6], [False, True, True, False])
 
-    def test_a_dialogue_obeys_the_limit_by_itself(self) -> None:
+    def test_a_dialogue_has_its_own_limit_check(self) -> None:
         turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])
         tokens = Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns)
         made = make(limits(prompt=4, over_long_prompts="drop"), tokens)
@@ -86,13 +86,13 @@ class TestRowMaker:
         )
         assert made.dialogue.dropped == "prompt over max_prompt_tokens=3"
 
-    def test_too_long_an_answer_names_itself(self) -> None:
+    def test_the_error_names_the_over_long_answer(self) -> None:
         with pytest.raises(DataError, match="own:1: the rejected answer has 3 tokens"):
             make(limits(response=2), Tokenized("own:1", [5], [8, 1], [8, 8, 1], None))
 
 
 class TestApart:
-    """Prompts that only their cut-off beginnings told from each other must not lie in two parts."""
+    """Prompts that are equal once cut must not be in two parts."""
 
     EQUAL = "prompt that, once cut, equals one of test"
 
@@ -109,17 +109,17 @@ class TestApart:
         assert self.dropped(maker, [4, 6, 7], "test") is None  # within a part both may stay
         assert self.dropped(maker, [5, 7, 7], "sft") is None
 
-    def test_a_prompt_of_just_the_limit_equals_a_cut_one(self) -> None:
+    def test_a_prompt_of_maximum_length_can_equal_a_cut_one(self) -> None:
         maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), None)
         assert self.dropped(maker, [6, 7], "test") is None
         assert self.dropped(maker, [5, 6, 7], "ppo") == self.EQUAL
 
-    def test_a_shorter_prompt_is_no_other_one_s_end(self) -> None:
+    def test_a_shorter_prompt_is_never_dropped_as_equal(self) -> None:
         maker = RowMaker(limits(prompt=3, over_long_prompts="truncate"), None)
         assert self.dropped(maker, [6, 7], "test") is None
         assert (
             self.dropped(maker, [6, 7], "ppo") is None
-        )  # equal prompts never come here: the split keeps them together
+        )  # equal uncut prompts are always in one part
 
     def test_bos_does_not_make_prompts_differ(self) -> None:
         maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), 9)
@@ -156,16 +156,23 @@ class TestDemonstration:
             "loss_mask": learned,
         }
 
-    def test_a_prompt_cut_amid_an_answer_has_nothing_to_predict_its_first_token_from(self) -> None:
-        cut = Row("own:1", "own", QUESTION, Limited([7, 1, 6]), {"chosen": Limited([8, 1])}, Limited([7, 1, 6]),
-                  spoken=[True, True, False])  # fmt: skip
+    def test_the_first_token_of_a_cut_prompt_is_not_learned(self) -> None:
+        cut = Row(
+            "own:1",
+            "own",
+            QUESTION,
+            prompt=Limited([7, 1, 6]),
+            answers={"chosen": Limited([8, 1])},
+            dialogue=Limited([7, 1, 6]),
+            spoken=[True, True, False],
+        )
         assert demonstration(cut, limits(sft_loss="assistant")) == {
             "prompt_ids": [7],
             "response_ids": [1, 6, 8, 1],
             "loss_mask": [True, False, True, True],
         }
 
-    def test_arguments_stay_as_they_are(self) -> None:
+    def test_arguments_are_not_modified(self) -> None:
         demonstration(self.ROW, limits(sft_loss="all"))
         assert self.ROW.dialogue.ids == [5, 7, 1, 6]
         assert self.ROW.spoken == [False, True, True, False]
@@ -214,7 +221,7 @@ class TestPhaseFile:
             "reference": [None, "4"],
         }
 
-    def test_what_policies_are_judged_on(self, tmp_path) -> None:
+    def test_the_evaluation_file(self, tmp_path) -> None:
         _, columns = self.write(tmp_path, "evaluation/test.arrow", [row()])
         assert columns == {
             "id": ["own:1"],
@@ -238,7 +245,7 @@ class TestPhaseFile:
                 row("own:3", chosen=fits, rejected=long),
             ],
             [
-                row("own:4", chosen=cut, rejected=long),  # not there, hence not counted as cut
+                row("own:4", chosen=cut, rejected=long),  # None, so not counted as cut
                 row("own:5", chosen=cut, rejected=cut),
             ],
         )
@@ -284,8 +291,9 @@ class TestPhaseFile:
         with pytest.raises(DataError) as error:
             self.write(tmp_path, "sft/train.arrow", [long, long])
         assert str(error.value) == (
-            "sft/train.arrow: all 2 rows were dropped ({'chosen answer over max_response_tokens=2': 2}). "
-            "Raise split.max_prompt_tokens or split.max_response_tokens."
+            "sft/train.arrow: all 2 rows were dropped ({'chosen answer over "
+            "max_response_tokens=2': 2}). Fix: raise split.max_prompt_tokens or "
+            "split.max_response_tokens."
         )
 
     def test_a_file_that_never_had_rows_is_empty(self, tmp_path) -> None:

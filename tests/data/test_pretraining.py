@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from rlhf_pipeline.data import record_files
-from rlhf_pipeline.data.control_tokens import Screen
+from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.records import Text
 from rlhf_pipeline.data.row_counts import RowCounts
@@ -23,7 +23,9 @@ def packed(tokenizer, tmp_path: Path) -> Callable[..., dict[str, int]]:
 
     def packed(*sources: Path, block_tokens: int, max_bad_fraction: float = 0.0) -> dict[str, int]:
         counts = [RowCounts.read(source) for source in sources]
-        screen = Screen(tokenizer, [source.name for source in sources], counts, max_bad_fraction)
+        screen = ControlTokenFilter(
+            tokenizer, [source.name for source in sources], counts, max_bad_fraction
+        )
         return pack(sources, tokenizer, block_tokens, tmp_path, screen)
 
     return packed
@@ -73,7 +75,7 @@ def test_blocks_span_batches(
     ]
 
 
-def test_what_fills_the_blocks_exactly_leaves_nothing(write_records, packed) -> None:
+def test_no_tokens_are_left_out_if_blocks_are_full(write_records, packed) -> None:
     counts = packed(write_records("texts", Text("~~~"), Text("^^^")), block_tokens=8)
     assert (counts["blocks"], counts["tokens_left_out"]) == (1, 0)
 
@@ -83,10 +85,12 @@ def test_less_text_than_a_block_is_an_error(write_records, packed) -> None:
     with pytest.raises(DataError) as error:
         packed(texts, block_tokens=8)
     assert str(error.value) == (
-        "split.pretraining: 2 texts with 7 tokens fill no block of block_tokens=8. "
-        "Add text, or lower split.pretraining.block_tokens."
+        "split.pretraining: found 7 tokens in 2 texts, expected at least block_tokens=8. "
+        "Fix: add text, or lower split.pretraining.block_tokens."
     )
-    with pytest.raises(DataError, match="0 texts with 0 tokens fill no block"):
+    with pytest.raises(
+        DataError, match="found 0 tokens in 0 texts, expected at least block_tokens=1"
+    ):
         packed(write_records("empty"), block_tokens=1)
 
 

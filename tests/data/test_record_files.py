@@ -31,7 +31,7 @@ DIALOGUE = (
 )
 
 
-def test_examples_come_back_as_they_were(write_records) -> None:
+def test_examples_are_read_back_unchanged(write_records) -> None:
     folder = write_records(
         "mixed",
         Example(DIALOGUE, "Ja.\n", " No"),
@@ -58,7 +58,7 @@ def test_examples_come_back_as_they_were(write_records) -> None:
     assert list(texts(folder)) == []
 
 
-def test_texts_come_back_as_they_were(write_records) -> None:
+def test_texts_are_read_back_unchanged(write_records) -> None:
     folder = write_records("texts", Text("One.\n"), Text("二"))
     assert list(texts(folder)) == [(["texts:0", "texts:1"], ["One.\n", "二"])]
     assert examples(folder).num_rows == 0
@@ -74,7 +74,7 @@ def test_a_source_without_records(write_records) -> None:
 
 
 def test_some_rows_of_a_batch(write_records) -> None:
-    # What `prepare` does; the prompts are of different lengths.
+    # Like `needed_batches`; the prompts have different lengths.
     folder = write_records(
         "some", asked("a"), Example(DIALOGUE, "b"), asked("c", "d", "e"), asked("f", "g")
     )
@@ -107,11 +107,12 @@ def test_a_batch_ends_after_a_thousand_rows(write_records) -> None:
     assert (ids[999], ids[1000], ids[2299]) == ("many:999", "many:1000", "many:2299")
 
 
-def test_a_batch_ends_where_its_texts_fill_it(
+def test_a_batch_ends_at_the_character_limit(
     write_records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_files, "_BATCH_CHARACTERS", 10)
-    # Characters: 4 + 3 + 4 are 11; one of 4 and one of 6 do not exceed 10, the next one does; 12 exceed it alone.
+    # Characters: 4 + 3 + 4 are 11; 4 + 6 do not exceed 10, but one more does; 12
+    # exceeds it alone.
     lengths = [
         (4, 0, 0),
         (1, 1, 1),
@@ -153,8 +154,8 @@ def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyP
     folder = write_records(
         "keys",
         asked("Why?", "Yes.", "No."),
-        asked(" WHY? ", "Yes.\n", " No."),  # the same but for case and white space around
-        asked("Why?", "yes.", "No."),  # an answer's case counts
+        asked(" WHY? ", "Yes.\n", " No."),  # equal except for case and surrounding white space
+        asked("Why?", "yes.", "No."),  # the case of an answer counts
         asked("Why?", "No.", "Yes."),
         asked("Why?", "Yes."),
         asked("Why?"),
@@ -164,8 +165,9 @@ def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyP
     assert batch_sizes(table) == [3, 3, 1]
     prompts, whole = keys(table, "prompt_key"), keys(table, "example_key")
     assert prompts.dtype == np.uint8
-    # printf '10:user: why?' | sha256sum; an example's parts are the prompt and both answers without white space around
-    # them: printf '10:user: why?4:Yes.3:No.' | sha256sum; an answer that is missing is an empty part: '...4:Yes.0:'.
+    # printf '10:user: why?' | sha256sum; the parts of an example are the prompt and both answers,
+    # stripped: printf '10:user: why?4:Yes.3:No.' | sha256sum; an answer that is
+    # missing is an empty part: '...4:Yes.0:'.
     assert [bytes(row).hex() for row in prompts] == ["d4b31de3f816d97ecec6762c2001cf8d"] * 6 + [
         "5dbaee0c7b721072c1f6f0d126edfa98"
     ]
@@ -180,7 +182,7 @@ def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_who_can_use_each_example(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_that_can_use_each_example(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
     folder = write_records(
         "phases", asked("a"), asked("b", "B"), asked("c", "C", "D"), asked("d"), asked("e", "E")

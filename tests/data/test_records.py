@@ -32,13 +32,14 @@ def test_case_white_space_and_unicode_form_do_not_count() -> None:
     assert {identity(("user", accent)) for accent in accents} == {"user: \u00e9"}
 
 
-def test_what_folding_the_case_decomposes_is_composed_again() -> None:
-    # The folded form of U+0390 is iota with two accents in three characters; NFKC makes it the one character again.
+def test_case_folding_is_followed_by_normalization() -> None:
+    # The folded form of U+0390 is iota with two accents in three characters; NFKC makes it the one
+    # character again.
     assert "\u0390".casefold() == "\u03b9\u0308\u0301"
     assert identity(("user", "\u0390")) == "user: \u0390"
 
 
-def test_who_says_it_counts() -> None:
+def test_roles_count() -> None:
     assert identity(("user", "a"), ("assistant", "b")) != identity(("user", "a"), ("user", "b"))
     assert identity(("user", "a user: b")) != identity(("user", "a"), ("user", "b"))
     assert identity(("system", "a"), ("user", "b")) != identity(("user", "b"))
@@ -48,12 +49,13 @@ def test_who_says_it_counts() -> None:
 
 
 def test_a_key_is_the_beginning_of_sha256_over_lengths_and_contents() -> None:
-    # printf '2:ab1:c' | sha256sum; of the accented letter its two bytes of UTF-8: printf '2:\xc3\xa9' | sha256sum
+    # printf '2:ab1:c' | sha256sum; of the accented letter its two bytes of UTF-8: printf
+    # '2:\xc3\xa9' | sha256sum
     assert key("ab", "c").hex() == "430fb1b4ac43316eca81fab27a1930ab"
     assert key("\u00e9").hex() == "2f23c71856587c2a6ffdb64f0e11e994"
 
 
-def test_where_one_text_ends_and_the_next_begins_counts() -> None:
+def test_boundaries_between_texts_count() -> None:
     assert (
         len(
             {

@@ -16,7 +16,7 @@ def counted(*, rows: int, bad: int) -> RowCounts:
     return counts
 
 
-def test_counts_are_kept_apart_by_reason_and_survive_the_disk(tmp_path: Path) -> None:
+def test_counts_by_reason_are_written_and_read(tmp_path: Path) -> None:
     counts = RowCounts(rows=10)
     for line, row in enumerate(
         [
@@ -35,7 +35,7 @@ def test_counts_are_kept_apart_by_reason_and_survive_the_disk(tmp_path: Path) ->
     assert read == counts
     assert read.rows == 10
     assert read.bad == {"the chosen answer is empty": 2, "the answers are equal: „ja“": 1}
-    assert read.passed_over == {"a tie": 3}
+    assert read.skipped == {"a tie": 3}
     assert read.first_bad == [
         ("own.jsonl:1", "the chosen answer is empty"),
         ("own.jsonl:3", "the answers are equal: „ja“"),
@@ -43,24 +43,25 @@ def test_counts_are_kept_apart_by_reason_and_survive_the_disk(tmp_path: Path) ->
     ]
 
 
-def test_counts_that_were_read_go_on(tmp_path: Path) -> None:
+def test_counting_continues_after_reading(tmp_path: Path) -> None:
     counted(rows=10, bad=1).write(tmp_path)
     counts = RowCounts.read(tmp_path)
     counts.add_unused("own.jsonl:7", Unused("a tie", bad=False))
     counts.add_unused("own.jsonl:8", Unused("the chosen answer is empty"))
-    assert (counts.bad.total(), counts.passed_over.total(), len(counts.first_bad)) == (2, 1, 2)
+    assert (counts.bad.total(), counts.skipped.total(), len(counts.first_bad)) == (2, 1, 2)
 
 
 def test_too_many_bad_rows_are_an_error_with_the_first_five(tmp_path: Path) -> None:
     counts = counted(rows=16, bad=6)
-    counts.refuse_beyond(0.375, "files (own.jsonl)")  # 6 / 16
+    counts.check_bad_fraction(0.375, "files (own.jsonl)")  # 6 / 16
     with pytest.raises(DataError) as error:
-        counts.refuse_beyond(0.374, "files (own.jsonl)")
+        counts.check_bad_fraction(0.374, "files (own.jsonl)")
     assert str(error.value) == (
-        "source files (own.jsonl): 6 of 16 rows are unusable, more than split.max_bad_fraction=0.374 allows. "
-        "The first of them:"
+        "source files (own.jsonl): 6 of 16 rows are bad, more than split.max_bad_fraction=0.374 "
+        "allows. The first bad rows:"
         + "".join(f"\n  own.jsonl:{line}: the chosen answer is empty" for line in range(1, 6))
-        + "\nCorrect these rows, or set split.max_bad_fraction to at least 0.375 to leave such rows out."
+        + "\nFix: correct these rows, or set split.max_bad_fraction to at least 0.375 to leave "
+        "bad rows out."
     )
 
 
@@ -77,17 +78,17 @@ def test_too_many_bad_rows_are_an_error_with_the_first_five(tmp_path: Path) -> N
 def test_the_advised_fraction_is_enough(rows: int, bad: int, advised: str) -> None:
     counts = counted(rows=rows, bad=bad)
     with pytest.raises(DataError, match=rf"max_bad_fraction to at least {advised} to leave"):
-        counts.refuse_beyond(0.0, "synthetic")
-    counts.refuse_beyond(float(advised), "synthetic")
+        counts.check_bad_fraction(0.0, "synthetic")
+    counts.check_bad_fraction(float(advised), "synthetic")
 
 
-def test_no_bad_row_is_never_too_many() -> None:
-    counted(rows=5, bad=0).refuse_beyond(0.0, "synthetic")
-    RowCounts().refuse_beyond(0.0, "synthetic")
+def test_zero_bad_rows_are_always_allowed() -> None:
+    counted(rows=5, bad=0).check_bad_fraction(0.0, "synthetic")
+    RowCounts().check_bad_fraction(0.0, "synthetic")
 
 
-def test_rows_that_are_passed_over_are_not_bad() -> None:
+def test_skipped_rows_are_not_bad() -> None:
     counts = RowCounts(rows=2)
     counts.add_unused("own.jsonl:1", Unused("a tie", bad=False))
-    counts.refuse_beyond(0.0, "files (own.jsonl)")
+    counts.check_bad_fraction(0.0, "files (own.jsonl)")
     assert counts.first_bad == []

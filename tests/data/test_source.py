@@ -1,4 +1,4 @@
-"""Sources are read by real launches: once, and again only when what decides their records changes."""
+"""Stage `source`, launched as a program: a source is read again only if its identity changed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ import pytest
 import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data import ingest as module
+from rlhf_pipeline.data import source as module
 from rlhf_pipeline.data.record_files import example_batch, examples, texts
 from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.source import source_job
+from rlhf_pipeline.pipelines.split.nodes import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.cache import fingerprint
-from rlhf_pipeline.stages.run import run_stage
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.run import StageRunner
 
-Ingest = Callable[..., Path]
+ReadSource = Callable[..., Path]
 
 
 class Launches:
-    """Hears which stages were started and which were found finished."""
+    """Records each stage with whether its result was reused."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, bool]] = []
@@ -52,29 +53,24 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def launches():
-    heard = Launches()
-    with events.listening(heard):
-        yield heard
+    return Launches()
 
 
 @pytest.fixture
-def ingest(tmp_path: Path) -> Ingest:
-    """Reads a source as stage `source` does."""
+def read_source(tmp_path: Path, launches: Launches) -> ReadSource:
+    """Runs stage `source`; returns the folder of its records."""
+    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
 
-    def ingest(seed: int = 0, **config: Any) -> Path:
-        return run_stage(
-            source_job(SourceConfig(**config), seed),
-            LaunchConfig(processes=1),
-            tmp_path / "workspace",
-        )
+    def read_source(seed: int = 0, **config: Any) -> Path:
+        return StageRunner(context).run(source_job(SourceConfig(**config), seed))
 
-    return ingest
+    return read_source
 
 
-def test_a_source_becomes_records_and_counts(tmp_path: Path, ingest: Ingest) -> None:
+def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSource) -> None:
     rows = [pair(), pair(chosen=""), pair("How?", "No."), *[pair(chosen=" ")] * 5, pair("Who?")]
     path = write(tmp_path / "own.jsonl", *rows)
-    folder = ingest(name="files", path=str(path))
+    folder = read_source(name="files", path=str(path))
     (batch,) = examples(folder).to_batches()
     read = example_batch(batch)
     assert read.ids == ["own.jsonl:1", "own.jsonl:9"]
@@ -95,9 +91,9 @@ def test_a_source_becomes_records_and_counts(tmp_path: Path, ingest: Ingest) -> 
     }
 
 
-def test_texts_have_a_file_of_their_own(tmp_path: Path, ingest: Ingest) -> None:
+def test_texts_have_a_separate_file(tmp_path: Path, read_source: ReadSource) -> None:
     path = write(tmp_path / "own.jsonl", {"text": "One."}, {"text": " "}, {"text": "Two."})
-    folder = ingest(name="files", path=str(path), columns={"text": "text"})
+    folder = read_source(name="files", path=str(path), columns={"text": "text"})
     assert list(texts(folder)) == [(["own.jsonl:1", "own.jsonl:3"], ["One.", "Two."])]
     assert examples(folder).num_rows == 0
     assert Manifest.read(folder).metrics["source/passed_over_rows"] == 1
@@ -108,19 +104,19 @@ def test_texts_have_a_file_of_their_own(tmp_path: Path, ingest: Ingest) -> None:
 
 @pytest.mark.slow
 def test_only_the_source_whose_bytes_changed_is_read_again(
-    tmp_path: Path, ingest: Ingest, launches: Launches
+    tmp_path: Path, read_source: ReadSource, launches: Launches
 ) -> None:
     one, two = write(tmp_path / "one.jsonl", pair("a")), write(tmp_path / "two.jsonl", pair("b"))
 
     def both() -> list[Path]:
         launches.heard.clear()
-        return [ingest(name="files", path=str(path)) for path in (one, two)]
+        return [read_source(name="files", path=str(path)) for path in (one, two)]
 
     first, kept = both()
     assert launches.heard == [("source", False), ("source", False)]
     assert both() == [first, kept]
     assert launches.heard == [("source", True), ("source", True)]
-    # Other bytes, the same records: read again, but nothing that uses them would be made again.
+    # Other bytes, same records: the source is read again, but its content digest is unchanged.
     one.write_text(one.read_text().replace('": "', '":   "'))
     again, _ = both()
     assert launches.heard == [("source", False), ("source", True)]
@@ -133,32 +129,34 @@ def test_only_the_source_whose_bytes_changed_is_read_again(
     assert content_digest(other) != content_digest(first)
 
 
-def test_where_a_file_lies_does_not_count(
-    tmp_path: Path, ingest: Ingest, launches: Launches
+def test_the_folder_of_a_file_does_not_count(
+    tmp_path: Path, read_source: ReadSource, launches: Launches
 ) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     path = write(tmp_path / "own.jsonl", pair())
-    before = ingest(name="files", path=str(path))
+    before = read_source(name="files", path=str(path))
     shutil.move(path, folder)
-    assert ingest(name="files", path=str(folder / "own.jsonl")) == before
+    assert read_source(name="files", path=str(folder / "own.jsonl")) == before
     assert launches.heard == [("source", False), ("source", True)]
 
 
-def test_a_generated_source_is_read_for_each_seed_and_number_of_samples(ingest: Ingest) -> None:
+def test_a_generated_source_is_read_for_each_seed_and_number_of_samples(
+    read_source: ReadSource,
+) -> None:
     three, other_seed, five = (
-        ingest(samples=3, seed=1),
-        ingest(samples=3, seed=2),
-        ingest(samples=5, seed=1),
+        read_source(samples=3, seed=1),
+        read_source(samples=3, seed=2),
+        read_source(samples=5, seed=1),
     )
     assert [examples(folder).num_rows for folder in (three, other_seed, five)] == [3, 3, 5]
     assert content_digest(three) != content_digest(other_seed)
     assert examples(five).slice(0, 3) == examples(three)
 
 
-def test_samples_limit_a_file(tmp_path: Path, ingest: Ingest) -> None:
+def test_samples_limit_a_file(tmp_path: Path, read_source: ReadSource) -> None:
     path = write(tmp_path / "own.jsonl", pair("a"), pair("b", chosen=""), pair("c"))
-    folder = ingest(name="files", path=str(path), samples=2)
+    folder = read_source(name="files", path=str(path), samples=2)
     assert (examples(folder).num_rows, RowCounts.read(folder).rows) == (1, 2)
 
 
@@ -179,7 +177,7 @@ def test_the_commit_decides_and_the_seed_does_not() -> None:
     assert key(samples=3, seed=1) != key(samples=3, seed=2)
 
 
-def test_a_branch_is_the_commit_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branch_counts_as_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     for commit in (COMMIT, OTHER_COMMIT, COMMIT):
         info = huggingface_hub.DatasetInfo(id="Anthropic/hh-rlhf", sha=commit)
@@ -188,7 +186,7 @@ def test_a_branch_is_the_commit_it_names(monkeypatch: pytest.MonkeyPatch) -> Non
     assert keys[0] == keys[2] != keys[1]
 
 
-def test_the_commit_that_was_found_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_the_origin_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(module, "read", lambda *arguments: iter(asked.append(arguments) or ()))
     config = SourceConfig(name="Anthropic/hh-rlhf", revision="v2")
@@ -197,7 +195,7 @@ def test_the_commit_that_was_found_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert asked == [(config, 3, COMMIT)]
 
 
-def test_an_adapter_s_code_counts_for_its_own_sources_alone(
+def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = shutil.copytree(Path(rlhf_pipeline.__file__).parent, tmp_path / "rlhf_pipeline")
@@ -225,7 +223,7 @@ def test_an_adapter_s_code_counts_for_its_own_sources_alone(
     assert changed("data/split.py") == set()
 
 
-def test_no_adapter_s_code_counts_for_what_is_made_of_its_records() -> None:
+def test_the_code_of_adapters_does_not_count_for_stages_that_read_records() -> None:
     for program in ("rlhf_pipeline.data.split", "rlhf_pipeline.models.base_model"):
         assert not [
             name

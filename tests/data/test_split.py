@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.data import prepare as module
+from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.split_statistics import headline
 
@@ -91,10 +91,10 @@ def test_files_and_columns(
     assert [len(seen[file]) for file in FILES] == [1, 3, 1, 3, 1, 2, 1]
 
 
-def test_one_prompt_in_two_sources_lands_in_one_part_and_once_where_prompts_count(
+def test_a_prompt_of_two_sources_is_in_one_part_and_merged_for_ppo(
     write_records, prepare: Prepare, load, ten
 ) -> None:
-    # The same ten prompts again, in other letters and white space.
+    # The same ten prompts in another case and with other white space.
     again = [asked(f" QUESTION  {n}? ", f"Also {n}.", f"Wrong {n}.") for n in range(10)]
     report = prepare(write_records("own", *ten), write_records("more", *again))
     rows = {file: [one["id"] for one in load(file)] for file in FILES}
@@ -114,7 +114,8 @@ def test_one_prompt_in_two_sources_lands_in_one_part_and_once_where_prompts_coun
 def test_rows_keep_the_order_of_the_sources_over_batches(
     write_records, prepare: Prepare, load
 ) -> None:
-    # 2,300 rows are three batches of at most 1,000; those from the 1,100th on repeat the prompts before them.
+    # 2,300 rows are three batches of at most 1,000. Rows from the 1,100th on repeat earlier
+    # prompts.
     first = write_records("first", *(asked(f"Question {n % 1100}?") for n in range(2300)))
     second = write_records("second", asked("Question 3?"), asked("One more?"))
     prepare(first, second, only="ppo")
@@ -140,7 +141,7 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(
     }
 
 
-def test_ppo_s_rows_keep_their_true_answers(write_records, prepare: Prepare, load) -> None:
+def test_ppo_rows_keep_their_references(write_records, prepare: Prepare, load) -> None:
     solved = write_records(
         "sums",
         *(replace(asked(f"{n} + {n}?"), reference=str(2 * n)) for n in range(9)),
@@ -221,13 +222,14 @@ def test_text_is_packed_for_pretraining(
     ("imported", "kedro"),
     [
         ("rlhf_pipeline.data.split", {"kedro"}),
-        ("rlhf_pipeline.pipelines.data_preparation.nodes", set()),
+        ("rlhf_pipeline.pipelines.split.nodes", set()),
     ],
 )
 def test_starting_imports_nothing_heavy(imported: str, kedro: set[str]) -> None:
     program = (
         f"import sys, {imported}\n"
-        f"heavy = {{'datasets', 'deepspeed', 'matplotlib', 'mlflow', 'torch', 'transformers'}} | {kedro}\n"
+        "heavy = {'datasets', 'deepspeed', 'matplotlib', 'mlflow', 'torch', 'transformers'}\n"
+        f"heavy |= {kedro}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=ENVIRONMENT)

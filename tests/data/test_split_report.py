@@ -1,4 +1,4 @@
-"""The report of the prepared data: the page and the terminal word for word; the figure's file."""
+"""The report of the split: the exact page, the exact terminal output, the file of the figure."""
 
 import io
 import json
@@ -109,27 +109,27 @@ REPORT = {
     },
 }
 
-MARKDOWN = r"""# The prepared data
+MARKDOWN = r"""# Prepared data
 
-## What was read
+## Rows of each source
 
-| source | rows | bad | passed over | beyond fraction | merged | used |
+| source | rows | bad | skipped | beyond fraction | merged | used |
 |:---|---:|---:|---:|---:|---:|---:|
 | Anthropic/hh-rlhf | 160,800 | 1,322 | 0 | 0 | 0 | 159,478 |
 | files (my_rows\_.jsonl) | 10,000 | 0 | 800 | 4,600 | 12 | 4,588 |
 | all sources | 170,800 | 1,322 | 800 | 4,600 | 12 | 164,066 |
 
-Merged rows are in an earlier source too, with the same prompt and the same answers.
+Merged rows repeat a row of an earlier source: same prompt, same answers.
 
 | source | rows |  | reason |
 |:---|---:|:---|:---|
 | Anthropic/hh-rlhf | 1,310 | bad | the text contains the control token \<\|end\|> |
 | Anthropic/hh-rlhf | 12 | bad | no answer |
-| files (my_rows\_.jsonl) | 800 | passed over | the scores are equal |
+| files (my_rows\_.jsonl) | 800 | skipped | the scores are equal |
 
-## Who gets which prompts
+## Prompts of each part
 
-| part | distinct prompts | share | wished |
+| part | distinct prompts | share | requested |
 |:---|---:|---:|---:|
 | sft | 25,000 | 25.0% | 18.8% |
 | reward_model | 35,000 | 35.0% | 37.6% |
@@ -137,11 +137,11 @@ Merged rows are in an earlier source too, with the same prompt and the same answ
 | validation | 3,000 | 3.0% | 2.0% |
 | test | 2,000 | 2.0% | 4.0% |
 
-The phases divide what validation and test leave by the weights 2 : 4 : 4. Shares differ from the wished ones where prompts cannot serve every phase.
+The weights 2 : 4 : 4 divide all prompts outside validation and test. Shares differ from the requested ones if some prompts cannot serve every phase.
 
-No prompt is in two parts: each of the 3 pairs of parts was compared and shares 0 prompts.
+No prompt is in two parts: all 3 pairs of parts were compared.
 
-Rows of each source:
+Rows of each source and part:
 
 | source | sft | reward_model | ppo | validation | test |
 |:---|---:|---:|---:|---:|---:|
@@ -149,7 +149,7 @@ Rows of each source:
 | files (my_rows\_.jsonl) | 4,000 | 0 | 0 | 300 | 288 |
 | all sources | 35,000 | 62,000 | 61,000 | 3,400 | 2,666 |
 
-## What each phase reads
+## Files of each phase
 
 | file | rows | merged | dropped | cut |
 |:---|---:|---:|---:|---:|
@@ -157,7 +157,7 @@ Rows of each source:
 | sft/validation.arrow | 3,400 | 0 | 0 | 0 |
 | evaluation/test.arrow | 1,990 | 666 | 10 | 0 |
 
-PPO and the evaluation read a prompt once, however many rows have it: the others are merged. SFT learns the tokens of the final response.
+The files of PPO and evaluation contain each prompt once; further rows of the prompt are merged. SFT learns the tokens of the final response.
 
 | file | rows |  | reason |
 |:---|---:|:---|:---|
@@ -174,30 +174,30 @@ PPO and the evaluation read a prompt once, however many rows have it: the others
 | sft/validation.arrow | response_ids | 200,000 | 50 | 130 | 180 | 190 |
 | evaluation/test.arrow | prompt_ids | 300,000 | 100 | 300 | 500 | 512 |
 
-## How long the texts are
+## Lengths
 
 ![Lengths of prompts and responses in tokens](lengths.png)
 
-- prompts of more than max_prompt_tokens = 512: 8 of 1,000 (0.8%), dropped
-- responses of more than max_response_tokens = 192: none of 3,000
+- prompts longer than max_prompt_tokens = 512: 8 of 1,000 (0.8%), dropped
+- responses longer than max_response_tokens = 192: none of 3,000
 
 ## Text for PPO's language-model loss
 
-| source | rows | bad | passed over |
+| source | rows | bad | skipped |
 |:---|---:|---:|---:|
 | files (wiki.txt) | 1,200 | 3 | 2 |
 
 | source | rows |  | reason |
 |:---|---:|:---|:---|
 | files (wiki.txt) | 3 | bad | no text |
-| files (wiki.txt) | 2 | passed over | empty |
+| files (wiki.txt) | 2 | skipped | empty |
 
-1,195 documents of 1,234,567 tokens fill 4,822 blocks of 256 tokens; 135 tokens at the end, less than a block, are left out.
+1,195 documents with 1,234,567 tokens fill 4,822 blocks of 256 tokens. The last 135 tokens do not fill a block and are left out.
 """  # noqa: E501
 
 TERMINAL = """\
-Prepared data: 170,800 rows read, 1,322 bad, 800 passed over,
-4,600 beyond fractions, 12 merged
+Prepared data: 170,800 rows read, 1,322 bad, 800 skipped, 4,600
+beyond fractions, 12 merged
 
                 rows   validation rows   merged   dropped   cut
  ──────────────────────────────────────────────────────────────
@@ -214,7 +214,7 @@ def test_a_report_read_back_from_its_file_is_the_same_page():
     assert render_markdown(json.loads(json.dumps(REPORT, sort_keys=True))) == MARKDOWN
 
 
-def test_a_plain_report_speaks_only_of_what_there_is():
+def test_the_page_omits_empty_sections():
     report = deepcopy(REPORT)
     report["pretraining"] = None
     del report["sources"]["files (my_rows_.jsonl)"]
@@ -226,11 +226,11 @@ def test_a_plain_report_speaks_only_of_what_there_is():
     assert "reason" not in page
 
 
-def test_prompts_in_two_parts_are_named():
+def test_prompts_in_two_parts_are_reported():
     report = deepcopy(REPORT)
     report["overlap"]["test and sft"] = 1_234
     page = render_markdown(report)
-    assert "**Prompts are in two parts:** test and sft share 1,234." in page
+    assert "**Some prompts are in two parts:** test and sft share 1,234." in page
     assert "No prompt is in two parts" not in page
 
 
@@ -238,20 +238,20 @@ def test_prompts_in_two_parts_are_named():
     ("loss", "words"),
     [
         ("assistant", "SFT learns the tokens of every assistant turn."),
-        ("all", "SFT learns all tokens, the prompt's too."),
+        ("all", "SFT learns all tokens, including the prompt."),
     ],
 )
-def test_what_sft_learns_is_told(loss, words):
+def test_the_page_states_what_sft_learns(loss, words):
     report = deepcopy(REPORT)
     report["settings"]["sft_loss"] = loss
     assert words in render_markdown(report)
 
 
-def test_texts_that_were_cut_are_not_called_dropped():
+def test_cut_texts_are_not_reported_as_dropped():
     report = deepcopy(REPORT)
     report["settings"]["over_long_prompts"] = "truncate"
     assert (
-        "- prompts of more than max_prompt_tokens = 512: 8 of 1,000 (0.8%), cut"
+        "- prompts longer than max_prompt_tokens = 512: 8 of 1,000 (0.8%), cut"
         in render_markdown(report)
     )
 

@@ -1,4 +1,4 @@
-"""What preparing the data tells about it."""
+"""The report of the split, and its metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_pipeline.data import prepare as module
+from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.parts import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
@@ -24,8 +24,9 @@ def asked(prompt: str, *answers: str) -> Example:
 
 
 def test_token_counts_and_percentiles(write_records, prepare: Prepare, load) -> None:
-    # "~" is a token by itself, " " and <|end|> are two more: responses of 3 to 12 tokens, all in SFT's training set.
-    # Nearest rank of ten values: p50 the 5th (7), p90 the 9th (11), p99 the 10th (12); their sum is 75.
+    # "~" is one token, " " and <|end|> are two more: responses of 3 to 12 tokens, all in
+    # SFT's training set. Nearest rank of ten values: p50 the 5th (7), p90 the 9th (11), p99 the
+    # 10th (12); their sum is 75.
     rows = [asked(f"Question {n}?", "~" * (n + 1), "No.") for n in range(10)]
     report = prepare(write_records("own", *rows), only="sft")
     tokens = report["files"]["sft/train.arrow"]["tokens"]
@@ -175,7 +176,7 @@ def test_headline(write_records, prepare: Prepare, ten) -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_a_broken_split_does_not_pass(
+def test_a_prompt_in_two_parts_is_an_error(
     write_records, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, ten
 ) -> None:
     def broken(*arguments: Any) -> Any:

@@ -32,6 +32,6 @@ def test_equal_batches_are_equal_bytes(tmp_path) -> None:
     assert write(tmp_path / "one.arrow", batch) == write(tmp_path / "other.arrow", batch)
 
 
-def test_a_file_without_rows_has_its_columns_all_the_same(tmp_path) -> None:
+def test_a_file_without_rows_has_its_columns(tmp_path) -> None:
     write(tmp_path / "none.arrow")
     assert read(tmp_path / "none.arrow").schema == SCHEMA

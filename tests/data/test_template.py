@@ -13,15 +13,15 @@ DIALOGUE = [
     {"role": "user", "content": "Hm."},
 ]
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA_2 = (
-    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' + messages[0].content + '<</SYS>>' %}"
-    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
-    "{% for turn in turns %}{% if turn.role == 'user' %}"
-    "{{ bos_token + '[INST] ' + (system if loop.first else '') + turn.content.strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' + messages[0].content + "
+    "'<</SYS>>' %}{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = "
+    "messages %}{% endif %}{% for turn in turns %}{% if turn.role == 'user' %}{{ bos_token + "
+    "'[INST] ' + (system if loop.first else '') + turn.content.strip() + ' [/INST]' }}{% else "
+    "%}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 FORGETS_THINKING = CHATML.replace(
     "message.content }}",
@@ -69,12 +69,12 @@ def test_an_empty_batch(tokenizer) -> None:
     assert render_responses(tokenizer, [], [], [], []) == []
 
 
-def test_bos_where_the_tokenizer_has_one(tokenizer) -> None:
+def test_bos_if_the_tokenizer_has_one(tokenizer) -> None:
     tokenizer.bos_token = "<s>"
     assert render(tokenizer, QUESTION, "So.") == ("<s>\n\nHuman: Why?\n\nAssistant:", " So.<|end|>")
 
 
-def test_what_follows_the_eos_is_cut_off(tokenizer) -> None:
+def test_text_after_the_eos_is_cut_off(tokenizer) -> None:
     tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|im_end|>"
     assert render(tokenizer, QUESTION, "Because.") == (
         "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
@@ -82,10 +82,10 @@ def test_what_follows_the_eos_is_cut_off(tokenizer) -> None:
     )
 
 
-def test_an_eos_in_the_answer_cuts_nothing_off(tokenizer) -> None:
+def test_an_eos_in_the_answer_does_not_cut_it(tokenizer) -> None:
     assert (
         render(tokenizer, QUESTION, "a<|end|>b")[1] == " a<|end|>b<|end|>"
-    )  # and tokenization refuses it by name
+    )  # tokenization rejects it
 
 
 def test_a_template_without_eos_gets_one(tokenizer) -> None:
@@ -93,9 +93,9 @@ def test_a_template_without_eos_gets_one(tokenizer) -> None:
     assert render(tokenizer, QUESTION, "Because.")[1] == "Because.<|im_end|>\n<|end|>"
 
 
-def test_a_generation_prompt_that_answers_do_not_follow_is_refused(tokenizer) -> None:
+def test_a_generation_prompt_that_differs_from_the_dialogue_is_refused(tokenizer) -> None:
     tokenizer.chat_template = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    with pytest.raises(ArtifactError, match=r"own.jsonl:7: .* not with its own prompt.*<think>"):
+    with pytest.raises(ArtifactError, match=r"own.jsonl:7: .* expected its own prompt.*<think>"):
         render(tokenizer, QUESTION, "Because.")
 
 
@@ -108,22 +108,23 @@ def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer) -> None:
         render_prompts(tokenizer, ["own.jsonl:7"], [QUESTION])
 
 
-def test_a_template_that_refuses_a_dialogue_amid_a_batch_names_it(tokenizer) -> None:
+def test_the_error_names_the_dialogue_that_the_template_rejects(tokenizer) -> None:
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     )
     with pytest.raises(ArtifactError) as error:
         render_prompts(tokenizer, ["a:1", "a:2", "a:3"], [QUESTION, DIALOGUE, QUESTION])
     assert str(error.value) == (
-        "a:2: the tokenizer's chat template refuses the turns system, user, assistant, user: no system"
+        "a:2: the tokenizer's chat template rejects the turns system, user, assistant, user: no "
+        "system"
     )
 
 
-def test_a_template_that_refuses_an_answer_amid_a_batch_names_its_example(tokenizer) -> None:
+def test_the_error_names_the_answer_that_the_template_rejects(tokenizer) -> None:
     tokenizer.chat_template = "{{ raise_exception('silence') if messages[-1].content == '' }}"
     with pytest.raises(
         ArtifactError,
-        match="a:2: the tokenizer's chat template refuses the turns user, assistant: si",
+        match="a:2: the tokenizer's chat template rejects the turns user, assistant: si",
     ):
         render_responses(tokenizer, ["a:1", "a:2"], [QUESTION, QUESTION], ["", ""], ["So.", ""])
 
@@ -140,7 +141,7 @@ def test_plain_text_has_no_special_tokens() -> None:
 
 
 class TestTurns:
-    """Each piece of the assistant's is what generation would have written there."""
+    """Each piece of the assistant equals the generated text."""
 
     def test_a_prompt_without_earlier_turns_is_one_piece(self, tokenizer) -> None:
         assert turns(tokenizer, DIALOGUE[:2]) == [("Be kind.\n\nHuman: Why?\n\nAssistant:", False)]
@@ -162,7 +163,7 @@ class TestTurns:
             ("\n\nHuman: Why?\n\nAssistant:", False),
         ]
 
-    def test_chatml_s_line_break_belongs_to_the_next_turn(self, tokenizer) -> None:
+    def test_the_line_break_of_chatml_belongs_to_the_next_turn(self, tokenizer) -> None:
         tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|im_end|>"
         assert turns(tokenizer, DIALOGUE[1:]) == [
             ("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", False),
@@ -184,18 +185,19 @@ class TestTurns:
         with pytest.raises(ArtifactError) as error:
             turns(tokenizer, thinking)
         assert str(error.value) == (
-            "own.jsonl:7: the chat template writes the assistant's turn '<think>hm</think>So.<|im_end|>' in another way "
-            "once the dialogue goes on; set split.sft_loss to 'response', or use a template that does not"
+            "own.jsonl:7: the chat template renders the assistant's turn "
+            "'<think>hm</think>So.<|im_end|>' differently once the dialogue continues. "
+            "Fix: set split.sft_loss to 'response', or use another template."
         )
         assert turns(tokenizer, DIALOGUE[1:])[1] == (
             "So.<|im_end|>",
             True,
-        )  # nothing to leave out here
+        )  # nothing to omit here
 
-    def test_a_template_that_forgets_earlier_turns_is_refused(self, tokenizer) -> None:
+    def test_a_template_that_omits_earlier_turns_is_refused(self, tokenizer) -> None:
         from_last_question = "{% for message in messages[(messages | length - 1) // 2 * 2:] %}"
         tokenizer.chat_template = tokenizer.chat_template.replace(
             "{% for message in messages %}", from_last_question
         )
-        with pytest.raises(ArtifactError, match=r"' So\.<\|end\|>' in another way"):
+        with pytest.raises(ArtifactError, match=r"' So\.<\|end\|>' differently"):
             turns(tokenizer, [*QUESTION, DIALOGUE[2], *QUESTION])

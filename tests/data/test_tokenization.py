@@ -16,7 +16,7 @@ from rlhf_pipeline.data.tokenization import (
     encode,
     limited_answer,
     limited_prompt,
-    newest,
+    newest_values,
     one_ahead,
     render,
     tokenize,
@@ -27,7 +27,7 @@ PROMPT = "\n\nHuman: Why?\n\nAssistant:"
 
 
 def batch(*rows: tuple[str, str | None, str | None]) -> ExampleBatch:
-    """Examples own:0, own:1, ... of a question, a chosen and a rejected answer each."""
+    """Examples own:0, own:1, ...: question, chosen answer, rejected answer."""
     questions, chosen, rejected = map(list, zip(*rows, strict=True))
     prompts = [[{"role": "user", "content": question}] for question in questions]
     return ExampleBatch(
@@ -64,7 +64,7 @@ class TestRender:
         assert rendered.rejected == [" b<|end|>", None, None, " d<|end|>"]
         assert rendered.turns == [None, None, None, None]
 
-    def test_turns_only_where_wanted_and_where_there_are_earlier_ones(self, tokenizer) -> None:
+    def test_turns_only_if_requested_and_present(self, tokenizer) -> None:
         user, assistant = (
             {"role": "user", "content": "Why?"},
             {"role": "assistant", "content": "So."},
@@ -89,7 +89,7 @@ class TestRender:
 
 
 class TestTokenize:
-    def test_ids_stand_for_the_rendered_text(self, tokenizer) -> None:
+    def test_ids_decode_to_the_rendered_text(self, tokenizer) -> None:
         (one,) = tokens(tokenizer, ("Why?", "Because.", "No."))
         assert one.id == "own:0"
         assert tokenizer.decode(one.prompt) == PROMPT
@@ -101,7 +101,7 @@ class TestTokenize:
         assert one.turns is None
 
     def test_no_token_crosses_the_boundary(self, tokenizer) -> None:
-        # ":" and " " meet at the boundary; whatever the response, the prompt's ids stay what generation starts from.
+        # ":" and " " meet at the boundary; the prompt has the same ids for every response.
         colon, bracket = tokens(tokenizer, ("Why?", " :", None), ("Why?", "(", None))
         assert colon.prompt == bracket.prompt
         assert colon.chosen != bracket.chosen
@@ -135,30 +135,38 @@ class TestTokenize:
         assert tokens(tokenizer, ("Why?", "Because.", None)) == expected
 
     def test_eos_inside_a_response_is_refused(self, tokenizer) -> None:
-        with pytest.raises(ArtifactError, match=r"own:1: .*EOS id 1 .* once, at their end"):
+        with pytest.raises(
+            ArtifactError, match=r"own:1: expected the EOS id 1 .* exactly once, at the end"
+        ):
             tokens(tokenizer, ("Why?", "a", "b"), ("Why?", "a", "a<|end|>b"))
 
     @pytest.mark.parametrize("response", ["~", "~<|end|>~", "<|end|>~<|end|>"])
-    def test_a_response_holds_eos_once_and_at_its_end(self, tokenizer, response: str) -> None:
-        with pytest.raises(ArtifactError, match="once, at their end"):
+    def test_a_response_has_eos_exactly_once_at_its_end(self, tokenizer, response: str) -> None:
+        with pytest.raises(
+            ArtifactError, match=r"own:0: expected the EOS id 1 .* exactly once, at the end"
+        ):
             tokenize(Rendered(["own:0"], ["~"], [None], [response], [None]), tokenizer)
 
     def test_eos_inside_an_earlier_turn_is_refused(self, tokenizer) -> None:
         pieces = [("~", False), ("~<|end|>~<|end|>", True), ("~", False)]
-        with pytest.raises(ArtifactError, match=r"own:0: .*EOS id 1 .* once, at their end"):
+        with pytest.raises(
+            ArtifactError, match=r"own:0: expected the EOS id 1 .* exactly once, at the end"
+        ):
             tokenize(Rendered(["own:0"], ["~"], ["~<|end|>"], [None], [pieces]), tokenizer)
 
-    def test_eos_inside_a_prompt_is_the_template_s(self, tokenizer) -> None:
+    def test_eos_inside_a_prompt_is_allowed(self, tokenizer) -> None:
         pieces = [("~<|end|>~<|end|>", False)]
         (one,) = tokenize(Rendered(["own:0"], ["~<|end|>"], [None], [None], [pieces]), tokenizer)
         assert one.prompt[-1] == 1
 
-    def test_an_eos_that_is_no_single_token_is_refused(self, tokenizer) -> None:
+    def test_an_eos_of_several_tokens_is_refused(self, tokenizer) -> None:
         tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", "'</s>'")
         tokenizer._special_tokens_map["eos_token"] = (
-            "</s>"  # a name without a token, as a damaged tokenizer file has it
+            "</s>"  # a name without a token, as in a damaged tokenizer file
         )
-        with pytest.raises(ArtifactError, match="Check that the tokenizer reads"):
+        with pytest.raises(
+            ArtifactError, match="Fix: check that the tokenizer encodes its EOS token as one token"
+        ):
             tokens(tokenizer, ("Why?", "Because.", None))
 
 
@@ -172,11 +180,11 @@ class TestEncode:
     @settings(
         max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
-    def test_equals_the_tokenizer_s_own_call(self, tokenizer, texts: list[str]) -> None:
+    def test_equals_a_call_of_the_tokenizer(self, tokenizer, texts: list[str]) -> None:
         expected = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         assert encode(texts, tokenizer) == expected
 
-    def test_truncation_and_padding_from_the_tokenizer_s_file_do_not_count(self, tokenizer) -> None:
+    def test_truncation_and_padding_settings_of_the_tokenizer_are_ignored(self, tokenizer) -> None:
         tokenizer.backend_tokenizer.enable_truncation(2)
         tokenizer.backend_tokenizer.enable_padding(pad_id=0, length=8)
         tilde = tokenizer.convert_tokens_to_ids("~")
@@ -216,11 +224,11 @@ class TestOneAhead:
         free.release(2)
         assert list(stream) == [(2, 2), (3, 3)]
 
-    def test_runs_in_a_thread_of_its_own(self) -> None:
+    def test_runs_in_another_thread(self) -> None:
         (worker,) = {result for _, result in one_ahead([1, 2, 3], lambda _: threading.get_ident())}
         assert worker != threading.get_ident()
 
-    def test_an_exception_reaches_the_caller_in_its_turn(self) -> None:
+    def test_an_exception_reaches_the_caller_in_order(self) -> None:
         stream = one_ahead([1, 0, 2], lambda item: 10 // item)
         assert next(stream) == (1, 10)
         with pytest.raises(ZeroDivisionError):
@@ -241,8 +249,9 @@ class TestLimits:
         with pytest.raises(DataError) as error:
             limited_prompt("own:7", [5, 6, 7], limits(prompt=2), None)
         assert str(error.value) == (
-            "own:7: the prompt has 3 tokens, more than split.max_prompt_tokens=2. Raise split.max_prompt_tokens, or set "
-            "split.over_long_prompts to 'drop' to leave such rows out, or to 'truncate'."
+            "own:7: the prompt has 3 tokens, more than split.max_prompt_tokens=2. "
+            "Fix: raise split.max_prompt_tokens, or set split.over_long_prompts to 'drop' or "
+            "'truncate'."
         )
 
     def test_answer_at_the_limit_passes_and_one_above_fails(self) -> None:
@@ -252,17 +261,18 @@ class TestLimits:
         with pytest.raises(DataError) as error:
             limited_answer("own:7", "rejected", [5, 6, 1], limits(response=2))
         assert str(error.value) == (
-            "own:7: the rejected answer has 3 tokens, more than split.max_response_tokens=2. Raise "
-            "split.max_response_tokens, or set split.over_long_responses to 'drop' to leave such rows out, or to 'truncate'."
+            "own:7: the rejected answer has 3 tokens, more than split.max_response_tokens=2. "
+            "Fix: raise split.max_response_tokens, or set split.over_long_responses to 'drop' or "
+            "'truncate'."
         )
 
     @pytest.mark.parametrize("over_long", ["drop", "truncate"])
-    def test_what_fits_is_never_touched(self, over_long: str) -> None:
+    def test_texts_within_the_limit_are_unchanged(self, over_long: str) -> None:
         config = limits(2, 2, over_long_prompts=over_long, over_long_responses=over_long)
         assert limited_prompt("own:7", [5, 6], config, 5) == Limited([5, 6])
         assert limited_answer("own:7", "chosen", [6, 1], config) == Limited([6, 1])
 
-    def test_drop(self) -> None:
+    def test_over_long_texts_are_dropped(self) -> None:
         config = limits(2, 2, over_long_prompts="drop", over_long_responses="drop")
         assert (
             limited_prompt("own:7", [5, 6, 7], config, None).dropped
@@ -272,7 +282,7 @@ class TestLimits:
         assert answer.dropped == "rejected answer over max_response_tokens=2"
         assert answer.cut is None
 
-    def test_prompts_and_answers_have_settings_of_their_own(self) -> None:
+    def test_prompts_and_answers_have_separate_settings(self) -> None:
         config = limits(1, 1, over_long_prompts="drop")
         assert limited_prompt("own:7", [5, 6], config, None).dropped
         with pytest.raises(DataError, match="over_long_responses"):
@@ -293,8 +303,8 @@ class TestLimits:
         [
             ([9, 5, 6, 7], 3, [9, 6, 7]),
             ([9, 5, 6, 7], 2, [9, 7]),
-            ([9, 5, 6, 7], 1, [7]),  # a token that is read is worth more than BOS alone
-            ([5, 9, 6, 7], 2, [6, 7]),  # a BOS that does not lead is a token like others
+            ([9, 5, 6, 7], 1, [7]),  # the last token is kept instead of BOS
+            ([5, 9, 6, 7], 2, [6, 7]),  # a BOS in another position is an ordinary token
             ([9, 5, 9, 7], 2, [9, 7]),
             ([9, 5], 2, [9, 5]),
         ],
@@ -305,13 +315,13 @@ class TestLimits:
         )
 
     def test_newest_chooses_values_by_their_tokens(self) -> None:
-        assert newest([9, 5, 6, 7], ["bos", "a", "b", "c"], 2, bos_id=9) == ["bos", "c"]
-        assert newest([9, 5, 6, 7], ["bos", "a", "b", "c"], 2, bos_id=None) == ["b", "c"]
-        assert newest([9, 5], ["bos", "a"], 2, bos_id=9) == ["bos", "a"]
+        assert newest_values([9, 5, 6, 7], ["bos", "a", "b", "c"], 2, bos_id=9) == ["bos", "c"]
+        assert newest_values([9, 5, 6, 7], ["bos", "a", "b", "c"], 2, bos_id=None) == ["b", "c"]
+        assert newest_values([9, 5], ["bos", "a"], 2, bos_id=9) == ["bos", "a"]
 
 
-# "~" is one byte that no merge contains, so n of them are n tokens; " " before the first one is one more (" ~" is no
-# merge either) and <|end|> another: n + 2.
+# "~" is one byte that no merge contains, so n of them are n tokens; " " before the first one is one
+# more (" ~" is no merge either) and <|end|> another: n + 2.
 def test_eos_counts_as_a_token(tokenizer) -> None:
     (one,) = tokens(tokenizer, ("Why?", "~" * 8, None))
     assert limited_answer(one.id, "chosen", one.chosen, limits(response=10)).ids == one.chosen

@@ -1,4 +1,4 @@
-"""Artifacts in the catalog: whole or not at all, and each run reads what it wrote."""
+"""Artifacts in the catalog: published completely or not, and read back by the same run."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_an_unfinished_directory_is_refused(tmp_path):
     assert not (tmp_path / "models").exists()
 
 
-def test_a_run_that_dies_while_publishing_leaves_no_version(finished, tmp_path, monkeypatch):
+def test_an_interrupted_publication_leaves_no_version(finished, tmp_path, monkeypatch):
     dataset(tmp_path, "2026-01-01T00.00.00.000Z").save(finished)
     monkeypatch.setattr("os.link", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -54,8 +54,8 @@ def test_a_run_that_dies_while_publishing_leaves_no_version(finished, tmp_path, 
     )
 
 
-def test_a_full_disk_leaves_no_version_and_takes_no_room(finished, disk):
-    """On another disk than the work directory, where files are copied."""
+def test_a_full_disk_leaves_no_version_and_takes_no_space(finished, disk):
+    """On another disk than the work directory, so files are copied."""
     (finished / "large").write_bytes(bytes(2**20))
     Manifest("sft", "f", 1, {}, {}, {}, {}, file_entries(finished)).write(finished)
     disk.leave(2**19)
@@ -63,10 +63,10 @@ def test_a_full_disk_leaves_no_version_and_takes_no_room(finished, disk):
         dataset(disk.path, "2026-01-01T00.00.00.000Z").save(finished)
     assert isinstance(caught.value.__cause__, StageError)
     assert re.search(
-        "stage sft is finished in .*/export and not published as .*/sft_model", str(caught.value)
+        "stage sft is finished in .*/export but not published as .*/sft_model", str(caught.value)
     )
     assert "[Errno 28] No space left on device: " in str(caught.value)
-    assert "  room     0.5 of 8.0 MiB are left on the file system of " in str(caught.value)
+    assert "  space    0.5 of 8.0 MiB are free on the file system of " in str(caught.value)
     assert dataset(disk.path, "2026-01-02T00.00.00.000Z").versions() == []
     disk.make_room()
     catalog = dataset(disk.path, "2026-01-02T00.00.00.000Z")
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_no_version_and_takes_no_room(finished, disk):
     verify(catalog.load())
 
 
-def test_a_run_reads_its_own_version_though_another_is_newer(finished, tmp_path):
+def test_a_run_reads_its_own_version_although_another_one_is_newer(finished, tmp_path):
     mine = dataset(tmp_path, "2026-01-01T00.00.00.000Z")
     mine.save(finished)
     dataset(tmp_path, "2026-01-02T00.00.00.000Z").save(finished)
@@ -85,8 +85,10 @@ def test_a_run_reads_its_own_version_though_another_is_newer(finished, tmp_path)
     )
 
 
-def test_a_directory_exists_once_it_is_loaded_and_takes_nothing(tmp_path):
+def test_loading_a_directory_creates_it_and_saving_fails(tmp_path):
     directory = DirectoryDataset(filepath=str(tmp_path / "workspace" / "deep"))
     assert directory.load().is_dir()
-    with pytest.raises(DatasetError, match="written by the stages' programs"):
+    with pytest.raises(
+        DatasetError, match="cannot be saved: the programs of the stages write into it"
+    ):
         directory.save("anything")

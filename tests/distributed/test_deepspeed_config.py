@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, whole: a default of ours or of a new release that changes numbers shows here."""
+"""The complete configuration of DeepSpeed: any changed default fails here."""
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -16,7 +16,7 @@ def trained(**deepspeed) -> SFTConfig:
     )  # fmt: skip
 
 
-LITERAL = {
+DEFAULTS = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
     "managed_gradient_accumulation": True,
@@ -29,8 +29,8 @@ LITERAL = {
     "data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"},
     "bf16": {"enabled": False, "check_grad_overflow": True},
     "fp16": {
-        "enabled": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
-        "consecutive_hysteresis": False, "min_loss_scale": 1,
+        "enabled": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
+        "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1,
     },
     "zero_optimization": {
         "stage": 0,
@@ -49,59 +49,59 @@ LITERAL = {
 CPU = {"device": "cpu", "pin_memory": False}
 
 
-def literal(stage=0, precision="fp32", **zero):
+def settings_with(stage=0, precision="fp32", **zero):
     changed = {
-        "zero_optimization": LITERAL["zero_optimization"]
+        "zero_optimization": DEFAULTS["zero_optimization"]
         | {"stage": stage, "overlap_comm": stage == 3}
         | zero
     }
     if precision != "fp32":
-        changed[precision] = LITERAL[precision] | {"enabled": True}
-    return LITERAL | changed
+        changed[precision] = DEFAULTS[precision] | {"enabled": True}
+    return DEFAULTS | changed
 
 
 @pytest.mark.parametrize(
     ("deepspeed", "expected"),
     [
-        ({"zero_stage": 0}, literal()),
-        ({"zero_stage": 1}, literal(1)),
-        ({"zero_stage": 2, "precision": "bf16"}, literal(2, "bf16")),
-        ({"zero_stage": 3, "precision": "fp16"}, literal(3, "fp16")),
+        ({"zero_stage": 0}, settings_with()),
+        ({"zero_stage": 1}, settings_with(1)),
+        ({"zero_stage": 2, "precision": "bf16"}, settings_with(2, "bf16")),
+        ({"zero_stage": 3, "precision": "fp16"}, settings_with(3, "fp16")),
         (
             {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
-            literal(3, offload_param=CPU, offload_optimizer=CPU)
+            settings_with(3, offload_param=CPU, offload_optimizer=CPU)
             | {"zero_force_ds_cpu_optimizer": False},
         ),
     ],
 )
-def test_a_model_that_trains(deepspeed, expected, monkeypatch):
+def test_settings_of_a_trainable_model(deepspeed, expected):
     settings = training_settings(trained(**deepspeed), hidden_size=64, on_gpu=False)
     assert settings == expected
-    accepted(settings)
+    require_accepted(settings)
 
 
-def test_a_frozen_model():
-    """It has no gradients to clip, and DeepSpeed's own default would be 1."""
+def test_settings_of_a_frozen_model():
+    """It has no gradients to clip; the default of DeepSpeed would be 1."""
     settings = inference_settings(
         FrozenDeepSpeedConfig(zero_stage=3, precision="bf16", offload_parameters=True),
         hidden_size=64,
         on_gpu=False,
     )
-    assert settings == literal(3, "bf16", offload_param=CPU) | {"gradient_clipping": 0.0}
-    accepted(settings)
+    assert settings == settings_with(3, "bf16", offload_param=CPU) | {"gradient_clipping": 0.0}
+    require_accepted(settings)
 
 
-def test_on_gpus_memory_is_pinned_and_the_optimizer_steps_on_the_cpu():
+def test_offloading_on_a_gpu_pins_memory_and_uses_the_cpu_optimizer():
     config = trained(zero_stage=3, offload_optimizer=True, offload_parameters=True)
     settings = training_settings(config, hidden_size=64, on_gpu=True)
     pinned = {"device": "cpu", "pin_memory": True}
-    expected = literal(3, offload_param=pinned, offload_optimizer=pinned)
+    expected = settings_with(3, offload_param=pinned, offload_optimizer=pinned)
     assert settings == expected | {"zero_force_ds_cpu_optimizer": True}
-    accepted(settings)
+    require_accepted(settings)
 
 
-def accepted(settings):
-    """DeepSpeed reads every value that it is given."""
+def require_accepted(settings):
+    """DeepSpeed accepts every value."""
     read = DeepSpeedConfig(settings)
     assert read.gradient_clipping == settings["gradient_clipping"]
     assert read.zero_optimization_stage == settings["zero_optimization"]["stage"]

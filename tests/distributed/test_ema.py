@@ -1,6 +1,6 @@
-"""The average of an engine's weights, at every ZeRO stage: two real ranks, all settings in one launch.
+"""The average of an engine's weights, at every ZeRO stage.
 
-This file is also the program that the ranks run.
+Two real ranks run this file as a program, all settings in one launch.
 """
 
 import json
@@ -12,17 +12,17 @@ import pytest
 import torch
 
 SETTINGS = {
-    "fp32, stage 0": ("fp32", 0), "fp32, stage 1": ("fp32", 1), "fp32, stage 2": ("fp32", 2), "fp32, stage 3": ("fp32", 3),
-    "bf16, stage 2": ("bf16", 2), "bf16, stage 3": ("bf16", 3),
+    "fp32, stage 0": ("fp32", 0), "fp32, stage 1": ("fp32", 1), "fp32, stage 2": ("fp32", 2),
+    "fp32, stage 3": ("fp32", 3), "bf16, stage 2": ("bf16", 2), "bf16, stage 3": ("bf16", 3),
 }  # fmt: skip
 DECAY = 0.75
 STEPS = 3
 
 
 def train(
-    checkpoint: str, precision: str, stage: int, *, look: bool
+    checkpoint: str, precision: str, stage: int, *, swap: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights after some steps; with `look`, the average is put in place after each of them, and taken out again."""
+    """Weights after some steps; with `swap`, the average is swapped in and out after each step."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from rlhf_pipeline.config.training import TrainedModelConfig
@@ -61,7 +61,7 @@ def train(
         ema.update()
         now = masters()
         expected = {name: DECAY * mean + (1 - DECAY) * now[name] for name, mean in expected.items()}
-        if look:
+        if swap:
             with ema.in_place():
                 averages = weights()
     return {"last": weights(), "masters": masters(), "averages": averages, "expected": expected}
@@ -70,13 +70,14 @@ def train(
 def main(checkpoint: str, folder: Path) -> None:
     from rlhf_pipeline.distributed.world import join
 
-    world = join(1, timeout_s=60)
+    world = join(1, timeout_s=600)
     for name, (precision, stage) in SETTINGS.items():
-        looked, not_looked = (
-            train(checkpoint, precision, stage, look=look) for look in (True, False)
-        )
+        results = {
+            kind: train(checkpoint, precision, stage, swap=kind == "swapped")
+            for kind in ("swapped", "not swapped")
+        }
         if world.rank == 0:
-            torch.save({"looked": looked, "not looked": not_looked}, folder / f"{name}.pt")
+            torch.save(results, folder / f"{name}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -87,27 +88,25 @@ def results(on_ranks, make_model):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_is_the_average_of_the_masters(results, name):
-    """In place it is what DeepSpeed's whole fp32 weights average to, in the precision of the model."""
-    looked, dtype = (
-        results[name]["looked"],
-        {"fp32": torch.float32, "bf16": torch.bfloat16}[SETTINGS[name][0]],
-    )
-    for key, value in looked["expected"].items():
-        found = looked["averages"][key]
+def test_the_average_is_that_of_the_fp32_weights(results, name):
+    """Swapped in, it equals the average of DeepSpeed's fp32 weights in the model's precision."""
+    swapped = results[name]["swapped"]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[SETTINGS[name][0]]
+    for key, value in swapped["expected"].items():
+        found = swapped["averages"][key]
         assert found.dtype == dtype
         torch.testing.assert_close(
             found, value.to(dtype), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-7
         )
-        assert not torch.equal(found, looked["last"][key])
+        assert not torch.equal(found, swapped["last"][key])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
-def test_looking_at_it_changes_no_bit_of_training(results, name):
+def test_swapping_the_average_changes_no_bit_of_training(results, name):
     for kind in ("last", "masters"):
-        looked, not_looked = results[name]["looked"][kind], results[name]["not looked"][kind]
-        assert all(torch.equal(looked[key], value) for key, value in not_looked.items())
+        swapped, not_swapped = results[name]["swapped"][kind], results[name]["not swapped"][kind]
+        assert all(torch.equal(swapped[key], value) for key, value in not_swapped.items())
 
 
 if __name__ == "__main__":

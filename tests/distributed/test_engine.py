@@ -1,4 +1,4 @@
-"""Joining the other ranks, and leaving them."""
+"""Joining the other ranks and leaving them."""
 
 import os
 import subprocess
@@ -8,19 +8,22 @@ from pathlib import Path
 PROGRAM = """
 import atexit, torch
 from rlhf_pipeline.distributed.world import join
-atexit.register(lambda: print("connected at the end:", torch.distributed.is_initialized()))  # runs after what join registers
-join(0, timeout_s=60)
+# runs after what join registers
+atexit.register(lambda: print("connected at the end:", torch.distributed.is_initialized()))
+join(0, timeout_s=600)
 print("connected:", torch.distributed.is_initialized())
 """
 
 
-def test_a_program_needs_no_compiler_and_leaves_before_the_interpreter_ends(environment, tmp_path):
-    """Threads of an open process group can abort a process after its work is done: exit code -6 instead of 0.
+def test_a_program_needs_no_compiler_and_closes_its_connections_before_it_exits(
+    rank_environment, tmp_path
+):
+    """Threads of an open process group can abort a process after its work: exit code -6, not 0.
 
-    DeepSpeed's shared-memory operation would be compiled, and leave 69 MB a rank in /dev/shm for good.
+    DeepSpeed's shared-memory operation would need a compiler and leave 69 MB per rank in /dev/shm.
     """
     no_compiler = {"CXX": "/bin/false", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    variables = os.environ | environment() | no_compiler
+    variables = os.environ | rank_environment | no_compiler
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, check=False
     )
@@ -38,18 +41,18 @@ def test_a_program_needs_no_compiler_and_leaves_before_the_interpreter_ends(envi
 LISTENING = """
 import psutil
 from rlhf_pipeline.distributed.world import join
-world = join(0, timeout_s=60)
+world = join(0, timeout_s=600)
 world.barrier()
 sockets = psutil.Process().net_connections("inet")
 print("listens at:", sorted({socket.laddr.ip for socket in sockets if socket.status == "LISTEN"}))
 """
 
 
-def test_ranks_of_one_machine_can_be_reached_from_there_alone(environment):
-    """torch's own store would listen at "::", every interface."""
+def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(rank_environment):
+    """The store of torch would listen at "::", every interface."""
     ended = subprocess.run(
         [sys.executable, "-c", LISTENING],
-        env=os.environ | environment(),
+        env=os.environ | rank_environment,
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,7 @@
-"""Save, load and train on: bit for bit what an unbroken run gives, at every ZeRO stage; and on other ranks, at other stages.
+"""Training that is saved, loaded and continued equals uninterrupted training, at every ZeRO stage.
 
-Real ranks under DeepSpeed's launcher, all settings in one launch. This file is also the program that the ranks run.
+It also continues on other numbers of ranks and at other stages. Real ranks run this file as a
+program under DeepSpeed's launcher, all settings in one launch.
 """
 
 import json
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 SETTINGS = {
-    "fp32, stage 0": ("fp32", 0), "fp32, stage 1": ("fp32", 1), "fp32, stage 2": ("fp32", 2), "fp32, stage 3": ("fp32", 3),
-    "bf16, stage 1": ("bf16", 1), "bf16, stage 2": ("bf16", 2), "bf16, stage 3": ("bf16", 3),
+    "fp32, stage 0": ("fp32", 0), "fp32, stage 1": ("fp32", 1), "fp32, stage 2": ("fp32", 2),
+    "fp32, stage 3": ("fp32", 3), "bf16, stage 1": ("bf16", 1), "bf16, stage 2": ("bf16", 2),
+    "bf16, stage 3": ("bf16", 3),
 }  # fmt: skip
 BEFORE, AFTER = 2, 2
 
@@ -24,7 +26,7 @@ def build(checkpoint: str, precision: str, stage: int):
     from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.models.loading import load_policy
 
-    # A usual eps of 1e-8 would let Adam blow the rounding noise of vanishing gradients up to whole steps.
+    # With the usual eps of 1e-8, Adam would amplify the rounding noise of tiny gradients.
     config = TrainedModelConfig.model_validate(
         {
             "optimizer": {
@@ -41,7 +43,7 @@ def build(checkpoint: str, precision: str, stage: int):
 
 
 def train(engine, ema, steps) -> list[float]:
-    """Every rank trains on the same rows, so a step is the same for any number of ranks."""
+    """Every rank trains on the same rows, so a step is equal for any number of ranks."""
     losses = []
     for step in steps:
         ids = (torch.arange(24).view(2, 12) * (step + 3)) % 200 + 5
@@ -66,7 +68,7 @@ def main(argument: dict, folder: Path) -> None:
     from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
     from rlhf_pipeline.distributed.world import join
 
-    world = join(1, timeout_s=60)
+    world = join(1, timeout_s=600)
     results = {}
     for name in argument["save"]:
         engine, ema = build(argument["checkpoint"], *SETTINGS[name])
@@ -76,7 +78,7 @@ def main(argument: dict, folder: Path) -> None:
         world.barrier()
         save_engine(engine, folder / name, average=ema.shards)
         world.barrier()
-        results[f"unbroken {name}"] = outcome(
+        results[f"uninterrupted {name}"] = outcome(
             engine, ema, train(engine, ema, range(BEFORE, BEFORE + AFTER))
         )
     for saved, name in argument["load"]:
@@ -108,7 +110,7 @@ def two(on_ranks, make_model):
 
 @pytest.fixture(scope="module")
 def other_ranks(on_ranks, two, world, tmp_path_factory):
-    """What two ranks saved goes on on one rank, this process, and on three."""
+    """Training that two ranks saved, continued on one rank (this process) and on three."""
     checkpoint, folder, results = two
     argument = {
         "checkpoint": checkpoint,
@@ -123,12 +125,14 @@ def other_ranks(on_ranks, two, world, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
-def test_going_on_is_bit_for_bit_the_unbroken_run(two, name):
+def test_continued_training_equals_uninterrupted_training_bit_for_bit(two, name):
     _, _, results = two
-    resumed, unbroken = results[f"{name} -> {name}"], results[f"unbroken {name}"]
-    assert resumed["losses"] == unbroken["losses"] and resumed["rate"] == unbroken["rate"]
+    resumed, uninterrupted = results[f"{name} -> {name}"], results[f"uninterrupted {name}"]
+    assert resumed["losses"] == uninterrupted["losses"] and resumed["rate"] == uninterrupted["rate"]
     for kind in ("weights", "average"):
-        assert all(torch.equal(resumed[kind][key], value) for key, value in unbroken[kind].items())
+        assert all(
+            torch.equal(resumed[kind][key], value) for key, value in uninterrupted[kind].items()
+        )
 
 
 @pytest.mark.long
@@ -140,19 +144,19 @@ def test_going_on_is_bit_for_bit_the_unbroken_run(two, name):
         ("fp32, stage 0", "fp32, stage 1"),
     ],
 )
-def test_another_stage_goes_on_from_it(two, saved, name):
+def test_training_continues_at_another_stage(two, saved, name):
     _, _, results = two
-    assert_alike(results[f"{saved} -> {name}"], results[f"unbroken {name}"], 1e-6)
+    assert_alike(results[f"{saved} -> {name}"], results[f"uninterrupted {name}"], 1e-6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_another_number_of_ranks_goes_on_from_it(other_ranks, name, ranks):
+def test_training_continues_on_another_number_of_ranks(other_ranks, name, ranks):
     results, found = other_ranks
     assert_alike(
         found[ranks][f"{name} -> {name}"],
-        results[f"unbroken {name}"],
+        results[f"uninterrupted {name}"],
         1e-6 if name.startswith("fp32") else 1e-2,
     )
 
@@ -165,7 +169,7 @@ def assert_alike(found, expected, tolerance):
             torch.testing.assert_close(found[kind][key], value, rtol=tolerance, atol=tolerance)
 
 
-def test_a_missing_file_is_named(world, make_model, tmp_path):
+def test_a_missing_file_of_a_rank_is_reported(world, make_model, tmp_path):
     from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
     from rlhf_pipeline.errors import ArtifactError
 
@@ -173,7 +177,7 @@ def test_a_missing_file_is_named(world, make_model, tmp_path):
     save_engine(engine, tmp_path, average=ema.shards)
     (tmp_path / "rank0.safetensors").unlink()
     with pytest.raises(
-        ArtifactError, match=r"holds 0 of \d+ numbers of weight .*: a rank's file is missing"
+        ArtifactError, match=r"found 0 of \d+ numbers of weight .*The file of a rank is missing"
     ):
         load_engine(engine, tmp_path, average=ema.shards)
 

@@ -1,4 +1,4 @@
-"""The report's text, word for word, in Markdown and in a terminal of 80 columns."""
+"""The text of the report, word for word, in Markdown and in a terminal of 80 columns."""
 
 import io
 from copy import deepcopy
@@ -85,6 +85,12 @@ EVALUATION = {
     ],
 }
 
+CAVEATS = {
+    "score": "PPO was trained to maximize the score of the reward model, "
+    "so this judge favours PPO.",
+    "gold": "PPO never saw the scores of this judge.",
+}
+
 MARKDOWN = r"""# PPO against SFT
 
 Both answered the same 400 held-out prompts (temperature 0.7, max_response_tokens 64).
@@ -104,9 +110,9 @@ Intervals are 95%.
 
 ## Which answer is better?
 
-**By the reward model, PPO is better.** It prefers PPO's answer to SFT's on 77.5% of 400 prompts: 300 wins, 20 ties (each counts half), 80 losses. With 95% confidence the true rate is between 73.1% and 81.3%, above the 50% of two equal policies. PPO was trained to please the reward model, so this judge leans towards it.
+**By the reward model, PPO is better.** It prefers PPO's answer to SFT's on 77.5% of 400 prompts: 300 wins, 20 ties (each counts half), 80 losses. With 95% confidence the true rate is between 73.1% and 81.3%, above the 50% of two equal policies. PPO was trained to maximize the score of the reward model, so this judge favours PPO.
 
-**By the gold judge, no difference is shown.** It prefers PPO's answer to SFT's on 47.5% of 400 prompts: 180 wins, 20 ties (each counts half), 200 losses. With 95% confidence the true rate is between 42.7% and 52.4%, on both sides of the 50% of two equal policies. PPO never saw this judge's scores.
+**By the gold judge, no difference is shown.** It prefers PPO's answer to SFT's on 47.5% of 400 prompts: 180 wins, 20 ties (each counts half), 200 losses. With 95% confidence the true rate is between 42.7% and 52.4%, on both sides of the 50% of two equal policies. PPO never saw the scores of this judge.
 
 ## Samples
 
@@ -136,24 +142,24 @@ max_response_tokens 64). Intervals are 95%.
 By the reward model, PPO is better. It prefers PPO's answer to SFT's on 77.5% of
 400 prompts: 300 wins, 20 ties (each counts half), 80 losses. With 95%
 confidence the true rate is between 73.1% and 81.3%, above the 50% of two equal
-policies. PPO was trained to please the reward model, so this judge leans
-towards it.
+policies. PPO was trained to maximize the score of the reward model, so this
+judge favours PPO.
 
 By the gold judge, no difference is shown. It prefers PPO's answer to SFT's on
 47.5% of 400 prompts: 180 wins, 20 ties (each counts half), 200 losses. With 95%
 confidence the true rate is between 42.7% and 52.4%, on both sides of the 50% of
-two equal policies. PPO never saw this judge's scores.
+two equal policies. PPO never saw the scores of this judge.
 """
 
 
-def printed(evaluation):
+def printed(evaluation, caveats=CAVEATS):
     console = Console(file=io.StringIO(), width=80)
-    print_table(evaluation, console)
+    print_table(evaluation, caveats, console)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
 def test_the_markdown():
-    assert render_markdown(EVALUATION) == MARKDOWN
+    assert render_markdown(EVALUATION, CAVEATS) == MARKDOWN
 
 
 def test_the_terminal():
@@ -167,14 +173,10 @@ def test_another_candidate_is_called_by_its_name():
     for sample in evaluation["samples"]:
         for name in ("ppo", "ppo_score", "ppo_gold"):
             sample[name.replace("ppo", "dpo")] = sample.pop(name)
-    leans = (
-        "{} and the reward model learned from the same comparisons, so this judge leans towards it."
-    )
-    trained = "{} was trained to please the reward model, so this judge leans towards it."
-    assert render_markdown(evaluation) == MARKDOWN.replace(
-        trained.format("PPO"), leans.format("DPO")
-    ).replace("PPO", "DPO")
-    assert printed(evaluation).startswith("DPO against SFT\n") and "PPO" not in printed(evaluation)
+    caveats = {judge: caveat.replace("PPO", "DPO") for judge, caveat in CAVEATS.items()}
+    assert render_markdown(evaluation, caveats) == MARKDOWN.replace("PPO", "DPO")
+    terminal = printed(evaluation, caveats)
+    assert terminal.startswith("DPO against SFT\n") and "PPO" not in terminal
 
 
 def test_a_variant_is_shown_beside_the_candidate():
@@ -182,13 +184,13 @@ def test_a_variant_is_shown_beside_the_candidate():
     evaluation["policies"]["ppo_ema"] = {"score": 2.5, "kl": 0.25}
     evaluation["variants"] = {"ppo_ema": {"score": evaluation["win_rates"]["score"]}}
     sentence = (
-        "By the reward model, PPO EMA's answer is better than SFT's on 77.5% of 400 prompts, with 95% confidence between "
-        "73.1% and 81.3%."
+        "By the reward model, PPO EMA's answer is better than SFT's on 77.5% of 400 prompts, "
+        "with 95% confidence between 73.1% and 81.3%."
     )
     rows = (
         "| reward model score | 2.00 [1.88, 2.12] | 2.50 | +0.50 |\n| gold score | 1.00 | - | - |\n"
     )
-    markdown = render_markdown(evaluation)
+    markdown = render_markdown(evaluation, CAVEATS)
     assert (
         "## PPO EMA beside PPO\n\n| | PPO | PPO EMA | difference |\n|:---|---:|---:|---:|\n" + rows
         in markdown
@@ -199,15 +201,29 @@ def test_a_variant_is_shown_beside_the_candidate():
     assert " ".join(terminal.split()).endswith(sentence)
 
 
-def test_without_a_judge_nothing_speaks_of_gold():
+def test_without_a_gold_score_the_report_does_not_mention_gold():
     evaluation = deepcopy(EVALUATION)
     evaluation["judge"] = None
     for metrics in evaluation["policies"].values():
         del metrics["gold_score"]
     del evaluation["win_rates"]["gold"]
     evaluation["samples"] = evaluation["samples"][1:]
-    assert "gold" not in render_markdown(evaluation)
+    assert "gold" not in render_markdown(evaluation, CAVEATS)
     assert "gold" not in printed(evaluation)
+
+
+def test_a_function_judge_stands_beside_the_others_and_needs_no_caveat():
+    evaluation = deepcopy(EVALUATION)
+    evaluation["win_rates"]["words"] = evaluation["win_rates"]["gold"]
+    evaluation["policies"]["sft"]["words_score"] = 2.0
+    evaluation["policies"]["ppo"]["words_score"] = 3.5
+    evaluation["samples"][0] |= {"sft_words": 4.0, "ppo_words": 2.0}
+    markdown = render_markdown(evaluation, CAVEATS)
+    assert "| gold score | 1.25 | 1.00 | -0.25 |\n| words score | 2.00 | 3.50 | +1.50 |" in markdown
+    assert "**By the words judge, no difference is shown.** It prefers PPO's" in markdown
+    assert markdown.count("on both sides of the 50% of two equal policies.\n\n") == 1
+    assert "(score -1.00, gold 1.00, words 4.00)" in markdown
+    assert "By the words judge, no difference is shown." in printed(evaluation)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +238,6 @@ def test_without_a_judge_nothing_speaks_of_gold():
 def test_the_verdict_needs_the_whole_interval(lower, upper, verdict, where):
     evaluation = deepcopy(EVALUATION)
     evaluation["win_rates"]["gold"] |= {"lower": lower, "upper": upper}
-    text = render_markdown(evaluation)
+    text = render_markdown(evaluation, CAVEATS)
     assert f"**By the gold judge, {verdict}.**" in text
     assert f"{where} the 50% of two equal policies. PPO never" in text

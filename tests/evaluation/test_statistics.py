@@ -1,3 +1,5 @@
+"""Win rates, means and text diversity against values computed by hand."""
+
 from __future__ import annotations
 
 import pytest
@@ -9,8 +11,9 @@ def test_win_rate_counts_a_tie_as_half():
     result = win_rate(candidate=[1.0, 2.0, 3.0, 0.0], baseline=[0.0, 2.0, 1.0, 1.0])
     assert (result.wins, result.ties, result.losses, result.n) == (2, 1, 1, 4)
     assert result.rate == 0.625
-    # z^2 = 3.8414588: centre 0.625 + 3.8414588 / 8 = 1.1051824, divisor 1 + 3.8414588 / 4 = 1.9603647,
-    # half width 1.9599640 * sqrt(0.234375 / 4 + 3.8414588 / 64) = 1.9599640 * 0.3444075 = 0.6750263.
+    # z^2 = 3.8414588
+    # centre 0.625 + 3.8414588 / 8 = 1.1051824, divisor 1 + 3.8414588 / 4 = 1.9603647
+    # half width 1.9599640 * sqrt(0.234375 / 4 + 3.8414588 / 64) = 1.9599640 * 0.3444075 = 0.6750263
     assert result.lower == pytest.approx(0.2194266, rel=1e-5)
     assert result.upper == pytest.approx(0.9081008, rel=1e-5)
 
@@ -24,7 +27,7 @@ def test_wilson_interval_of_8_in_10():
 @pytest.mark.parametrize(
     ("candidate", "baseline", "expected"),
     [
-        # p = 1: lower = 1 / (1 + z^2 / n), here 1 / (1 + 3.8414588 / 5) = 0.5655175; p = 0 mirrors it.
+        # p = 1: lower = 1 / (1 + z^2 / n) = 1 / (1 + 3.8414588 / 5) = 0.5655175; p = 0 mirrors it.
         (1.0, 0.0, WinRate(rate=1.0, lower=0.5655175, upper=1.0, wins=5, ties=0, losses=0, n=5)),
         (0.0, 1.0, WinRate(rate=0.0, lower=0.0, upper=0.4344825, wins=0, ties=0, losses=5, n=5)),
     ],
@@ -42,7 +45,8 @@ def test_a_model_ties_with_itself():
 
 def test_win_rate_refuses_unpaired_scores():
     with pytest.raises(
-        ValueError, match="candidate has 2 scores, baseline has 1; pair them by prompt"
+        ValueError,
+        match="candidate has 2 scores, baseline has 1; expected one score of each for every prompt",
     ):
         win_rate([1.0, 2.0], [1.0])
 
@@ -72,7 +76,7 @@ def test_mean_with_interval():
         ([1.0, float("inf")], r"values\[1\] is inf"),
     ],
 )
-def test_mean_with_interval_refuses_what_has_none(values: list[float], message: str):
+def test_mean_with_interval_refuses_values_without_an_interval(values: list[float], message: str):
     with pytest.raises(ValueError, match=message):
         mean_with_interval(values)
 
@@ -84,8 +88,8 @@ def test_mean_with_interval_refuses_what_has_none(values: list[float], message: 
         (["a b a b"], 2, 2 / 3),  # ab, ba of ab, ba, ab
         (["a b", "a c"], 1, 0.75),  # repeated from one text to the next
         (["a b", "b c"], 2, 1.0),  # no bigram across texts: ab, bc
-        (["a  b\n", ""], 2, 1.0),  # white space is no word
-        (["a", "b"], 2, 0.0),  # no bigram at all
+        (["a  b\n", ""], 2, 1.0),  # white space is not a word
+        (["a", "b"], 2, 0.0),  # no bigrams
     ],
 )
 def test_distinct_n(texts: list[str], n: int, expected: float):

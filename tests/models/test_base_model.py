@@ -1,4 +1,4 @@
-"""Models built from their configuration, with the tokenizer that belongs to them."""
+"""Models built from their configuration, with a trained tokenizer."""
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -12,7 +12,7 @@ from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 
-def test_every_family_is_built_with_the_tokenizer_that_loads_beside_it(
+def test_every_family_is_built_for_the_tokenizer_that_loads_with_it(
     tokenizer, architecture, family, tmp_path
 ):
     config = BaseModelConfig(architecture=architecture(family), vocab_size=300)
@@ -49,32 +49,40 @@ def test_every_family_is_built_with_the_tokenizer_that_loads_beside_it(
 @pytest.mark.parametrize(
     ("value", "reason"), [("64", "expected int, got str"), (None, "got NoneType"), (33, "33")]
 )
-def test_a_value_that_cannot_be_is_named(tokenizer, architecture, value, reason):
+def test_an_invalid_value_is_reported(tokenizer, architecture, value, reason):
     config = BaseModelConfig(
         architecture=architecture("llama") | {"hidden_size": value}, vocab_size=300
     )
     with pytest.raises(
-        ConfigError, match=rf"(?s)base_model\.architecture cannot be built: .*{reason}"
+        ConfigError, match=rf"(?s)base_model\.architecture: cannot build the model: .*{reason}"
     ):
         build_model(config, tokenizer)
 
 
 def run(folder):
-    block = {"architecture": {"model_type": "qwen2", "num_key_value_heads": 4, "num_attention_heads": 4, "hidden_size": 32,
-                              "intermediate_size": 64, "num_hidden_layers": 1}, "vocab_size": 300}  # fmt: skip
+    architecture = {
+        "model_type": "qwen2",
+        "num_key_value_heads": 4,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
+    block = {"architecture": architecture, "vocab_size": 300}
     job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, {}, folder, 60.0)
     base_model.main(job)
     return job.export
 
 
-def test_the_exported_contract_is_that_of_the_tokenizer_that_loads(tmp_path):
+def test_the_exported_contract_matches_the_loaded_tokenizer(tmp_path):
     export = run(tmp_path)
     assert TokenContract.read(export) == TokenContract.of(load_tokenizer(export))
 
 
-def test_a_tokenizer_that_does_not_survive_saving_is_refused(tmp_path, monkeypatch):
+def test_a_tokenizer_that_changes_when_saved_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(base_model, "as_loaded", lambda tokenizer, *_: tokenizer)
     with pytest.raises(
-        ArtifactError, match=r"base_model\.architecture is another one after it is saved and loaded"
+        ArtifactError,
+        match=r"base_model\.architecture: the tokenizer changes when it is saved and loaded",
     ):
         run(tmp_path)

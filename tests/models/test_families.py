@@ -1,6 +1,7 @@
-"""What must hold in every family of models, whatever it does about positions, dropout, ties and caches.
+"""Properties of every model family, whatever its positions, dropout, weight ties and caches.
 
-The other side of each comparison is Hugging Face's own forward pass over one row, without padding, mask or positions.
+Each reference value is Hugging Face's own forward pass over one row, without padding, mask or
+positions.
 """
 
 import numpy as np
@@ -25,7 +26,9 @@ from rlhf_pipeline.models.loading import (
     load_tokenizer,
 )
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.generation import generate, uniform_draws
+from rlhf_pipeline.rollout import transformers_generator
+from rlhf_pipeline.rollout.generation import row_seeds, uniform_draws
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]
 RESPONSES = [[13, 1], [14, 15, 16, 1], [17, 18, 19]]
@@ -36,7 +39,7 @@ WIDE = 320
 
 @pytest.fixture(scope="module")
 def checkpoint(make_model, family):
-    """A policy whose embedding has some thirty rows more than there are tokens."""
+    """A policy whose embedding has about thirty more rows than there are tokens."""
     return make_model(family, vocabulary=WIDE)
 
 
@@ -62,7 +65,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_logprobs_are_those_of_each_row_alone(policy, contract):
+def test_logprobs_equal_those_of_each_row_alone(policy, contract):
     ours = response_logprobs(policy, BATCH, vocab_size=contract.vocab_size)
     for i, (prompt, response) in enumerate(ROWS):
         logits = policy(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -70,8 +73,8 @@ def test_logprobs_are_those_of_each_row_alone(policy, contract):
         close(ours[i, : len(response)], theirs)
 
 
-def test_values_and_scores_are_those_of_each_row_alone(scorer):
-    """The value before a token is the scalar at the token before it; the score is the scalar at the last token."""
+def test_values_and_scores_equal_those_of_each_row_alone(scorer):
+    """A token's value is the scalar at the previous token; the score is the one at the last."""
     values, scores = response_values(scorer, BATCH), sequence_scores(scorer, BATCH)
     for i, (prompt, response) in enumerate(ROWS):
         ids = torch.tensor([prompt + response])
@@ -80,12 +83,12 @@ def test_values_and_scores_are_those_of_each_row_alone(scorer):
         close(scores[i], scorer.classifier(input_ids=ids).logits[0, 0])
 
 
-def test_logits_of_the_kept_columns_are_those_of_all(policy):
+def test_logits_of_the_kept_columns_equal_those_of_all_columns(policy):
     everything = policy(**BATCH.model_inputs()).logits
     close(response_logits(policy, BATCH), everything[:, -5:-1])
 
 
-def test_dropout_is_off_however_the_family_keeps_it(checkpoint, scorer):
+def test_dropout_is_off_whatever_the_family_calls_it(checkpoint, scorer):
     def drops(model):
         model.train()
         passes = [
@@ -108,10 +111,11 @@ def test_dropout_is_off_however_the_family_keeps_it(checkpoint, scorer):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_generation_is_sampling_token_by_token(policy, contract, temperature):
-    """Each row alone, without padding and cache: the first token whose distribution function exceeds the draw."""
+    """Each row alone, without padding or cache: the first token whose CDF exceeds the draw."""
     sampling = SamplingConfig(max_response_tokens=16, batch_size_per_gpu=3, temperature=temperature)
-    draws = uniform_draws(3, 1, np.arange(3), 16)
-    rollout = generate(policy, PROMPTS, draws, sampling, contract)
+    seeds = row_seeds(3, 1, np.arange(3))
+    draws = uniform_draws(seeds, 16)
+    rollout = TransformersGenerator(policy, contract).generate(PROMPTS, sampling, seeds).sequences
     for i, prompt in enumerate(PROMPTS):
         ids = list(prompt)
         for draw in draws[i].tolist():
@@ -128,20 +132,20 @@ def test_generation_is_sampling_token_by_token(policy, contract, temperature):
         assert rollout.response_ids[i, rollout.response_mask[i]].tolist() == ids[len(prompt) :]
 
 
-def test_padded_vocabulary_rows_are_never_sampled(policy, contract):
-    """The draws are beyond what the real tokens have of the probability of all rows."""
+def test_padded_vocabulary_rows_are_never_sampled(policy, contract, monkeypatch):
+    """The first draw exceeds the probability of all real tokens under the unrestricted softmax."""
     probabilities = policy(torch.tensor([[5]])).logits[0, -1].softmax(-1)
     assert len(probabilities) == WIDE
     draws = torch.tensor(
         [[probabilities[: contract.vocab_size].sum().item() + 1e-6, 0.5]], dtype=torch.float64
     )
     sampling = SamplingConfig(max_response_tokens=2, batch_size_per_gpu=1)
-    assert (
-        generate(policy, [[5]], draws, sampling, contract).response_ids.max() < contract.vocab_size
-    )
+    monkeypatch.setattr(transformers_generator, "uniform_draws", lambda *_: draws)
+    rollout = TransformersGenerator(policy, contract).generate([[5]], sampling, [(0,)])
+    assert rollout.sequences.response_ids.max() < contract.vocab_size
 
 
-def test_a_saved_policy_is_the_same_policy(policy, checkpoint, contract, tmp_path):
+def test_a_saved_policy_loads_as_the_same_policy(policy, checkpoint, contract, tmp_path):
     expected = response_logits(policy, BATCH)
     save_model(policy, load_tokenizer(checkpoint), tmp_path / "saved")
     again = freeze(load_policy(tmp_path / "saved", "fp32"))
@@ -151,7 +155,9 @@ def test_a_saved_policy_is_the_same_policy(policy, checkpoint, contract, tmp_pat
     assert tied == (again.config.model_type in ("opt", "gpt2", "bloom", "qwen2"))
 
 
-def test_a_saved_scorer_is_the_same_scorer_for_others_too(scorer, checkpoint, tmp_path):
+def test_a_saved_scorer_loads_as_the_same_scorer_with_transformers_too(
+    scorer, checkpoint, tmp_path
+):
     expected = sequence_scores(scorer, BATCH)
     save_model(scorer, load_tokenizer(checkpoint), tmp_path / "saved")
     again = freeze(load_scores(tmp_path / "saved", "fp32"))

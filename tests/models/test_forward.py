@@ -1,4 +1,4 @@
-"""Forward passes reduced to one number a response token; `test_families.py` has what must hold in every family."""
+"""Forward passes on one family; `test_families.py` tests all families."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]
 RESPONSES = [[13, 1], [14, 15, 16, 1], [17, 18, 19]]
 
 
-def test_values_are_those_of_the_states_before_each_token(make_model):
-    """The value before token t + 1 is the scalar at token t; the score is the scalar at the last token."""
+def test_values_belong_to_the_state_before_each_token(make_model):
+    """Token t + 1 has the scalar at token t as its value; the score is the last scalar."""
     model = freeze(load_scores(make_model(), "fp32", new_head=True))
     torch.nn.init.normal_(model.classifier.score.weight)
     batch = collate([[5, 6]], [[13, 14, 1]], 0)
@@ -31,14 +31,14 @@ def test_padded_vocabulary_rows_have_no_probability(make_model):
     torch.testing.assert_close(response_logprobs(wide, batch, vocab_size=288)[0, 0], expected)
 
 
-def test_a_language_model_is_no_reward_model(make_model):
+def test_a_language_model_is_not_a_reward_model(make_model):
     with pytest.raises(
         ArtifactError, match=r"is not a reward model: it has no weights for score\.weight"
     ):
         load_scores(make_model(), "fp32")
 
 
-def test_the_score_mean_travels_with_the_checkpoint(make_model, tmp_path):
+def test_the_score_mean_is_stored_with_the_model(make_model, tmp_path):
     model = load_scores(make_model(), "fp32", new_head=True)
     model.classifier.save_pretrained(tmp_path)
     (tmp_path / "token_contract.json").write_bytes(

@@ -1,4 +1,4 @@
-"""A base model from the hub: the commit that a branch names is looked up, loaded, and part of the recipe."""
+"""A base model from the hub: the branch's commit is resolved, loaded, and part of the recipe."""
 
 import json
 import os
@@ -21,31 +21,36 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.pipelines.data_preparation.nodes import base_model
+from rlhf_pipeline.pipelines.base_model.nodes import base_model
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.run import StageRunner
 
 split = SplitConfig(sources=[{"name": "synthetic"}], max_prompt_tokens=8, max_response_tokens=8)
+stages = StageRunner(RunContext(Path(sys.argv[1]), LaunchConfig(processes=1)))
 for line in sys.stdin:
     try:
-        made = base_model(BaseModelConfig(**json.loads(line)), split, LaunchConfig(processes=1), 0, Path(sys.argv[1]))
-        print(made, flush=True)
+        print(base_model(BaseModelConfig(**json.loads(line)), split, 0, stages), flush=True)
     except PipelineError as error:
         print("error: " + str(error).replace(chr(10), " "), flush=True)
 """
-"""A process of its own, since huggingface_hub takes its settings from the environment when it is imported."""
+"""Runs in another process: huggingface_hub reads the environment when it is imported."""
 
 
 def fetch(endpoint, folder, *configurations):
-    """The artifact of each configuration, or the failure."""
+    """Return the artifact or the error of each configuration."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder / "workspace")],
-        input="\n".join(map(json.dumps, configurations)), capture_output=True, text=True, check=False,
+        input="\n".join(map(json.dumps, configurations)),
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home")},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_a_branch_that_moves_is_another_base_model(make_model, tmp_path):
+def test_a_moved_branch_is_another_base_model(make_model, tmp_path):
     repository = tmp_path / "hub" / "lab" / "tiny"
     old, new = COMMITS["main"], "3" * 40
     for commit, seed in ((old, 1), (new, 2)):
@@ -60,7 +65,7 @@ def test_a_branch_that_moves_is_another_base_model(make_model, tmp_path):
             {"path": "lab/tiny"}, {"path": "lab/tiny", "revision": old}, {"path": "lab/none"},
         )  # fmt: skip
     assert first == again != moved
-    assert hub.revisions == {old, new}  # what the branch names while files are read does not matter
+    assert hub.revisions == {old, new}  # files are read by commit, never by branch
     for made, commit in ((first, old), (moved, new), (pinned, old)):
         found, expected = (
             load_policy(path, "fp32").state_dict() for path in (Path(made), repository / commit)

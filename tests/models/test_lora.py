@@ -1,4 +1,4 @@
-"""Adapters in models of every family: what trains, what stays, what is stored, what is merged."""
+"""Adapters in models of every family: trained, frozen, stored and merged weights."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ def logits(policy):
 
 
 def train_a_little(model):
-    """Random numbers in place of what a few steps would make of all that trains."""
+    """Add random numbers to all trainable weights, as a few steps would."""
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,7 +59,7 @@ def checkpoint(make_model, family):
     return make_model(family)
 
 
-def test_an_adapted_policy_starts_as_it_was_and_the_start_stays(checkpoint):
+def test_adapters_change_nothing_at_the_start_and_the_start_is_kept(checkpoint):
     start = logits(freeze(load_policy(checkpoint, "fp32")))
     model = adapted(checkpoint)
     assert torch.equal(logits(model), start)
@@ -71,7 +71,7 @@ def test_an_adapted_policy_starts_as_it_was_and_the_start_stays(checkpoint):
     assert not torch.allclose(logits(model), start, atol=1e-2)
 
 
-def test_the_merged_policy_and_what_peft_reads_are_the_one_that_trained(checkpoint, tmp_path):
+def test_merged_policy_and_peft_policy_equal_the_trained_one(checkpoint, tmp_path):
     model = adapted(checkpoint)
     train_a_little(model)
     folder = store(model, tmp_path / "adapter")
@@ -100,7 +100,7 @@ def test_a_scalar_head_is_stored_with_the_adapter(checkpoint, tmp_path):
     assert json.loads((folder / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
 
 
-def test_adapters_and_the_scalar_head_train_alone(checkpoint):
+def test_only_adapters_and_the_scalar_head_train(checkpoint):
     policy = adapted(checkpoint)
     trained = trained_names(policy)
     assert all(".lora_A." in name or ".lora_B." in name for name in trained)
@@ -116,7 +116,7 @@ def test_adapters_and_the_scalar_head_train_alone(checkpoint):
     assert [name for name in trained_names(scores) if "lora" not in name] == ["score.weight"]
 
 
-def test_train_rest_freezes_the_adapted_matrices_alone(checkpoint, tmp_path):
+def test_train_rest_freezes_only_the_adapted_matrices(checkpoint, tmp_path):
     config = CONFIG.model_copy(update={"train_rest": True})
     model = adapted(checkpoint, config)
     names = {name for name, _ in model.named_parameters()}
@@ -135,29 +135,30 @@ def llama(make_model):
     return make_model("llama")
 
 
-def test_named_targets_are_adapted_alone(llama):
+def test_only_named_targets_are_adapted(llama):
     model = adapted(llama, LoRAConfig(rank=2, target_modules=["q_proj", "layers.1.mlp.down_proj"]))
     layers = {name.split(".lora_")[0] for name in trained_names(model)}
     assert layers == {
-        "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj",
-    }  # fmt: skip
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+    }
 
 
 @pytest.mark.parametrize("target", ["q_prj", "lm_head", "embed_tokens", "proj"])
-def test_what_is_no_linear_layer_is_refused_with_what_there_is(llama, target):
+def test_an_unknown_target_is_refused_with_the_known_ones(llama, target):
     with pytest.raises(ConfigError) as refusal:
         adapted(llama, LoRAConfig(target_modules=["q_proj", target]))
-    assert (
-        f"lora.target_modules: {target!r} is no linear layer of llama that can be adapted"
-        in str(refusal.value)
-    )
-    assert "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(
-        refusal.value
+    message = str(refusal.value)
+    assert message.startswith(f"lora.target_modules: found {target!r}")
+    assert message.endswith(
+        ", expected all-linear or linear layers of llama: "
+        "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     )
 
 
-def test_a_scalar_head_is_no_target(llama):
-    with pytest.raises(ConfigError, match="'score' is no linear layer"):
+def test_a_scalar_head_is_not_a_target(llama):
+    with pytest.raises(ConfigError, match="found 'score', expected all-linear or linear layers"):
         add_adapters(
             load_scores(llama, "fp32", new_head=True), LoRAConfig(target_modules=["score"])
         )
@@ -170,7 +171,7 @@ def test_adapters_have_the_precision_of_the_model(llama):
 
 
 def test_the_scale_is_alpha_over_rank(llama, tmp_path):
-    """6 / 4: with A and B of ones, the merged matrix differs by 1.5 times 4, the rank."""
+    """alpha / rank = 6 / 4; with A and B of ones, each merged weight grows by 1.5 * 4 = 6."""
     config = LoRAConfig(rank=4, alpha=6.0, target_modules=["q_proj"])
     model = adapted(llama, config)
     for name, parameter in model.named_parameters():
@@ -185,7 +186,7 @@ def test_the_scale_is_alpha_over_rank(llama, tmp_path):
     torch.testing.assert_close(added, torch.full((32, 32), 6.0), rtol=0, atol=1e-5)
 
 
-def test_the_stored_adapter_is_small_and_names_no_path(llama, tmp_path):
+def test_the_stored_adapter_is_small_and_contains_no_path(llama, tmp_path):
     folder = store(adapted(llama), tmp_path / "adapter")
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "sft_model"
@@ -200,7 +201,8 @@ def test_the_stored_adapter_is_small_and_names_no_path(llama, tmp_path):
     ]
     assert (settings["r"], settings["lora_alpha"], settings["inference_mode"]) == (4, 6.0, True)
     assert str(tmp_path) not in json.dumps(settings) and str(llama) not in json.dumps(settings)
-    # Two layers, each with attention's four 32 x 32 and an MLP of three 32 x 64: 2 * 4 * (4 * 64 + 3 * 96) = 4352.
+    # Two layers, each with four 32 x 32 matrices in the attention and three 32 x 64 in the MLP:
+    # 2 * 4 * (4 * 64 + 3 * 96) = 4352.
     assert (
         sum(weight.numel() for weight in load_file(folder / "adapter_model.safetensors").values())
         == 4352
@@ -210,13 +212,12 @@ def test_the_stored_adapter_is_small_and_names_no_path(llama, tmp_path):
 def test_an_adapter_of_another_recipe_is_refused(llama, tmp_path):
     folder = store(adapted(llama, LoRAConfig(target_modules=["q_proj"])), tmp_path / "adapter")
     with pytest.raises(
-        ArtifactError, match=r"adapter_model\.safetensors does not fit the model: .*v_proj"
+        ArtifactError, match=r"adapter_model\.safetensors does not match the model .*v_proj"
     ):
         merged(load_policy(llama, "fp32"), LoRAConfig(target_modules=["q_proj", "v_proj"]), folder)
 
 
-def test_the_start_takes_part_in_no_backward_pass(llama):
-    """Switching the adapters off in between changes no gradient."""
+def test_a_pass_without_adapters_changes_no_gradient(llama):
     model = adapted(llama)
     train_a_little(model)
     twin = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""What lies in a model's folder is never executed: real pickles and real code that would leave a marker."""
+"""Nothing in a model's folder is executed: real pickles and real code would leave a marker."""
 
 import json
 import pickle
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from model_with_code import bring_code
-from rlhf_pipeline.stages.trust import trusting
 from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import ArtifactError
@@ -18,13 +17,22 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.serving import _load_pyfunc
 
 PICKLES = [
-    "pytorch_model.bin", "training_args.bin", "adapter_model.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth",
-    "tokenizer.pkl", "vocab.pkl", "vocab.bin", "special_tokens_map.pkl", "mp_rank_00_model_states.pt",
-]  # fmt: skip
+    "pytorch_model.bin",
+    "training_args.bin",
+    "adapter_model.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "tokenizer.pkl",
+    "vocab.pkl",
+    "vocab.bin",
+    "special_tokens_map.pkl",
+    "mp_rank_00_model_states.pt",
+]
 
 
 class Bait:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -40,12 +48,12 @@ def marker(tmp_path):
 
 @pytest.fixture
 def folder(make_model, tmp_path):
-    """A sound model that a test may change."""
+    """A valid model that a test may change."""
     return Path(shutil.copytree(make_model("llama"), tmp_path / "model"))
 
 
 def make_base(path, target, **options):
-    """Stage base_model in this process; its export."""
+    """Run stage base_model in this process and return its export."""
     block = {"path": str(path), "architecture": None, **options}
     job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, {}, target, 60.0)
     base_model.main(job)
@@ -64,7 +72,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
-def test_the_bait_is_alive(tmp_path, marker, zipped):
+def test_the_planted_pickle_executes(tmp_path, marker, zipped):
     plant(tmp_path / "bait.bin", marker, zipped=zipped)
     torch.load(tmp_path / "bait.bin", weights_only=False)
     assert marker.exists()
@@ -79,7 +87,7 @@ def plant(file, marker, *, zipped=True):
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_pickles_beside_the_weights_are_not_touched(folder, marker, load):
+def test_pickles_next_to_the_weights_are_not_read(folder, marker, load):
     for name in PICKLES:
         plant(folder / name, marker)
     load(folder)
@@ -89,7 +97,7 @@ def test_pickles_beside_the_weights_are_not_touched(folder, marker, load):
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_pickles_in_the_place_of_the_weights_are_not_read(folder, marker, load, zipped):
+def test_pickles_instead_of_weights_are_not_read(folder, marker, load, zipped):
     (folder / "model.safetensors").unlink()
     for name in PICKLES:
         plant(folder / name, marker, zipped=zipped)
@@ -101,11 +109,11 @@ def test_pickles_in_the_place_of_the_weights_are_not_read(folder, marker, load, 
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
-def test_asked_for_tensors_are_unpickled_and_nothing_else(folder, tmp_path, marker, zipped):
+def test_unpickle_weights_reads_tensors_and_nothing_else(folder, tmp_path, marker, zipped):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     plant(folder / "pytorch_model.bin", marker, zipped=zipped)
-    with pytest.raises(ArtifactError, match="holds more than tensors, and is not read"):
+    with pytest.raises(ArtifactError, match=r"found more than tensors in pytorch_model\.bin"):
         make_base(folder, tmp_path / "bad", unpickle_weights=True)
     assert not marker.exists()
 
@@ -117,31 +125,33 @@ def test_asked_for_tensors_are_unpickled_and_nothing_else(folder, tmp_path, mark
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_an_adapter_does_not_slip_in(folder, marker, load):
+def test_an_adapter_is_refused(folder, marker, load):
     (folder / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)})
     )
     plant(folder / "adapter_model.bin", marker)
-    with pytest.raises(ArtifactError, match=r"holds an adapter \(adapter_config\.json\)"):
+    with pytest.raises(ArtifactError, match=r"found an adapter \(adapter_config\.json\)"):
         load(folder)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_configuration_names_no_pickle_as_the_weights(folder, marker, load):
+def test_a_configuration_cannot_select_a_pickle_as_the_weights(folder, marker, load):
     config = folder / "config.json"
     config.write_text(
         json.dumps(json.loads(config.read_text()) | {"transformers_weights": "adapter_model.bin"})
     )
     plant(folder / "adapter_model.bin", marker)
-    with pytest.raises(ArtifactError, match=r"'adapter_model\.bin', which is no safetensors file"):
+    with pytest.raises(
+        ArtifactError, match=r"'adapter_model\.bin' in config\.json, expected a safeten"
+    ):
         load(folder)
     assert not marker.exists()
 
 
 @pytest.fixture
 def with_code(folder, marker, tmp_path, monkeypatch):
-    """A model of a type of its own, by code in its folder."""
+    """A model whose type is defined by code in its folder."""
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
@@ -150,15 +160,15 @@ def with_code(folder, marker, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("load", [*LOADS.values(), load_tokenizer], ids=[*LOADS, "tokenizer"])
-def test_a_model_s_own_code_is_not_executed(with_code, marker, load):
+def test_code_of_a_model_is_not_executed_by_default(with_code, marker, load):
     with pytest.raises(
-        ArtifactError, match=r"which is not executed\. .*base_model\.trust_remote_code"
+        ArtifactError, match=r"which is not executed\. Fix: .*base_model\.trust_remote_code"
     ):
         load(with_code)
     assert not marker.exists()
 
 
-def test_code_for_a_type_that_transformers_knows_is_passed_over(with_code, marker):
+def test_code_for_a_type_that_transformers_knows_is_ignored(with_code, marker):
     config = json.loads((with_code / "config.json").read_text())
     (with_code / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     assert (
@@ -168,19 +178,18 @@ def test_code_for_a_type_that_transformers_knows_is_passed_over(with_code, marke
     assert not marker.exists()
 
 
-def test_trusted_code_goes_with_the_model_through_the_stages_and_is_trusted_nowhere_else(
+def test_trusted_code_moves_with_the_model_through_the_stages_and_is_refused_elsewhere(
     with_code, marker, tmp_path, monkeypatch
 ):
     export = make_base(with_code, tmp_path / "base", trust_remote_code=True)
     assert marker.exists()
-    shutil.rmtree(with_code)  # nothing leads back there
+    shutil.rmtree(with_code)  # the export does not depend on the original folder
     stage = tmp_path / "stage"
-    with trusting(True):
-        model = load_policy(export, "fp32")
-        model.save_pretrained(stage)
-        load_tokenizer(export).save_pretrained(stage)
-        shutil.copy(export / "token_contract.json", stage)
-        scores = load_scores(stage, "fp32", new_head=True)
+    model = load_policy(export, "fp32", trust_remote_code=True)
+    model.save_pretrained(stage)
+    load_tokenizer(export, trust_remote_code=True).save_pretrained(stage)
+    shutil.copy(export / "token_contract.json", stage)
+    scores = load_scores(stage, "fp32", new_head=True, trust_remote_code=True)
     assert [type(loaded).__name__ for loaded in (model, scores.classifier)] == [
         "OwnForCausalLM",
         "OwnForSequenceClassification",
@@ -192,14 +201,14 @@ def test_trusted_code_goes_with_the_model_through_the_stages_and_is_trusted_nowh
     assert type(_load_pyfunc(str(stage)).model).__name__ == "OwnForCausalLM"
 
 
-def test_the_user_s_trust_in_the_base_model_is_none_in_a_reward_model(with_code, marker):
+def test_trust_in_the_base_model_does_not_extend_to_a_reward_model(with_code, marker):
     from rlhf_pipeline.config.rewards import ModelReward
     from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.distributed.world import World
-    from rlhf_pipeline.rollout.reward_sources import ModelSource
+    from rlhf_pipeline.rollout.model_reward import ModelSource
 
     contract, world = TokenContract.read(with_code), World(0, 1, torch.device("cpu"))
     reward = ModelReward(path=str(with_code))
-    with trusting(True), pytest.raises(ArtifactError, match=r"which is about the base model"):
+    with pytest.raises(ArtifactError, match=r"applies to the base model"):
         ModelSource.load(reward, with_code, "ppo.rewards.0", contract, 2, world)
     assert not marker.exists()

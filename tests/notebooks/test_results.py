@@ -1,4 +1,4 @@
-"""The example notebook, executed from start to end on a real run's artifacts."""
+"""The example notebook, executed on the artifacts of a real run."""
 
 from pathlib import Path
 

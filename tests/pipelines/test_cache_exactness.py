@@ -1,10 +1,12 @@
-"""What is run again after a change: all that depends on it, and nothing else. The status says so, and the run does so.
+"""A change reruns the stages that depend on it and no others; `status` predicts exactly that.
 
-The nodes, the fingerprints and the cache are real; in the place of each program a few bytes are written, which differ from
-recipe to recipe as trained models do.
+Nodes, fingerprints and cache are real; the code is fingerprinted in a copy of the package. Instead
+of a launch, a few bytes are written; they differ from recipe to recipe, as trained models do.
 """
 
+import ast
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +16,22 @@ from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 from kedro.io import CatalogProtocol
 
+from rlhf_pipeline import stage_registry
 from rlhf_pipeline.commands.status import status
 from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.hooks import provide_stages, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache import fingerprint
+from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.stages.spec import StageSpec
 
 PROJECT = Path(__file__).parents[2]
 STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
-"""Each reads, directly or not, what all before it have made; but for the base model, which comes from a folder here."""
+"""Each stage depends on all earlier ones, except the base model: it comes from a folder."""
 
 FILES = {
     "source": ["counts"],
@@ -34,14 +41,14 @@ FILES = {
 
 @dataclass
 class World:
-    """A project whose stages have all run, on a file of rows and a base model in a folder."""
+    """A project whose stages have all run, on a file of rows and a base model from a folder."""
 
     root: Path
     launched: list[str]
     unchanged: CatalogProtocol | None = None
 
     def catalog(self, **parameters) -> CatalogProtocol:
-        """The catalog as `kedro run --params=...` has it."""
+        """The catalog of `kedro run --params=...`."""
         source = {"name": "files", "path": str(self.root / "rows.jsonl")}
         folder = {"path": str(self.root / "folder"), "architecture": None, "vocab_size": None}
         split = {"sources": [source]} | parameters.pop("split", {})
@@ -50,13 +57,14 @@ class World:
             return session.load_context().catalog
 
     def states(self, catalog) -> dict[str, str]:
-        """What `kedro rlhf status` says of each stage that trains or prepares anything."""
+        """State of each stage in `kedro rlhf status`."""
         rows = status(register_pipelines()["full"], catalog)
         return {row.stage.split()[0]: row.state for row in rows if row.stage != "register"}
 
     def run(self, catalog) -> list[str]:
         """Run the nodes; return the stages that were launched."""
         self.launched.clear()
+        provide_stages(catalog, StageRunner(run_context(catalog)))
         made = {}
         for node in register_pipelines()["full"].nodes:
             if node.name != "register":
@@ -72,7 +80,7 @@ def world(tmp_path_factory):
     root = tmp_path_factory.mktemp("world")
     launched = []
 
-    def write(program: object, job_file: Path, stage: StageRun, *_: object) -> None:
+    def write(spec: StageSpec, job_file: Path, stage: StageRun, context: RunContext) -> None:
         launched.append(stage.stage)
         for name in FILES.get(stage.stage, ["weights"]):
             (stage.export / name).parent.mkdir(parents=True, exist_ok=True)
@@ -94,6 +102,9 @@ def world(tmp_path_factory):
     bootstrap_project(PROJECT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "launch", write)
+        ignored = shutil.ignore_patterns("__pycache__")
+        package = shutil.copytree(fingerprint.ROOT, root / "package", ignore=ignored)
+        patch.setattr(fingerprint, "ROOT", package)
         world = World(root, launched)
         world.unchanged = world.catalog()
         assert sorted(world.run(world.unchanged)) == sorted(STAGES)
@@ -101,15 +112,18 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _the_recipes_used_last_are_those_without_a_change(world):
-    """Which a status compares with."""
+def _recipes_without_a_change_are_the_last_ones_used(world):
+    """`status` compares with them."""
     assert world.run(world.unchanged) == []
 
 
 def agree(world: World, catalog, first: str | None, changed: set[str]) -> None:
-    """The stages from `first` on are run again; those in `changed` for a reason of their own."""
+    """All stages from `first` on rerun: those in `changed` surely, the others for their inputs.
+
+    The base model does not depend on the source.
+    """
     affected = STAGES[STAGES.index(first) :] if first else []
-    affected = [stage for stage in affected if first != "source" or stage != "base_model"]
+    affected = [stage for stage in affected if (first, stage) != ("source", "base_model")]
     states = world.states(catalog)
     assert {stage: state for stage, state in states.items() if state != "finished"} == {
         stage: "run" if stage in changed else "may run" for stage in affected
@@ -120,7 +134,7 @@ def agree(world: World, catalog, first: str | None, changed: set[str]) -> None:
 @pytest.mark.parametrize(
     ("first", "parameters"),
     [
-        ("base_model", {"seed": 7}),  # files are read without chance
+        ("base_model", {"seed": 7}),  # reading files uses no random numbers
         ("split", {"split": {"validation_fraction": 0.2}}),
         ("split", {"split": {"max_prompt_tokens": 65}}),
         ("sft", {"sft": {"epochs": 2}}),
@@ -133,12 +147,12 @@ def agree(world: World, catalog, first: str | None, changed: set[str]) -> None:
     ],
     ids=str,
 )
-def test_a_parameter_runs_its_stage_and_what_follows(world, first, parameters):
+def test_a_parameter_reruns_its_stage_and_all_downstream(world, first, parameters):
     changed = set(STAGES[STAGES.index("base_model") :]) if "seed" in parameters else {first}
     agree(world, world.catalog(**parameters), first, changed)
 
 
-def test_the_number_of_ranks_runs_what_is_distributed(world):
+def test_the_number_of_ranks_reruns_the_distributed_stages(world):
     agree(
         world,
         world.catalog(launch={"processes": 1}),
@@ -168,13 +182,12 @@ def test_the_number_of_ranks_runs_what_is_distributed(world):
     ],
     ids=str,
 )
-def test_what_changes_no_result_runs_nothing(world, monkeypatch, parameters):
+def test_a_parameter_that_changes_no_result_reruns_nothing(world, monkeypatch, parameters):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     agree(world, world.catalog(**parameters), None, set())
 
 
-def test_one_byte_of_a_source_s_file_runs_all_that_its_rows_reach(world):
-    """The base model comes from its folder, whatever the rows are."""
+def test_one_byte_of_a_source_file_reruns_all_stages_but_the_base_model(world):
     file = world.root / "rows.jsonl"
     before = file.read_bytes()
     file.write_bytes(before.replace(b"Right 3", b"Right 4"))
@@ -192,7 +205,7 @@ def test_one_byte_of_a_source_s_file_runs_all_that_its_rows_reach(world):
     agree(world, world.catalog(), None, set())
 
 
-def test_one_byte_of_the_chat_template_runs_all_that_have_prompts(world):
+def test_one_byte_of_the_base_model_s_folder_reruns_all_stages_but_the_source(world):
     file = world.root / "folder" / "chat_template.jinja"
     file.write_text("{{ messages }};")
     agree(world, world.catalog(), "base_model", {"base_model"})
@@ -200,31 +213,92 @@ def test_one_byte_of_the_chat_template_runs_all_that_have_prompts(world):
     agree(world, world.catalog(), None, set())
 
 
-@pytest.mark.parametrize(
-    ("module", "first", "changed"),
-    [
-        ("data/sources/own_files.py", "source", {"source"}),
-        ("data/template.py", "base_model", {"base_model", "split", "ppo"}),
-        ("data/parts.py", "split", {"split"}),
-        ("training/sft.py", "sft", {"sft"}),
-        ("training/supervised.py", "sft", {"sft", "reward_model"}),
-        ("training/pairs.py", "reward_model", {"reward_model"}),
-        ("rl/advantages.py", "ppo", {"ppo", "evaluate"}),
-        ("training/ppo.py", "ppo", {"ppo"}),
-        ("evaluation/statistics.py", "evaluate", {"evaluate"}),
-        ("training/dpo.py", None, set()),
-        ("stages/launch/launcher.py", None, set()),
-        ("tracking/runs.py", None, set()),
-        ("hooks.py", None, set()),
-    ],
-)
-def test_one_byte_of_a_module_runs_the_stages_whose_programs_import_it(
-    world, monkeypatch, tmp_path, module, first, changed
-):
-    shutil.copytree(
-        fingerprint.ROOT, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    file = tmp_path / "package" / module
-    file.write_bytes(file.read_bytes() + b"0")
-    monkeypatch.setattr(fingerprint, "ROOT", tmp_path / "package")
-    agree(world, world.catalog(), first, changed)
+DOCSTRING = (r'"""', '"""Reworded: ')
+RERUNS_NOTHING = {
+    "hint": ("stages/launch/hints.py", r'GPU_MEMORY,\s+"', 'GPU_MEMORY, "reworded: '),
+    "docstring of a program": ("training/ppo.py", *DOCSTRING),
+    "docstring of the math": ("rl/advantages.py", *DOCSTRING),
+    "comment and blank line": ("rl/kl.py", r"\n    return ", "\n\n    # A comment.\n    return "),
+    "log line of the driver": ("stages/run.py", r'logger\.\w+\(\s*"', 'logger.error("reworded: '),
+    "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
+    "tracking": ("tracking/runs.py", r"\Z", "CHANGED = True\n"),
+    "progress": ("stages/progress.py", r"LINE_EVERY_S = ", "LINE_EVERY_S = 2 * "),
+    "command": ("commands/status.py", r'"may run": "cyan"', '"may run": "blue"'),
+    "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
+    "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
+    "registry": ("stage_registry.py", r"POLICIES = \(", 'POLICIES = ("another_policy",'),
+    "fields of a spec": ("pipelines/ppo/spec.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
+    "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
+    "loss of another pipeline": ("rl/dpo_loss.py", r"-likelihood", "-2 * likelihood"),
+}
+"""File, pattern and replacement of changes to the code that change no result of `full`."""
+
+TRAINED = {"sft", "reward_model", "ppo"}
+RERUNS = {
+    "adapter": ("data/sources/own_files.py", r"\Z", "CHANGED = True\n", {"source"}),
+    "chat template": (
+        "data/template.py", "Assistant:", "Answer:", {"base_model", "split", "ppo"}
+    ),
+    "division": ("data/parts.py", r"\Z", "CHANGED = True\n", {"split"}),
+    "loss mask of demonstrations": (
+        "data/phase_files.py", r"\[False, \*learned\[1:\]", "[*learned", {"split"}
+    ),
+    "SFT loss": ("rl/sft_loss.py", "return -", "return -2 * ", {"sft", "ppo"}),
+    "pairwise loss": ("rl/pairwise_loss.py", "return -", "return -2 * ", {"reward_model"}),
+    "PPO losses": ("rl/ppo_losses.py", r"return 0\.5 \*", "return", {"ppo"}),
+    "advantages": ("rl/advantages.py", r"\Z", "CHANGED = True\n", {"ppo"}),
+    "masked sums": ("rl/masking.py", r"mask, x, 0\.0", "mask, x, 1.0", TRAINED | {"evaluate"}),
+    "optimizer": ("distributed/engine.py", r"optim\.AdamW", "optim.Adam", TRAINED),
+    "optimizer step": ("distributed/optimizer_step.py", r" \* world\.size", "", TRAINED),
+    "program of SFT": ("training/sft.py", r"\Z", "CHANGED = True\n", {"sft"}),
+    "supervised loop": (
+        "training/supervised.py", r"\Z", "CHANGED = True\n", {"sft", "reward_model"}
+    ),
+    "comparisons": ("training/pairs.py", r"\Z", "CHANGED = True\n", {"reward_model"}),
+    "program of PPO": ("training/ppo.py", r"\Z", "CHANGED = True\n", {"ppo"}),
+    "statistics": ("evaluation/statistics.py", r"\Z", "CHANGED = True\n", {"evaluate"}),
+}  # fmt: skip
+"""File, pattern and replacement of changes to the code; the stages of `full` that execute it."""
+
+
+@pytest.fixture
+def edit():
+    """Edits a file of the package until the test ends."""
+    edited = {}
+
+    def edit(name: str, pattern: str, replacement: str) -> None:
+        file = fingerprint.ROOT / name
+        edited[file] = file.read_text()
+        text, count = re.subn(pattern, replacement, edited[file], count=1)
+        assert count == 1, f"{name} does not contain {pattern}"
+        ast.parse(text)
+        file.write_text(text)
+
+    yield edit
+    for file, text in edited.items():
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("change", RERUNS_NOTHING)
+def test_code_that_computes_nothing_reruns_nothing(world, edit, change):
+    edit(*RERUNS_NOTHING[change])
+    agree(world, world.catalog(), None, set())
+
+
+@pytest.mark.parametrize("change", RERUNS)
+def test_code_reruns_the_stages_that_execute_it(world, edit, change):
+    *replacement, stages = RERUNS[change]
+    edit(*replacement)
+    agree(world, world.catalog(), min(stages, key=STAGES.index), stages)
+
+
+def test_a_registered_stage_reruns_nothing(world, monkeypatch, tmp_path):
+    package = tmp_path / "another_policy"
+    shutil.copytree(fingerprint.ROOT / "pipelines" / "dpo", package)
+    for file in package.glob("*.py"):
+        text = file.read_text().replace('blocks={"dpo": DPOConfig}', "blocks={}")
+        file.write_text(text.replace('name="dpo"', 'name="another"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(stage_registry, "POLICIES", (*stage_registry.POLICIES, package.name))
+    assert {"another", "evaluate_another"} <= stage_registry.stage_specs().keys()
+    agree(world, world.catalog(), None, set())

@@ -1,4 +1,4 @@
-"""The nodes that prepare the data: sources are read once for all stages, and bad rows stop them before anything is made."""
+"""The registered pipeline `data_preparation`: each source is read once; bad rows stop the split."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.pipelines.data_preparation import nodes
+from rlhf_pipeline.pipelines.split import nodes
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.stages import events
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.run import StageRunner
 
 ROWS = [
     {"prompt": f"Question {n}?", "chosen": f"Right {n}.", "rejected": f"Wrong {n}."}
@@ -25,22 +27,22 @@ BAD = {"prompt": "Question?", "chosen": "", "rejected": "Wrong."}
 
 
 class Launches:
-    """Hears the stages, with "found" for those that had finished before."""
+    """Records the stages of a run."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.stages: list[str] = []
 
-    def stage_started(self, run: events.StageRun) -> None:
-        self.heard.append(f"{run.stage} found" if run.cached else run.stage)
+    def stage_started(self, run: StageRun) -> None:
+        self.stages.append(f"{run.stage} reused" if run.cached else run.stage)
 
-    def stage_metrics(self, run: events.StageRun, records: object) -> None: ...
+    def stage_metrics(self, run: StageRun, records: object) -> None: ...
 
-    def stage_ended(self, run: events.StageRun, status: str, metrics: object) -> None: ...
+    def stage_ended(self, run: StageRun, status: str, metrics: object) -> None: ...
 
 
 @pytest.fixture
 def base_model(tokenizer, tmp_path: Path) -> Path:
-    """As much of a base model as the split reads."""
+    """The part of a base model that the split reads."""
     folder = tmp_path / "base_model"
     tokenizer.save_pretrained(folder)
     TokenContract.of(tokenizer).write(folder)
@@ -50,7 +52,7 @@ def base_model(tokenizer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[str]]]:
-    """Runs the node on two files and a text; returns the data and the stages that were heard."""
+    """Runs the node on two files and a text; returns the result and the stages of the run."""
     for name, rows in {"one.jsonl": [*ROWS, BAD], "two.jsonl": ROWS[:2]}.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "documents.txt").write_text("A few words, more than a block of them.\n")
@@ -78,37 +80,34 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
             **changes,
         )
         launches = Launches()
-        with events.listening(launches):
-            made = nodes.split(
-                base_model, config, LaunchConfig(processes=1), 0, tmp_path / "workspace"
-            )
-        return made, launches.heard
+        context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
+        return nodes.split(base_model, config, 0, StageRunner(context)), launches.stages
 
     return split
 
 
 @pytest.mark.slow
-def test_sources_are_read_once_and_bad_rows_are_looked_at_every_time(split) -> None:
+def test_sources_are_read_once_and_bad_rows_are_counted_every_time(split) -> None:
     with pytest.raises(
         DataError,
         match=r"source files \(one\.jsonl\): 1 of 10 rows .*\n  one\.jsonl:10: the chosen",
     ):
         split()
-    made, heard = split(max_bad_fraction=0.1)
-    assert heard == ["source found", "source found", "source", "split"]
-    report = json.loads((made / "report.json").read_text())
+    result, stages = split(max_bad_fraction=0.1)
+    assert stages == ["source reused", "source reused", "source", "split"]
+    report = json.loads((result / "report.json").read_text())
     assert [
         (source["rows"], source["duplicates_merged"]) for source in report["sources"].values()
     ] == [(10, 0), (2, 2)]
     assert report["pretraining"]["documents"] == 1
-    # How many bad rows are allowed decides no byte: nothing is launched, but the check is made.
+    # The allowed fraction changes no byte: nothing is launched, but the bad rows are checked.
     assert split(max_bad_fraction=0.5) == (
-        made,
-        ["source found", "source found", "source found", "split found"],
+        result,
+        ["source reused", "source reused", "source reused", "split reused"],
     )
     with pytest.raises(DataError, match="1 of 10 rows"):
         split(max_bad_fraction=0.09)
-    # Another division reads no source again.
-    other, heard = split(max_bad_fraction=0.1, weights=(1, 1, 1))
-    assert other != made
-    assert heard == ["source found", "source found", "source found", "split"]
+    # Another division does not read the sources again.
+    other, stages = split(max_bad_fraction=0.1, weights=(1, 1, 1))
+    assert other != result
+    assert stages == ["source reused", "source reused", "source reused", "split"]

@@ -1,7 +1,8 @@
-"""A disk that fills up, in every stage: a real one in memory, a real `kedro run`, and a filler that takes the room away.
+"""A full disk in every stage: a real file system in memory, filled up during a real `kedro run`.
 
-What must hold each time: the failure says in the stage's words that the disk is full, how full it is and what to do; what was
-finished stays whole and nothing half made reads as finished; with room again the same command ends as if nothing had happened.
+Each time the message contains the stage, the full disk, its free space and the fix; finished
+artifacts stay intact, and unfinished ones are not taken for finished. With space again, the same
+command gives the same result as a run that was never interrupted.
 """
 
 import re
@@ -15,14 +16,18 @@ import pytest
 from rlhf_pipeline.runtime.manifest import content_digest, verify
 
 MADE_BY = {
-    "base_model": "02_base_model/base_model", "split": "03_prepared/prepared_data", "sft": "06_models/sft_model",
-    "reward_model": "06_models/reward_model", "ppo": "06_models/ppo_model", "evaluate": "08_reporting/evaluation",
-}  # fmt: skip
+    "base_model": "02_base_model/base_model",
+    "split": "03_split/split",
+    "sft": "06_models/sft_model",
+    "reward_model": "06_models/reward_model",
+    "ppo": "06_models/ppo_model",
+    "evaluate": "08_reporting/evaluation",
+}
 FIRST_CHECKPOINT = "07_workspace/*/*/checkpoints/step-00000001/seal.json"
 
 
 class Small:
-    """The project on a small disk as it is before a stage, and the command that runs the stage."""
+    """The project on a small disk, with the results of all stages before `stage`."""
 
     def __init__(self, project, disk, stage: str, params: str = "") -> None:
         self.stage, self.node, self.params = (
@@ -33,7 +38,7 @@ class Small:
         self.done, self.disk = project, disk
         self.here = type(project)(disk.path)
         self.here.uri = (
-            f"sqlite:///{disk.path.parent}/mlflow.db"  # a full store has tests of its own
+            f"sqlite:///{disk.path.parent}/mlflow.db"  # test_outages covers a full store
         )
         self.made = MADE_BY[self.node]
         self.earlier = list(MADE_BY.values())[: list(MADE_BY).index(self.node)]
@@ -51,25 +56,25 @@ class Small:
         return self.here.kedro(f"--nodes={self.node}", params=self.params, check=check)
 
     def fails(self) -> str:
-        """Run it to its failure, which must be told; what was finished is unharmed."""
+        """Run the stage until it fails; return the message."""
         output = self.run(check=False)
-        told = output[output.index("\nError: ") :]
-        assert re.match(rf"\nError: stage {self.stage}\b", told), output
-        assert re.search("No space left on device|MiB left; make room", told), output
-        assert re.search(
-            r"^  room     [\d.]+ of 8.0 MiB are left on the file system of ", told, re.MULTILINE
-        ), output
-        assert re.search(r"^  try .*`df -h`", told, re.MULTILINE) and re.search(
-            r"^  again ", told, re.MULTILINE
-        ), output
+        message = output[output.index("\nError: ") :]
+        assert re.match(rf"\nError: stage {self.stage}\b", message), output
+        for pattern in (
+            "No space left on device|MiB free; free some space",
+            r"^  space    [\d.]+ of 8.0 MiB are free on the file system of ",
+            "^  fix .*`df -h`",
+            "^  again ",
+        ):
+            assert re.search(pattern, message, re.MULTILINE), output
         for path in self.earlier:
             verify(self.here.newest(path))
         assert not list(self.disk.path.glob(f"{self.made}/*/*"))
         for manifest in self.disk.path.glob(f"07_workspace/{self.stage}/*/export/manifest.json"):
             verify(manifest.parent)
-        return told
+        return message
 
-    def ends_as_if_nothing_had_happened(self) -> None:
+    def succeeds_with_space(self) -> None:
         self.disk.make_room()
         self.run(check=True)
         verify(self.here.newest(self.made))
@@ -80,20 +85,20 @@ class Small:
 
 
 @pytest.mark.slow
-def test_when_a_result_is_published(project, disk):
-    """The workspace lies on another disk, so files are copied; the stage itself is found finished there."""
+def test_while_a_result_is_published(project, disk):
+    """The workspace is on another disk, so files are copied; the finished stage is reused."""
     small = Small(project, disk, "ppo")
     (disk.path / "07_workspace").symlink_to(project.root / "07_workspace")
     disk.leave(100 * 2**10)
-    told = small.fails()
-    assert "stage ppo is finished in " in told and "and not published as " in told
-    assert shutil.disk_usage(disk.path).free >= 80 * 2**10  # what was copied is removed again
-    small.ends_as_if_nothing_had_happened()
+    message = small.fails()
+    assert "stage ppo is finished in " in message and "but not published as " in message
+    assert shutil.disk_usage(disk.path).free >= 80 * 2**10  # the copy is removed
+    small.succeeds_with_space()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("stage", "kib", "told"),
+    ("stage", "kib", "message"),
     [
         ("source", 0, "No space"),
         ("source", 128, "Error writing bytes to file"),
@@ -104,24 +109,28 @@ def test_when_a_result_is_published(project, disk):
         (
             "sft",
             128,
-            r"the model for .*/best-0{7}\d takes 0.1 MiB, and .* has 0.1 MiB left; make room",
+            r"the model for .*/best-0{7}\d needs 0.1 MiB, .* has 0.1 MiB free",
         ),
-        ("reward_model", 320, "(the checkpoint of step|the model for) .* MiB left; make room"),
-        ("ppo", 420, "(the checkpoint of step|the model for) .* MiB left; make room"),
+        (
+            "reward_model",
+            320,
+            "(the checkpoint of step|the model for) .* MiB free; free some space",
+        ),
+        ("ppo", 420, "(the checkpoint of step|the model for) .* MiB free; free some space"),
         ("evaluate", 64, "No space"),
     ],
 )
-def test_from_the_beginning(project, disk, stage, kib, told):
+def test_from_the_beginning(project, disk, stage, kib, message):
     small = Small(project, disk, stage)
     disk.leave(kib * 2**10)
-    assert re.search(told, small.fails())
-    small.ends_as_if_nothing_had_happened()
+    assert re.search(message, small.fails())
+    small.succeeds_with_space()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_after_the_first_checkpoint(project, disk, stage):
-    """Nothing at all can be written any more: no metrics, no log, no checkpoint. It goes on from the one that stands."""
+    """No file can be written any more, not even a log; the stage resumes from the checkpoint."""
     small = Small(project, disk, stage, f"{stage}.checkpoint_every=1")
 
     def fill():
@@ -131,9 +140,9 @@ def test_after_the_first_checkpoint(project, disk, stage):
 
     filling = threading.Thread(target=fill, daemon=True)
     filling.start()
-    told = small.fails()
+    message = small.fails()
     filling.join()
-    assert "(this stage goes on after step " in told
-    small.ends_as_if_nothing_had_happened()
+    assert "(this stage resumes after step " in message
+    small.succeeds_with_space()
     (log,) = disk.path.glob(f"07_workspace/{stage}/*/job.json")
     assert re.search(r'"resume_from": [1-9]', log.read_text())

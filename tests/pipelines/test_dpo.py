@@ -1,6 +1,7 @@
-"""DPO in PPO's place by the command line, on the stages that a full run has finished: real launches on two CPU ranks."""
+"""The pipeline `dpo` by its command line, after a full run: real launches on two CPU ranks."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,16 +9,18 @@ import pytest
 
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.pipelines.dpo.spec import SPEC
 from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.run import run_stage
+from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def by_dpo(project, tmp_path_factory):
-    """A data folder and a tracking store of its own, with the work directories of the full run."""
+    """A run of `dpo` with a copy of the full run's work directories and a separate store."""
     own = type(project)(tmp_path_factory.mktemp("by_dpo"))
     shutil.copytree(project.root / "07_workspace", own.root / "07_workspace")
     own.output = own.kedro("--pipeline=dpo")
@@ -30,15 +33,15 @@ def metrics_of(stage: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_what_ppo_has_trained_is_reused(by_dpo):
+def test_the_stages_shared_with_ppo_are_reused(by_dpo):
     for stage in ("base_model", "split", "sft", "reward_model"):
-        assert f"{stage}: finished before" in by_dpo.output
+        assert re.search(rf"{stage}: reused \w{{8}}, finished earlier", by_dpo.output)
     for stage in ("dpo", "evaluate_dpo"):
         assert f"{stage}: running" in by_dpo.output
     assert "ppo" not in by_dpo.output.lower()
 
 
-def test_the_policy_is_published_whole_and_loads_in_transformers_as_it_is(by_dpo):
+def test_the_policy_is_published_and_loads_in_transformers(by_dpo):
     from transformers import AutoModelForCausalLM
 
     folder = by_dpo.newest("06_models/dpo_model")
@@ -48,8 +51,8 @@ def test_the_policy_is_published_whole_and_loads_in_transformers_as_it_is(by_dpo
     assert not any(info.values()), info
 
 
-def test_the_first_step_is_at_log_2_and_at_chance(by_dpo):
-    """The policy is the reference: every margin is 0, every pair a tie."""
+def test_the_first_loss_is_log_2_at_chance_accuracy(by_dpo):
+    """The policy equals the reference: every margin is 0, every pair a tie."""
     first = metrics_of(by_dpo.recipes("dpo")[0])[0]
     assert first["dpo/loss"] == pytest.approx(0.6931472, rel=1e-6)
     assert first["dpo/accuracy"] == 0.5
@@ -60,7 +63,7 @@ def test_the_first_step_is_at_log_2_and_at_chance(by_dpo):
     )
 
 
-def test_the_exported_checkpoint_is_the_one_with_the_lowest_held_out_loss(by_dpo):
+def test_the_exported_model_has_the_lowest_held_out_loss(by_dpo):
     stage = by_dpo.recipes("dpo")[0]
     held_out = [line["validation/loss"] for line in metrics_of(stage) if "validation/loss" in line]
     assert len(held_out) == 2
@@ -102,11 +105,11 @@ def test_mlflow_calls_the_runs_by_their_stages(by_dpo):
 
 @pytest.mark.long
 def test_one_rank_and_two_ranks_start_alike(by_dpo, tmp_path):
-    """The same global batches on one rank: the losses of the first steps agree to 1e-5."""
+    """The losses of the first steps agree to 1e-5 on the same global batches."""
     done = json.loads((by_dpo.recipes("dpo")[0] / "job.json").read_text())
     inputs = {name: Path(path) for name, path in done["inputs"].items()}
-    job = Job("dpo", {"dpo": DPOConfig.model_validate(done["config"]["dpo"])}, inputs, done["seed"])
-    run_stage(job, LaunchConfig(processes=1), tmp_path)
+    job = Job(SPEC, {"dpo": DPOConfig.model_validate(done["config"]["dpo"])}, inputs, done["seed"])
+    StageRunner(RunContext(tmp_path, LaunchConfig(processes=1))).run(job)
     one, two = metrics_of(next((tmp_path / "dpo").iterdir())), metrics_of(by_dpo.recipes("dpo")[0])
     for step in (0, 1, 2):
         assert one[step]["dpo/loss"] == pytest.approx(two[step]["dpo/loss"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""The whole pipeline by its command line: real launches on two CPU ranks, a real MLflow store."""
+"""The pipeline `full` by its command line: real launches on two CPU ranks, a real MLflow store."""
 
 import json
 import re
@@ -15,14 +15,22 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.models.loading import load_policy, load_scores
-from rlhf_pipeline.pipelines.data_preparation.nodes import split
+from rlhf_pipeline.pipelines.ppo.spec import SPEC as PPO
+from rlhf_pipeline.pipelines.sft.spec import SPEC as SFT
+from rlhf_pipeline.pipelines.split.nodes import split
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
+from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.run import run_stage
+from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.slow
 PROJECT = Path(__file__).parents[2]
 STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
+
+
+def runner(workspace: Path, processes: int) -> StageRunner:
+    return StageRunner(RunContext(workspace, LaunchConfig(processes=processes)))
 
 
 def metrics_of(stage: Path) -> list[dict[str, float]]:
@@ -31,9 +39,15 @@ def metrics_of(stage: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_every_artifact_is_published_whole(project):
-    for path in ["02_base_model/base_model", "03_prepared/prepared_data", "06_models/sft_model", "06_models/reward_model",
-                 "06_models/ppo_model", "08_reporting/evaluation"]:  # fmt: skip
+def test_every_artifact_is_published(project):
+    for path in (
+        "02_base_model/base_model",
+        "03_split/split",
+        "06_models/sft_model",
+        "06_models/reward_model",
+        "06_models/ppo_model",
+        "08_reporting/evaluation",
+    ):
         assert len(project.versions(path)) == 1
         verify(project.newest(path))
     assert not list(project.root.rglob("*.partial"))
@@ -45,15 +59,16 @@ for folder, kind in json.loads(sys.argv[1]).items():
     model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], return_tensors="pt", return_dict=True)
+    messages = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
     with torch.no_grad():
         print(json.dumps([text["input_ids"].tolist(), model(**text).logits.tolist()]))
 assert not any(name.startswith("rlhf_pipeline") for name in sys.modules)
 """
 
 
-def test_exports_are_the_same_models_to_others(project, tmp_path):
-    """In a clean process, by transformers alone: no missing or unexpected key, and the logits that the next stage sees."""
+def test_exports_are_the_same_models_in_transformers(project, tmp_path):
+    """transformers alone loads every key, and computes the logits that the next stage sees."""
     folders = {
         project.newest(f"06_models/{name}"): name
         for name in ("sft_model", "ppo_model", "reward_model")
@@ -77,7 +92,7 @@ def test_exports_are_the_same_models_to_others(project, tmp_path):
         torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-6)
 
 
-def test_best_and_last_checkpoint_are_kept(project):
+def test_the_best_and_the_last_model_are_kept(project):
     for stage in ("sft", "reward_model", "ppo"):
         kept = project.recipes(stage)[0] / "checkpoints"
         best, last = sorted(path.name for path in kept.iterdir())
@@ -85,7 +100,7 @@ def test_best_and_last_checkpoint_are_kept(project):
 
 
 def test_no_prompt_is_in_two_phases(project):
-    report = json.loads((project.newest("03_prepared/prepared_data") / "report.json").read_text())
+    report = json.loads((project.newest("03_split/split") / "report.json").read_text())
     assert report["overlap"] and not any(report["overlap"].values())
 
 
@@ -166,11 +181,11 @@ def test_the_registry_holds_both_policies_side_by_side(project):
     ],
 )
 def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, names):
-    """The same global batch on one rank: the first step's losses agree to 1e-5."""
+    """The losses of the first step agree to 1e-5 on the same global batch."""
     done = json.loads((project.recipes(stage)[0] / "job.json").read_text())
     inputs = {name: Path(path) for name, path in done["inputs"].items()}
-    job = Job(stage, {stage: block.model_validate(done["config"][stage])}, inputs, done["seed"])
-    run_stage(job, LaunchConfig(processes=1), tmp_path)
+    config = {stage: block.model_validate(done["config"][stage])}
+    runner(tmp_path, 1).run(Job(stage_specs()[stage], config, inputs, done["seed"]))
     one, two = (
         metrics_of(next((tmp_path / stage).iterdir()))[0],
         metrics_of(project.recipes(stage)[0])[0],
@@ -181,7 +196,7 @@ def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, nam
 
 @pytest.mark.long
 def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
-    """RLOO, two responses to a prompt, two pooled batches of 16, two epochs: the actor trains, nothing like a critic does."""
+    """RLOO with two responses to a prompt, two pooled batches and two epochs trains no critic."""
     done = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
     inputs = {name: Path(path) for name, path in done["inputs"].items()}
     changes = {
@@ -191,18 +206,14 @@ def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
         "rollout_batches": 2,
         "ppo_epochs": 2,
     }
-    job = Job(
-        "ppo",
-        {"ppo": PPOConfig.model_validate(done["config"]["ppo"] | changes)},
-        inputs,
-        done["seed"],
-    )
+    config = PPOConfig.model_validate(done["config"]["ppo"] | changes)
+    job = Job(PPO, {"ppo": config}, inputs, done["seed"])
     lines = {}
     for ranks in (1, 2):
-        export = run_stage(job, LaunchConfig(processes=ranks), tmp_path / str(ranks))
+        export = runner(tmp_path / str(ranks), ranks).run(job)
         lines[ranks] = metrics_of(export.parent)
     assert content_digest(export) != content_digest(inputs["sft_model"])
-    assert lines[2][0]["policy/approx_kl"] > 0.0  # the second minibatch met a policy that had moved
+    assert lines[2][0]["policy/approx_kl"] > 0.0  # the policy has moved before the second minibatch
     assert lines[2][-1]["objective/kl_k3"] > 1e-6
     assert not any("value" in name or "critic" in name for line in lines[2] for name in line)
     for name in (
@@ -217,22 +228,18 @@ def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
 
 @pytest.mark.long
 def test_with_text_one_rank_and_two_ranks_start_alike(project, tmp_path):
-    """Both losses in one step, cut into unequal micro batches, with the gradients sharded: the same gradient on one rank
-    and on two."""
+    """PPO and ptx losses in one step of unequal micro batches with sharded gradients."""
     (tmp_path / "book.txt").write_text(
         "".join(f"Page {page}: what came before {page + 1}.\n" for page in range(60))
     )
     done = json.loads((project.recipes("split")[0] / "job.json").read_text())["config"]["split"]
     text = {"sources": [{"name": "files", "path": str(tmp_path / "book.txt")}], "block_tokens": 16}
-    config, launch = (
-        SplitConfig.model_validate(done | {"pretraining": text}),
-        LaunchConfig(processes=1),
-    )
-    prepared = split(project.newest("02_base_model/base_model"), config, launch, 0, tmp_path)
+    config = SplitConfig.model_validate(done | {"pretraining": text})
+    data = split(project.newest("02_base_model/base_model"), config, 0, runner(tmp_path, 1))
 
     job = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
     inputs = {name: Path(path) for name, path in job["inputs"].items()} | {
-        "pretraining": prepared / "pretraining"
+        "pretraining": data / "pretraining"
     }
     ppo = job["config"]["ppo"] | {
         "ptx": {"batch_size": 12},
@@ -241,10 +248,10 @@ def test_with_text_one_rank_and_two_ranks_start_alike(project, tmp_path):
         "advantage": "reinforce",
     }
     ppo["actor"]["deepspeed"]["zero_stage"], ppo["actor"]["optimizer"]["learning_rate"] = 2, 2e-3
-    job = Job("ppo", {"ppo": PPOConfig.model_validate(ppo)}, inputs, job["seed"])
+    job = Job(PPO, {"ppo": PPOConfig.model_validate(ppo)}, inputs, job["seed"])
     lines = {}
     for ranks in (1, 2):
-        export = run_stage(job, LaunchConfig(processes=ranks), tmp_path / str(ranks))
+        export = runner(tmp_path / str(ranks), ranks).run(job)
         lines[ranks] = metrics_of(export.parent)
     for name in (
         "ptx/loss",
@@ -261,8 +268,8 @@ def test_with_text_one_rank_and_two_ranks_start_alike(project, tmp_path):
 
 
 @pytest.mark.long
-def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
-    """Each dialogue has two assistant turns, "one." and "two three."; with `sft_loss: assistant` all their tokens count."""
+def test_dialogues_from_files_train_on_every_turn(project, tmp_path):
+    """With `sft_loss: assistant` the tokens of both assistant turns count."""
     dialogue = [
         ("user", "Hello {}."),
         ("assistant", "one."),
@@ -273,25 +280,27 @@ def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
         {"talk": [{"from": role, "value": content.format(number)} for role, content in dialogue]}
         for number in range(40)
     ]
-    (tmp_path / "talks.json").write_text(json.dumps(rows))
+    file = tmp_path / "talks.json"
+    file.write_text(json.dumps(rows))
+    source = {"name": "files", "path": str(file), "columns": {"messages": "talk"}}
     parameters = {
-        "sources": [{"name": "files", "path": str(tmp_path / "talks.json"), "columns": {"messages": "talk"}}],
-        "weights": [1, 0, 0], "validation_fraction": 0.2, "test_fraction": 0.1,
-        "max_prompt_tokens": 64, "max_response_tokens": 32,
-    }  # fmt: skip
-    base_model, launch = project.newest("02_base_model/base_model"), LaunchConfig(processes=1)
+        "sources": [source],
+        "weights": [1, 0, 0],
+        "validation_fraction": 0.2,
+        "test_fraction": 0.1,
+        "max_prompt_tokens": 64,
+        "max_response_tokens": 32,
+    }
+    base_model, stages = project.newest("02_base_model/base_model"), runner(tmp_path, 1)
     config = SFTConfig(
         epochs=1, batch_size=4, micro_batch_size_per_gpu=2, optimizer={"learning_rate": 1e-3}
     )
     tokens = {}
     for learned in ("assistant", "response"):
-        prepared = split(
-            base_model, SplitConfig(**parameters, sft_loss=learned), launch, 0, tmp_path
-        )
-        job = Job(
-            "sft", {"sft": config}, {"examples": prepared / "sft", "base_model": base_model}, 0
-        )
-        tokens[learned] = metrics_of(run_stage(job, launch, tmp_path).parent)[0]["sft/tokens"] / 4
+        data = split(base_model, SplitConfig(**parameters, sft_loss=learned), 0, stages)
+        inputs = {"demonstrations": data / "sft", "base_model": base_model}
+        export = stages.run(Job(SFT, {"sft": config}, inputs, 0))
+        tokens[learned] = metrics_of(export.parent)[0]["sft/tokens"] / 4
     count = len(AutoTokenizer.from_pretrained(base_model)(" one.")["input_ids"]) + 1  # and EOS
     assert tokens["assistant"] == tokens["response"] + count
 
@@ -299,8 +308,8 @@ def test_dialogues_of_ones_own_train_on_every_turn(project, tmp_path):
 def test_from_ppo_on_only_ppo_trains_again(project):
     before = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
     change = "ppo.kl.coef=0.2,ppo.ema.decay=0.9"
-    foretold = project.kedro(params=change, command="rlhf status")
-    assert re.findall(r"^(\w+) .*?  (run|may run|resume|fail)  ", foretold, re.MULTILINE) == [
+    predicted = project.kedro(params=change, command="rlhf status")
+    assert re.findall(r"^(\w+) .*?  (run|may run|resume|fail)  ", predicted, re.MULTILINE) == [
         ("ppo", "run"), ("evaluate", "may run"), ("register", "run"),
     ]  # fmt: skip
     output = project.kedro("--from-nodes=ppo", params=change)
@@ -318,7 +327,7 @@ def test_from_ppo_on_only_ppo_trains_again(project):
 
 
 def test_the_average_of_the_weights_is_evaluated_beside_the_actor(project):
-    """It is exported by the run from ppo on, as a checkpoint of its own."""
+    """The run from ppo on exported the average as a separate model."""
     evaluation = json.loads(
         (project.newest("08_reporting/evaluation") / "evaluation.json").read_text()
     )
@@ -330,14 +339,14 @@ def test_the_average_of_the_weights_is_evaluated_beside_the_actor(project):
 
 
 def test_an_unchanged_run_launches_nothing_and_imports_no_training_stack(project, monkeypatch):
-    """The imports are most of such a run's time."""
+    """Imports take most of the time of such a run."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     launched = {
         stage: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(stage)]
         for stage in STAGES
     }
     output = project.kedro("--pipelines=full")
-    assert output.count("finished before") == 8  # base_model and split each ask for the source
+    assert output.count("finished earlier") == 8  # base_model and split both run the source
     assert {
         s: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(s)] for s in STAGES
     } == launched
@@ -361,9 +370,9 @@ def test_a_wrong_parameter_stops_before_anything_runs(project):
             "optimizer.learning_rate\n  Input should be greater than 0",
         ),
         ("ppo.lerning_rate=1", "lerning_rate\n  Extra inputs are not permitted"),
-        ("pppo.steps=3", "did you mean ppo?"),
-        ("sft.batch_size=15", "sft.batch_size: 15 rows cannot be shared evenly by 2 ranks"),
-        ("sft.deepspeed.precision=fp16", "fp16 needs a GPU"),
+        ("pppo.steps=3", "pppo: unknown parameter (did you mean ppo?)"),
+        ("sft.batch_size=15", "sft.batch_size: found 15, expected a multiple of 2 ranks"),
+        ("sft.deepspeed.precision=fp16", "found fp16, which needs a GPU"),
     ]:
         output = project.kedro("--pipelines=full", params=params, check=False)
         assert message in output

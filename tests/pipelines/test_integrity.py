@@ -1,10 +1,11 @@
-"""A hundred corrupted artifacts, published or waiting in the cache: each is found, and named, before a program is launched."""
+"""A hundred corrupted artifacts, published or in the cache: each is reported before a launch."""
 
 import itertools
 import json
 import logging
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,19 @@ from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
+from rlhf_pipeline.hooks import STAGES, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.stages import run
-from rlhf_pipeline.stages.cache.planning import planning
+from rlhf_pipeline.stages.cache.planning import Planner
+from rlhf_pipeline.stages.job import Stages
+from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.slow
 PROJECT = Path(__file__).parents[2]
 
 READERS = {
     "base_model": ["split", "sft"],
-    "prepared_data": ["sft", "reward_model", "ppo", "evaluate"],
+    "split": ["sft", "reward_model", "ppo", "evaluate"],
     "sft_model": ["reward_model", "ppo", "evaluate", "register"],
     "reward_model": ["ppo", "evaluate"],
     "ppo_model": ["evaluate", "register"],
@@ -30,10 +34,15 @@ READERS = {
 """Nodes that read a published artifact."""
 
 REUSERS = {
-    "source": "split", "base_model": "base_model", "split": "split", "sft": "sft", "reward_model": "reward_model",
-    "ppo": "ppo", "evaluate": "evaluate",
-}  # fmt: skip
-"""Nodes that reuse the result of a stage that they find finished."""
+    "source": "split",
+    "base_model": "base_model",
+    "split": "split",
+    "sft": "sft",
+    "reward_model": "reward_model",
+    "ppo": "ppo",
+    "evaluate": "evaluate",
+}
+"""Node that reuses the finished result of a stage."""
 
 
 def flip(rng: random.Random, folder: Path) -> Path:
@@ -58,7 +67,7 @@ def delete(rng: random.Random, folder: Path) -> Path:
 
 
 def edit(rng: random.Random, folder: Path) -> Path:
-    """A key more in the tokenizer, or where there is none in another JSON file: valid, and not what was written."""
+    """A further key in the tokenizer's configuration or another JSON file: valid but changed."""
     tokenizer = folder / "tokenizer_config.json"
     file = (
         tokenizer
@@ -70,7 +79,7 @@ def edit(rng: random.Random, folder: Path) -> Path:
 
 
 def edit_the_manifest(rng: random.Random, folder: Path) -> Path:
-    """The record of another recipe, or of better numbers; all files are what it says."""
+    """The record of another recipe, or of better metrics; all files agree with it."""
     file = folder / "manifest.json"
     field = rng.choice([{"fingerprint": "0" * 64}, {"metrics": {"validation/accuracy": 1.0}}])
     file.write_text(json.dumps(json.loads(file.read_text()) | field, indent=2, sort_keys=True))
@@ -78,7 +87,7 @@ def edit_the_manifest(rng: random.Random, folder: Path) -> Path:
 
 
 def add(rng: random.Random, folder: Path) -> Path:
-    """A file that transformers would heed, or any."""
+    """A file that transformers would read, or any other file."""
     names = [
         "adapter_config.json",
         "special_tokens_map.json",
@@ -92,7 +101,7 @@ def add(rng: random.Random, folder: Path) -> Path:
 
 
 def swap(rng: random.Random, folder: Path) -> Path:
-    """Two files exchanged; the first by name is the one to be named."""
+    """Two files exchanged; the message names the first one."""
     one, other = sorted(
         rng.sample([file for file in files_of(folder) if file.name != "manifest.json"], 2)
     )
@@ -109,16 +118,16 @@ def files_of(folder: Path) -> list[Path]:
 CORRUPTIONS = [flip, truncate, delete, edit, edit_the_manifest, add, swap]
 PLACES = [*((name, False) for name in READERS), *((stage, True) for stage in REUSERS)]
 CASES = list(itertools.islice(itertools.cycle(itertools.product(CORRUPTIONS, PLACES)), 100))
-"""Every kind of damage to every kind of artifact, and some twice, with other random choices."""
+"""Each kind of damage to each kind of artifact; some twice, with other random choices."""
 
 
-class Launched(Exception):  # noqa: N818 - in the place of a program
+class Launched(Exception):  # noqa: N818 - instead of a launch
     """A program would have been launched."""
 
 
 @pytest.fixture(scope="module")
 def stages(project, tmp_path_factory):
-    """Runs a node in this process, on a copy of all that the project has made: no file is shared with it."""
+    """Runs a node in this process, on a copy of all artifacts of the project without hard links."""
     root = tmp_path_factory.mktemp("copied")
     shutil.copytree(
         project.root, root, ignore=shutil.ignore_patterns("mlflow.db*"), dirs_exist_ok=True
@@ -130,10 +139,15 @@ def stages(project, tmp_path_factory):
         catalog = session.load_context().catalog
         nodes = {node.name: node for node in register_pipelines()["full"].nodes}
 
-        def call(name: str, *, cached: bool) -> None:
-            inputs = {name: catalog.load(name) for name in nodes[name].inputs}
-            if not cached and "workspace" in inputs:
-                inputs["workspace"] = sources_only
+        def call(name: str, *, cached: bool, stages: Stages | None = None) -> None:
+            """Run a node with the copied cache, or with a cache of the sources only."""
+            context = run_context(catalog)
+            if not cached:
+                context = replace(context, workspace=sources_only)
+            inputs = {
+                name: (stages or StageRunner(context)) if name == STAGES else catalog.load(name)
+                for name in nodes[name].inputs
+            }
             nodes[name].func(*inputs.values())
 
         call.catalog, call.root = catalog, root
@@ -142,7 +156,7 @@ def stages(project, tmp_path_factory):
 
 @pytest.fixture
 def damage(stages, project, monkeypatch):
-    """Damages an artifact until the test has ended; its programs are not launched."""
+    """Damages an artifact until the test ends; nothing is launched."""
 
     def refuse(*_: object) -> None:
         raise Launched
@@ -168,32 +182,28 @@ def damage(stages, project, monkeypatch):
         for seed, (how, (place, cached)) in enumerate(CASES)
     ],
 )
-def test_a_corrupted_artifact_is_named_before_anything_is_launched(
+def test_a_corrupted_artifact_is_reported_before_anything_is_launched(
     stages, damage, caplog, seed, corruption, place, cached
 ):
     if cached:
-        with planning() as plan:
-            stages(REUSERS[place], cached=True)
-        (folder,) = [stage.run.export for stage in plan.stages.values() if stage.run.stage == place]
-        reader, expected = (
-            REUSERS[place],
-            ForeignFileError if corruption is add else Launched,
-        )  # it is made again
+        reader = REUSERS[place]
+        planner = Planner(run_context(stages.catalog))
+        stages(reader, cached=True, stages=planner)
+        plans = planner.stages.values()
+        (folder,) = [plan.run.export for plan in plans if plan.run.stage == place]
+        expected = ForeignFileError if corruption is add else Launched  # the stage runs again
     else:
-        folder, reader, expected = (
-            stages.catalog.load(place),
-            READERS[place][seed % len(READERS[place])],
-            ArtifactError,
-        )
+        folder, reader = stages.catalog.load(place), READERS[place][seed % len(READERS[place])]
+        expected = ArtifactError
     file = damage(corruption, seed, folder)
     with caplog.at_level(logging.WARNING), pytest.raises(expected) as caught:
         stages(reader, cached=cached)
-    said = f"{caught.value}\n{caplog.text}"
-    assert str(folder) in said and file.relative_to(folder).as_posix() in said, said
+    messages = f"{caught.value}\n{caplog.text}"
+    assert str(folder) in messages and file.relative_to(folder).as_posix() in messages, messages
 
 
 def test_the_command_line_launches_nothing_from_a_corrupted_artifact(project, tmp_path):
-    """The published tokenizer of the SFT model is edited; nothing of PPO is in the cache."""
+    """The published tokenizer of the SFT model is edited; the cache is empty."""
     shutil.copytree(
         project.root, tmp_path / "data", ignore=shutil.ignore_patterns("07_workspace", "mlflow.db*")
     )

@@ -1,23 +1,23 @@
-"""A `kedro run` whose MLflow server is not there: it ends well, and the same command fills in what is missing."""
+"""A `kedro run` succeeds without its MLflow server; a later run sends what is missing."""
 
 import copy
 
 import pytest
-
-from rlhf_pipeline.stages.launch.resources import free_port
+from ports import reserved_port
 
 
 @pytest.mark.long
 def test_the_next_run_sends_what_an_unreachable_server_missed(project, tmp_path):
     here = copy.copy(project)
-    here.uri = f"http://127.0.0.1:{free_port(None)}"
-    output = here.kedro("--nodes=sft,reward_model")
+    with reserved_port() as port:  # nothing listens at it
+        here.uri = f"http://127.0.0.1:{port}"
+        output = here.kedro("--nodes=sft,reward_model")
     assert output.count("does not record") == 1 and "ConnectionRefusedError" in " ".join(
         output.split()
     )
 
     here.uri = f"sqlite:///{tmp_path}/mlflow.db"
-    assert here.kedro("--nodes=sft,reward_model").count("finished before") == 2
+    assert here.kedro("--nodes=sft,reward_model").count("finished earlier") == 2
     runs = {run.info.run_name: run for run in here.runs()}
     assert {name: run.info.status for name, run in runs.items()} == dict.fromkeys(
         ("__default__", "sft", "reward_model"), "FINISHED"

@@ -1,26 +1,27 @@
-"""What the ppo node gives its stage to read."""
+"""The inputs of the stage ppo."""
 
 import pytest
 
-from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.pipelines.ppo import nodes
+from rlhf_pipeline.pipelines.ppo.nodes import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 
 
-@pytest.fixture
-def key(tmp_path, monkeypatch):
-    """The stage's fingerprint for prepared data with some text, or without, in place of a launch."""
+class Fingerprints:
+    """Returns fingerprints instead of running stages."""
 
-    def digest(job, launch, workspace):
-        digests = {n: content_digest(path) for n, path in job.inputs.items()}
+    def run(self, job):
+        digests = {name: content_digest(path) for name, path in job.inputs.items()}
         return fingerprint(recipe(job, digests=digests, processes=1))
 
-    monkeypatch.setattr(nodes, "run_stage", digest)
+
+@pytest.fixture
+def key(tmp_path):
+    """The stage's fingerprint for a split with some text, or without text."""
 
     def key(text, ptx):
         folder = tmp_path / str(text)
@@ -38,14 +39,12 @@ def key(tmp_path, monkeypatch):
             critic=MODEL,
             ptx=ptx,
         )
-        return nodes.ppo(
-            folder, folder / "sft", folder / "sft", config, LaunchConfig(), 0, tmp_path
-        )
+        return ppo(folder, folder / "sft", folder / "sft", config, 0, Fingerprints())
 
     return key
 
 
-def test_text_counts_only_where_it_is_read(key):
+def test_text_counts_only_with_the_ptx_loss(key):
     assert key("some", None) == key("other", None) == key(None, None)
     assert (
         len({key("some", {"batch_size": 2}), key("other", {"batch_size": 2}), key("some", None)})
@@ -53,9 +52,9 @@ def test_text_counts_only_where_it_is_read(key):
     )
 
 
-def test_prepared_data_without_text_is_refused_where_it_is_read(key):
+def test_a_split_without_text_is_refused_with_the_ptx_loss(key):
     with pytest.raises(
         ArtifactError,
-        match=r"pretraining holds nothing: .* run stage split with parameters that make it",
+        match=r"pretraining is empty: .* run stage split with parameters that create it",
     ):
         key(None, {"batch_size": 2})

@@ -1,4 +1,4 @@
-"""The ppo node with a function of the user's: a real launch on two ranks that learns what the function rewards."""
+"""The stage ppo with a reward function: a real launch on two ranks learns what it rewards."""
 
 import json
 
@@ -12,6 +12,8 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.pipelines.ppo.nodes import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.long
 SHORT = (
@@ -26,8 +28,8 @@ def finished(folder):
 
 @pytest.fixture
 def artifacts(make_model, tmp_path):
-    """A random policy that is its own base of a critic's absence, and 32 prompts."""
-    sft, prepared = make_model("llama", seed=1), tmp_path / "prepared"
+    """A split of 32 prompts, and a random policy; nothing reads the reward model."""
+    sft, split = make_model("llama", seed=1), tmp_path / "split"
     tokenizer = load_tokenizer(sft)
     messages = [[{"role": "user", "content": f"what is {n}?"}] for n in range(32)]
     ids = [
@@ -43,29 +45,39 @@ def artifacts(make_model, tmp_path):
             "reference": ["x"] * 32,
         }
     )
-    (prepared / "ppo").mkdir(parents=True)
+    (split / "ppo").mkdir(parents=True)
     for name in ("train", "validation"):
-        path = str(prepared / "ppo" / f"{name}.arrow")
+        path = str(split / "ppo" / f"{name}.arrow")
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-    TokenContract.read(sft).write(prepared / "ppo")
-    return finished(prepared), finished(sft), sft
+    TokenContract.read(sft).write(split / "ppo")
+    return finished(split), finished(sft), sft
 
 
-def test_a_function_s_reward_rises_and_its_source_is_part_of_the_recipe(artifacts, tmp_path):
+def test_the_reward_of_a_function_rises_and_its_source_is_part_of_the_recipe(artifacts, tmp_path):
     source = tmp_path / "my_rewards.py"
     source.write_text(SHORT)
     config = PPOConfig.model_validate(
         {
-            "steps": 12, "rollout_batch_size": 32, "minibatch_size": 32, "micro_batch_size_per_gpu": 16, "ppo_epochs": 2,
-            "advantage": "reinforce", "evaluations": 1, "evaluation_prompts": 16, "sampling": {"max_response_tokens": 12},
-            "kl": {"coef": 0.0}, "missing_eos_score": None, "rewards": [f"{source}:short"],
+            "steps": 12,
+            "rollout_batch_size": 32,
+            "minibatch_size": 32,
+            "micro_batch_size_per_gpu": 16,
+            "ppo_epochs": 2,
+            "advantage": "reinforce",
+            "evaluations": 1,
+            "evaluation_prompts": 16,
+            "sampling": {"max_response_tokens": 12},
+            "kl": {"coef": 0.0},
+            "missing_eos_score": None,
+            "rewards": [f"{source}:short"],
             "actor": {"optimizer": {"learning_rate": 1e-2}},
         }
-    )  # fmt: skip
+    )
 
     def run():
-        return ppo(*artifacts, config, LaunchConfig(processes=2), 1, tmp_path / "workspace")
+        context = RunContext(tmp_path / "workspace", LaunchConfig(processes=2))
+        return ppo(*artifacts, config, 1, StageRunner(context))
 
     export = run()
     lines = [

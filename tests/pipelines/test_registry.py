@@ -1,4 +1,4 @@
-"""The flow, from left to right, and the catalog behind it."""
+"""The registered pipelines and the catalog."""
 
 from pathlib import Path
 
@@ -6,15 +6,17 @@ import pytest
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
+from rlhf_pipeline.hooks import STAGES
 from rlhf_pipeline.pipeline_registry import register_pipelines
-from rlhf_pipeline.stages.job import PROGRAMS
+from rlhf_pipeline.preflight import preflight
+from rlhf_pipeline.stage_registry import stage_specs
 
 PROJECT = Path(__file__).parents[2]
 ORDER = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate", "register"]
-BY_DPO = {"base_model", "split", "sft", "reward_model", "dpo", "evaluate_dpo", "register_dpo"}
+DPO_NODES = {"base_model", "split", "sft", "reward_model", "dpo", "evaluate_dpo", "register_dpo"}
 
 
-def test_the_nodes_run_from_left_to_right():
+def test_the_nodes_run_in_order():
     assert [node.name for node in register_pipelines()["full"].nodes] == ORDER
 
 
@@ -23,35 +25,40 @@ def test_full_is_the_default():
     assert pipelines["__default__"].nodes == pipelines["full"].nodes
 
 
-def test_what_follows_ppo_is_ppo_evaluate_and_register():
+def test_from_ppo_on_only_ppo_evaluate_and_register_run():
     assert [node.name for node in register_pipelines()["full"].from_nodes("ppo").nodes] == ORDER[4:]
 
 
-def test_dpo_takes_ppo_s_place():
+def test_the_pipeline_dpo_replaces_ppo_by_dpo():
     dpo = register_pipelines()["dpo"]
-    assert {node.name for node in dpo.nodes} == BY_DPO
+    assert {node.name for node in dpo.nodes} == DPO_NODES
     assert [node.name for node in dpo.from_nodes("dpo").nodes] == [
         "dpo",
         "evaluate_dpo",
         "register_dpo",
     ]
     assert dpo.all_outputs() == {
-        "base_model", "prepared_data", "sft_model", "reward_model", "dpo_model", "dpo_evaluation", "dpo_registration",
-    }  # fmt: skip
+        "base_model",
+        "split",
+        "sft_model",
+        "reward_model",
+        "dpo_model",
+        "dpo_evaluation",
+        "dpo_registration",
+    }
 
 
-def test_each_launched_node_has_a_program_that_exists():
-    assert [name for name in ORDER if name in PROGRAMS] == ORDER[:-1]
-    assert BY_DPO - PROGRAMS.keys() == {"register_dpo"}
-    for program in PROGRAMS.values():
-        path = PROJECT / "src" / (program.module.replace(".", "/") + ".py")
+def test_each_stage_has_a_program_that_exists():
+    specs = stage_specs()
+    assert [name for name in ORDER if name in specs] == ORDER[:-1]
+    assert DPO_NODES - specs.keys() == {"register_dpo"}
+    for spec in specs.values():
+        path = PROJECT / "src" / (spec.program.replace(".", "/") + ".py")
         assert "run_program(main)" in path.read_text(), path
 
 
 @pytest.mark.parametrize("env", ["local", "tiny", "hh-rlhf"])
-def test_every_environment_s_catalog_and_parameters_serve_every_node(env, monkeypatch):
-    from rlhf_pipeline.preflight import preflight
-
+def test_each_environment_has_every_data_set_and_valid_parameters(env, monkeypatch):
     monkeypatch.setenv("HH_RLHF_PATH", "comparisons.jsonl.gz")
     bootstrap_project(PROJECT)
     with KedroSession.create(PROJECT, env=env) as session:
@@ -61,11 +68,11 @@ def test_every_environment_s_catalog_and_parameters_serve_every_node(env, monkey
         free = {
             name for pipeline in pipelines for name in pipeline.inputs() | pipeline.all_outputs()
         }
-        assert [name for name in sorted(free) if name not in catalog] == []
+        assert [name for name in sorted(free) if name not in catalog] == [STAGES]
         preflight(catalog.load("parameters"), processes=2, gpus=0)
 
 
-def test_an_environment_overrides_one_key_of_a_block_and_keeps_the_rest():
+def test_an_environment_overrides_single_keys_of_a_block():
     bootstrap_project(PROJECT)
     with KedroSession.create(
         PROJECT, env="tiny", runtime_params={"ppo": {"kl": {"coef": 0.5}}}

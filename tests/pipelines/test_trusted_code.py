@@ -1,4 +1,4 @@
-"""A base model with code of its own, through every stage by the command line: with the user's word for it, and without."""
+"""A base model that ships Python code, in every stage by the command line, trusted and not."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from model_with_code import bring_code
 pytestmark = pytest.mark.long
 
 
-def test_it_is_executed_where_the_user_says_so_and_goes_with_the_models(project, tmp_path):
+def test_code_is_executed_only_if_trusted_and_exported_with_the_models(project, tmp_path):
     base, marker = tmp_path / "base", tmp_path / "executed"
     shutil.copytree(project.newest("02_base_model/base_model"), base)
     bring_code(base, marker)
@@ -18,8 +18,8 @@ def test_it_is_executed_where_the_user_says_so_and_goes_with_the_models(project,
 
     refused = mine.kedro("--pipeline=full", params=params, check=False)
     assert (
-        f"{base} brings Python code of its own" in refused
-        and "base_model.trust_remote_code" in refused
+        f"{base}: the model needs its own Python code" in refused
+        and "set base_model.trust_remote_code to true" in refused
     )
     assert not marker.exists()
 

@@ -7,7 +7,8 @@ from rlhf_pipeline.rl.advantages import gae, group_relative, leave_one_out, to_t
 
 NAN = float("nan")
 # gamma 1, lam 0.5.
-# Row 0: deltas 0 + 2 - 1, 0 + 3 - 2, 10 - 3 = 1, 1, 7; A = 7, then 1 + 7/2 = 4.5, then 1 + 4.5/2 = 3.25.
+# Row 0: deltas 0 + 2 - 1, 0 + 3 - 2, 10 - 3 = 1, 1, 7; A = 7, then 1 + 7/2 = 4.5,
+# then 1 + 4.5/2 = 3.25.
 # Row 1: deltas 0 + 2 - 1, 4 - 2 = 1, 2; A = 2, then 1 + 2/2 = 2.
 # Row 2: no real token.
 REWARDS = torch.tensor([[0.0, 0.0, 10.0], [0.0, 4.0, 99.0], [NAN, NAN, NAN]])
@@ -37,7 +38,8 @@ def test_a_rank_gets_the_advantages_of_its_rows():
 
 
 def test_gamma_discounts_the_next_value_and_the_next_advantage():
-    # gamma 0.5, lam 0.5: deltas 0 + 4/2 - 2, 0 + 2/2 - 4, 8 - 2 = 0, -3, 6; A = 6, -3 + 6/4 = -1.5, 0 - 1.5/4 = -0.375.
+    # gamma 0.5, lam 0.5: deltas 0 + 4/2 - 2, 0 + 2/2 - 4, 8 - 2 = 0, -3, 6;
+    # A = 6, -3 + 6/4 = -1.5, 0 - 1.5/4 = -0.375.
     mask = torch.ones(1, 3, dtype=torch.bool)
     rewards, values = torch.tensor([[0.0, 0.0, 8.0]]), torch.tensor([[2.0, 4.0, 2.0]])
     advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
@@ -68,7 +70,7 @@ def test_bfloat16_arguments_are_computed_in_float32_without_gradient():
     torch.testing.assert_close(returns, torch.tensor([[2.7, 0.0]]))
 
 
-def test_the_arguments_are_left_as_they_were():
+def test_the_arguments_are_not_modified():
     rewards, values = torch.tensor([[4.0, 99.0]]), torch.tensor([[2.0, 99.0]])
     gae(rewards, values, torch.tensor([[True, False]]), gamma=1.0, lam=0.5)
     assert rewards.tolist() == [[4.0, 99.0]]
@@ -85,12 +87,12 @@ def test_shapes_must_agree():
         gae(REWARDS, VALUES[:, :2], MASK, gamma=1.0, lam=0.5)
 
 
-# --- without a critic: three responses to each of two prompts, a prompt a column ---
+# --- without a critic: three responses to each of two prompts, one prompt per column ---
 
 GROUPS = torch.tensor([[1.0, 4.0], [2.0, 4.0], [6.0, 4.0]])
 # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2.
 LEAVE_ONE_OUT = torch.tensor([[-3.0, 0.0], [-1.5, 0.0], [4.5, 0.0]])
-# Mean 3; the deviations -2, -1, 3 have the standard deviation sqrt(14 / 2) = 2.6457513, and 2.6458513 with 1e-4 added.
+# Mean 3; standard deviation of -2, -1, 3: sqrt(14 / 2) = 2.6457513; plus 1e-4: 2.6458513.
 GROUP_RELATIVE = torch.tensor([[-0.7559003, 0.0], [-0.3779502, 0.0], [1.1338505, 0.0]])
 
 
@@ -109,8 +111,8 @@ def test_group_relative_without_scale_is_centred():
     torch.testing.assert_close(group_relative(GROUPS, scale=False), expected)
 
 
-def test_rounding_between_equal_responses_is_no_advantage():
-    # Half of 1e-7 over 7.1e-8 + 1e-4: 0.0005, where without the constant it were 0.7.
+def test_rounding_errors_of_equal_returns_are_not_scaled_up():
+    # 0.5e-7 / (7.1e-8 + 1e-4) = 0.0005; without the constant it would be 0.7.
     advantages = group_relative(torch.tensor([[0.0], [1e-7]]), scale=True)
     assert advantages.abs().max() < 1e-3
 
@@ -127,18 +129,18 @@ def test_a_rank_gets_the_advantages_of_its_prompts(column: int):
 @pytest.mark.parametrize(
     "returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one response", "no groups"]
 )
-def test_a_group_has_two_responses_at_least(returns):
+def test_a_group_needs_two_responses(returns):
     for function in (leave_one_out, lambda r: group_relative(r, scale=True)):
-        with pytest.raises(ValueError, match="it must be \\(K, G\\) with K >= 2"):
+        with pytest.raises(ValueError, match=r"expected \(K, G\) with K >= 2"):
             function(returns)
 
 
-def test_a_response_gives_its_advantage_to_each_of_its_tokens():
+def test_each_token_gets_the_advantage_of_its_response():
     mask = torch.tensor([[True, True, True], [True, False, False]])
     advantages = to_tokens(torch.tensor([2.0, -1.0]), mask)
     torch.testing.assert_close(advantages, torch.tensor([[2.0, 2.0, 2.0], [-1.0, 0.0, 0.0]]))
 
 
-def test_there_must_be_one_advantage_a_response():
+def test_each_response_needs_one_advantage():
     with pytest.raises(ValueError, match=r"advantages is \(2, 1\), mask is \(2, 3\)"):
         to_tokens(torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool))

@@ -42,7 +42,7 @@ def test_policy_diagnostics_add_up_over_ranks():
     )
 
 
-def test_an_unmoved_policy_has_no_kl_and_ratio_1():
+def test_an_unchanged_policy_has_kl_0_and_ratio_1():
     diagnostics = policy_diagnostics(OLD_LOGPROBS, OLD_LOGPROBS, MASK, clip_range=0.2)
     assert as_floats(diagnostics) == {
         "tokens": 4.0,
@@ -84,26 +84,26 @@ def test_explained_variance():
     ("values", "expected"),
     [
         (RETURNS, 1.0),
-        (RETURNS + 5, 1.0),  # a constant error is no variance
+        (RETURNS + 5, 1.0),  # a constant error has no variance
         (torch.zeros(2, 3), 0.0),
         (-RETURNS, -3.0),  # errors twice the returns: 1 - 4
     ],
     ids=["perfect", "shifted", "constant", "opposite"],
 )
-def test_explained_variance_of_plain_critics(values: Tensor, expected: float):
+def test_explained_variance_of_simple_critics(values: Tensor, expected: float):
     assert float(explained_variance(value_sums(values, RETURNS, MASK))) == pytest.approx(
         expected, abs=1e-9
     )
 
 
-def test_equal_returns_leave_nothing_to_explain():
-    # 99 times 0.7, which has no finite binary form: the variance comes out as 5.6e-17.
+def test_equal_returns_give_nan():
+    # 99 times 0.7: the computed variance is 5.6e-17.
     returns, mask = torch.full((1, 99), 0.7), torch.ones(1, 99, dtype=torch.bool)
     values = torch.arange(99.0).unsqueeze(0)
     assert explained_variance(value_sums(values, returns, mask)).isnan()
 
 
-def test_no_returns_leave_nothing_to_explain():
+def test_no_returns_give_nan():
     assert explained_variance(torch.zeros(2, 3, dtype=torch.float64)).isnan()
 
 

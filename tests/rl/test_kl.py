@@ -26,14 +26,16 @@ def test_estimates(estimator, expected):
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_k1_and_k3_are_unbiased(estimator):
-    # p = [3/4, 1/4], p_ref = [1/2, 1/2]: KL(p || p_ref) = 3/4 ln 3/2 + 1/4 ln 1/2 = 0.3040988 - 0.1732868
+    # p = [3/4, 1/4], p_ref = [1/2, 1/2]:
+    # KL(p || p_ref) = 3/4 ln 3/2 + 1/4 ln 1/2 = 0.3040988 - 0.1732868
     p = torch.tensor([0.75, 0.25])
     estimate = kl_estimate(p.log(), torch.tensor([0.5, 0.5]).log(), estimator)
     torch.testing.assert_close((p * estimate).sum(), torch.tensor(0.1308120), rtol=1e-5, atol=0)
 
 
 def test_k3_keeps_its_precision_near_zero():
-    # exp(-x) - 1 + x = x^2 / 2 - x^3 / 6 + ... = 5e-15 at x = 1e-7, where exp(-x) - 1 alone errs by 1e-16.
+    # exp(-x) - 1 + x = x^2 / 2 - x^3 / 6 + ... = 5e-15 at x = 1e-7;
+    # exp(-x) - 1 alone has an error of 1e-16.
     x = torch.tensor([1e-7], dtype=torch.float64)
     expected = torch.tensor([5e-15], dtype=torch.float64)
     torch.testing.assert_close(
@@ -42,7 +44,7 @@ def test_k3_keeps_its_precision_near_zero():
 
 
 def test_an_unknown_estimator_is_refused():
-    with pytest.raises(ValueError, match="estimator is 'abs'; choose 'k1', 'k2' or 'k3'"):
+    with pytest.raises(ValueError, match="estimator: found 'abs', expected 'k1', 'k2' or 'k3'"):
         kl_estimate(LOGPROBS, REF_LOGPROBS, "abs")
 
 
@@ -68,17 +70,17 @@ def test_the_coefficient_follows_the_error(observed_kl: float, expected: float):
 
 @pytest.mark.parametrize("observed_kl", [float("nan"), float("inf")])
 def test_a_diverged_kl_is_refused(observed_kl: float):
-    with pytest.raises(ValueError, match=f"observed_kl is {observed_kl}"):
+    with pytest.raises(ValueError, match=f"observed_kl: found {observed_kl}, expected a finite"):
         adapted_kl_coef(0.1, observed_kl, target=6.0, horizon=10_000, batch_size=500)
 
 
 def test_the_target_must_be_positive():
-    with pytest.raises(ValueError, match=r"target is 0\.0"):
+    with pytest.raises(ValueError, match=r"target: found 0\.0, expected a positive"):
         adapted_kl_coef(0.1, 6.0, target=0.0, horizon=10_000, batch_size=500)
 
 
 def test_the_horizon_must_not_let_the_coefficient_change_sign():
     with pytest.raises(
-        ValueError, match=r"horizon is 100; it must exceed 0\.2 \* batch_size = 100"
+        ValueError, match=r"horizon: found 100, expected more than 0\.2 \* batch_size = 100"
     ):
         adapted_kl_coef(0.1, 6.0, target=6.0, horizon=100, batch_size=500)

@@ -1,4 +1,4 @@
-"""Logits are logarithms of small integers, so that probabilities are fractions: ln [1, 2, 5] is p = [1, 2, 5] / 8."""
+"""Logits are logarithms of small integers: ln [1, 2, 5] gives p = [1, 2, 5] / 8."""
 
 from __future__ import annotations
 
@@ -58,11 +58,12 @@ def test_gradient_of_a_logprob():
     torch.testing.assert_close(logits.grad, expected)
 
 
-def test_gradient_keeps_the_sign_and_the_place_of_what_comes_from_above():
+def test_gradient_scales_with_the_incoming_gradient():
     logits = logits_of([1.0, 1.0], [1.0, 3.0]).bfloat16().requires_grad_()
     logprobs = logprobs_of(logits, torch.tensor([[0], [1]]), chunk_rows=1)
     (logprobs * torch.tensor([[2.0], [-4.0]])).sum().backward()
-    # 2 * ([1, 0] - [1/2, 1/2]) and -4 * ([0, 1] - [1/4, 3/4]); ln 3 is 1.1015625 in bfloat16, and p 0.7505.
+    # 2 * ([1, 0] - [1/2, 1/2]) and -4 * ([0, 1] - [1/4, 3/4]);
+    # in bfloat16, ln 3 is 1.1015625 and p is 0.7505.
     torch.testing.assert_close(
         logits.grad, torch.tensor([[[1.0, -1.0]], [[1.0, -1.0]]]).bfloat16(), rtol=0.005, atol=0
     )
@@ -89,7 +90,7 @@ def test_entropy():
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 2])
-def test_entropy_is_that_of_the_sampled_distribution(chunk_rows: int):
+def test_entropy_belongs_to_the_sampled_distribution(chunk_rows: int):
     # ln [4, 1, 1] / 2 = ln [2, 1, 1]: 1.5 ln 2. The other row is certain: 0.
     logits = logits_of([4.0, 1.0, 1.0, 1000.0], [1e30, 1.0, 1.0, 1.0])
     entropy = entropy_of(logits, temperature=2.0, vocab_size=3, chunk_rows=chunk_rows)
@@ -101,8 +102,9 @@ def test_gradient_of_the_entropy(chunk_rows: int):
     logits = logits_of([4.0, 1.0, 1.0, 1000.0], [1.0, 1.0, 1.0, 1000.0]).requires_grad_()
     entropy = entropy_of(logits, temperature=2.0, vocab_size=3, chunk_rows=chunk_rows)
     (entropy * torch.tensor([[-2.0], [1.0]])).sum().backward()
-    # p = [2, 1, 1] / 4, ln p = -0.6931472, -1.3862944, H = 1.0397208: -p (ln p + H) = -0.1732868, 0.0866434, 0.0866434,
-    # over the temperature 2 and times -2. A uniform distribution is the summit: 0.
+    # p = [2, 1, 1] / 4, ln p = -0.6931472, -1.3862944, H = 1.0397208:
+    # -p (ln p + H) = -0.1732868, 0.0866434, 0.0866434, divided by temperature 2, times -2.
+    # A uniform distribution has the maximum entropy: 0.
     expected = torch.tensor([[[0.1732868, -0.0866434, -0.0866434, 0.0]], [[0.0, 0.0, 0.0, 0.0]]])
     torch.testing.assert_close(logits.grad, expected, rtol=1e-5, atol=1e-7)
 
@@ -125,20 +127,20 @@ def test_position_ids_count_real_tokens(dtype: torch.dtype):
     )
 
 
-def test_ids_that_do_not_fit_the_logits_are_refused():
+def test_ids_must_match_the_logits():
     with pytest.raises(ValueError, match=r"ids is \(2, 4\), logits is \(2, 3, 5\)"):
         logprobs_of(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperature_must_be_positive(temperature: float):
-    with pytest.raises(ValueError, match="temperature is"):
+    with pytest.raises(ValueError, match=r"temperature: found .*, expected a positive number"):
         logprobs_of(
             torch.zeros(1, 1, 5), torch.zeros(1, 1, dtype=torch.long), temperature=temperature
         )
 
 
 @pytest.mark.parametrize("vocab_size", [0, 6])
-def test_vocab_size_must_fit_the_logits(vocab_size: int):
-    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; the logits have 5 columns"):
+def test_vocab_size_must_match_the_logits(vocab_size: int):
+    with pytest.raises(ValueError, match=f"vocab_size: found {vocab_size}, expected 1 to 5"):
         entropy_of(torch.zeros(1, 1, 5), vocab_size=vocab_size)

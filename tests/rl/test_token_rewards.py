@@ -6,35 +6,32 @@ import torch
 from rlhf_pipeline.rl.token_rewards import per_token_rewards, shaped_scores
 
 NAN = float("nan")
-SCORES = torch.tensor([3.0, -9.0, 4.0, 12.0])
+SCORES = torch.tensor([2.0, -10.0, 3.0, 11.0])
 HAS_EOS = torch.tensor([True, True, False, True])
 
 
 @pytest.mark.parametrize(
     ("clip", "missing_eos_score", "expected"),
     [
-        # Less the mean 1: 2, -10, 3, 11.
         (None, None, [2.0, -10.0, 3.0, 11.0]),
         (5.0, None, [2.0, -5.0, 3.0, 5.0]),
         (None, -1.0, [2.0, -10.0, -1.0, 11.0]),
-        (5.0, -7.0, [2.0, -5.0, -7.0, 5.0]),  # the fixed score is neither centred nor clipped
+        (5.0, -7.0, [2.0, -5.0, -7.0, 5.0]),  # the fixed score is not clipped
     ],
 )
-def test_scores_are_centred_then_clipped_then_replaced(clip, missing_eos_score, expected):
-    shaped = shaped_scores(
-        SCORES, HAS_EOS, mean=1.0, clip=clip, missing_eos_score=missing_eos_score
-    )
+def test_scores_are_clipped_then_replaced(clip, missing_eos_score, expected):
+    shaped = shaped_scores(SCORES, HAS_EOS, clip=clip, missing_eos_score=missing_eos_score)
     torch.testing.assert_close(shaped, torch.tensor(expected))
 
 
 def test_clip_must_be_positive():
-    with pytest.raises(ValueError, match=r"clip is 0\.0; it must be positive, or None for off"):
-        shaped_scores(SCORES, HAS_EOS, mean=0.0, clip=0.0, missing_eos_score=None)
+    with pytest.raises(ValueError, match=r"clip: found 0\.0, expected a positive number or None"):
+        shaped_scores(SCORES, HAS_EOS, clip=0.0, missing_eos_score=None)
 
 
 def test_scores_and_endings_must_pair():
     with pytest.raises(ValueError, match=r"has_eos is \(3,\), scores is \(4,\)"):
-        shaped_scores(SCORES, HAS_EOS[:3], mean=0.0, clip=None, missing_eos_score=None)
+        shaped_scores(SCORES, HAS_EOS[:3], clip=None, missing_eos_score=None)
 
 
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
@@ -71,7 +68,7 @@ def test_the_estimator_can_be_chosen():
     torch.testing.assert_close(rewards, torch.tensor([[-1.931472]]))
 
 
-def test_rewards_are_constants_for_the_gradient():
+def test_rewards_have_no_gradient():
     logprobs = torch.zeros(1, 2, requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert not per_token_rewards(
@@ -82,7 +79,7 @@ def test_rewards_are_constants_for_the_gradient():
 def test_an_empty_response_is_refused():
     mask = MASK.clone()
     mask[1] = False
-    with pytest.raises(ValueError, match="mask has a row without a real token"):
+    with pytest.raises(ValueError, match="found a row without a real token"):
         per_token_rewards(FINAL_SCORES, LOGPROBS, REF_LOGPROBS, mask, kl_coef=0.1)
 
 
@@ -92,8 +89,8 @@ def test_left_padding_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (2,), ()])
-def test_there_must_be_one_score_a_response(shape: tuple[int, ...]):
-    with pytest.raises(ValueError, match="scores must have one entry a row"):
+def test_each_response_needs_one_score(shape: tuple[int, ...]):
+    with pytest.raises(ValueError, match="expected one score per row"):
         per_token_rewards(torch.zeros(shape), LOGPROBS, REF_LOGPROBS, MASK, kl_coef=0.1)
 
 

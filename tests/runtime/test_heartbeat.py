@@ -1,4 +1,4 @@
-"""Heartbeats: cheap to give, whole to read."""
+"""Heartbeats cost few writes and are never truncated."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def beating(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_rank_is_seen_as_soon_as_it_starts(beating):
+def test_a_rank_reports_as_soon_as_it_starts(beating):
     found = read_heartbeats(beating)[3]
     assert (found.rank, found.pid, found.phase, found.step, found.marks) == (
         3,
@@ -30,7 +30,7 @@ def test_a_rank_is_seen_as_soon_as_it_starts(beating):
     )
 
 
-def test_phases_and_pieces_are_written_soon_after(beating):
+def test_phases_and_ticks_are_written_soon_after(beating):
     heartbeat.at("rollout", 7)
     heartbeat.tick()
     heartbeat.tick()
@@ -59,7 +59,7 @@ def test_many_ticks_cost_few_writes(beating):
     assert 1 <= writes <= 10  # 0.5 s at one in 0.05 s
 
 
-def test_a_program_run_from_afar_hides_its_process(tmp_path, monkeypatch):
+def test_a_rank_on_another_machine_reports_no_process_id(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "_file", None)
     heartbeat.start(tmp_path, 0, local=False)
     assert json.loads((tmp_path / "heartbeats" / "rank0.json").read_text())["pid"] is None

@@ -1,4 +1,4 @@
-"""Manifests: what an artifact holds, by content alone."""
+"""Manifests: an artifact is identified and checked by its content."""
 
 import hashlib
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     assert manifest.files["weights"].size == 3
 
 
-def test_equal_content_has_equal_digests_wherever_it_lies(tmp_path):
+def test_equal_content_has_equal_digests_in_any_folder(tmp_path):
     one = make_artifact(tmp_path / "one", weights="abc", sub__more="d")
     other = make_artifact(tmp_path / "elsewhere" / "other", weights="abc", sub__more="d")
     changed = make_artifact(tmp_path / "changed", weights="abd", sub__more="d")
@@ -49,7 +49,7 @@ def test_equal_content_has_equal_digests_wherever_it_lies(tmp_path):
     assert content_digest(one) != content_digest(changed)
 
 
-def test_a_part_of_an_artifact_is_digested_alone(tmp_path):
+def test_a_part_of_an_artifact_has_its_own_digest(tmp_path):
     one = make_artifact(tmp_path / "one", sft__train="rows", ppo__train="prompts")
     other = make_artifact(tmp_path / "other", sft__train="rows", ppo__train="other prompts")
     assert content_digest(one / "sft") == content_digest(other / "sft")
@@ -66,13 +66,13 @@ def test_a_plain_file_is_digested_by_its_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("theirs", ['{"files": ["pairs.jsonl"]}', "[1, 2]", "pairs.jsonl 12"])
-def test_a_file_counts_by_its_bytes_whatever_manifest_somebody_has_put_beside_it(tmp_path, theirs):
+def test_a_file_is_digested_by_its_bytes_next_to_a_foreign_manifest(tmp_path, theirs):
     (tmp_path / "manifest.json").write_text(theirs)
     (tmp_path / "pairs.jsonl").write_bytes(b"abc")
     assert content_digest(tmp_path / "pairs.jsonl") == hashlib.sha256(b"abc").hexdigest()
 
 
-def test_another_program_s_manifest_makes_no_folder_an_artifact(tmp_path):
+def test_a_foreign_manifest_does_not_make_an_artifact(tmp_path):
     (tmp_path / "manifest.json").write_text('{"files": ["model.safetensors"]}')
     (tmp_path / "model").mkdir()
     assert artifact_of(tmp_path / "model") is None
@@ -84,17 +84,17 @@ def test_another_program_s_manifest_makes_no_folder_an_artifact(tmp_path):
         content_digest(tmp_path / "model")
 
 
-def test_what_is_no_artifact_is_named(tmp_path):
+def test_a_path_that_is_not_an_artifact_is_reported(tmp_path):
     with pytest.raises(ArtifactError, match="neither a file nor part of a finished artifact"):
         content_digest(tmp_path / "nothing")
     with pytest.raises(ArtifactError, match=r"not a finished artifact: it has no manifest\.json"):
         Manifest.read(tmp_path)
-    with pytest.raises(ArtifactError, match=r"holds nothing: .* with parameters that make it"):
+    with pytest.raises(ArtifactError, match=r"is empty: .* with parameters that create it"):
         content_digest(make_artifact(tmp_path / "a", weights="abc") / "sft")
 
 
 @pytest.mark.parametrize("content", ["{", "", "null", '{"stage": "sft", "files": []}'])
-def test_a_damaged_manifest_is_named(tmp_path, content):
+def test_a_damaged_manifest_is_reported(tmp_path, content):
     artifact = make_artifact(tmp_path / "a", weights="abc")
     (artifact / "manifest.json").write_text(content)
     with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
@@ -109,22 +109,22 @@ def test_a_flipped_bit_is_found(tmp_path):
         verify(artifact)
 
 
-def test_what_a_manifest_says_is_as_safe_as_the_files(tmp_path):
-    """Another fingerprint or other metrics are valid JSON, and no file differs."""
+def test_a_change_in_the_manifest_is_found(tmp_path):
+    """Another fingerprint or other metrics are valid JSON, and every file is unchanged."""
     artifact = make_artifact(tmp_path / "a", weights="abc")
     text = (artifact / "manifest.json").read_text()
     for old, new in [("0.5", "0.6"), ('"ffff', '"efff'), ('"sft"', '"ppo"')]:
         assert text.count(old) == 1
         (artifact / "manifest.json").write_text(text.replace(old, new))
         with pytest.raises(
-            ArtifactError, match=r"manifest\.json is damaged \(it is not what was written\)"
+            ArtifactError, match=r"manifest\.json is damaged \(its digest does not match\)"
         ):
             verify(artifact)
 
 
-def test_an_added_file_is_found_but_for_those_that_nothing_loads(tmp_path):
+def test_an_added_file_is_found_unless_nothing_loads_it(tmp_path):
     artifact = make_artifact(tmp_path / "a", weights="abc", sub__more="d")
-    (artifact / "registered_model_meta").touch()  # MLflow's, when it loads the model
+    (artifact / "registered_model_meta").touch()  # added by MLflow when it loads the model
     (artifact / ".DS_Store").touch()
     (artifact / "sub" / ".cache").mkdir()
     (artifact / "sub" / ".cache" / "index").touch()
@@ -143,19 +143,19 @@ def test_a_missing_file_is_found(tmp_path):
         verify(artifact)
 
 
-def test_what_lies_outside_is_no_part_of_an_artifact(tmp_path):
+def test_a_file_outside_the_artifact_is_reported(tmp_path):
     artifact = make_artifact(tmp_path / "a", weights="abc")
     (artifact / "weights").rename(tmp_path / "weights")
     (artifact / "weights").symlink_to(tmp_path / "weights")
     with pytest.raises(
         ArtifactError,
-        match=r"a/weights lies outside of its artifact, at .*/weights; put the file itself",
+        match=r"a/weights is outside its artifact, at .*/weights\. Fix: replace the link",
     ):
         verify(artifact)
     (artifact / "weights").unlink()
     manifest = Manifest.read(artifact)
     replace(manifest, files={"../weights": manifest.files["weights"]}).write(artifact)
-    with pytest.raises(ArtifactError, match=r"\.\./weights lies outside of its artifact"):
+    with pytest.raises(ArtifactError, match=r"\.\./weights is outside its artifact"):
         verify(artifact)
 
 

@@ -18,8 +18,8 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     assert record == {"step": 3, "total_steps": 4, "metrics": {"sft/loss": 0.5}}
 
 
-def test_rows_are_reported_every_other_second(tmp_path, monkeypatch):
-    clock = iter([0.0, 1.0, 2.5, 2.5, 3.0, 4.4, 4.6, 4.6])  # asked again where a line is written
+def test_rows_are_reported_every_two_seconds(tmp_path, monkeypatch):
+    clock = iter([0.0, 1.0, 2.5, 2.5, 3.0, 4.4, 4.6, 4.6])  # read twice if a line is written
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     progress = RowProgress(tmp_path / "metrics.jsonl", None)
     for rows in (10, 20, 30, 40, 50):

@@ -1,9 +1,10 @@
-"""A stage whose program is told by files what to do: it costs half a second, and can be held, failed or killed."""
+"""The stage `drill`: its program starts in half a second and can be held, failed or killed."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -11,23 +12,27 @@ import pytest
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.stages import job, run
-from rlhf_pipeline.stages.job import Job, Program
+from rlhf_pipeline.stages import run
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.events import Listeners, StageListener
+from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.stages.spec import StageSpec
 
 
 class DrillConfig(Block):
-    """What the stage's recipe holds."""
+    """Parameters of the stage."""
 
     value: int = 1
 
+
+SPEC = StageSpec("drill", "drill_program", distributed=False)
 
 PROGRAM = """
 import time
 from pathlib import Path
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.stages.job import PROGRAMS, Program
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.stages.trust import trusts_remote_code
 
 def main(job):
     orders = Path(__file__).parent
@@ -35,15 +40,14 @@ def main(job):
     number = len(launches.read_text().split()) + 1 if launches.exists() else 1
     launches.write_text("x " * number)
     if (orders / "fail").exists():
-        raise DataError("told to fail")
+        raise DataError("ordered to fail")
     while (orders / "hold").exists():
         time.sleep(0.05)
     job.export.mkdir()
     (job.export / "result").write_text(f"launch {number}")
-    (job.export / "trusts").write_text(str(trusts_remote_code()))
+    (job.export / "trusts").write_text(str(job.trust_remote_code))
     return {}
 
-PROGRAMS["drill"] = Program("drill_program", distributed=False)
 run_program(main)
 """
 
@@ -57,20 +61,39 @@ print(conftest.Drill(Path(sys.argv[2])).run(), flush=True)
 
 
 class Drill:
-    """The stage, and its orders."""
+    """The stage in a workspace below `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "drill_program.py").write_text(PROGRAM)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(Path(run.__file__).parents[2])])
-        job.PROGRAMS["drill"] = Program("drill_program", distributed=False)
 
-    def run(self, value: int = 1, inputs: dict[str, Path] | None = None, **launch: object) -> Path:
-        """Run the stage in this process; return its export."""
-        drill_job = Job("drill", {"drill": DrillConfig(value=value)}, inputs or {}, 1)
-        return run.run_stage(drill_job, LaunchConfig(**launch), self.root / "workspace")
+    def job(self, value: int = 1, **fields: object) -> Job:
+        """The stage with a parameter; `fields` are fields of `Job`."""
+        config = {"drill": DrillConfig(value=value)}
+        return Job(SPEC, config, **{"inputs": {}, "seed": 1} | fields)
 
-    def elsewhere(self) -> subprocess.Popen:
+    def context(
+        self,
+        force: Collection[str] = (),
+        trust: bool = False,
+        listener: StageListener | None = None,
+        **launch: object,
+    ) -> RunContext:
+        """One run of the pipeline; `launch` are parameters of that block."""
+        return RunContext(
+            workspace=self.root / "workspace",
+            launch=LaunchConfig(**launch),
+            forced=frozenset(force),
+            trust_remote_code=trust,
+            listener=listener or Listeners(),
+        )
+
+    def run(self, value: int = 1, inputs: dict[str, Path] | None = None, **context: object) -> Path:
+        """Run the stage in this process, as the only stage of a run; return its export."""
+        return StageRunner(self.context(**context)).run(self.job(value, inputs=inputs or {}))
+
+    def run_elsewhere(self) -> subprocess.Popen:
         """Run the stage in another process."""
         command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), str(self.root)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -82,23 +105,43 @@ class Drill:
         return len(file.read_text().split()) if file.exists() else 0
 
     def order(self, name: str, *, given: bool = True) -> None:
-        """Give or take back an order: hold, fail."""
+        """Give or withdraw an order: hold, fail."""
         (self.root / name).touch() if given else (self.root / name).unlink()
+
+
+class Recorder:
+    """A listener that records what it hears."""
+
+    def __init__(self) -> None:
+        self.heard = []
+
+    def stage_started(self, run):
+        self.run = run
+        self.heard.append(("started", run.cached))
+
+    def stage_metrics(self, run, records):
+        self.heard += [("metrics", record["step"]) for record in records]
+
+    def stage_ended(self, run, status, metrics):
+        self.heard.append((status, metrics))
+
+
+@pytest.fixture
+def recorder():
+    """A listener that records what it hears."""
+    return Recorder()
 
 
 @pytest.fixture
 def drill(tmp_path, monkeypatch):
     """The stage `drill` in an empty workspace."""
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setattr(job, "PROGRAMS", dict(job.PROGRAMS))
-    monkeypatch.setattr("rlhf_pipeline.stages.cache.forcing.PROGRAMS", job.PROGRAMS)
-    monkeypatch.setattr("rlhf_pipeline.stages.cache.cleaning.PROGRAMS", job.PROGRAMS)
     return Drill(tmp_path)
 
 
 @pytest.fixture
 def make_work(tmp_path):
-    """Makes work directories as stages leave them, without running any."""
+    """Creates work directories as stages leave them, without running a stage."""
 
     def make(stage, key, *, suffix="", content="data", inputs=None, finished=True, checkpoint=None):
         directory = tmp_path / "workspace" / stage / f"{key.ljust(16, '0')}{suffix}"

@@ -1,4 +1,4 @@
-"""What rewards add to PPO's recipe: the bytes of what they name, wherever it lies."""
+"""Rewards are part of PPO's recipe by their bytes, in any folder."""
 
 import json
 
@@ -16,7 +16,7 @@ def test_the_trained_reward_model_adds_nothing():
     assert digests(TrainedReward()) == {}
 
 
-def test_a_function_s_source_counts(tmp_path, monkeypatch):
+def test_the_source_of_a_function_is_an_input(tmp_path, monkeypatch):
     file = tmp_path / "my_rewards.py"
     file.write_text("def f(prompts, responses): return [0.0 for _ in responses]")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -31,7 +31,7 @@ def test_a_function_s_source_counts(tmp_path, monkeypatch):
     assert all(after[name] != before[name] for name in before)
 
 
-def test_a_reward_model_s_bytes_count_and_not_its_place(tmp_path):
+def test_a_reward_model_is_identified_by_its_bytes(tmp_path):
     def model(name: str, weights: str) -> ModelReward:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text(weights)

@@ -1,4 +1,4 @@
-"""What a person sees of a running stage."""
+"""The progress display on a terminal and in a log."""
 
 import io
 from pathlib import Path
@@ -10,7 +10,10 @@ from rlhf_pipeline.stages.progress import ProgressDisplay
 
 
 def run(cached=False):
-    return StageRun("sft", "abcdef0123456789", Path("ws/sft/abc"), {}, 1, {}, cached)
+    directory = Path("ws/sft/abc")
+    return StageRun(
+        "sft", "abcdef0123456789", directory, {}, 1, {}, cached, headline_metrics=("sft/loss",)
+    )
 
 
 def record(step, seconds, **metrics):
@@ -26,8 +29,8 @@ def show(monkeypatch, *calls):
     return output.getvalue().splitlines()
 
 
-def test_lines_show_the_stage_s_numbers_and_the_time_left(monkeypatch):
-    """From step 1 to 4 in 6 s: 2 s a step, 6 steps left: 12 s. The start-up before step 1 does not count."""
+def test_lines_show_headline_metrics_and_the_time_left(monkeypatch):
+    """Step 1 to 4 in 6 s is 2 s a step, so 6 steps take 12 s. The start-up does not count."""
     lines = show(
         monkeypatch,
         lambda d: d.stage_started(run()),
@@ -41,16 +44,16 @@ def test_lines_show_the_stage_s_numbers_and_the_time_left(monkeypatch):
     assert lines[3].startswith("sft: finished in 0 s  sft/loss 1.500")
 
 
-def test_a_cached_stage_says_so_in_one_line(monkeypatch):
+def test_a_reused_stage_prints_one_line(monkeypatch):
     lines = show(
         monkeypatch,
         lambda d: d.stage_started(run(cached=True)),
         lambda d: d.stage_ended(run(cached=True), "FINISHED", {}),
     )
-    assert lines == ["sft: finished before as abcdef01, reused"]
+    assert lines == ["sft: reused abcdef01, finished earlier"]
 
 
-def test_a_source_is_named_and_its_rows_need_no_end(monkeypatch):
+def test_a_source_shows_its_name_and_an_unknown_number_of_rows(monkeypatch):
     reading = StageRun(
         "source",
         "abcdef0123456789",

@@ -1,7 +1,7 @@
-"""Two ranks under DeepSpeed's launcher, ended in every way there is: the cause is named, and nothing is left after 10 s.
+"""Two ranks under DeepSpeed's launcher end in many ways: the cause is reported, no process is left.
 
-The launches are real, the program is not: its ranks wait, die, hang or complain as they are told. All launches run first,
-three at a time; the tests look at what came of them.
+The launches are real, the program is not: each of its ranks waits, dies, hangs or fails as its case
+says. All launches run first, three at a time; the tests check the outcomes.
 """
 
 import json
@@ -25,20 +25,20 @@ from rlhf_pipeline.stages import run
 pytestmark = pytest.mark.long
 
 PROGRAM = """
-import os, signal, socket, subprocess, sys, time
+import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.stages import events, run
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.stages.launch import launcher
-from rlhf_pipeline.stages.cache import planning
-from rlhf_pipeline.stages.job import Job, PROGRAMS, Program
 from rlhf_pipeline.runtime.processes import process_identity
 from rlhf_pipeline.runtime.program import run_program
-
-PROGRAMS["toy"] = Program("toy_program", distributed=True, libraries=())
+from rlhf_pipeline.stages.cache import identify
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.launch import launcher
+from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.stages.spec import StageSpec
 
 if "RANK" in os.environ and '"import"' in Path(sys.argv[1]).read_text():
     time.sleep(300)
@@ -57,8 +57,9 @@ def main(job):
     if act == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if act == "parent":
+        sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
         for session in (False, True):
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=session)
+            subprocess.Popen(sleep, start_new_session=session)
     if act == "measure":
         job.metrics_file.write_text('{"step": 1, "total_steps": 2, "time": 1.0, "metrics": {}}\\n')
     heartbeat.at("update", 7)
@@ -72,24 +73,26 @@ def main(job):
     while True:
         time.sleep(0.01)
         other = other or heartbeat.read_heartbeats(job.directory).get(1 - rank)
-        if act == "complain" and other and process_identity(other.pid) is None:
+        if act == "report" and other and process_identity(other.pid) is None:
             raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
 if __name__ == "__main__" and "RANK" in os.environ:
     run_program(main)
 elif __name__ == "__main__":
-    class Watcher:
+    class FailingListener:
         stage_started = stage_ended = lambda *arguments: None
         def stage_metrics(self, run, records):
             raise KeyError("in a hook of the driver")
-    events._listeners.append(Watcher())
-    workspace, ranks, options, ports = (__import__("json").loads(a) for a in sys.argv[1:])
+    workspace, ranks, options, ports = (json.loads(argument) for argument in sys.argv[1:])
     if ports:
         free = launcher.free_port
         launcher.free_port = lambda configured: ports.pop() if ports else free(configured)
-    planning.fingerprint = lambda recipe: "toy".ljust(64, "0")
+    identify.fingerprint = lambda recipe: "toy".ljust(64, "0")
+    spec = StageSpec("toy", "toy_program", libraries=())
+    launch = LaunchConfig(processes=2, **options)
+    context = RunContext(Path(workspace), launch, listener=FailingListener())
     try:
-        run.run_stage(Job("toy", {"toy": Toy(ranks=ranks)}, {}, 1), LaunchConfig(processes=2, **options), Path(workspace))
+        StageRunner(context).run(Job(spec, {"toy": Toy(ranks=ranks)}, {}, 1))
     except PipelineError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 """
@@ -101,7 +104,7 @@ CASES = {
     "driver": (("parent", "ignore"), {}, "driver", signal.SIGKILL),
     "runner": (("wait", "ignore"), {}, "deepspeed", signal.SIGKILL),
     "launcher": (("wait", "parent"), {}, "deepspeed.launcher.launch", signal.SIGKILL),
-    "rank": (("complain", "parent"), {}, "1", signal.SIGKILL),
+    "rank": (("report", "parent"), {}, "1", signal.SIGKILL),
     "raise": (("ignore", "raise"), {}, "report", None),
     "hang": (("wait", "stop"), {"hang_timeout_s": 4.0}, None, None),
     "twice": (("ignore", "ignore"), {}, "driver", (signal.SIGINT, signal.SIGINT)),
@@ -109,13 +112,15 @@ CASES = {
     "hook": (("measure", "parent"), {}, None, None),
     "port": (("listen", "listen"), {}, None, None),
 }
-"""What each rank does, options, and who gets which signal once both ranks are there; or what is waited for instead."""
+"""Actions of the two ranks, options, and the process that gets a signal when both ranks run.
+
+The receiver may also be an event to wait for."""
 
 
 class Ended:
     """One launch after its end."""
 
-    def __init__(self, folder: Path, ranks, options, whom, number, ports):
+    def __init__(self, folder: Path, ranks, options, receiver, number, ports):
         self.mark = uuid.uuid4().hex
         environment = os.environ | {
             "TOY_MARK": self.mark,
@@ -129,24 +134,24 @@ class Ended:
             driver = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=output, start_new_session=True
             )
-        if whom == "importing":
+        if receiver == "importing":
             self.wait_for(
                 lambda: sum("RANK" in self.environment(process) for process in self.left()) == 2
             )
             driver.send_signal(number)
-        elif whom == "report":
+        elif receiver == "report":
             self.wait_for(lambda: any(self.directory.glob("errors/*.txt")))
-        elif whom is not None:
-            self.wait_for(lambda: len(self.at_work()) == 2)
+        elif receiver is not None:
+            self.wait_for(lambda: len(self.running()) == 2)
             family = psutil.Process(driver.pid).children(recursive=True)
             named = [
                 p
                 for p in family
-                if whom
+                if receiver
                 in (self.environment(p).get("RANK"), Path(p.cmdline()[1]).name, *p.cmdline())
             ]
             for each in number if isinstance(number, tuple) else (number,):
-                os.kill(driver.pid if whom == "driver" else named[0].pid, each)
+                os.kill(driver.pid if receiver == "driver" else named[0].pid, each)
                 time.sleep(1)
         else:
             self.wait_for(lambda: driver.poll() is not None)
@@ -160,7 +165,7 @@ class Ended:
         self.code, self.output = driver.wait(), (folder / "output").read_text()
         self.log = (self.directory / "program.log").read_text()
 
-    def at_work(self):
+    def running(self):
         return [
             p
             for p in self.directory.glob("heartbeats/rank*.json")
@@ -189,7 +194,7 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Every case's launch, by name."""
+    """The ended launch of every case, by name."""
     with socket.socket() as taken, ThreadPoolExecutor(3) as pool:
         taken.bind(("", 0))
         taken.listen()
@@ -206,31 +211,31 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_left_ten_seconds_later(ended, name):
+def test_no_process_is_left_after_ten_seconds(ended, name):
     assert ended[name].remained == []
     assert ended[name].seconds < 10, ended[name].output
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "HUP", "twice"])
-def test_a_signal_to_the_driver_is_an_interruption(ended, name):
+def test_a_signal_to_the_driver_interrupts_the_stage(ended, name):
     assert f"Interrupted: ended by SIG{name.replace('twice', 'INT')}" in ended[name].output
 
 
-def test_an_error_in_the_driver_is_its_own(ended):
+def test_an_error_of_the_driver_is_raised_unchanged(ended):
     assert "KeyError: 'in a hook of the driver'" in ended["hook"].output
 
 
-def test_a_killed_rank_is_the_cause_and_its_peers_complaint_is_not(ended):
+def test_a_killed_rank_is_the_cause_not_the_report_of_its_peer(ended):
     output = ended["rank"].output
     assert "rank 1 was ended by SIGKILL in update of step 8 since " in output
-    assert "  cause    " in output  # which one depends on what else this machine is short of
+    assert "  cause    " in output  # which one depends on the machine
     assert "pair.cc" in ended["rank"].log
     assert "pair.cc" not in output
 
 
-def test_a_killed_launcher_is_no_killed_rank(ended):
+def test_a_killed_launcher_is_not_reported_as_a_killed_rank(ended):
     for name in ("runner", "launcher"):
-        assert "the launcher was ended while its ranks were at work" in ended[name].output
+        assert "the launcher was ended while its ranks were running" in ended[name].output
 
 
 def test_a_rank_that_raises_is_the_cause(ended):
@@ -239,7 +244,7 @@ def test_a_rank_that_raises_is_the_cause(ended):
     assert "ValueError: the cause" in output
 
 
-def test_a_hang_names_the_rank_that_is_behind(ended):
+def test_a_hang_is_reported_with_the_rank_that_is_behind(ended):
     output = ended["hang"].output
     assert (
         "no rank has made progress for 4 s: rank 1 is behind, in update of step 7 since " in output
@@ -248,10 +253,10 @@ def test_a_hang_names_the_rank_that_is_behind(ended):
     assert re.search(
         r"  rank 1: update of step 7 since [\d:]+, its process is stopped$", output, re.MULTILINE
     )
-    assert "raise launch.hang_timeout_s (4.0)" in output
+    assert "Raise launch.hang_timeout_s (4.0)." in output
     assert 'toy_program.py", line' in ended["hang"].log  # the stack of the rank that waits
 
 
-def test_a_port_that_was_taken_meanwhile_is_tried_again(ended):
+def test_a_picked_port_that_was_taken_is_replaced(ended):
     assert ended["port"].code == 0, ended["port"].output
-    assert "it is launched again on another" in ended["port"].output
+    assert "another program took the picked port; launching on another port" in ended["port"].output

@@ -1,4 +1,4 @@
-"""A real MLflow database for each test; creating its tables takes seconds, so they are created once and copied."""
+"""A real MLflow database for each test, copied from one, because its tables take seconds."""
 
 import shutil
 import sys
@@ -28,7 +28,7 @@ def client(uri, tmp_path):
 
 @pytest.fixture
 def served(uri, start_server, tmp_path):
-    """A client of a real tracking server, which keeps artifacts in a folder of its own."""
+    """A client of a real tracking server with a separate folder of artifacts."""
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
     command += ["--artifacts-destination", str(tmp_path / "served")]
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}

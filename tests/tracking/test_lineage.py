@@ -1,4 +1,4 @@
-"""Data sets of runs against a real MLflow store: one digest leads from training to the split and to the source."""
+"""Data sets of runs in a real MLflow store: digests connect training, split and source."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ METRICS = {
 
 
 def finish(run, **files):
-    """Write the export of a stage as its program leaves it; `sft__train` is the file train in the folder sft."""
+    """Write the export of a finished stage; `sft__train` is the file train in the folder sft."""
     for name, text in files.items():
         path = run.export / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def stage_run(workspace, stage, fingerprint, config=None, **paths):
 
 @pytest.fixture
 def stages(tmp_path):
-    """source, split and two phases, all finished; the phases read the prepared data where it was published."""
+    """source, split and two phases, all finished; the phases read the published split."""
     source = stage_run(tmp_path, "source", "aa", {"source": SOURCE})
     finish(source, records="rows")
     model = stage_run(tmp_path, "base_model", "bb")
@@ -64,9 +64,11 @@ def stages(tmp_path):
         evaluation__test="c",
         **{"report.md": "# Data", "lengths.png": "PNG"},
     )
-    published = tmp_path / "published" / "prepared_data"
+    published = tmp_path / "published" / "split"
     shutil.copytree(split.export, published)
-    sft = stage_run(tmp_path, "sft", "dd", examples=published / "sft", base_model=model.export)
+    sft = stage_run(
+        tmp_path, "sft", "dd", demonstrations=published / "sft", base_model=model.export
+    )
     finish(sft, weights="more")
     evaluate = stage_run(
         tmp_path, "evaluate", "ee", prompts=published / "evaluation", sft_model=sft.export
@@ -116,43 +118,41 @@ def test_a_digest_leads_from_training_to_the_split_and_to_the_source(tracker, st
     digests = {name: digest for name, (_, digest) in split.items()}
     assert {name: context for name, (context, _) in split.items()} == {
         "files (rows.jsonl)": "source",
-        "prepared_data": "prepared",
-        "prepared_data/evaluation": "prepared",
-        "prepared_data/ppo": "prepared",
-        "prepared_data/sft": "prepared",
+        "split": "prepared",
+        "split/evaluation": "prepared",
+        "split/ppo": "prepared",
+        "split/sft": "prepared",
     }
     assert source == {"files (rows.jsonl)": ("source", digests["files (rows.jsonl)"])}
-    assert sft == {"prepared_data/sft": ("training", digests["prepared_data/sft"])}
-    assert evaluate == {
-        "prepared_data/evaluation": ("evaluation", digests["prepared_data/evaluation"])
-    }
+    assert sft == {"split/sft": ("training", digests["split/sft"])}
+    assert evaluate == {"split/evaluation": ("evaluation", digests["split/evaluation"])}
     # printf '{"sft/train": "%s"}' "$(printf a | sha256sum | cut -d' ' -f1)" | sha256sum | cut -c-36
-    assert digests["prepared_data/sft"] == "8dc903c7abc32cf3765caef9659fc9b32700"
+    assert digests["split/sft"] == "8dc903c7abc32cf3765caef9659fc9b32700"
     assert len(set(digests.values())) == 5
 
 
-def test_a_data_set_tells_where_it_lies_and_how_large_it_is(tracker, stages, client):
+def test_a_data_set_has_its_location_and_its_size(tracker, stages, client):
     track(tracker, stages.source, stages.split)
     found = {
         used.dataset.name: used.dataset for used in child(client, "split").inputs.dataset_inputs
     }
     assert {data.source_type for data in found.values()} == {"local"}
-    assert json.loads(found["prepared_data/sft"].source) == {
+    assert json.loads(found["split/sft"].source) == {
         "uri": str(stages.split.export / "sft"),
         "stage": "split",
         "fingerprint": "cc",
     }
-    assert json.loads(found["prepared_data/sft"].profile) == {"train_rows": 3, "validation_rows": 1}
-    assert json.loads(found["prepared_data"].profile)["rows"] == 10
+    assert json.loads(found["split/sft"].profile) == {"train_rows": 3, "validation_rows": 1}
+    assert json.loads(found["split"].profile)["rows"] == 10
     assert json.loads(found["files (rows.jsonl)"].profile) == {"rows": 12, "bad": 2}
 
 
 def test_a_running_stage_shows_its_data(tracker, stages, client):
     tracker.stage_started(stages.sft)
-    assert list(data_sets(child(client, "sft"))) == ["prepared_data/sft"]
+    assert list(data_sets(child(client, "sft"))) == ["split/sft"]
 
 
-def test_a_failed_stage_made_nothing(tracker, stages, client):
+def test_a_failed_stage_has_no_results(tracker, stages, client):
     tracker.stage_started(stages.split)
     tracker.stage_ended(stages.split, "FAILED", {})
     split = child(client, "split")
@@ -173,7 +173,7 @@ def test_reports_and_figures_are_artifacts_of_their_run(tracker, stages, client)
     }
 
 
-def test_a_stage_found_finished_adds_nothing_to_its_run(tracker, stages, client, monkeypatch):
+def test_a_reused_stage_adds_nothing_to_its_run(tracker, stages, client, monkeypatch):
     from mlflow import MlflowClient
 
     track(tracker, stages.split)
@@ -188,9 +188,7 @@ def test_a_stage_found_finished_adds_nothing_to_its_run(tracker, stages, client,
     assert data_sets(after) == data_sets(before)
 
 
-def test_what_an_outage_left_out_is_filled_in_when_the_stage_is_found_finished(
-    tracker, stages, client, monkeypatch, caplog
-):
+def test_a_reused_stage_sends_what_an_outage_left_out(tracker, stages, client, monkeypatch, caplog):
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
@@ -214,7 +212,7 @@ def test_what_an_outage_left_out_is_filled_in_when_the_stage_is_found_finished(
     ]
 
 
-def test_a_store_that_lacks_a_finished_stage_is_given_its_data_and_report(tracker, stages, client):
+def test_a_reused_stage_sends_its_data_and_report_to_a_new_store(tracker, stages, client):
     track(tracker, replace(stages.split, cached=True))
     split = child(client, "split")
     assert len(data_sets(split)) == 5
@@ -232,9 +230,7 @@ def test_through_a_server(served, stages, tmp_path):
     tracker.start("full", {})
     track(tracker, stages.split, stages.sft)
     split, sft = (child(served, stage) for stage in ("split", "sft"))
-    assert data_sets(sft) == {
-        "prepared_data/sft": ("training", data_sets(split)["prepared_data/sft"][1])
-    }
+    assert data_sets(sft) == {"split/sft": ("training", data_sets(split)["split/sft"][1])}
     uri = f"{split.info.artifact_uri}/report.md"
     report = download_artifacts(uri, tracking_uri=served.tracking_uri, dst_path=str(tmp_path))
     assert Path(report).read_text() == "# Data"

@@ -10,11 +10,18 @@ import pytest
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.tracking.model_registry import Policy, compare_path, gate, register
+from rlhf_pipeline.tracking.model_registry import (
+    Policy,
+    compare_path,
+    gate,
+    register,
+    register_evaluated,
+)
 from rlhf_pipeline.tracking.store import experiment_id
 
 
-def checkpoint(directory, stage, fingerprint, weights="weights"):
+def published(directory, stage, fingerprint, weights="weights"):
+    """A policy's artifact."""
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_text(weights)
     Manifest(stage, fingerprint, 0, {}, {}, {}, {}, file_entries(directory)).write(directory)
@@ -22,6 +29,7 @@ def checkpoint(directory, stage, fingerprint, weights="weights"):
 
 
 def training_run(client, fingerprint):
+    """The id of a finished run of a recipe."""
     experiment = experiment_id(client, "rlhf-pipeline")
     run = client.create_run(experiment, tags={"rlhf.fingerprint": fingerprint})
     client.set_terminated(run.info.run_id, "FINISHED")
@@ -30,13 +38,13 @@ def training_run(client, fingerprint):
 
 @pytest.fixture
 def sft(tmp_path):
-    return Policy(checkpoint(tmp_path / "sft_model" / "v1", "sft", "aaaa"), {"eval/score": 1.0})
+    return Policy(published(tmp_path / "sft_model" / "v1", "sft", "aaaa"), {"eval/score": 1.0})
 
 
 @pytest.fixture
 def ppo(tmp_path):
     return Policy(
-        checkpoint(tmp_path / "ppo_model" / "v1", "ppo", "bbbb"),
+        published(tmp_path / "ppo_model" / "v1", "ppo", "bbbb"),
         {"eval/score": 2.0, "eval/kl": 0.5},
     )
 
@@ -59,7 +67,7 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
         f"%221%22%3A%22{trained['sft']}%22%2C%222%22%3A%22{trained['ppo']}%22%7D",
     }
     version = client.get_model_version("rlhf-policy", "2")
-    assert version.source == str(ppo.checkpoint)
+    assert version.source == str(ppo.folder)
     assert version.run_id == trained["ppo"]
     assert version.tags["rlhf.fingerprint"] == "bbbb"
     assert version.tags["rlhf.stage"] == "ppo"
@@ -69,14 +77,14 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
         == "758bed0194f35c144d1db50511b7ea6e76f5a2f6e824057aa0f9bec2bf434003"
     )
     assert client.get_model_version_by_alias("rlhf-policy", "sft-baseline").source == str(
-        sft.checkpoint
+        sft.folder
     )
     assert client.get_run(trained["sft"]).data.metrics == {"eval/score": 1.0}
     assert client.get_run(trained["ppo"]).data.metrics == {"eval/score": 2.0, "eval/kl": 0.5}
 
 
-def test_a_candidate_goes_by_the_stage_that_trained_it(client, sft, tmp_path):
-    dpo = Policy(checkpoint(tmp_path / "dpo_model" / "v1", "dpo", "dddd"), {"eval/score": 3.0})
+def test_a_candidate_is_named_after_the_stage_that_trained_it(client, sft, tmp_path):
+    dpo = Policy(published(tmp_path / "dpo_model" / "v1", "dpo", "dddd"), {"eval/score": 3.0})
     trained = {"sft": training_run(client, "aaaa"), "dpo": training_run(client, "dddd")}
     registration = register(client, sft=sft, candidate=dpo, refusals=[])
     assert registration.versions == {"sft": "1", "dpo": "2"}
@@ -85,16 +93,16 @@ def test_a_candidate_goes_by_the_stage_that_trained_it(client, sft, tmp_path):
     assert client.get_model_version("rlhf-policy", "2").tags["rlhf.stage"] == "dpo"
 
 
-def test_a_first_candidate_that_is_refused_is_no_champion(client, sft, ppo, trained):
+def test_a_first_candidate_that_is_refused_is_not_the_champion(client, sft, ppo, trained):
     registration = register(client, sft=sft, candidate=ppo, refusals=["worse"])
     assert registration.aliases == {"sft-baseline": "1", "candidate": "2"}
     assert registration.refusals == ["worse"]
 
 
-def test_a_refused_candidate_leaves_the_champion_where_it_was(client, sft, ppo, trained, tmp_path):
+def test_a_refused_candidate_does_not_move_the_champion(client, sft, ppo, trained, tmp_path):
     register(client, sft=sft, candidate=ppo, refusals=[])
     training_run(client, "cccc")
-    worse = Policy(checkpoint(tmp_path / "ppo_model" / "v2", "ppo", "cccc"), {})
+    worse = Policy(published(tmp_path / "ppo_model" / "v2", "ppo", "cccc"), {})
     registration = register(client, sft=sft, candidate=worse, refusals=["worse"])
     assert registration.aliases == {"sft-baseline": "1", "candidate": "3", "champion": "2"}
 
@@ -102,34 +110,35 @@ def test_a_refused_candidate_leaves_the_champion_where_it_was(client, sft, ppo, 
 def test_registering_again_changes_nothing(client, sft, ppo, trained, tmp_path):
     first = register(client, sft=sft, candidate=ppo, refusals=[])
     republished = shutil.copytree(
-        ppo.checkpoint, tmp_path / "ppo_model" / "v2"
+        ppo.folder, tmp_path / "ppo_model" / "v2"
     )  # another Kedro version, same bytes
     assert (
-        register(client, sft=sft, candidate=replace(ppo, checkpoint=republished), refusals=[])
-        == first
+        register(client, sft=sft, candidate=replace(ppo, folder=republished), refusals=[]) == first
     )
     assert len(client.search_model_versions("name = 'rlhf-policy'")) == 2
     assert len(client.get_metric_history(trained["ppo"], "eval/score")) == 1
 
 
-def test_a_version_whose_checkpoint_is_gone_is_not_reused(client, sft, ppo, trained, tmp_path):
+def test_a_version_whose_folder_was_deleted_is_not_reused(client, sft, ppo, trained, tmp_path):
     register(client, sft=sft, candidate=ppo, refusals=[])
-    republished = shutil.move(ppo.checkpoint, tmp_path / "ppo_model" / "v2")
+    republished = shutil.move(ppo.folder, tmp_path / "ppo_model" / "v2")
     registration = register(
-        client, sft=sft, candidate=replace(ppo, checkpoint=republished), refusals=[]
+        client, sft=sft, candidate=replace(ppo, folder=republished), refusals=[]
     )
     assert registration.versions == {"sft": "1", "ppo": "3"}
     assert client.get_model_version_by_alias("rlhf-policy", "champion").source == str(republished)
 
 
-def test_the_same_recipe_with_other_bytes_is_another_version(client, sft, ppo, trained, tmp_path):
+def test_the_same_recipe_with_different_bytes_is_another_version(
+    client, sft, ppo, trained, tmp_path
+):
     register(client, sft=sft, candidate=ppo, refusals=[])
-    other = checkpoint(tmp_path / "ppo_model" / "v2", "ppo", "bbbb", weights="other weights")
-    registration = register(client, sft=sft, candidate=replace(ppo, checkpoint=other), refusals=[])
+    other = published(tmp_path / "ppo_model" / "v2", "ppo", "bbbb", weights="other weights")
+    registration = register(client, sft=sft, candidate=replace(ppo, folder=other), refusals=[])
     assert registration.versions == {"sft": "1", "ppo": "3"}
 
 
-def test_a_changed_evaluation_is_what_the_run_shows(client, sft, ppo, trained):
+def test_a_changed_evaluation_replaces_the_metrics_of_the_run(client, sft, ppo, trained):
     register(client, sft=sft, candidate=ppo, refusals=[])
     register(
         client,
@@ -149,14 +158,14 @@ def test_a_policy_without_a_training_run_is_refused(client, sft, ppo):
         register(client, sft=sft, candidate=ppo, refusals=[])
 
 
-def test_a_refusal_of_the_store_names_it(client, sft, ppo):
+def test_a_failure_of_the_store_names_the_store(client, sft, ppo):
     with pytest.raises(
         StageError, match=r"MLflow at sqlite:.* did not register a/b: .*repeat the `kedro run`"
     ):
         register(client, sft=sft, candidate=ppo, refusals=[], model="a/b")
 
 
-def test_a_store_that_refuses_is_named_without_its_password(sft, ppo, monkeypatch):
+def test_a_failing_store_is_named_without_its_password(sft, ppo, monkeypatch):
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -169,7 +178,7 @@ def test_a_store_that_refuses_is_named_without_its_password(sft, ppo, monkeypatc
 
 
 @pytest.mark.slow
-def test_through_a_server_the_checkpoint_is_uploaded_once(served, sft, ppo, monkeypatch):
+def test_a_server_gets_the_policy_once(served, sft, ppo, monkeypatch):
     from mlflow.artifacts import download_artifacts
 
     training_run(served, "aaaa")
@@ -194,27 +203,25 @@ CONFIG = RegisterConfig(min_win_rate_lower=0.5, max_kl=10.0)
     [
         (0.51, 10.0, []),
         (
-            0.5,  # no different from SFT
+            0.5,  # as good as SFT
             0.0,
             [
-                "win rate against SFT: the lower end of its 95% interval is 0.500, "
-                "and must be above 0.5 (min_win_rate_lower)"
+                "win rate against SFT: found 0.500 as the lower end of its 95% interval, "
+                "expected more than 0.5 (register.min_win_rate_lower)"
             ],
         ),
         (
-            0.9,  # pleases the reward model from far away
+            0.9,  # exploits the reward model
             11.625,
-            [
-                "distance from SFT: the KL is 11.62 nats per response, and must be at most 10 (max_kl)"
-            ],
+            ["KL from SFT: found 11.62 nats per response, expected at most 10 (register.max_kl)"],
         ),
         (
             float("nan"),
             float("nan"),
             [
-                "win rate against SFT: the lower end of its 95% interval is nan, "
-                "and must be above 0.5 (min_win_rate_lower)",
-                "distance from SFT: the KL is nan nats per response, and must be at most 10 (max_kl)",
+                "win rate against SFT: found nan as the lower end of its 95% interval, "
+                "expected more than 0.5 (register.min_win_rate_lower)",
+                "KL from SFT: found nan nats per response, expected at most 10 (register.max_kl)",
             ],
         ),
     ],
@@ -223,14 +230,51 @@ def test_the_gate(lower, kl, reasons):
     assert gate({"eval/win_rate_lower": lower, "eval/kl": kl, "eval/score": 9.0}, CONFIG) == reasons
 
 
-def test_the_gate_does_not_guess():
+def test_the_gate_refuses_incomplete_metrics():
     with pytest.raises(
-        ValueError, match=r"needs eval/win_rate_lower; the metrics hold \['eval/kl'\]"
+        ValueError, match=r"found metrics \['eval/kl'\], expected \['eval/win_rate_lower'\] too"
     ):
         gate({"eval/kl": 0.5}, CONFIG)
 
 
+def evaluated(directory, **lower_ends):
+    """A published evaluation, by the lower end of the win rate of each judge."""
+    directory.mkdir()
+    rates = {j: {"rate": 0.75, "lower": lower, "upper": 1.0} for j, lower in lower_ends.items()}
+    policies = {"sft": {"score": 1.0, "kl": 0.0}, "ppo": {"score": 2.0, "kl": 0.5}}
+    evaluation = {"candidate": "ppo", "policies": policies, "win_rates": rates}
+    (directory / "evaluation.json").write_text(json.dumps(evaluation))
+    Manifest("evaluate", "eeee", 0, {}, {}, {}, {}, file_entries(directory)).write(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("lower_ends", "read", "promoted"),
+    [
+        ({"score": 0.9, "gold": 0.25}, 0.25, False),
+        ({"score": 0.25, "gold": 0.9}, 0.9, True),
+        ({"score": 0.9}, 0.9, True),
+        ({"score": 0.25, "words": 0.9}, 0.25, False),
+    ],
+)
+def test_gold_decides_about_the_promotion_or_else_the_reward_model(
+    client, sft, ppo, trained, tmp_path, monkeypatch, lower_ends, read, promoted
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    evaluation = evaluated(tmp_path / "evaluation", **lower_ends)
+    registration = register_evaluated(sft.folder, ppo.folder, evaluation, CONFIG, tmp_path)
+    assert ("champion" in registration.aliases) == promoted == (not registration.refusals)
+    assert client.get_run(trained["ppo"]).data.metrics == {
+        "eval/score": 2.0,
+        "eval/kl": 0.5,
+        "eval/win_rate": 0.75,
+        "eval/win_rate_lower": read,
+        "eval/win_rate_upper": 1.0,
+    }
+    assert client.get_run(trained["sft"]).data.metrics == {"eval/score": 1.0, "eval/kl": 0.0}
+
+
 def test_a_model_name_survives_the_comparison_link():
-    # MLflow's page decodes the query, parses JSON, and decodes the name once more. So, backwards for the name a b:
+    # MLflow's page decodes the query, parses JSON, and decodes the name again. Backwards for "a b":
     # encoded a%20b, as JSON "a%20b", encoded %22a%2520b%22
     assert compare_path("a b", {}) == "/#/compare-model-versions?name=%22a%2520b%22&runs=%7B%7D"

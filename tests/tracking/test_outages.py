@@ -1,6 +1,6 @@
-"""MLflow out of reach: servers that are down, killed or silent, and databases on a full or a read-only disk, all of them real.
+"""Outages of real stores: servers down, killed or silent, databases on a full or read-only disk.
 
-Training never notices; what is missing is sent later; every run ends as what it was.
+Training continues, missing records are sent later, and every run ends with its real status.
 """
 
 import json
@@ -24,13 +24,13 @@ from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking import runs
 from rlhf_pipeline.tracking.orphans import driver_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
-from rlhf_pipeline.tracking.store import connect, experiment_id, patience
+from rlhf_pipeline.tracking.store import connect, experiment_id, request_limits
 
 SOURCE = Path(runs.__file__).parents[2]
 
 
 def stage_run(workspace, stage, steps=0):
-    """A stage whose program has written so many records; its loss is its step."""
+    """A stage whose program has written `steps` records; the loss equals the step."""
     run = StageRun(stage, stage * 8, workspace / stage, {stage: {"lr": 1.0}}, 7, {}, cached=False)
     run.export.mkdir(parents=True, exist_ok=True)
     write(run, steps)
@@ -38,7 +38,7 @@ def stage_run(workspace, stage, steps=0):
 
 
 def write(run, steps):
-    """Let the program get on to a step; the new records."""
+    """Write records up to a step; return the new ones."""
     known = run.metrics_file.read_text().count("\n") if run.metrics_file.is_file() else 0
     new = [
         {
@@ -90,7 +90,7 @@ def warnings(caplog):
 
 
 class Server:
-    """A real tracking server at one address, started and killed at will."""
+    """A real tracking server at one address that tests start and kill."""
 
     def __init__(self, folder: Path, database: str) -> None:
         self.port, self.folder, self.database = free_port(None), folder, database
@@ -139,13 +139,13 @@ def server(tmp_path, uri):
 
 @pytest.fixture
 def full_disk(disk, empty_database):
-    """A store on a disk of its own, which can be filled."""
+    """A store on a separate disk, which tests can fill."""
     shutil.copy(empty_database, disk.path / "mlflow.db")
     return disk, f"sqlite:///{disk.path}/mlflow.db"
 
 
 @pytest.mark.long
-def test_a_server_that_is_killed_in_the_midst_of_a_stage_and_comes_back(
+def test_a_server_that_is_killed_during_a_stage_and_starts_again(
     server, client, tmp_path, monkeypatch, caplog
 ):
     server.start()
@@ -165,7 +165,7 @@ def test_a_server_that_is_killed_in_the_midst_of_a_stage_and_comes_back(
 
     server.start()
     tracker.stage_metrics(sft, write(sft, 6))
-    assert losses(client, "sft") == [1, 2]  # not tried again so soon
+    assert losses(client, "sft") == [1, 2]  # the next attempt is later
     monkeypatch.setattr(runs, "RETRY_S", 0.0)
     tracker.stage_metrics(sft, write(sft, 7))
     assert losses(client, "sft") == [1, 2, 3, 4, 5, 6, 7]
@@ -185,7 +185,7 @@ def test_a_server_that_is_killed_in_the_midst_of_a_stage_and_comes_back(
 
 @contextmanager
 def silent_server():
-    """Takes connections, reads, and never answers; counts them."""
+    """Accepts connections, never answers, and counts them."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -205,7 +205,9 @@ def silent_server():
 
 
 @pytest.mark.long
-def test_a_silent_server_is_asked_thrice_and_then_once_a_stage(tmp_path, monkeypatch, caplog):
+def test_a_silent_server_gets_three_requests_and_then_one_for_each_stage(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with silent_server() as (uri, asked):
         tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
@@ -220,20 +222,20 @@ def test_a_silent_server_is_asked_thrice_and_then_once_a_stage(tmp_path, monkeyp
     assert len(warnings(caplog)) == 1
 
 
-def test_patience_is_seconds_unless_the_user_says_otherwise(monkeypatch):
+def test_requests_take_seconds_unless_the_environment_says_otherwise(monkeypatch):
     names = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
     for name in names:
         monkeypatch.delenv(name, raising=False)
 
     def inside(**how):
-        with patience(**how):
+        with request_limits(**how):
             return [os.environ.get(name) for name in names]
 
     assert inside() == ["2", "10"]
-    assert inside(again=True) == ["0", "3"]
+    assert inside(after_failure=True) == ["0", "3"]
     assert inside(uploads=True) == ["2", None]
     monkeypatch.setenv(names[1], "77")
-    assert inside(again=True) == ["0", "77"]
+    assert inside(after_failure=True) == ["0", "77"]
     assert [os.environ.get(name) for name in names] == [None, "77"]
 
 
@@ -243,7 +245,7 @@ def test_a_database_on_a_full_disk(full_disk, tmp_path, monkeypatch, caplog):
     tracker.stage_started(sft)
     tracker.stage_metrics(sft, write(sft, 1))
     disk.leave(0)
-    for step in range(2, 200):  # the database has some room within itself
+    for step in range(2, 200):  # the database has some free space inside
         tracker.stage_metrics(sft, write(sft, step))
     assert len(warnings(caplog)) == 1 and "disk is full" in warnings(caplog)[0]
     tracker.stage_ended(sft, "FINISHED", {"result": 2.0})
@@ -256,13 +258,13 @@ def test_a_database_on_a_full_disk(full_disk, tmp_path, monkeypatch, caplog):
 
 
 def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path):
-    """1000 points a request: of two metrics, the second request begins in the midst of a step."""
+    """A request has 1000 points, so with two metrics the second begins in the middle of a step."""
     tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
     tracker.stage_started(sft)
     first, second, third = write(sft, 3)
     tracker.stage_metrics(
         sft, [first, second | {"metrics": {"loss": 2.0}}]
-    )  # and the other half was not sent
+    )  # the other half was not sent
     tracker._children.clear()
     tracker.stage_metrics(sft, [third])
     history = client.get_metric_history(found(client)["sft"].info.run_id, "lr")
@@ -270,7 +272,7 @@ def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path
     assert losses(client, "sft") == [1, 2, 3]
 
 
-def test_values_that_are_too_long_for_mlflow_are_cut(uri, client, tmp_path):
+def test_values_that_are_too_long_for_mlflow_are_truncated(uri, client, tmp_path):
     tracker = MlflowTracker(uri, tmp_path)
     tracker.start("full", {"kedro.runtime_params": "x" * 9000})
     sft = stage_run(tmp_path, "sft")
@@ -302,7 +304,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def driver(uri, folder, *orders):
-    """A `kedro run` of its own, as far as tracking goes; it ends by SIGKILL."""
+    """The tracking of another `kedro run`, which ends by SIGKILL."""
     command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), uri, str(folder), *orders]
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -311,7 +313,7 @@ def driver(uri, folder, *orders):
     return process
 
 
-def test_runs_of_a_killed_driver_are_ended_and_its_stage_goes_on_in_the_same_run(
+def test_runs_of_a_killed_driver_are_closed_and_its_stage_resumes_in_the_same_run(
     uri, client, tmp_path
 ):
     driver(uri, tmp_path).wait()
@@ -332,29 +334,31 @@ def test_runs_of_a_killed_driver_are_ended_and_its_stage_goes_on_in_the_same_run
     assert statuses(client)["sft"] == "RUNNING"
     assert (
         found(client)["sft"].data.tags["rlhf.driver"] == driver_tag()
-    )  # should this one be killed, too
+    )  # in case this driver is killed, too
     again.stage_ended(sft, "FINISHED", {})
     assert found(client)["sft"].info.run_id == before["sft"].info.run_id
     assert losses(client, "sft") == [1, 2, 3]
 
 
-def test_runs_of_a_driver_that_is_alive_are_left_alone(uri, client, tmp_path):
+def test_runs_of_a_living_driver_stay_open(uri, client, tmp_path):
     other = driver(uri, tmp_path, "wait")
     started(uri, tmp_path)
     assert statuses(client) == {"full": "RUNNING", "sft": "RUNNING"}
     other.communicate("\n")
     started(uri, tmp_path)
-    assert sorted(run.info.status for run in client.search_runs([experiment_id(client, "rlhf-pipeline")])) == [
-        "KILLED", "KILLED", "RUNNING", "RUNNING",
-    ]  # fmt: skip
+    runs = client.search_runs([experiment_id(client, "rlhf-pipeline")])
+    assert sorted(run.info.status for run in runs) == ["KILLED", "KILLED", "RUNNING", "RUNNING"]
 
 
-def test_an_end_that_the_store_could_not_be_told_is_told_by_the_next_run(full_disk, tmp_path):
+@pytest.mark.parametrize("name", ["unsent_ends.jsonl", "untold.jsonl"])
+def test_an_end_that_the_store_did_not_get_is_sent_by_the_next_run(full_disk, tmp_path, name):
+    """The second file is of earlier versions."""
     disk, uri = full_disk
     other = driver(uri, tmp_path, "wait", "FAILED")
     disk.leave(0)
     other.communicate("\n")
     disk.make_room()
+    (tmp_path / "mlartifacts" / "unsent_ends.jsonl").rename(tmp_path / "mlartifacts" / name)
     client = connect(uri, tmp_path)
     assert statuses(client) == {"full": "RUNNING", "sft": "RUNNING"}
     before = found(client)
@@ -376,7 +380,7 @@ def test_a_read_only_database(full_disk, tmp_path):
     disk.remount("rw")
     sft = stage_run(tmp_path, "sft")
     end(sft)
-    again = started(uri, tmp_path)  # the next `kedro run`, which finds the stage finished
+    again = started(uri, tmp_path)  # the next `kedro run`, which reuses the stage
     again.stage_started(StageRun(**{**vars(sft), "cached": True}))
     again.end("FINISHED")
     client = connect(uri, tmp_path)

@@ -1,9 +1,9 @@
-"""A configuration as MLflow takes it: flat names, and values as long as it allows."""
+"""A configuration as MLflow accepts it: flat names and values of limited length."""
 
-from rlhf_pipeline.tracking.parameters import cut, parameters
+from rlhf_pipeline.tracking.parameters import parameters, truncate
 
 
-def test_nested_fields_have_dotted_names_and_values_are_spelled_as_in_the_job():
+def test_nested_fields_have_dotted_names_and_values_are_json():
     found = parameters(
         {"ppo": {"lr": 1e-6, "lora": None, "betas": [0.9, 0.95]}, "path": "tiny"}, seed=3
     )
@@ -16,10 +16,10 @@ def test_nested_fields_have_dotted_names_and_values_are_spelled_as_in_the_job():
     }
 
 
-def test_they_fit_mlflows_limits():
+def test_names_and_values_fit_the_limits_of_mlflow():
     found = parameters({"source": {"my|data": "x" * 7000, "empty": {}}}, seed=3)
     assert found == {"source.my_data": "x" * 5999 + "…", "source.empty": "{}", "seed": "3"}
 
 
-def test_only_what_is_too_long_is_cut():
-    assert [cut("four", 4), cut("fives", 4)] == ["four", "fiv…"]
+def test_only_long_values_are_truncated():
+    assert [truncate("four", 4), truncate("fives", 4)] == ["four", "fiv…"]

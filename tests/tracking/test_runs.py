@@ -1,4 +1,4 @@
-"""The tracker against a real MLflow database: one child run a recipe, true statuses, no step twice, no stage harmed."""
+"""The tracker with a real MLflow database: one child run a recipe, real statuses, no step twice."""
 
 import json
 import logging
@@ -8,8 +8,7 @@ import pytest
 
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages import events
-from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.events import Listeners, StageRun
 from rlhf_pipeline.tracking.orphans import driver_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id
@@ -84,13 +83,13 @@ def write_manifest(stage, metrics):
 
 
 def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents):
-    with events.listening(tracker):
-        events.started(stage)
-        events.metrics(
-            stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75, policy_loss=0.25)]
-        )
-        events.metrics(stage, [record(3, objective_kl=1.0)])
-        events.ended(stage, "FINISHED", {"result/score": 2.5})
+    listeners = Listeners((tracker,))
+    listeners.stage_started(stage)
+    listeners.stage_metrics(
+        stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75, policy_loss=0.25)]
+    )
+    listeners.stage_metrics(stage, [record(3, objective_kl=1.0)])
+    listeners.stage_ended(stage, "FINISHED", {"result/score": 2.5})
     tracker.end("FINISHED")
 
     (parent,), (child,) = parents(), runs()
@@ -133,7 +132,7 @@ def test_a_result_that_repeats_the_last_record_is_one_point(tracker, stage, clie
     assert history(client, runs()[0], "eval/loss") == [(1, 1_001_000, 0.5)]
 
 
-def test_the_best_model_s_metrics_stand_beside_those_of_the_last_step(tracker, stage, client, runs):
+def test_the_metrics_of_the_best_model_have_separate_names(tracker, stage, client, runs):
     tracker.stage_started(stage)
     tracker.stage_metrics(stage, [record(1, eval_loss=0.5), record(2, eval_loss=0.75)])
     tracker.stage_ended(stage, "FINISHED", {"step": 1, "eval/loss": 0.5})
@@ -144,7 +143,7 @@ def test_the_best_model_s_metrics_stand_beside_those_of_the_last_step(tracker, s
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
-def test_an_unsuccessful_stage_says_so(tracker, stage, runs, parents, status):
+def test_an_unsuccessful_stage_has_its_real_status(tracker, stage, runs, parents, status):
     tracker.stage_started(stage)
     assert runs()[0].info.status == "RUNNING"
     tracker.stage_ended(stage, status, {})
@@ -174,12 +173,12 @@ def test_more_parameters_than_fit_in_one_request(tracker, stage, runs):
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED", None])
-def test_an_unfinished_run_is_continued_without_a_step_twice(
+def test_an_unfinished_run_is_resumed_without_a_step_twice(
     tracker, stage, uri, tmp_path, client, runs, status
 ):
     tracker.stage_started(stage)
     tracker.stage_metrics(stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75)])
-    if status is not None:  # None: the driver itself was killed, and MLflow still says RUNNING
+    if status is not None:  # None: the driver was killed, and MLflow says RUNNING
         tracker.stage_ended(stage, status, {})
     (before,) = runs()
 
@@ -208,14 +207,14 @@ def test_an_unfinished_run_is_continued_without_a_step_twice(
     ]
 
 
-def test_another_recipe_gets_its_own_run(tracker, stage, runs):
+def test_another_recipe_gets_another_run(tracker, stage, runs):
     tracker.stage_started(stage)
     tracker.stage_ended(stage, "FAILED", {})
     tracker.stage_started(replace(stage, fingerprint="beef"))
     assert [run.data.tags["rlhf.fingerprint"] for run in runs()] == ["f00d", "beef"]
 
 
-def test_a_cached_stage_is_linked_to_the_run_that_trained_it(
+def test_a_reused_stage_is_linked_to_the_run_that_trained_it(
     tracker, stage, uri, tmp_path, runs, parents
 ):
     tracker.stage_started(stage)
@@ -233,7 +232,7 @@ def test_a_cached_stage_is_linked_to_the_run_that_trained_it(
     assert "result/score" not in trained.data.metrics
 
 
-def test_a_cached_stage_that_the_store_lacks_is_filled_in_from_disk(
+def test_a_reused_stage_that_the_store_lacks_is_sent_from_disk(
     tracker, stage, client, runs, parents
 ):
     write_metrics(stage, record(1, objective_kl=0.5), record(2, objective_kl=0.75))
@@ -274,8 +273,8 @@ def test_an_outage_costs_one_warning_and_the_stage_catches_up_at_its_end(
         tracker.stage_metrics(stage, [record(3, objective_kl=1.0)])
     assert [line.getMessage() for line in caplog.records] == [
         f"MLflow at {tracker._uri} does not record ppo (MlflowException: the store is down); "
-        "training goes on, metrics.jsonl has every number, and what is missing is sent when it answers again, at the latest "
-        "by the next `kedro run` of the same stages"
+        "training continues, metrics.jsonl has every number, and missing records are sent when the "
+        "store answers again, at the latest by the next `kedro run` of the same stages"
     ]
 
     write_metrics(stage, *(record(step, objective_kl=0.25 + 0.25 * step) for step in (1, 2, 3)))
@@ -290,7 +289,7 @@ def test_an_outage_costs_one_warning_and_the_stage_catches_up_at_its_end(
     assert history(client, child, "result/score") == [(3, 1_003_000, 2.5)]
 
 
-def test_a_store_that_cannot_be_reached_harms_no_stage(stage, tmp_path, monkeypatch, caplog):
+def test_an_unreachable_store_does_not_harm_a_stage(stage, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     tracker = MlflowTracker(
         "http://user:secret@127.0.0.1:9", tmp_path
@@ -310,7 +309,7 @@ def test_a_store_that_cannot_be_reached_harms_no_stage(stage, tmp_path, monkeypa
     assert "secret" not in caplog.text
 
 
-def test_an_interruption_amid_a_database_call_is_not_swallowed(tracker, stage, monkeypatch):
+def test_an_interruption_in_a_database_call_is_not_swallowed(tracker, stage, monkeypatch):
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     tracker.stage_started(stage)
@@ -325,7 +324,7 @@ def test_an_interruption_amid_a_database_call_is_not_swallowed(tracker, stage, m
         tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])
 
 
-def test_an_ambient_run_id_is_harmless(tracker, stage, client, runs, parents, monkeypatch):
+def test_a_run_id_in_the_environment_is_ignored(tracker, stage, client, runs, parents, monkeypatch):
     stranger = client.create_run(experiment_id(client, "other"))
     monkeypatch.setenv("MLFLOW_RUN_ID", stranger.info.run_id)
     tracker.stage_started(stage)

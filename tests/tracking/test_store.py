@@ -1,4 +1,4 @@
-"""The store: its address, an empty database opened by several processes at once, and finding a recipe's run."""
+"""The store: its address, concurrent access to an empty database, and the run of a recipe."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def test_the_default_store_is_a_database_in_the_project(monkeypatch, tmp_path):
     assert tracking_uri(Path("..")) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
-def test_the_environment_names_another_store(monkeypatch, tmp_path):
+def test_the_environment_can_set_another_store(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
     assert tracking_uri(tmp_path) == "http://tracking:5000"
 
@@ -32,7 +32,8 @@ def test_only_http_is_a_server():
 
 def test_importing_the_package_does_not_import_mlflow():
     program = (
-        "import sys, rlhf_pipeline.tracking.store, rlhf_pipeline.tracking.runs, rlhf_pipeline.tracking.model_registry;"
+        "import sys, rlhf_pipeline.tracking.store, rlhf_pipeline.tracking.runs;"
+        "import rlhf_pipeline.tracking.model_registry;"
         "print('mlflow' in sys.modules)"
     )
     done = subprocess.run(
@@ -45,14 +46,14 @@ def test_importing_the_package_does_not_import_mlflow():
     assert done.stdout == "False\n"
 
 
-def test_artifacts_lie_beside_the_database(client, tmp_path):
+def test_artifacts_are_beside_the_database(client, tmp_path):
     identity = experiment_id(client, "rlhf-pipeline")
     assert client.get_experiment(identity).artifact_location == f"{tmp_path}/mlartifacts"
     assert experiment_id(client, "rlhf-pipeline") == identity
 
 
 @pytest.mark.slow
-def test_processes_may_open_an_empty_database_at_once(tmp_path):
+def test_processes_can_open_an_empty_database_at_once(tmp_path):
     program = (
         "import sys; from pathlib import Path; from rlhf_pipeline.tracking.store import *;"
         "project = Path(sys.argv[1]);"

@@ -1,4 +1,4 @@
-"""Which evaluated models are kept, and which one is exported."""
+"""The evaluated models that are kept, and the one that is exported."""
 
 import json
 from functools import partial
@@ -28,65 +28,72 @@ def policy(make_model):
 
 
 @pytest.fixture
-def keeper(policy, world, tmp_path):
-    """Makes what a stage, or the one that goes on after it, keeps its models by."""
+def make_best_models(policy, world, tmp_path):
+    """Makes the `BestModels` of a stage, or of the same stage when it resumes."""
     job = LaunchedJob("sft", "f", 1, {}, {"base_model": policy}, {}, tmp_path, 60.0)
     load = partial(load_policy, policy)
     return lambda keep: BestModels(job, world, load_tokenizer(policy), CONFIG, load, keep=keep)
 
 
-def marked(policy, number):
-    """The model with a number where one can read it."""
+def numbered(policy, number):
+    """The model with a number that identifies it."""
     model = load_policy(policy, "fp32")
     with torch.no_grad():
         model.lm_head.weight[0, 0] = number
     return model
 
 
-def mark(folder):
+def number_of(folder):
     return load_policy(folder, "fp32").lm_head.weight[0, 0].item()
 
 
-def standing(folder):
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_best_two_stand_and_the_earlier_of_equals_is_better(policy, keeper, tmp_path):
-    best = keeper(2)
-    assert best.best is None and "No checkpoint is left" in best.kept
-    for step, merit in ((2, 1.0), (4, 3.0), (6, 2.0), (8, 3.0), (10, 0.5)):
-        best.offer(marked(policy, step), step, merit, {"validation/loss": -merit})
+def test_the_best_two_are_kept_and_the_earlier_of_two_equals_is_better(
+    policy, make_best_models, tmp_path
+):
+    best = make_best_models(2)
+    assert best.best is None and best.kept == "No model was evaluated, so none is kept."
+    for step, score in ((2, 1.0), (4, 3.0), (6, 2.0), (8, 3.0), (10, 0.5)):
+        best.offer(numbered(policy, step), step, score, {"validation/loss": -score})
         best.forget_the_rest()
-    assert standing(tmp_path / "checkpoints") == ["best-00000004", "best-00000008"]
+    assert names(tmp_path / "checkpoints") == ["best-00000004", "best-00000008"]
     assert best.best.step == 4
-    assert best.finish(marked(policy, 10)) == {"step": 4, "validation/loss": -3.0}
-    assert standing(tmp_path / "checkpoints") == ["best-00000004", "best-00000008", "last"]
-    assert mark(tmp_path / "export") == 4.0 and mark(tmp_path / "checkpoints" / "last") == 10.0
+    assert best.finish(numbered(policy, 10)) == {"step": 4, "validation/loss": -3.0}
+    assert names(tmp_path / "checkpoints") == ["best-00000004", "best-00000008", "last"]
+    assert (
+        number_of(tmp_path / "export") == 4.0
+        and number_of(tmp_path / "checkpoints" / "last") == 10.0
+    )
 
 
-def test_the_best_stands_until_a_checkpoint_knows_its_successor(policy, keeper, tmp_path):
-    """Killed between the two, training goes on from where the earlier one was the best, and finds it."""
-    best = keeper(1)
-    best.offer(marked(policy, 2), 2, 1.0, {})
+def test_a_model_is_removed_only_after_a_checkpoint_contains_its_successor(
+    policy, make_best_models, tmp_path
+):
+    """Training that is killed in between resumes with the earlier ranking and finds its model."""
+    best = make_best_models(1)
+    best.offer(numbered(policy, 2), 2, 1.0, {})
     state = json.loads(json.dumps(best.state()))
-    best.offer(marked(policy, 4), 4, 2.0, {})
-    assert standing(tmp_path / "checkpoints") == ["best-00000002", "best-00000004"]
+    best.offer(numbered(policy, 4), 4, 2.0, {})
+    assert names(tmp_path / "checkpoints") == ["best-00000002", "best-00000004"]
 
-    again = keeper(1)
+    again = make_best_models(1)
     again.restored(state)
-    assert again.kept.endswith(f"of step 2, is left in {tmp_path}/checkpoints/best-00000002.")
-    again.offer(marked(policy, 4.5), 4, 2.0, {})
+    assert again.kept.endswith(f"of step 2, is kept in {tmp_path}/checkpoints/best-00000002.")
+    again.offer(numbered(policy, 4.5), 4, 2.0, {})
     again.forget_the_rest()
-    assert standing(tmp_path / "checkpoints") == ["best-00000004"]
-    assert mark(tmp_path / "checkpoints" / "best-00000004") == 4.5
+    assert names(tmp_path / "checkpoints") == ["best-00000004"]
+    assert number_of(tmp_path / "checkpoints" / "best-00000004") == 4.5
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_best_model_that_was_damaged_since_is_not_exported(policy, keeper, tmp_path, resumed):
-    best = keeper(1)
-    best.offer(marked(policy, 2), 2, 1.0, {})
+def test_a_best_model_that_has_changed_is_not_exported(policy, make_best_models, tmp_path, resumed):
+    best = make_best_models(1)
+    best.offer(numbered(policy, 2), 2, 1.0, {})
     if resumed:
-        state, best = json.loads(json.dumps(best.state())), keeper(1)
+        state, best = json.loads(json.dumps(best.state())), make_best_models(1)
         best.restored(state)
     weights = tmp_path / "checkpoints" / "best-00000002" / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -94,12 +101,12 @@ def test_a_best_model_that_was_damaged_since_is_not_exported(policy, keeper, tmp
     weights.write_bytes(content)
     with pytest.raises(
         ArtifactError,
-        match=r"best-00000002 was changed after step 2, the best; remove .*/checkpoints and",
+        match=r"best-0{7}2: the best model has changed since step 2\. Fix: remove .*/checkpoints",
     ):
-        best.finish(marked(policy, 4))
+        best.finish(numbered(policy, 4))
     assert not (tmp_path / "export").exists()
 
 
-def test_without_an_offer_there_is_nothing_to_export(policy, keeper):
+def test_without_an_offer_there_is_nothing_to_export(policy, make_best_models):
     with pytest.raises(ValueError, match="no model was offered"):
-        keeper(1).finish(load_policy(policy, "fp32"))
+        make_best_models(1).finish(load_policy(policy, "fp32"))

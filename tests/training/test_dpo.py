@@ -1,4 +1,4 @@
-"""The loss of DPO: whole answers under the policy and under its frozen start, whatever the batch looks like."""
+"""The loss of DPO, in any batch."""
 
 import math
 
@@ -31,7 +31,7 @@ def task(start):
 
 @pytest.fixture
 def model(make_model):
-    """A policy that has moved: the same tokens, other weights."""
+    """A policy with the same tokens as the reference and other weights."""
     return load_policy(make_model("llama", seed=2), "fp32")
 
 
@@ -40,7 +40,7 @@ def only(*rows):
 
 
 def reward_by_hand(model, reference, row, answer):
-    """Without padding: beta times the sum over the answer of what the policy adds to each token's log-probability."""
+    """Beta times the sum of the log ratios of the answer's tokens, without padding."""
     prompt = ROWS["prompt_ids"][row]
     ids = torch.tensor(prompt + ROWS[f"{answer}_ids"][row])
     log_ratios = model(ids[None]).logits[0].log_softmax(-1) - reference(ids[None]).logits[
@@ -56,7 +56,7 @@ def loss_by_hand(model, reference, row):
     return torch.log1p(torch.exp(-margin))
 
 
-def test_a_policy_that_is_the_reference_starts_at_log_2_and_at_chance(task, start):
+def test_a_policy_equal_to_the_reference_has_loss_log_2_and_accuracy_one_half(task, start):
     batch = task.collate(ROWS)
     loss, sums = task.loss(load_policy(start, "fp32"), batch, task.weight(batch))
     assert loss.item() == pytest.approx(0.6931472, rel=1e-6)
@@ -78,7 +78,7 @@ def test_the_loss_is_the_mean_over_comparisons(task, model):
         torch.testing.assert_close(sums[name].float(), rewards, rtol=1e-4, atol=1e-6)
 
 
-def test_a_comparison_s_loss_does_not_depend_on_its_neighbours(task, model):
+def test_the_loss_of_a_comparison_does_not_depend_on_other_comparisons(task, model):
     freeze(model)
     for row in range(3):
         loss, _ = task.loss(model, task.collate(only(row)), torch.tensor(1.0))
@@ -104,7 +104,7 @@ def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, size
 
 
 def test_the_reference_gets_no_gradient_and_keeps_no_activations(start, model):
-    """Not even where its parameters would take one."""
+    """Even if its parameters require a gradient."""
     reference, recorded = load_policy(start, "fp32"), []
     reference.register_forward_hook(
         lambda module, inputs, output: recorded.append(output.logits.requires_grad)
@@ -117,7 +117,7 @@ def test_the_reference_gets_no_gradient_and_keeps_no_activations(start, model):
 
 
 def test_label_smoothing_reaches_the_loss(task, model):
-    """0.8 of the loss, and 0.2 of the loss with the answers exchanged."""
+    """0.8 times the loss plus 0.2 times the loss with the answers exchanged."""
     freeze(model)
     rows = only(2)
     exchanged = rows | {"chosen_ids": rows["rejected_ids"], "rejected_ids": rows["chosen_ids"]}
@@ -140,6 +140,10 @@ def test_metrics_are_per_comparison_and_the_lowest_loss_is_the_best(task):
         "rejected": -8.0,
     }
     assert task.metrics(sums) == {
-        "loss": 0.5, "accuracy": 0.75, "margin": 1.5, "chosen_reward": -0.5, "rejected_reward": -2.0,
-    }  # fmt: skip
-    assert task.merit({"loss": math.log(2)}) < task.merit({"loss": 0.5})
+        "loss": 0.5,
+        "accuracy": 0.75,
+        "margin": 1.5,
+        "chosen_reward": -0.5,
+        "rejected_reward": -2.0,
+    }
+    assert task.selection_score({"loss": math.log(2)}) < task.selection_score({"loss": 0.5})

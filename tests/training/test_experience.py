@@ -1,4 +1,4 @@
-"""What a rollout is worth, by every estimator, on one rank and on two that talk to each other."""
+"""Advantages by every estimator, on one rank and on two ranks that are threads."""
 
 import pytest
 import torch
@@ -14,39 +14,40 @@ NAN = float("nan")
 MASK = torch.tensor([[True, True], [True, False], [True, False], [True, True]])
 LOGPROBS = torch.tensor([[1.0, 2.0], [0.0, NAN], [2.0, NAN], [1.0, -1.0]])  # the reference's are 0
 SCORES = torch.tensor([3.3, 1.5, 1.2, 2.0])
-# Less 0.1 for each nat of KL, 3, 0, 2 and 0 by k1: returns 3, 1.5, 1, 2.
+# The KL by k1 is 3, 0, 2 and 0 nats; each costs 0.1. So the returns are 3, 1.5, 1 and 2.
 
 
 @pytest.fixture
 def experience_of(on_threads):
-    """Each rank's experience of every `ranks`-th row."""
+    """Makes the experience of each rank; a rank has every `ranks`-th row."""
 
     def make(ranks: int, values: bool, **options) -> list[Experience]:
         model = {"optimizer": {"learning_rate": 1e-3}}
         fields = {
-            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 4, "responses_per_prompt": 2,
-            "actor": model, "critic": model if values else None, "score_clip": None, "missing_eos_score": None,
+            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 4,
+            "responses_per_prompt": 2, "score_clip": None, "missing_eos_score": None,
+            "actor": model, "critic": model if values else None,
         }  # fmt: skip
         config = PPOConfig.model_validate(fields | options)
 
         def one(world: World) -> Experience:
             own = slice(world.rank, None, ranks)
             mask = MASK[own]
-            rollout = Sequences(
+            sequences = Sequences(
                 torch.zeros_like(mask).long(),
                 torch.ones_like(mask),
                 torch.zeros_like(mask).long(),
                 mask,
             )
             scored = Scored(
-                rollout=rollout,
+                sequences=sequences,
                 logprobs=LOGPROBS[own],
                 ref_logprobs=torch.zeros_like(LOGPROBS[own]),
                 values=torch.zeros_like(LOGPROBS[own]) if values else None,
                 scores=SCORES[own],
                 ended=torch.ones(len(mask), dtype=torch.bool),
             )
-            return make_experience(scored, config, kl_coef=0.1, score_mean=0.0, world=world)
+            return make_experience(scored, config, kl_coef=0.1, world=world)
 
         return on_threads(ranks, one)
 
@@ -82,10 +83,12 @@ def test_advantages_without_a_critic(experience_of, ranks, options, expected):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_whitened_rewards_keep_their_mean(experience_of, ranks):
-    """Rewards -0.1, 3.1; 1.5; 1; -0.1, 2.1: mean 1.25, variance 17.29/6 - 1.5625 = 1.3191667, deviation 1.1485498.
+    """Rewards divided by their standard deviation about their mean; a return sums those to come.
 
-    Scaled about the mean: 0.0746047, 2.8607268; 1.4676658; 1.0323342; 0.0746047, 1.9900637. Values are 0 and lambda is 1,
-    so a return is the sum of the rewards to come: 0.0746047 + 2.8607268 and 0.0746047 + 1.9900637 in the first column.
+    Rewards -0.1, 3.1; 1.5; 1; -0.1, 2.1: mean 1.25, variance 17.29/6 - 1.5625 = 1.3191667,
+    deviation 1.1485498. Whitened: 0.0746047, 2.8607268; 1.4676658; 1.0323342; 0.0746047, 1.9900637.
+    Values are 0 and lambda is 1, so the returns of the first tokens are 0.0746047 + 2.8607268,
+    1.4676658, 1.0323342 and 0.0746047 + 1.9900637.
     """
     expected = torch.tensor(
         [[2.9353316, 2.8607268], [1.4676658, 0.0], [1.0323342, 0.0], [2.0646684, 1.9900637]]
@@ -97,7 +100,7 @@ def test_whitened_rewards_keep_their_mean(experience_of, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_the_option_rewards_are_as_they_are(experience_of, ranks):
+def test_rewards_are_not_whitened_by_default(experience_of, ranks):
     expected = torch.tensor([[3.0, 3.1], [1.5, 0.0], [1.0, 0.0], [2.0, 2.1]])
     for rank, experience in enumerate(experience_of(ranks, values=True, lam=1.0)):
         torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)

@@ -1,11 +1,13 @@
-"""A first optimizer step of every stage, in every family of models, on one rank with a real DeepSpeed engine."""
+"""One optimizer step of every stage in every model family, on one rank."""
 
 import copy
 import math
 from functools import partial
 
+import pyarrow as pa
 import pytest
 import torch
+from ppo_runs import scored_rollout
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
@@ -16,12 +18,12 @@ from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenize
 from rlhf_pipeline.models.scalar_head import store_score_mean
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.experience import make_experience
-from rlhf_pipeline.training.ppo import roll_out, rollout_metrics
+from rlhf_pipeline.training.ppo_metrics import rollout_metrics
 from rlhf_pipeline.training.ppo_models import load_ppo_models
-from rlhf_pipeline.training.ppo_update import learn
+from rlhf_pipeline.training.ppo_update import update_models
 from rlhf_pipeline.training.reward_model import RewardModelTask, untrained
 from rlhf_pipeline.training.sft import SFTTask
-from rlhf_pipeline.training.supervised import train_step
+from rlhf_pipeline.training.supervised import Setup, train_step
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 LAST_BIAS = (
@@ -44,7 +46,7 @@ def contract(checkpoint):
 
 
 def moved(before, model):
-    """Names of the parameters that are not what they were."""
+    """Names of the parameters that have changed."""
     return {
         name for name, value in model.named_parameters() if not torch.equal(before[name], value)
     }
@@ -54,45 +56,50 @@ def names(model):
     return {name for name, _ in model.named_parameters()}
 
 
+def setup_of(engine, task, config, rows, world):
+    """What `train_step` needs, with all rows in one batch."""
+    table = pa.table(rows)
+    return Setup(
+        engine=engine, task=task, config=config, training=table, validation=table, world=world,
+        seed=1, writer=None, best=None, guard=None, checkpoints=None, done=0,
+    )  # fmt: skip
+
+
 def test_sft(checkpoint, contract, world):
-    engine = train_engine(
-        partial(load_policy, checkpoint), SFTConfig.model_validate(SUPERVISED), total_steps=1
-    )
+    config = SFTConfig.model_validate(SUPERVISED)
+    engine = train_engine(partial(load_policy, checkpoint), config, total_steps=1)
     before = copy.deepcopy(engine.module.state_dict())
-    task = SFTTask(contract)
     responses = [[20, 1], [21, 22, 1], [23]]
-    batch = task.collate(
-        {
-            "prompt_ids": PROMPTS,
-            "response_ids": responses,
-            "loss_mask": [[True] * len(row) for row in responses],
-        }
-    )
-    sums = world.sums(train_step(engine, world, task, batch, task.weight(batch), 2))
-    assert sums["tokens"] == 6 and math.isfinite(sums["nll"])
+    rows = {
+        "prompt_ids": PROMPTS,
+        "response_ids": responses,
+        "loss_mask": [[True] * len(row) for row in responses],
+    }
+    metrics = train_step(setup_of(engine, SFTTask(contract), config, rows, world), 1)
+    assert metrics["sft/tokens"] == 6 and math.isfinite(metrics["sft/loss"])
     assert moved(before, engine.module) == names(engine.module)
 
 
 def test_reward_model(checkpoint, contract, world):
-    """The head starts at zero, so the first gradient stops there. The second reaches everything but the last bias, which
-    shifts all scores alike: a comparison does not see it."""
-    engine = train_engine(
-        partial(untrained, checkpoint), RewardModelConfig.model_validate(SUPERVISED), total_steps=2
-    )
-    task = RewardModelTask(contract)
-    batch = task.collate(
-        {
-            "prompt_ids": PROMPTS,
-            "chosen_ids": [[20, 1], [21, 1], [22, 1]],
-            "rejected_ids": [[23, 24, 1], [25], [26, 1]],
-        }
-    )
-    changes = []
-    for _ in range(2):
+    """The head starts at zero, so the first step moves the head alone.
+
+    The second step moves everything but the last bias: it shifts all scores equally, and the loss
+    depends on differences only.
+    """
+    config = RewardModelConfig.model_validate(SUPERVISED)
+    engine = train_engine(partial(untrained, checkpoint), config, total_steps=2)
+    rows = {
+        "prompt_ids": PROMPTS,
+        "chosen_ids": [[20, 1], [21, 1], [22, 1]],
+        "rejected_ids": [[23, 24, 1], [25], [26, 1]],
+    }
+    setup = setup_of(engine, RewardModelTask(contract), config, rows, world)
+    losses, changes = [], []
+    for step in (1, 2):
         before = copy.deepcopy(engine.module.state_dict())
-        sums = world.sums(train_step(engine, world, task, batch, task.weight(batch), 2))
-        assert sums["pairs"] == 3 and math.isfinite(sums["nll"])
+        losses.append(train_step(setup, step)["reward_model/loss"])
         changes.append(moved(before, engine.module))
+    assert losses[0] == pytest.approx(math.log(2)) and math.isfinite(losses[1])
     assert changes[0] == {"classifier.score.weight"}
     assert all(name.endswith(LAST_BIAS) for name in names(engine.module) - changes[1])
 
@@ -108,12 +115,16 @@ def reward_model(checkpoint, tmp_path):
 
 
 def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
-    """The actor is the reference until it moves: ratio 1 and KL 0 show that generation, scoring and training see the same
-    positions and the same distribution."""
+    """Before its first step, the actor equals the reference.
+
+    A ratio of 1 and a KL of 0 show that generation, scoring and training use the same positions
+    and the same distribution.
+    """
     config = PPOConfig.model_validate(
         {
-            "steps": 1, "rollout_batch_size": 3, "minibatch_size": 3, "micro_batch_size_per_gpu": 2,
-            "evaluations": 1, "sampling": {"max_response_tokens": 6, "temperature": 0.7},
+            "steps": 1, "rollout_batch_size": 3, "minibatch_size": 3,
+            "micro_batch_size_per_gpu": 2, "evaluations": 1,
+            "sampling": {"max_response_tokens": 6, "temperature": 0.7},
             "actor": TRAINED, "critic": TRAINED,
         }
     )  # fmt: skip
@@ -126,15 +137,15 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     )
     before = [copy.deepcopy(model.state_dict()) for model in (*trained, *frozen)]
 
-    scored = roll_out(models, {"prompt_ids": PROMPTS}, config, seed=1, step=1, slots=range(3))
-    metrics = rollout_metrics(scored, 0.1, world)
+    scored = scored_rollout(models, PROMPTS, config, step=1)
+    metrics = rollout_metrics(scored, world)
     assert metrics["objective/kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["objective/kl_k3"] == pytest.approx(0.0, abs=1e-6)
-    experience = make_experience(scored, config, kl_coef=0.1, score_mean=0.1, world=world)
-    stats = learn(models, experience, config, world, train_actor=True)
-    assert stats["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
-    assert stats["policy/approx_kl"] == pytest.approx(0.0, abs=1e-6)
-    assert math.isfinite(stats["policy/loss"]) and math.isfinite(stats["value/loss"])
+    experience = make_experience(scored, config, kl_coef=0.1, world=world)
+    metrics = update_models(models, experience, config, world, train_actor=True)
+    assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert math.isfinite(metrics["policy/loss"]) and math.isfinite(metrics["value/loss"])
 
     changed = [moved(*pair) for pair in zip(before, (*trained, *frozen), strict=True)]
     assert changed == [names(trained[0]), names(trained[1]), set(), set()]

@@ -1,6 +1,6 @@
-"""LoRA in DeepSpeed's engines: what moves, what stays to the bit, and what is exported.
+"""LoRA in DeepSpeed's engines: the weights that train, and the exports.
 
-This file is also the program that two real ranks run, all settings in one launch.
+Two real ranks run this file as a program, all settings in one launch.
 """
 
 import copy
@@ -44,14 +44,15 @@ SETTINGS = {
 
 
 def block(stage, model):
-    """Two optimizer steps, or two of PPO."""
+    """Parameters for two optimizer steps, or for two steps of PPO."""
     model = MODEL | model
     if stage == "ppo":
         return PPOConfig.model_validate(
             {
-                "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 2, "evaluations": 1,
-                "sampling": {"max_response_tokens": 4},
-                "ema": {"decay": 0.5}, "actor": model, "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
+                "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4,
+                "micro_batch_size_per_gpu": 2, "evaluations": 1,
+                "sampling": {"max_response_tokens": 4}, "ema": {"decay": 0.5},
+                "actor": model, "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
             }
         )  # fmt: skip
     supervised = model | {
@@ -66,7 +67,7 @@ def block(stage, model):
 
 
 def main(inputs: dict[str, str], folder: Path) -> None:
-    """Train by each setting; leave what the live models compute and hold at the end."""
+    """Train with each setting; save the weights and outputs of each last model."""
     from rlhf_pipeline.distributed.world import join
     from rlhf_pipeline.distributed.zero import whole_state_dict
     from rlhf_pipeline.models.lora import WithoutAdapters
@@ -98,7 +99,10 @@ def main(inputs: dict[str, str], folder: Path) -> None:
     for name, (stage, model) in SETTINGS.items():
         directory = folder / name
         directory.mkdir(exist_ok=True)
-        wanted = {"sft": ("base_model", "examples"), "reward_model": ("sft_model", "comparisons")}
+        wanted = {
+            "sft": ("base_model", "demonstrations"),
+            "reward_model": ("sft_model", "comparisons"),
+        }
         paths = {
             key: Path(inputs[key])
             for key in wanted.get(stage, ("prompts", "sft_model", "reward_model"))
@@ -132,7 +136,7 @@ def inputs(ppo_inputs, tmp_path_factory):
     TokenContract.read(ppo_inputs["sft_model"]).write(rows)
     return ppo_inputs | {
         "base_model": ppo_inputs["sft_model"],
-        "examples": rows,
+        "demonstrations": rows,
         "comparisons": rows,
     }
 
@@ -156,7 +160,7 @@ def precision_of(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "rest" not in name])
-def test_the_base_stays_to_the_bit_and_every_adapter_moves(results, inputs, name):
+def test_the_base_keeps_every_bit_and_every_adapter_changes(results, inputs, name):
     found = torch.load(results / name / "live-export.pt")["weights"]
     start = load_policy(inputs["sft_model"], precision_of(name)).state_dict()
     own = {
@@ -175,8 +179,8 @@ def test_the_base_stays_to_the_bit_and_every_adapter_moves(results, inputs, name
 @pytest.mark.parametrize(
     "name", [name for name in SETTINGS if "rest" not in name and not name.startswith("reward")]
 )
-def test_without_adapters_it_is_the_start_to_the_bit(results, inputs, name):
-    """A reward model's head has trained, and belongs to no adapter."""
+def test_without_its_adapters_the_model_is_the_start_bit_by_bit(results, inputs, name):
+    """Not for a reward model: its head has trained and is not part of an adapter."""
     live = torch.load(results / name / "live-export.pt")
     with torch.no_grad():
         expected = load_policy(inputs["sft_model"], precision_of(name))(
@@ -188,7 +192,7 @@ def test_without_adapters_it_is_the_start_to_the_bit(results, inputs, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_export_is_the_live_model_merged(results, name):
+def test_the_export_equals_the_trained_model(results, name):
     stage, live = SETTINGS[name][0], torch.load(results / name / "live-export.pt")
     arguments = {"attention_mask": torch.ones_like(IDS)}
     model = load(stage, results / name / "export", precision_of(name))
@@ -197,14 +201,14 @@ def test_the_export_is_the_live_model_merged(results, name):
             found = model(input_ids=IDS, **arguments, scores_to_keep=5)
         else:
             found = model(IDS, **arguments).logits.float()
-    # In bf16 the sum of matrix and adapter is rounded to 8 bits, which the adapter by itself is not.
+    # In bf16 the export rounds the sum of matrix and adapter to 8 bits.
     torch.testing.assert_close(
         found, live["trained"], rtol=0, atol=1e-5 if precision_of(name) == "fp32" else 0.1
     )
 
 
 @pytest.mark.long
-def test_the_average_of_the_adapters_is_merged_too(results):
+def test_the_export_of_the_average_contains_the_average_of_the_adapters(results):
     with torch.no_grad():
         found = load_policy(results / "ppo" / "export" / "ema", "fp32")(
             IDS, attention_mask=torch.ones_like(IDS)
@@ -233,7 +237,7 @@ def test_the_export_has_the_engine_s_precision(results):
     [("sft 2", "AutoModelForCausalLM", "base_model"), ("ppo", "AutoModelForCausalLM", "sft_model"),
      ("reward_model 3", "AutoModelForSequenceClassification", "sft_model")],
 )  # fmt: skip
-def test_peft_reads_the_adapter_beside_the_export(results, inputs, name, auto, base):
+def test_peft_loads_the_adapter_in_the_export(results, inputs, name, auto, base):
     import transformers
     from peft import PeftModel
 
@@ -254,7 +258,7 @@ def test_peft_reads_the_adapter_beside_the_export(results, inputs, name, auto, b
 
 
 @pytest.mark.long
-def test_checkpoints_hold_what_trains_and_no_more(results):
+def test_saved_models_contain_adapters_only(results):
     (best,) = (results / "sft 2" / "checkpoints").glob("best-*")
     for folder in (best, best.with_name("last")):
         assert sorted(path.name for path in folder.iterdir() if path.name != "README.md") == [
@@ -264,7 +268,7 @@ def test_checkpoints_hold_what_trains_and_no_more(results):
 
 
 @pytest.mark.long
-def test_what_has_no_adapter_trains_if_asked(results, inputs):
+def test_train_rest_trains_the_weights_without_adapters(results, inputs):
     found = torch.load(results / "sft 3 rest" / "live-export.pt")["weights"]
     start = load_policy(inputs["base_model"], "fp32").state_dict()
     for key, value in start.items():
@@ -275,111 +279,114 @@ def test_what_has_no_adapter_trains_if_asked(results, inputs):
 
 
 @pytest.mark.long
-def test_ppo_has_no_engine_for_its_reference(results):
-    """A reference of its own would be sharded as the actor is. The reward model goes with the critic, whole."""
+def test_ppo_has_no_engine_for_the_reference(results):
+    """A separate reference would have one, as the actor is sharded; the reward model is whole."""
     assert json.loads((results / "ppo" / "deepspeed.json").read_text()).keys() == {
         "actor",
         "critic",
     }
 
 
-def before_and_after(engine, world, task, columns):
+def setup_of(engine, task, config, world):
+    """What `train_step` needs, with all rows in one batch of two micro batches."""
+    from rlhf_pipeline.training.supervised import Setup
+
+    table = pa.table(ROWS)
+    return Setup(
+        engine=engine, task=task, config=config.model_copy(update={"micro_batch_size_per_gpu": 2}),
+        training=table, validation=table, world=world, seed=1, writer=None, best=None, guard=None,
+        checkpoints=None, done=0,
+    )  # fmt: skip
+
+
+def train_one_step(setup):
+    """The metrics of a step, and the names of the weights that it changed."""
     from rlhf_pipeline.training.supervised import train_step
 
-    before = copy.deepcopy(engine.module.state_dict())
-    batch = task.collate({name: ROWS[name] for name in columns})
-    sums = world.sums(train_step(engine, world, task, batch, task.weight(batch), 2))
-    return sums, {
-        name
-        for name, value in engine.module.state_dict().items()
-        if not torch.equal(before[name], value)
-    }
+    module = setup.engine.module
+    before = copy.deepcopy(module.state_dict())
+    metrics = train_step(setup, 1)
+    after = module.state_dict()
+    return metrics, {name for name, value in after.items() if not torch.equal(before[name], value)}
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom"])
 @pytest.mark.parametrize("deepspeed", [{"zero_stage": 0}, {"zero_stage": 2, "precision": "bf16"}])
-def test_one_step_of_sft_moves_b_alone(make_model, world, family, deepspeed):
+def test_one_step_of_sft_changes_b_only(make_model, world, family, deepspeed):
     """B starts at zero, so the first gradient of A is zero."""
     from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.training.sft import SFTTask
 
-    checkpoint = make_model(family)
-    engine = train_engine(
-        partial(load_policy, checkpoint), block("sft", {"deepspeed": deepspeed}), 1
-    )
+    checkpoint, config = make_model(family), block("sft", {"deepspeed": deepspeed})
+    engine = train_engine(partial(load_policy, checkpoint), config, 1)
     task = SFTTask(TokenContract.read(checkpoint))
-    _, moved = before_and_after(engine, world, task, ("prompt_ids", "response_ids", "loss_mask"))
-    assert moved == {name for name in engine.module.state_dict() if ".lora_B." in name}
+    _, changed = train_one_step(setup_of(engine, task, config, world))
+    assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
 
 
-def test_one_step_of_the_reward_model_moves_its_head(make_model, world):
+def test_one_step_of_the_reward_model_changes_its_head(make_model, world):
     from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.training.reward_model import RewardModelTask, untrained
 
-    checkpoint = make_model("gpt2")
-    engine = train_engine(partial(untrained, checkpoint), block("reward_model", {}), 1)
+    checkpoint, config = make_model("gpt2"), block("reward_model", {})
+    engine = train_engine(partial(untrained, checkpoint), config, 1)
     task = RewardModelTask(TokenContract.read(checkpoint))
-    _, moved = before_and_after(engine, world, task, ("prompt_ids", "chosen_ids", "rejected_ids"))
-    assert moved == {"classifier.score.weight"}  # a head of zeros passes no gradient on
+    _, changed = train_one_step(setup_of(engine, task, config, world))
+    # A head of zeros stops the gradient of everything below it.
+    assert changed == {"classifier.score.weight"}
 
 
-def test_one_step_of_dpo_starts_at_log_2_and_leaves_its_reference(make_model, world):
+def test_dpo_starts_at_log_2_and_its_reference_does_not_change(make_model, world):
     from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.training.dpo import DPOTask
 
-    checkpoint = make_model("opt")
-    engine = train_engine(
-        partial(load_policy, checkpoint), block("dpo", {"deepspeed": {"zero_stage": 2}}), 2
-    )
+    checkpoint, config = make_model("opt"), block("dpo", {"deepspeed": {"zero_stage": 2}})
+    engine = train_engine(partial(load_policy, checkpoint), config, 2)
     task = DPOTask(TokenContract.read(checkpoint), None, 0.5, 0.0)
-    columns = ("prompt_ids", "chosen_ids", "rejected_ids")
-    sums, moved = before_and_after(engine, world, task, columns)
-    assert sums["loss"] / sums["pairs"] == pytest.approx(0.6931472, rel=1e-6)
-    assert moved == {name for name in engine.module.state_dict() if ".lora_B." in name}
-    sums, _ = before_and_after(engine, world, task, columns)
-    assert sums["loss"] / sums["pairs"] < 0.69
+    setup = setup_of(engine, task, config, world)
+    metrics, changed = train_one_step(setup)
+    assert metrics["dpo/loss"] == pytest.approx(0.6931472, rel=1e-6)
+    assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
+    metrics, _ = train_one_step(setup)
+    assert metrics["dpo/loss"] < 0.69
 
 
-def test_ppo_in_process_moves_critic_head_and_adapters(inputs, world, tmp_path):
+def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path):
+    from ppo_runs import scored_rollout
+
     from rlhf_pipeline.data.token_contract import common_contract
     from rlhf_pipeline.models.lora import WithoutAdapters
     from rlhf_pipeline.training.experience import make_experience
-    from rlhf_pipeline.training.ppo import roll_out, rollout_metrics
+    from rlhf_pipeline.training.ppo_metrics import rollout_metrics
     from rlhf_pipeline.training.ppo_models import load_ppo_models
-    from rlhf_pipeline.training.ppo_update import learn
+    from rlhf_pipeline.training.ppo_update import update_models
 
     paths = {name: inputs[name] for name in ("prompts", "sft_model", "reward_model")}
     config = block("ppo", {"deepspeed": {"zero_stage": 1}})
-    contract = common_contract(paths)
-    models = load_ppo_models(
-        LaunchedJob("ppo", "f", 1, {}, paths, {}, tmp_path, 60.0), config, contract, world
-    )
-    assert (
-        isinstance(models.reference, WithoutAdapters) and models.reference.trained is models.actor
-    )
+    job = LaunchedJob("ppo", "f", 1, {}, paths, {}, tmp_path, 60.0)
+    models = load_ppo_models(job, config, common_contract(paths), world)
+    assert isinstance(models.reference, WithoutAdapters)
+    assert models.reference.trained is models.actor
     before = copy.deepcopy(models.critic.module.state_dict())
     for step in (1, 2):
-        scored = roll_out(models, ROWS, config, seed=1, step=step, slots=range(4))
-        kl = rollout_metrics(scored, 0.1, world)["objective/kl_k3"]
+        scored = scored_rollout(models, ROWS["prompt_ids"], config, step)
+        kl = rollout_metrics(scored, world)["objective/kl_k3"]
         assert kl == 0 if step == 1 else kl > 0
-        experience = make_experience(scored, config, kl_coef=0.1, score_mean=0.1, world=world)
-        learn(models, experience, config, world, train_actor=True)
+        experience = make_experience(scored, config, kl_coef=0.1, world=world)
+        update_models(models, experience, config, world, train_actor=True)
     after = models.critic.module.state_dict()
-    moved = {name for name in after if not torch.equal(before[name], after[name])}
-    assert moved == {name for name in after if ".lora_" in name or "score" in name}
-    start = load_policy(inputs["sft_model"], "fp32")(
-        IDS, attention_mask=torch.ones_like(IDS)
-    ).logits
-    assert torch.equal(
-        models.reference(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits, start
-    )
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in after if ".lora_" in name or "score" in name}
+    arguments = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    start = load_policy(inputs["sft_model"], "fp32")(**arguments).logits
+    assert torch.equal(models.reference(**arguments).logits, start)
 
 
-def test_off_is_absent(make_model, world, monkeypatch):
-    from rlhf_pipeline.training import engine
+def test_without_lora_all_parameters_train_and_none_is_added(make_model, world, monkeypatch):
+    from rlhf_pipeline.distributed import engine
 
     monkeypatch.setattr(engine, "add_adapters", lambda *_: pytest.fail("LoRA is off"))
     plain = engine.train_engine(
@@ -391,7 +398,9 @@ def test_off_is_absent(make_model, world, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="4-bit weights need a GPU")
-def test_a_4_bit_base_trains_adapters_and_exports_onto_the_whole_one(make_model, world, tmp_path):
+def test_adapters_trained_on_a_4_bit_base_are_merged_into_the_whole_base(
+    make_model, world, tmp_path
+):
     pytest.importorskip("bitsandbytes", reason="the extra `quantization` is not installed")
     from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.distributed.engine import train_engine
@@ -405,8 +414,8 @@ def test_a_4_bit_base_trains_adapters_and_exports_onto_the_whole_one(make_model,
     engine = train_engine(read, config, 1)
     assert engine.module.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
     task = SFTTask(TokenContract.read(checkpoint))
-    _, moved = before_and_after(engine, world, task, ("prompt_ids", "response_ids", "loss_mask"))
-    assert moved == {name for name in engine.module.state_dict() if ".lora_B." in name}
+    _, changed = train_one_step(setup_of(engine, task, config, world))
+    assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
     job = LaunchedJob("sft", "f", 1, {}, {"base_model": checkpoint}, {}, tmp_path, 60.0)
     best = BestModels(job, world, load_tokenizer(checkpoint), config, read)
     best.offer(engine, 1, 1.0, {})

@@ -1,4 +1,4 @@
-"""Comparisons as batches, and how scores rank them."""
+"""Batches of comparisons, and their ranking by scores."""
 
 import torch
 
@@ -23,7 +23,7 @@ def texts(pairs):
     ]
 
 
-def test_answers_lie_side_by_side_after_their_prompt():
+def test_the_two_answers_of_a_prompt_are_adjacent_rows():
     pairs = Pairs.collate(ROWS, pad_id=0)
     assert len(pairs) == 3
     assert texts(pairs) == [
@@ -37,21 +37,19 @@ def test_a_pair_is_as_long_as_its_longer_answer():
     assert Pairs.collate(ROWS, pad_id=0).lengths.tolist() == [6, 5, 7]
 
 
-def test_chosen_pairs_stay_pairs():
-    picked = Pairs.collate(ROWS, pad_id=0).rows(torch.tensor([1, 0])).to(torch.device("cpu"))
-    assert texts(picked) == [
+def test_selected_pairs_remain_pairs():
+    selected = Pairs.collate(ROWS, pad_id=0).rows(torch.tensor([1, 0])).to(torch.device("cpu"))
+    assert texts(selected) == [
         ([8], [21, 22, 23, 1]),
         ([8], [1]),
         ([5, 6, 7], [20, 1]),
         ([5, 6, 7], [30, 31, 1]),
     ]
-    assert picked.answers.response_ids.shape == (
-        4,
-        4,
-    )  # the columns that only the third pair needs are gone
+    # Only the third pair needs more columns.
+    assert selected.answers.response_ids.shape == (4, 4)
 
 
-def test_numbers_of_answers_part_into_chosen_and_rejected():
+def test_values_of_answers_are_split_into_chosen_and_rejected():
     chosen, rejected = chosen_and_rejected(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert (chosen.tolist(), rejected.tolist()) == ([1.0, 3.0], [2.0, 4.0])
 

@@ -1,6 +1,6 @@
-"""SFT and PPO in bf16 and fp16: two real ranks under DeepSpeed's launcher, all settings in one launch.
+"""SFT and PPO in bf16 and fp16.
 
-This file is also the program that the ranks run.
+Two real ranks run this file as a program under DeepSpeed's launcher, all settings in one launch.
 """
 
 import json
@@ -19,15 +19,14 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training import ppo, sft
-from rlhf_pipeline.training import ppo_update as update
+from rlhf_pipeline.training import ppo, ppo_update, sft
 
 STEPS = 4
 SETTINGS = {"fp32": ("fp32", 2, 2), "bf16, ZeRO-2": ("bf16", 2, 2), "bf16, ZeRO-3": ("bf16", 3, 3)}
 OVERFLOWS = {3: "actor", 4: "actor", 6: "critic", 7: "critic"}
-"""Steps of the fp16 run in which gradients are made to overflow, on one rank."""
+"""Steps of the fp16 run in which gradients overflow on one rank, and the model they belong to."""
 SCALE = 256.0
-"""Where the loss scale starts in the test. At the usual 65536 the critic's gradients overflow by themselves for some steps."""
+"""Initial loss scale. At the usual 65536, the first gradients of the critic overflow."""
 FP16_STEPS = 8
 
 
@@ -46,11 +45,12 @@ def run_ppo(
     inputs: dict[str, Path],
     folder: Path,
 ) -> None:
-    """The whole stage, with all four models in one precision."""
+    """Run the whole stage with all four models in one precision."""
     frozen = {"deepspeed": {"precision": precision}}
     config = PPOConfig.model_validate(
         {
-            "steps": steps, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_size_per_gpu": 2, "evaluations": 1,
+            "steps": steps, "rollout_batch_size": 8, "minibatch_size": 8,
+            "micro_batch_size_per_gpu": 2, "evaluations": 1,
             "sampling": {"max_response_tokens": 6}, "reference": frozen, "reward_model": frozen,
             "actor": trained(precision, stages[0]), "critic": trained(precision, stages[1]),
         }
@@ -66,14 +66,14 @@ def run_ppo(
 
 
 def run_sft(name: str, precision: str, stage: int, inputs: dict[str, Path], folder: Path) -> None:
-    """Five steps of eight rows."""
+    """Run five steps of SFT on eight rows each."""
     config = SFTConfig.model_validate(
         trained(precision, stage)
         | {"epochs": 5, "batch_size": 8, "micro_batch_size_per_gpu": 2, "evaluations": 1}
     )
     directory = folder / f"sft, {name}"
     directory.mkdir(exist_ok=True)
-    inputs = {"examples": inputs["examples"], "base_model": inputs["sft_model"]}
+    inputs = {"demonstrations": inputs["demonstrations"], "base_model": inputs["sft_model"]}
     sft.main(
         LaunchedJob(
             "sft", "f", 1, {"sft": config.model_dump(mode="json")}, inputs, {}, directory, 60.0
@@ -82,12 +82,12 @@ def run_sft(name: str, precision: str, stage: int, inputs: dict[str, Path], fold
 
 
 def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
-    """PPO with gradients that overflow on one rank; leaves who moved in each step, and the weights' types."""
+    """Run PPO with gradients that overflow on one rank; record which models moved in each step."""
     from deepspeed.accelerator import get_accelerator
 
     if not torch.cuda.is_available():
-        get_accelerator().is_fp16_supported = lambda: True  # slow on a CPU, but right
-    learn, step, log = ppo.learn, 0, []
+        get_accelerator().is_fp16_supported = lambda: True  # slow on a CPU, but correct
+    update_models, step, log = ppo.update_models, 0, []
 
     def overflowing(loss, model):
         def changed(*arguments, **options):
@@ -96,7 +96,7 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
 
         return changed
 
-    def watched(models, *arguments, **options):
+    def recorded(models, *arguments, **options):
         nonlocal step
         step += 1
         if step == 1:
@@ -105,7 +105,7 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
             ) = SCALE
         before = [whole_state_dict(engine.module) for engine in (models.actor, models.critic)]
         before = [{key: value.clone() for key, value in weights.items()} for weights in before]
-        stats = learn(models, *arguments, **options)
+        metrics = update_models(models, *arguments, **options)
         after = [whole_state_dict(engine.module) for engine in (models.actor, models.critic)]
         moved = [
             any(not torch.equal(was[key], new[key]) for key in was)
@@ -119,19 +119,19 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
                 "lr": [models.actor.get_lr()[0], models.critic.get_lr()[0]],
             }
         )
-        return stats
+        return metrics
 
-    ppo.learn, update.policy_loss, update.value_loss = (
-        watched, overflowing(update.policy_loss, "actor"), overflowing(update.value_loss, "critic"),
-    )  # fmt: skip
+    ppo.update_models = recorded
+    ppo_update.policy_loss = overflowing(ppo_update.policy_loss, "actor")
+    ppo_update.value_loss = overflowing(ppo_update.value_loss, "critic")
     run_ppo("fp16", "fp16", (2, 3), FP16_STEPS, inputs, folder)
     if rank == 0:
         (folder / "fp16.json").write_text(json.dumps(log))
 
 
 def main(inputs: dict[str, Path], folder: Path) -> None:
-    """Every setting, then fp16."""
-    world = join(1, timeout_s=60)
+    """Run every setting, then fp16."""
+    world = join(1, timeout_s=600)
     for name, (precision, *stages) in SETTINGS.items():
         run_sft(name, precision, stages[0], inputs, folder)
         run_ppo(name, precision, stages, STEPS, inputs, folder)
@@ -140,9 +140,9 @@ def main(inputs: dict[str, Path], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def inputs(ppo_inputs, tmp_path_factory):
-    """Those of PPO, and eight demonstrations."""
-    examples = tmp_path_factory.mktemp("examples")
-    TokenContract.read(ppo_inputs["sft_model"]).write(examples)
+    """The inputs of PPO, and eight demonstrations."""
+    demonstrations = tmp_path_factory.mktemp("demonstrations")
+    TokenContract.read(ppo_inputs["sft_model"]).write(demonstrations)
     rows = range(8)
     table = pa.table(
         {
@@ -154,11 +154,11 @@ def inputs(ppo_inputs, tmp_path_factory):
     )
     for name in ("train", "validation"):
         with (
-            pa.OSFile(str(examples / f"{name}.arrow"), "wb") as sink,
+            pa.OSFile(str(demonstrations / f"{name}.arrow"), "wb") as sink,
             pa.ipc.new_stream(sink, table.schema) as writer,
         ):
             writer.write_table(table)
-    return ppo_inputs | {"examples": examples}
+    return ppo_inputs | {"demonstrations": demonstrations}
 
 
 no_gpu = pytest.mark.skipif(
@@ -184,19 +184,22 @@ def metrics(results: Path, name: str) -> list[dict[str, float]]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fp32"])
 def test_sft_in_bf16_stays_close_to_fp32(results, name):
-    """bf16 has 8 bits of mantissa, 2^-9 = 0.2 % of rounding in each operation. The bound is 2 % of the loss."""
+    """bf16 rounds each operation by up to 2^-9 = 0.2 % (8 bits of mantissa). The bound is 2 %."""
     expected, found = metrics(results, "sft, fp32"), metrics(results, f"sft, {name}")
     assert len(found) == len(expected) == 5
     for whole, half in zip(expected, found, strict=True):
         assert half["sft/loss"] == pytest.approx(whole["sft/loss"], rel=0.02)
-    assert expected[-1]["sft/loss"] < expected[0]["sft/loss"] - 0.5  # it is a loss that moves
+    assert expected[-1]["sft/loss"] < expected[0]["sft/loss"] - 0.5  # training changes the loss
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fp32"])
 def test_ppo_in_bf16_stays_close_to_fp32(results, name):
-    """2 % of the entropy in each step. Other numbers depend on which tokens are drawn, and rounding moves some draws to the
-    next token: at the first step, 20 % of the value loss."""
+    """The bound is 2 % of the entropy in each step.
+
+    Other numbers depend on the sampled tokens, and rounding changes some of them. So the bound is
+    20 % of the value loss, at the first step.
+    """
     expected, found = metrics(results, "ppo, fp32"), metrics(results, f"ppo, {name}")
     assert len(found) == len(expected) == STEPS
     assert all(math.isfinite(value) for line in found for value in line.values())
@@ -220,8 +223,8 @@ def test_the_export_is_in_bf16(results, stage, name):
 
 
 @pytest.mark.long
-def test_in_fp16_actor_and_critic_stay_in_step(results):
-    """Where one's gradients overflow, neither moves, on any rank, and both schedules wait; only its own scale falls."""
+def test_in_fp16_actor_and_critic_skip_the_same_steps(results):
+    """If the gradients of one overflow, both skip the step; only the scale of that one falls."""
     log, lines = json.loads((results / "fp16.json").read_text()), metrics(results, "ppo, fp16")
     assert len(log) == len(lines) == FP16_STEPS
     assert all(entry["types"] == ["torch.float16"] for entry in log)
@@ -235,7 +238,7 @@ def test_in_fp16_actor_and_critic_stay_in_step(results):
             == ("optim/critic_grad_norm" in line)
             == (step not in OVERFLOWS)
         )
-    # Hysteresis 2: the first overflow is forgiven, the second halves the scale of the one that overflowed.
+    # Hysteresis 2: the first overflow has no effect, the second halves the scale of that model.
     scales = [(line["optim/actor_loss_scale"], line["optim/critic_loss_scale"]) for line in lines]
     assert scales == [(256, 256)] * 3 + [(128, 256)] * 3 + [(128, 128)] * 2
     assert "optim/actor_loss_scale" not in metrics(results, "ppo, fp32")[0]

@@ -1,4 +1,4 @@
-"""The language-model loss beside PPO's: its gradient, its batches, and that it keeps what it is for."""
+"""PPO-ptx: the gradient of the language-model loss, its batches, and its effect."""
 
 import json
 from dataclasses import replace
@@ -11,6 +11,7 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import load_rows
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
@@ -20,7 +21,9 @@ from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
 from rlhf_pipeline.training.experience import Experience
-from rlhf_pipeline.training.ppo_update import learn, update
+from rlhf_pipeline.training.ppo_models import load_ppo_models
+from rlhf_pipeline.training.ppo_setup import set_up
+from rlhf_pipeline.training.ppo_update import update_minibatch, update_models
 from rlhf_pipeline.training.ptx import TextBatches, load_text
 
 BLOCKS = [[(5 + 7 * row + column * column) % 280 + 2 for column in range(8)] for row in range(6)]
@@ -41,7 +44,7 @@ def write(path, columns):
 
 @pytest.fixture(scope="module")
 def inputs(make_model, tmp_path_factory):
-    """A policy with padded vocabulary rows, a reward model with a random head, prompts, and blocks of text."""
+    """A policy with padded vocabulary rows, a random reward model, prompts and blocks of text."""
     sft = make_model("llama", seed=1, vocabulary=320)
     reward, prompts, text = (
         tmp_path_factory.mktemp(name) for name in ("reward", "prompts", "pretraining")
@@ -55,10 +58,10 @@ def inputs(make_model, tmp_path_factory):
     for folder in (reward, prompts, text):
         TokenContract.read(sft).write(folder)
     for name in ("train", "validation"):
-        asked = {"source": ["files"] * 8, "messages": [[{"role": "user", "content": "?"}]] * 8}
+        rest = {"source": ["files"] * 8, "messages": [[{"role": "user", "content": "?"}]] * 8}
         write(
             prompts / f"{name}.arrow",
-            {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]} | asked,
+            {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]} | rest,
         )
     write(text / "train.arrow", {"input_ids": BLOCKS})
     return {"prompts": prompts, "sft_model": sft, "reward_model": reward, "pretraining": text}
@@ -66,10 +69,14 @@ def inputs(make_model, tmp_path_factory):
 
 def config(**changes) -> PPOConfig:
     fields = {
-        "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 3, "evaluations": 1,
-        "sampling": {"max_response_tokens": 6, "temperature": 0.7}, "advantage": "reinforce",
-        "actor": {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4, "max_grad_norm": 1e9}},
-        "ptx": {"coef": COEF, "batch_size": 6},
+        "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 3,
+        "evaluations": 1, "sampling": {"max_response_tokens": 6, "temperature": 0.7},
+        "advantage": "reinforce", "ptx": {"coef": COEF, "batch_size": 6},
+        "actor": {
+            "optimizer": {
+                "learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4, "max_grad_norm": 1e9,
+            },
+        },
     }  # fmt: skip
     return PPOConfig.model_validate(fields | changes)
 
@@ -79,16 +86,14 @@ def job_of(inputs, folder) -> LaunchedJob:
 
 
 def models_of(config, inputs, world, folder):
-    return ppo.load_ppo_models(
+    return load_ppo_models(
         job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world
     )
 
 
 def run(config, inputs, world, folder):
-    """The stage's loop; returns the models and the metrics lines."""
-    setup = ppo.set_up(
-        job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world
-    )
+    """Train; return the models and the metrics of each line of `metrics.jsonl`."""
+    setup = set_up(job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world)
     ppo.train(setup)
     lines = [
         json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()
@@ -97,9 +102,9 @@ def run(config, inputs, world, folder):
 
 
 def descent(model, zero_stage):
-    """An engine whose step subtracts the gradient: what a parameter loses is its gradient."""
-    actor = config(actor={"optimizer": {"learning_rate": 1.0, "max_grad_norm": 1e9},
-                          "deepspeed": {"zero_stage": zero_stage}}).actor  # fmt: skip
+    """An engine whose step subtracts the gradient from each parameter."""
+    optimizer = {"learning_rate": 1.0, "max_grad_norm": 1e9}
+    actor = config(actor={"optimizer": optimizer, "deepspeed": {"zero_stage": zero_stage}}).actor
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -110,19 +115,19 @@ def descent(model, zero_stage):
 
 
 def token_logprobs(model, ids, temperature):
-    """Log-probability of each token but the first, among the 288 that exist."""
+    """Log-probability of each token but the first, among the 288 tokens of the vocabulary."""
     ids = torch.tensor(ids)
     logits = model(input_ids=ids[None]).logits[0, :-1, :288] / temperature
     return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
 
 
 def text_loss_by_hand(model):
-    """Six blocks of eight tokens have 6 * 7 to predict."""
+    """Six blocks of eight tokens contain 6 * 7 predicted tokens."""
     return -sum(token_logprobs(model, block, 1.0).sum() for block in BLOCKS) / 42
 
 
 def gradients_by_hand(model, coef):
-    """Row by row, without padding. At the policy that sampled, the ratio is 1 and unclipped."""
+    """Row by row, without padding. The policy is the one that sampled, so nothing is clipped."""
     loss = coef * text_loss_by_hand(model)
     for prompt, response, advantages in zip(PROMPTS, RESPONSES, ADVANTAGES, strict=True):
         logprobs = token_logprobs(model, prompt + response, 0.7)[-len(response) :]
@@ -139,10 +144,13 @@ def gradients_by_hand(model, coef):
 
 @pytest.fixture(scope="module")
 def steps(inputs, world, tmp_path_factory, on_threads):
-    """Takes one optimizer step on the rows above, on ranks that are threads; returns each parameter's gradient, averaged
-    over the ranks as DeepSpeed does, and the metrics' sums over the ranks."""
+    """Takes one optimizer step on the rows above, on ranks that are threads.
+
+    Returns the gradient of each parameter, averaged over the ranks as DeepSpeed does, and the sums
+    of the metrics over the ranks.
+    """
     models = models_of(config(), inputs, world, tmp_path_factory.mktemp("models"))
-    table = ppo.load_rows(inputs["pretraining"] / "train.arrow", world)
+    table = load_rows(inputs["pretraining"] / "train.arrow", world)
 
     def step(*, ranks=1, micro_batch=3, zero_stage=1, with_text=True):
         policies = [load_policy(inputs["sft_model"], "fp32") for _ in range(ranks)]
@@ -152,33 +160,30 @@ def steps(inputs, world, tmp_path_factory, on_threads):
 
         def one(world):
             rank, own = world.rank, slice(world.rank, None, ranks)
-            rollout = collate(PROMPTS[own], RESPONSES[own], 0)
-            width = rollout.response_ids.shape[1]
-            old = torch.zeros(len(rollout), width)
+            sequences = collate(PROMPTS[own], RESPONSES[own], 0)
+            width = sequences.response_ids.shape[1]
+            old = torch.zeros(len(sequences), width)
             for row, (prompt, response) in enumerate(
                 zip(PROMPTS[own], RESPONSES[own], strict=True)
             ):
                 with torch.no_grad():
                     logprobs = token_logprobs(policies[rank], prompt + response, 0.7)
                 old[row, : len(response)] = logprobs[-len(response) :]
-            experience = Experience(rollout, old, ADVANTAGES[own, :width])
+            experience = Experience(sequences, old, ADVANTAGES[own, :width])
             text = TextBatches(table, options, world, 1).batch(0) if with_text else None
-            totals = {}
-            update(
-                replace(models, actor=engines[rank]), experience, options, world, totals,
-                train_actor=True, text=text,
-            )  # fmt: skip
-            return world.sums(totals)
+            own_models = replace(models, actor=engines[rank])
+            sums = update_minibatch(
+                own_models, experience, options, world, {}, train_actor=True, text=text
+            )
+            return world.sums(sums)
 
         sums = on_threads(ranks, one)
-        lost = {
-            name: sum(
-                before[name] - dict(policy.named_parameters())[name].detach() for policy in policies
-            )
+        gradients = {
+            name: sum(before[name] - policy.get_parameter(name).detach() for policy in policies)
             / ranks
             for name in before
         }
-        return lost, sums[0]
+        return gradients, sums[0]
 
     return step
 
@@ -187,46 +192,46 @@ def steps(inputs, world, tmp_path_factory, on_threads):
     ("ranks", "micro_batch", "zero_stage"),
     [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 1, 1), (1, 8, 1), (2, 1, 0), (2, 2, 1), (2, 8, 2)],
 )
-def test_the_step_follows_the_gradient_of_both_losses(
-    steps, inputs, ranks, micro_batch, zero_stage
-):
-    lost, sums = steps(ranks=ranks, micro_batch=micro_batch, zero_stage=zero_stage)
+def test_the_gradient_is_that_of_both_losses(steps, inputs, ranks, micro_batch, zero_stage):
+    gradients, sums = steps(ranks=ranks, micro_batch=micro_batch, zero_stage=zero_stage)
     model = load_policy(inputs["sft_model"], "fp32")
     for name, gradient in gradients_by_hand(model, COEF).items():
-        torch.testing.assert_close(lost[name], gradient, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6)
     assert sums["text_tokens"] == 42
     assert sums["ptx/loss"] / 42 == pytest.approx(text_loss_by_hand(model).item(), rel=1e-5)
 
 
-def test_without_text_the_step_follows_ppo_s_alone(steps, inputs):
-    lost, sums = steps(with_text=False)
+def test_without_text_the_gradient_is_that_of_ppo_alone(steps, inputs):
+    gradients, sums = steps(with_text=False)
     for name, gradient in gradients_by_hand(load_policy(inputs["sft_model"], "fp32"), 0.0).items():
-        torch.testing.assert_close(lost[name], gradient, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6)
     assert not [name for name in sums if "ptx" in name or "text" in name]
 
 
-def test_loss_and_perplexity_of_an_undecided_model(inputs, world, tmp_path):
-    """Zeroed logits: each of the 288 tokens that exist has probability 1/288, so ln 288 nats and a perplexity of 288."""
+def test_loss_and_perplexity_of_a_uniform_model(inputs, world, tmp_path):
+    """With logits of zero, each of 288 tokens has probability 1/288: a loss of ln 288 nats."""
     options = config(actor={"optimizer": {"learning_rate": 1e-12}})
     models = models_of(options, inputs, world, tmp_path)
     with torch.no_grad():
         models.actor.module.lm_head.weight.zero_()
     experience = Experience(collate(PROMPTS, RESPONSES, 0), torch.zeros(4, 4), ADVANTAGES)
     batches = TextBatches(
-        ppo.load_rows(inputs["pretraining"] / "train.arrow", world), options, world, 1
+        load_rows(inputs["pretraining"] / "train.arrow", world), options, world, 1
     )
-    metrics = learn(models, experience, options, world, train_actor=True, texts=batches.of_step(1))
+    metrics = update_models(
+        models, experience, options, world, train_actor=True, texts=batches.of_step(1)
+    )
     assert metrics["ptx/loss"] == pytest.approx(5.6629605, rel=1e-6)
     assert metrics["ptx/perplexity"] == pytest.approx(288.0, rel=1e-5)
 
 
 def text(inputs, world, **changes) -> TextBatches:
     return TextBatches(
-        ppo.load_rows(inputs["pretraining"] / "train.arrow", world), config(**changes), world, 1
+        load_rows(inputs["pretraining"] / "train.arrow", world), config(**changes), world, 1
     )
 
 
-def test_a_block_is_predicted_from_its_first_token_on(inputs, world):
+def test_all_tokens_of_a_block_but_the_first_are_predicted(inputs, world):
     batch = text(inputs, world).batch(0)
     assert sorted(
         (batch.prompt_ids.tolist()[row] + ids)
@@ -237,11 +242,11 @@ def test_a_block_is_predicted_from_its_first_token_on(inputs, world):
     )
 
 
-def test_each_update_of_the_run_has_its_own_batch_whatever_came_before(inputs, world):
-    """Two warm-up steps, then two updates a step: step 5 has updates 4 and 5, and they go on where step 4's ended."""
+def test_the_n_th_update_of_a_run_takes_the_n_th_batch(inputs, world):
+    """Two steps of warm-up have no update, the others two: step 5 takes the batches 4 and 5."""
     batches = text(
-        inputs, world, steps=9, ppo_epochs=2, critic_warmup_steps=2, advantage="gae", critic=config().actor.model_dump(),
-        ptx={"batch_size": 2},
+        inputs, world, steps=9, ppo_epochs=2, critic_warmup_steps=2, advantage="gae",
+        critic=config().actor.model_dump(), ptx={"batch_size": 2},
     )  # fmt: skip
     numbered = [batches.batch(number).response_ids.tolist() for number in range(6)]
     assert [batch.response_ids.tolist() for batch in batches.of_step(5)] == numbered[4:6]
@@ -250,7 +255,7 @@ def test_each_update_of_the_run_has_its_own_batch_whatever_came_before(inputs, w
     assert sorted(one_pass) == sorted(block[1:] for block in BLOCKS)
 
 
-def test_ranks_share_a_batch(inputs, world):
+def test_ranks_divide_a_batch(inputs, world):
     whole = text(inputs, world).batch(3).response_ids
     for rank in range(2):
         own = (
@@ -261,7 +266,7 @@ def test_ranks_share_a_batch(inputs, world):
         assert own.tolist() == whole[rank::2].tolist()
 
 
-def test_updates_that_are_left_out_leave_out_their_batches(inputs, world, tmp_path, monkeypatch):
+def test_updates_that_are_skipped_skip_their_batches(inputs, world, tmp_path, monkeypatch):
     taken, batch = [], TextBatches.batch
     monkeypatch.setattr(
         TextBatches, "batch", lambda self, number: taken.append(number) or batch(self, number)
@@ -270,7 +275,7 @@ def test_updates_that_are_left_out_leave_out_their_batches(inputs, world, tmp_pa
     assert taken == [0, 1, 4, 5]
 
 
-def test_text_is_learned_only_while_the_actor_trains(inputs, world, tmp_path):
+def test_text_is_trained_on_only_while_the_actor_trains(inputs, world, tmp_path):
     options = config(advantage="gae", critic=config().actor.model_dump(), critic_warmup_steps=1)
     models, lines = run(options, inputs, world, tmp_path)
     assert [sorted(name for name in line if "ptx" in name) for line in lines] == [
@@ -282,8 +287,8 @@ def test_text_is_learned_only_while_the_actor_trains(inputs, world, tmp_path):
     assert models.actor.global_steps == 1
 
 
-def test_the_loss_changes_nothing_before_its_first_step(inputs, world, tmp_path):
-    """Prompts and random draws are those of a run without it, which reads no text though the job has some."""
+def test_text_changes_no_metric_before_its_first_update(inputs, world, tmp_path):
+    """Prompts and random numbers equal those of a run without text."""
     lines = {}
     for name, options in (("with", config()), ("without", config(ptx=None))):
         (tmp_path / name).mkdir()
@@ -299,18 +304,18 @@ def test_the_loss_changes_nothing_before_its_first_step(inputs, world, tmp_path)
     assert lines["with"][1]["ptx/loss"] < lines["with"][0]["ptx/loss"]
 
 
-def test_a_job_without_text_is_refused(inputs, world, tmp_path):
+def test_ptx_without_text_fails(inputs, world, tmp_path):
     job = job_of({name: path for name, path in inputs.items() if name != "pretraining"}, tmp_path)
     with pytest.raises(
         ArtifactError,
-        match=r"ppo\.ptx is set, but the job has no input `pretraining`; set split\.pre",
+        match=r"ppo\.ptx: the split has no plain text\. Fix: set split\.pretraining",
     ):
         load_text(job, config(), world)
     assert load_text(job, config(ptx=None), world) is None
 
 
 def chain(rows, seed):
-    """Blocks of a language in which each of 40 tokens is followed by one of two, equally likely: its perplexity is 2."""
+    """Blocks of a language with perplexity 2: two tokens may follow each of 40, equally likely."""
     draw = np.random.default_rng(seed)
     blocks = []
     for _ in range(rows):
@@ -333,8 +338,8 @@ def perplexity(model, blocks):
         )
 
 
-def test_a_language_is_kept_that_ppo_alone_forgets(inputs, world, tmp_path):
-    """A policy that has learned a language meets a reward that asks for something else, with nothing else to hold it."""
+def test_ptx_preserves_a_language_that_ppo_alone_forgets(inputs, world, tmp_path):
+    """The reward prefers other tokens than the language, and no KL penalty holds the policy."""
     learned, text = tmp_path / "learned", tmp_path / "text"
     model, blocks, held_out = load_policy(inputs["sft_model"], "fp32"), chain(512, 0), chain(16, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -354,8 +359,9 @@ def test_a_language_is_kept_that_ppo_alone_forgets(inputs, world, tmp_path):
     for name, ptx in (("with", {"batch_size": 16}), ("without", None)):
         (tmp_path / name).mkdir()
         options = config(
-            steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_size_per_gpu=16, kl={"coef": 0.0}, ptx=ptx,
-            actor={"optimizer": {"learning_rate": 1e-2}}, missing_eos_score=None,
+            steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_size_per_gpu=16,
+            kl={"coef": 0.0}, actor={"optimizer": {"learning_rate": 1e-2}},
+            missing_eos_score=None, ptx=ptx,
         )  # fmt: skip
         models, lines = run(
             options, inputs | {"sft_model": learned, "pretraining": text}, world, tmp_path / name

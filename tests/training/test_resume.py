@@ -1,4 +1,7 @@
-"""Training that was ended and is started again: real launches on two ranks, real signals, the smallest environment."""
+"""Interrupted training that resumes: real launches on two ranks, real signals.
+
+The ranks pause at a known point until the signal has taken effect, however fast the machine is.
+"""
 
 import json
 import os
@@ -9,8 +12,12 @@ import time
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pytest
+from rank_fixtures import as_artifact, pause_before_checkpoint, write_table
 
+import rlhf_pipeline
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.runtime.checkpoint_files import (
     checkpoint_path,
     list_checkpoints,
@@ -20,49 +27,159 @@ from rlhf_pipeline.runtime.checkpoint_files import (
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.runtime.metrics_file import truncate_after
 
+SOURCE = Path(rlhf_pipeline.__file__).parents[1]
 DRIVER = """
 import json, sys
+from importlib import import_module
 from pathlib import Path
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.run import run_stage
+from rlhf_pipeline.stages.run import StageRunner
 
-done = json.loads(Path(sys.argv[1]).read_text())
-stage = done["stage"]
-block = {"sft": SFTConfig, "ppo": PPOConfig}[stage].model_validate(done["config"][stage] | {"checkpoint_every": 1})
-inputs = {name: Path(path) for name, path in done["inputs"].items()}
-run_stage(Job(stage, {stage: block}, inputs, done["seed"]), LaunchConfig(**json.loads(sys.argv[3])), Path(sys.argv[2]))
+stage, config, inputs, workspace, launch = (json.loads(argument) for argument in sys.argv[1:])
+spec = import_module(f"rlhf_pipeline.pipelines.{stage}.spec").SPEC
+blocks = {stage: spec.blocks[stage].model_validate(config)}
+job = Job(spec, blocks, {name: Path(path) for name, path in inputs.items()}, 1)
+StageRunner(RunContext(Path(workspace), LaunchConfig(**launch))).run(job)
 """
 
+PAUSING_REWARD = """
+import time
+from pathlib import Path
 
-def start(recipe: Path, workspace: Path, **launch: int) -> subprocess.Popen:
-    """The stage of a recipe that was finished elsewhere, in a workspace of its own."""
-    command = [
-        sys.executable,
-        "-c",
-        DRIVER,
-        str(recipe / "job.json"),
-        str(workspace),
-        json.dumps(launch),
-    ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+calls = 0
+
+def reward(prompts, responses):
+    global calls
+    calls += 1
+    while calls > 1 and Path({pause!r}).exists():
+        time.sleep(0.01)
+    return [-len(response) / 10 for response in responses]
+"""
+"""Pauses from the second step on while a file exists."""
+
+MODEL = {"optimizer": {"learning_rate": 1e-3}}
+SFT = MODEL | {"epochs": 2, "batch_size": 4, "micro_batch_size_per_gpu": 2, "evaluations": 2}
+PPO = {
+    "steps": 3, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_size_per_gpu": 4,
+    "evaluations": 1, "sampling": {"max_response_tokens": 6}, "actor": MODEL, "critic": MODEL,
+}  # fmt: skip
 
 
-def wait_for(pattern: str, workspace: Path, driver: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 300
-    while not any(workspace.glob(pattern)):
+class Training:
+    """A recipe that can pause, and its runs in several workspaces."""
+
+    def __init__(self, stage: str, config: dict, inputs: dict[str, Path], folder: Path) -> None:
+        self.stage, self.inputs, self.folder = stage, inputs, folder
+        self.config = config | {"checkpoint_every": 1}
+        self.pause = folder / "pause"
+
+    def start(self, workspace: str, **launch: int) -> subprocess.Popen:
+        """Start a driver."""
+        inputs = {name: str(path) for name, path in self.inputs.items()}
+        values = self.stage, self.config, inputs, str(self.folder / workspace), launch
+        return subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *map(json.dumps, values)],
+            env=os.environ | {"PYTHONPATH": f"{self.folder}{os.pathsep}{SOURCE}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self, workspace: str, **launch: int) -> Path:
+        """Run to the end; return the work directory."""
+        driver = self.start(workspace, **launch)
+        output, _ = driver.communicate()
+        assert driver.returncode == 0, output
+        return self.directory(workspace)
+
+    def interrupt(self, workspace: str, after: int, end) -> Path:
+        """End training that pauses after the checkpoint of a step; return the work directory."""
+        self.pause.touch()
+        driver = self.start(workspace)
+        checkpoint = f"{workspace}/{self.stage}/*/checkpoints/step-{after:08d}"
+        wait_until(lambda: any(self.folder.glob(checkpoint)) or driver.poll() is not None)
         assert driver.poll() is None, driver.stdout.read()
-        assert time.monotonic() < deadline, f"no {pattern} in {workspace}"
+        programs = psutil.Process(driver.pid).children(recursive=True)
+        ranks = [process for process in programs if "RANK" in process.environ()]
+        end(driver, os.getpgid(ranks[0].pid), self.pause)
+        wait_until(lambda: not any(map(is_running, programs)))
+        assert driver.wait() != 0
+        self.pause.unlink(missing_ok=True)
+        return self.directory(workspace)
+
+    def directory(self, workspace: str) -> Path:
+        (directory,) = (self.folder / workspace / self.stage).iterdir()
+        return directory
+
+
+def wait_until(condition) -> None:
+    """The deadline is only for a program that hangs."""
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
-def lines(directory: Path) -> list:
+def kill_group(driver, group, pause):
+    os.killpg(group, signal.SIGKILL)
+
+
+def kill_driver(driver, group, pause):
+    driver.kill()
+
+
+def terminate_driver(driver, group, pause):
+    """The ranks finish their step and save, so their pause ends when they have the signal."""
+    launcher = psutil.Process(group)  # the signal to the group ends it at once
+    driver.terminate()
+    wait_until(lambda: not is_running(launcher))
+    pause.unlink()
+
+
+@pytest.fixture
+def ppo(ppo_inputs, tmp_path):
+    """PPO that pauses in its second step."""
+    reward, pause = tmp_path / "reward.py", tmp_path / "pause"
+    reward.write_text(PAUSING_REWARD.format(pause=str(pause)))
+    config = PPO | {"rewards": [f"{reward}:reward"]}
+    return Training("ppo", config, ppo_inputs | {"rewards.0": reward}, tmp_path)
+
+
+@pytest.fixture
+def make_sft(make_model, tmp_path):
+    """Makes SFT of eight steps that pauses before it writes the checkpoint of a step."""
+
+    def make(step: int) -> Training:
+        pause_before_checkpoint(step, tmp_path, tmp_path / "pause")
+        table = pa.table(
+            {
+                "id": [str(i) for i in range(16)],
+                "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(16)],
+                "response_ids": [[20 + i, 30 + i, 1] for i in range(16)],
+                "loss_mask": [[True] * 3] * 16,
+            }
+        )
+        model = as_artifact(make_model("llama", seed=1))
+        rows = write_table(table, tmp_path / "demonstrations", TokenContract.read(model))
+        return Training("sft", SFT, {"base_model": model, "demonstrations": rows}, tmp_path)
+
+    return make
+
+
+def resumed_from(directory: Path) -> int:
+    return json.loads((directory / "job.json").read_text())["resume_from"]
+
+
+def metrics(directory: Path) -> list:
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [
         (r["step"], {n: v for n, v in r["metrics"].items() if not n.startswith("time/")})
@@ -70,75 +187,60 @@ def lines(directory: Path) -> list:
     ]
 
 
-def kill_group(driver, group):
-    os.killpg(group, signal.SIGKILL)
-
-
-def kill_driver(driver, group):
-    driver.kill()
-
-
-def terminate_driver(driver, group):
-    driver.terminate()
+def require_equal(directory: Path, uninterrupted: Path) -> None:
+    """The same recipe, weights, metrics and files, bit for bit."""
+    assert directory.name == uninterrupted.name
+    assert content_digest(directory / "export") == content_digest(uninterrupted / "export")
+    assert metrics(directory) == metrics(uninterrupted)
+    found, expected = (
+        sorted(path.name for path in (work / "checkpoints").iterdir())
+        for work in (directory, uninterrupted)
+    )
+    assert found == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "end", "after"),
-    [
-        ("ppo", kill_driver, "step-00000001"),
-        pytest.param("sft", kill_group, "step-00000003", marks=pytest.mark.long),
-        pytest.param("sft", terminate_driver, "step-00000002", marks=pytest.mark.long),
-    ],
-)
-def test_it_ends_as_if_nothing_had_happened(project, tmp_path, stage, end, after):
-    (recipe,) = project.recipes(stage)[:1]
-    driver = start(recipe, tmp_path)
-    wait_for(f"{stage}/*/heartbeats/rank1.json", tmp_path, driver)
-    family = psutil.Process(driver.pid).children(
-        recursive=True
-    )  # now: no time is left for it between two steps
-    group = next(os.getpgid(child.pid) for child in family if "RANK" in child.environ())
-    wait_for(f"{stage}/*/checkpoints/{after}", tmp_path, driver)
-    end(driver, group)
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive
-    assert driver.wait(30) != 0
-    (directory,) = (tmp_path / stage).iterdir()
-    assert directory.name == recipe.name  # how often it saves is no part of the recipe
+def test_resumed_ppo_equals_uninterrupted_ppo_after_its_driver_was_killed(ppo):
+    directory = ppo.interrupt("interrupted", 1, kill_driver)
     assert not (directory / "export" / "manifest.json").exists()
-
-    again = start(recipe, tmp_path)
-    assert again.wait(300) == 0, again.stdout.read()
-    resumed = json.loads((directory / "job.json").read_text())["resume_from"]
-    assert resumed >= int(after[-8:])
-    assert content_digest(directory / "export") == content_digest(recipe / "export")
-    assert lines(directory) == lines(recipe)
-    assert names(directory / "checkpoints") == names(recipe / "checkpoints")
+    assert ppo.finish("interrupted") == directory
+    assert resumed_from(directory) == 1
+    require_equal(directory, ppo.finish("uninterrupted"))
 
 
 @pytest.mark.long
-def test_another_number_of_ranks_goes_on(project, tmp_path):
-    """Two ranks are interrupted and one goes on, on the same rows: the same losses to rounding, which Adam makes larger."""
-    (recipe,) = project.recipes("sft")[:1]
-    driver = start(recipe, tmp_path)
-    wait_for("sft/*/checkpoints/step-00000002", tmp_path, driver)
-    driver.terminate()
-    assert driver.wait(30) != 0
-    again = start(recipe, tmp_path, processes=1, continue_from=2)
-    assert again.wait(300) == 0, again.stdout.read()
-    (directory,) = (tmp_path / "sft").iterdir()
-    assert json.loads((directory / "job.json").read_text())["resume_from"] >= 2
-    assert (
-        Manifest.read(directory / "export").ranks == 1
-        and Manifest.read(recipe / "export").ranks == 2
-    )
-    assert [step for step, _ in lines(directory)] == [step for step, _ in lines(recipe)]
-    for (_, found), (_, expected) in zip(lines(directory), lines(recipe), strict=True):
+@pytest.mark.parametrize(("end", "after"), [(kill_group, 3), (terminate_driver, 2)])
+def test_resumed_sft_equals_uninterrupted_sft(make_sft, end, after):
+    sft = make_sft(after + 1)
+    directory = sft.interrupt("interrupted", after, end)
+    assert not (directory / "export" / "manifest.json").exists()
+    assert sft.finish("interrupted") == directory
+    latest = after if end is kill_group else after + 2  # SIGTERM lets the ranks finish a step
+    assert after <= resumed_from(directory) <= latest
+    require_equal(directory, sft.finish("uninterrupted"))
+
+
+@pytest.mark.long
+def test_another_number_of_ranks_resumes(make_sft):
+    """Two ranks are interrupted and one resumes, on the same rows: equal losses up to rounding.
+
+    Adam amplifies the rounding.
+    """
+    sft = make_sft(3)
+    sft.interrupt("interrupted", 2, terminate_driver)
+    directory = sft.finish("interrupted", processes=1, continue_from=2)
+    uninterrupted = sft.finish("uninterrupted")
+    assert resumed_from(directory) >= 2
+    assert Manifest.read(directory / "export").ranks == 1
+    assert Manifest.read(uninterrupted / "export").ranks == 2
+    for (step, found), (same_step, expected) in zip(
+        metrics(directory), metrics(uninterrupted), strict=True
+    ):
+        assert step == same_step
         assert found["sft/loss"] == pytest.approx(expected["sft/loss"], rel=1e-4)
 
 
-def written(directory: Path, step: int) -> Path:
+def make_checkpoint(directory: Path, step: int) -> Path:
     checkpoint = checkpoint_path(directory, step)
     (checkpoint / "actor").mkdir(parents=True)
     (checkpoint / "actor" / "rank0.safetensors").write_bytes(bytes(100))
@@ -147,50 +249,52 @@ def written(directory: Path, step: int) -> Path:
     return checkpoint
 
 
-def flip(checkpoint):
+def flip_a_bit(checkpoint):
     file = checkpoint / "actor" / "rank0.safetensors"
     file.write_bytes(bytes(50) + b"\x01" + bytes(49))
 
 
-def cut(checkpoint):
+def truncate(checkpoint):
     (checkpoint / "actor" / "rank0.safetensors").write_bytes(bytes(99))
 
 
-def lose(checkpoint):
+def remove_a_file(checkpoint):
     (checkpoint / "loop.json").unlink()
 
 
-def unseal(checkpoint):
+def remove_the_seal(checkpoint):
     (checkpoint / "seal.json").unlink()
 
 
-def garble(checkpoint):
+def garble_the_seal(checkpoint):
     (checkpoint / "seal.json").write_text("[1, 2")
 
 
-@pytest.mark.parametrize("damage", [flip, cut, lose, unseal, garble])
-def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, damage):
-    written(tmp_path, 2)
-    newest = written(tmp_path, 10)
+@pytest.mark.parametrize(
+    "damage", [flip_a_bit, truncate, remove_a_file, remove_the_seal, garble_the_seal]
+)
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, caplog, damage):
+    make_checkpoint(tmp_path, 2)
+    newest = make_checkpoint(tmp_path, 10)
     assert newest_valid_step(tmp_path) == 10
     damage(newest)
     assert newest_valid_step(tmp_path) == 2
-    assert str(newest) in caplog.text and "passed over" in caplog.text
+    assert str(newest) in caplog.text and "skipping a damaged checkpoint" in caplog.text
 
 
-def test_half_a_checkpoint_is_none(tmp_path):
-    written(tmp_path, 4).rename(tmp_path / "step-00000004.partial")
+def test_a_partial_checkpoint_is_ignored(tmp_path):
+    make_checkpoint(tmp_path, 4).rename(tmp_path / "step-00000004.partial")
     assert newest_valid_step(tmp_path) is None and list_checkpoints(tmp_path) == []
 
 
-def test_lines_after_the_step_are_dropped_and_so_is_half_a_line(tmp_path):
+def test_resuming_removes_later_lines_and_half_a_line_of_metrics(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 2')
     truncate_after(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_two_checkpoints_are_kept_and_a_full_disk_is_said_before_anything_is_written(
+def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
     world, tmp_path, monkeypatch
 ):
     import shutil
@@ -207,22 +311,18 @@ def test_two_checkpoints_are_kept_and_a_full_disk_is_said_before_anything_is_wri
     assert checkpoints.restore(3) == {"kl_coef": 0.5} and checkpoints.restore(None) == {}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
     with pytest.raises(
-        StageError, match=r"the checkpoint of step 5 takes 0 MiB, and .* has .* left; make room"
+        StageError, match=r"the checkpoint of step 5 needs 0 MiB, .* free; free some space"
     ):
         checkpoints.save(5, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
-def test_a_signal_is_obeyed_after_the_step_with_a_checkpoint(world, tmp_path):
+def test_sigterm_saves_a_checkpoint_after_the_step_and_interrupts(world, tmp_path):
     from rlhf_pipeline.errors import Interrupted
     from rlhf_pipeline.training.resume import Checkpoints
 
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Interrupted, match="after step 7; run the same command again"):
-            checkpoints.step_ended(7, due=False, loop={})
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted, match=r"after step 7\. Run the same command again"):
+        checkpoints.step_ended(7, due=False, loop={})
     assert newest_valid_step(tmp_path) == 7

@@ -1,4 +1,4 @@
-"""The room that a checkpoint takes: what is asked for is what is written, and no more."""
+"""The disk space that is required before a checkpoint or a model is written."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,8 +9,13 @@ from rlhf_pipeline.errors import StageError
 
 
 @pytest.mark.parametrize(("zero_stage", "fits"), [(0, True), (1, False)])
-def test_only_sharded_engines_are_counted_once_a_rank(world, make_model, disk, zero_stage, fits):
-    """At ZeRO stage 0 the first rank alone writes. With room for one copy: weights and two moments, 12 bytes a number."""
+def test_space_is_required_for_each_rank_only_if_the_engine_is_sharded(
+    world, make_model, disk, zero_stage, fits
+):
+    """At ZeRO stage 0, only the first rank writes. The disk has space for one copy.
+
+    A copy contains weights and two moments, 12 bytes per number.
+    """
     from rlhf_pipeline.config.training import TrainedModelConfig
     from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.models.loading import load_policy
@@ -36,14 +41,14 @@ def test_only_sharded_engines_are_counted_once_a_rank(world, make_model, disk, z
     else:
         with pytest.raises(
             StageError,
-            match=r"the checkpoint of step 1 takes .* MiB left; make room .* it goes on from",
+            match=r"the checkpoint of step 1 needs .* MiB free; free some space .* again to resume",
         ):
             checkpoints.save(1, {})
         assert list((disk.path / "checkpoints").iterdir()) == []
 
 
-def test_a_model_is_not_begun_where_it_does_not_fit(tokenizer, make_model, disk):
-    """Tied weights are written once: a model of 4 bytes a number fits where two of its embeddings would not."""
+def test_a_model_that_does_not_fit_is_not_written(tokenizer, make_model, disk):
+    """Tied weights are written once: the model fits, a second copy of its embeddings would not."""
     from rlhf_pipeline.distributed.model_files import save_model
     from rlhf_pipeline.models.loading import load_policy
 
@@ -51,7 +56,7 @@ def test_a_model_is_not_begun_where_it_does_not_fit(tokenizer, make_model, disk)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     disk.leave(size - 2**12)
     with pytest.raises(
-        StageError, match=r"the model for .*/best takes .* MiB, and .* MiB left; make room"
+        StageError, match=r"the model for .*/best needs .* MiB, .* MiB free; free some space"
     ):
         save_model(model, tokenizer, disk.path / "best")
     assert not (disk.path / "best").exists()

@@ -1,4 +1,4 @@
-"""What is saved is what was in training: read back bit for bit, and the same model to others."""
+"""A saved model equals the model in training, bit for bit, for every reader."""
 
 import json
 import subprocess
@@ -22,16 +22,18 @@ IDS = torch.arange(5, 17).view(2, 6)
 READER = """
 import json, sys, torch, transformers
 for kind, folder in json.loads(sys.argv[1]).items():
-    model, info = getattr(transformers, kind).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    auto = getattr(transformers, kind)
+    model, info = auto.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
-        torch.save(model.eval()(input_ids=torch.arange(5, 17).view(2, 6)).logits, f"{folder}/logits.pt")
+        logits = model.eval()(input_ids=torch.arange(5, 17).view(2, 6)).logits
+        torch.save(logits, f"{folder}/logits.pt")
 assert not any(name.startswith("rlhf_pipeline") for name in sys.modules)
 """
 
 
 def trained(load, **deepspeed):
-    """An engine after one optimizer step, so that its weights are those of no file."""
+    """An engine after one optimizer step, so that its weights are in no file."""
     config = {
         "optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0, "schedule": "constant"},
         "deepspeed": deepspeed,
@@ -42,8 +44,10 @@ def trained(load, **deepspeed):
     return engine
 
 
-def test_a_clean_process_computes_the_live_model_s_logits(world, ppo_inputs, tmp_path):
-    """By transformers alone: no missing or unexpected key, and not one bit of difference."""
+def test_another_process_computes_the_same_logits_with_transformers_alone(
+    world, ppo_inputs, tmp_path
+):
+    """No key is missing or unexpected, and no bit differs."""
     sft_model, reward_model = ppo_inputs["sft_model"], ppo_inputs["reward_model"]
     engines = {
         "AutoModelForCausalLM": trained(
@@ -61,33 +65,38 @@ def test_a_clean_process_computes_the_live_model_s_logits(world, ppo_inputs, tmp
         read = torch.load(tmp_path / kind / "logits.pt")
         assert read.dtype == live.dtype and torch.equal(read, live)
     start = load_scores(reward_model, "fp32").classifier(input_ids=IDS).logits
-    assert not torch.allclose(read, start, rtol=1e-2)  # training did change it
+    assert not torch.allclose(read, start, rtol=1e-2)  # training has changed it
     scores = engines["AutoModelForSequenceClassification"].module(
         input_ids=IDS, attention_mask=torch.ones_like(IDS), scores_to_keep=1
     )
-    torch.testing.assert_close(
-        read, scores, rtol=1e-5, atol=1e-6
-    )  # PPO's scores are what others read
+    torch.testing.assert_close(read, scores, rtol=1e-5, atol=1e-6)  # the scores that PPO uses
 
 
-def changed(weights):
+def change_a_bit(weights):
     weights["model.norm.weight"][3] = torch.nextafter(
         weights["model.norm.weight"][3], torch.tensor(9.0)
     )
 
 
-def lost(weights):
+def remove_a_weight(weights):
     del weights["model.norm.weight"]
 
 
-def added(weights):
+def add_a_weight(weights):
     weights["model.norm.other"] = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
-    ("harm", "named"), [(changed, "norm.weight"), (lost, "norm.weight"), (added, "norm.other")]
+    ("damage", "reported"),
+    [
+        (change_a_bit, "norm.weight"),
+        (remove_a_weight, "norm.weight"),
+        (add_a_weight, "norm.other"),
+    ],
 )
-def test_what_is_written_wrongly_is_not_kept(ppo_inputs, tmp_path, monkeypatch, harm, named):
+def test_a_model_that_is_written_wrongly_fails_and_keeps_the_earlier_one(
+    ppo_inputs, tmp_path, monkeypatch, damage, reported
+):
     model, tokenizer = (
         load_policy(ppo_inputs["sft_model"], "fp32"),
         load_tokenizer(ppo_inputs["sft_model"]),
@@ -99,12 +108,13 @@ def test_what_is_written_wrongly_is_not_kept(ppo_inputs, tmp_path, monkeypatch, 
     def write_wrongly(self, folder: Path, **kwargs):
         write(self, folder, **kwargs)
         weights = load_file(folder / "model.safetensors")
-        harm(weights)
+        damage(weights)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(type(model), "save_pretrained", write_wrongly)
     with pytest.raises(
-        ArtifactError, match=rf"is not the model that was saved: model\.{named} differ"
+        ArtifactError,
+        match=rf"the saved model differs from the model in memory: model\.{reported}",
     ):
         save_model(model, tokenizer, tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").stat().st_ino == before

@@ -1,4 +1,4 @@
-"""The loss of supervised fine-tuning: what is learned, whatever the batch looks like."""
+"""The loss of supervised fine-tuning, in any batch."""
 
 import math
 
@@ -44,7 +44,7 @@ def only(*rows):
 
 
 def nll_by_hand(model, row):
-    """Row by row and without padding: each learned token's probability given all tokens before it."""
+    """The loss of a row alone, without padding, from the tokens before each learned token."""
     ids = torch.tensor(ROWS["prompt_ids"][row] + ROWS["response_ids"][row])
     learned = [False] * len(ROWS["prompt_ids"][row]) + ROWS["loss_mask"][row]
     logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
@@ -62,7 +62,7 @@ def test_collate_pads_the_mask_like_the_responses(task):
     assert batch.lengths.tolist() == [7, 8]
 
 
-def test_chosen_rows_lose_the_columns_that_only_others_need(task):
+def test_selected_rows_have_no_column_of_padding_only(task):
     rows = task.collate(ROWS).rows(torch.tensor([3, 0]))
     assert rows.loss_mask.tolist() == [
         [True, False, False, False, True],
@@ -72,11 +72,11 @@ def test_chosen_rows_lose_the_columns_that_only_others_need(task):
     assert rows.to(torch.device("cpu")).loss_mask.tolist() == rows.loss_mask.tolist()
 
 
-def test_the_weight_counts_learned_tokens(task):
+def test_the_weight_is_the_number_of_learned_tokens(task):
     assert task.weight(task.collate(ROWS)).item() == LEARNED
 
 
-def test_the_loss_is_the_learned_tokens_mean_negative_log_likelihood(task, model):
+def test_the_loss_is_the_mean_negative_log_likelihood_of_learned_tokens(task, model):
     freeze(model)
     batch = task.collate(ROWS)
     loss, sums = task.loss(model, batch, task.weight(batch))
@@ -86,7 +86,7 @@ def test_the_loss_is_the_learned_tokens_mean_negative_log_likelihood(task, model
     assert sums["tokens"].item() == LEARNED
 
 
-def test_a_row_s_loss_does_not_depend_on_its_neighbours(task, model):
+def test_the_loss_of_a_row_does_not_depend_on_other_rows(task, model):
     freeze(model)
     for row in range(4):
         loss, _ = task.loss(model, task.collate(only(row)), torch.tensor(1.0))
@@ -110,8 +110,8 @@ def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, size
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_what_is_not_learned_is_read_all_the_same(task, model):
-    """A user's later turn changes what follows it, and has no loss of its own."""
+def test_tokens_that_are_not_learned_are_still_context(task, model):
+    """A later turn of the user has no loss and changes the loss of the answer after it."""
     freeze(model)
     other = only(1) | {"response_ids": [[21, 1, 30, 31, 24, 1]]}
     said, changed = (
@@ -131,4 +131,4 @@ def test_metrics_are_per_learned_token(task):
         "perplexity": math.exp(1.5),
         "tokens": 4.0,
     }
-    assert task.merit({"perplexity": 3.0}) > task.merit({"perplexity": 4.0})
+    assert task.selection_score({"perplexity": 3.0}) > task.selection_score({"perplexity": 4.0})

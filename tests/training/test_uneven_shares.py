@@ -1,37 +1,27 @@
-"""Held-out rows that two ranks cannot share evenly: at ZeRO-3, where every forward pass takes all ranks, nobody waits for ever.
+"""Held-out rows that two ranks cannot share evenly, at ZeRO-3: no rank may wait forever.
 
-This file is also the program that the ranks run.
+Every forward pass at ZeRO-3 needs all ranks. The ranks run this file as a program.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 ROWS = 5
-"""3 and 2 rows, in micro batches of 2: two of them on the first rank, one on the second."""
+"""3 and 2 rows, in micro batches of 2: two on the first rank, one on the second."""
 
 
 def main(inputs: dict[str, str], folder: Path) -> None:
-    """Evaluate SFT and PPO at stages 0 and 3; the responses that PPO samples are of unequal lengths, too."""
-    from functools import partial
-
+    """Evaluate SFT and PPO at stages 0 and 3. The responses of PPO differ in length, too."""
     import pyarrow as pa
 
-    from rlhf_pipeline.config.ppo import PPOConfig
-    from rlhf_pipeline.config.training import SFTConfig
     from rlhf_pipeline.data.token_contract import TokenContract
-    from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.distributed.world import join
-    from rlhf_pipeline.models.loading import load_policy
-    from rlhf_pipeline.runtime.job import LaunchedJob
-    from rlhf_pipeline.training import ppo
-    from rlhf_pipeline.training.ppo_models import load_ppo_models
-    from rlhf_pipeline.training.sft import SFTTask
-    from rlhf_pipeline.training.supervised import evaluate
 
-    world = join(1, timeout_s=30)
+    world = join(1, timeout_s=600)
     paths = {name: Path(path) for name, path in inputs.items()}
     contract = TokenContract.read(paths["sft_model"])
     table = pa.table(
@@ -46,23 +36,48 @@ def main(inputs: dict[str, str], folder: Path) -> None:
     found = {}
     for stage in (0, 3):
         model = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"zero_stage": stage}}
-        sft = SFTConfig.model_validate(
-            model | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2}
-        )
-        engine = train_engine(partial(load_policy, paths["sft_model"]), sft, 1)
-        found[f"sft {stage}"] = evaluate(engine, SFTTask(contract), table, world, 2)
-        sizes = {"rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 2}
-        config = PPOConfig.model_validate(
-            sizes | {"steps": 1, "gather_for_generation": False, "actor": model, "critic": model}
-            | {"sampling": {"max_response_tokens": 9, "batch_size_per_gpu": 2}}
-        )  # fmt: skip
-        job = LaunchedJob(
-            "ppo", "f", 1, {"ppo": config.model_dump(mode="json")}, paths, {}, folder, 30.0
-        )
-        models = load_ppo_models(job, config, contract, world)
-        found[f"ppo {stage}"] = ppo.evaluate(models, table, config, world, seed=1)
+        found[f"sft {stage}"] = evaluate_sft(model, paths, contract, table, world)
+        found[f"ppo {stage}"] = evaluate_ppo(model, paths, contract, table, world, folder)
     if world.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
+
+
+def evaluate_sft(model, paths, contract, table, world) -> dict[str, float]:
+    from functools import partial
+
+    from rlhf_pipeline.config.training import SFTConfig
+    from rlhf_pipeline.distributed.engine import train_engine
+    from rlhf_pipeline.models.loading import load_policy
+    from rlhf_pipeline.training.sft import SFTTask
+    from rlhf_pipeline.training.supervised import Setup, evaluate
+
+    config = SFTConfig.model_validate(
+        model | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2}
+    )
+    engine = train_engine(partial(load_policy, paths["sft_model"]), config, 1)
+    setup = Setup(
+        engine=engine, task=SFTTask(contract), config=config, training=table, validation=table,
+        world=world, seed=1, writer=None, best=None, guard=None, checkpoints=None, done=0,
+    )  # fmt: skip
+    return evaluate(setup)
+
+
+def evaluate_ppo(model, paths, contract, table, world, folder) -> dict[str, float]:
+    from rlhf_pipeline.config.ppo import PPOConfig
+    from rlhf_pipeline.runtime.job import LaunchedJob
+    from rlhf_pipeline.training.ppo import held_out_metrics
+    from rlhf_pipeline.training.ppo_setup import set_up
+
+    config = PPOConfig.model_validate(
+        {
+            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 2,
+            "gather_for_generation": False, "actor": model, "critic": model,
+            "sampling": {"max_response_tokens": 9, "batch_size_per_gpu": 2},
+        }
+    )  # fmt: skip
+    block = {"ppo": config.model_dump(mode="json")}
+    job = LaunchedJob("ppo", "f", 1, block, paths, {}, folder, 300.0)
+    return held_out_metrics(replace(set_up(job, config, contract, world), validation=table))
 
 
 @pytest.mark.long

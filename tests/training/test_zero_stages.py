@@ -1,6 +1,6 @@
-"""PPO at every ZeRO stage: two real ranks under DeepSpeed's launcher, up to ten steps, all settings in one launch.
+"""PPO at every ZeRO stage, for up to ten steps.
 
-This file is also the program that the ranks run.
+Two real ranks run this file as a program under DeepSpeed's launcher, all settings in one launch.
 """
 
 import json
@@ -32,8 +32,8 @@ STAGES = {
 SHORT = ("0, short", "offloaded", "layer by layer")
 STEPS = {name: 3 if name in SHORT else 10 for name in STAGES}
 WHOLE = {name: "0, short" if name in SHORT else "0" for name in STAGES if not name.startswith("0")}
-"""The unsharded run that each setting is compared with."""
-SHARDED = {  # which of the four models are in shards, by the rule where a stage is not named
+"""The unsharded run to compare each setting with."""
+SHARDED = {  # the models that are sharded, by the rule if their stage is not given
     "0": [], "0, short": [], "1": [], "2": [],
     "3": ["actor", "reference", "critic", "reward_model"],
     "mixed": ["actor", "reference"],
@@ -43,27 +43,27 @@ SHARDED = {  # which of the four models are in shards, by the rule where a stage
 
 
 def main(inputs: dict[str, str], folder: Path) -> None:
-    """Train by each setting; leave what the models were and what came of it."""
+    """Train with each setting; record which models were sharded."""
     from rlhf_pipeline.config.ppo import PPOConfig
     from rlhf_pipeline.distributed.world import join
     from rlhf_pipeline.distributed.zero import is_sharded
     from rlhf_pipeline.runtime.job import LaunchedJob
-    from rlhf_pipeline.training import ppo
+    from rlhf_pipeline.training import ppo, ppo_setup
 
-    world = join(1, timeout_s=60)
+    world = join(1, timeout_s=600)
     loaded = {}
-    load = ppo.load_ppo_models
+    load = ppo_setup.load_ppo_models
 
     def remember(*args):
         models = load(*args)
         loaded[name] = [model for model, engine in models.engines().items() if is_sharded(engine)]
         return models
 
-    ppo.load_ppo_models = remember
+    ppo_setup.load_ppo_models = remember
     for name, blocks in STAGES.items():
         directory = folder / name
         directory.mkdir(exist_ok=True)
-        # A usual eps of 1e-8 would let Adam blow the rounding noise of vanishing gradients up to whole steps.
+        # With the usual eps of 1e-8, Adam would amplify the rounding noise of tiny gradients.
         model = {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}}
         frozen = {
             key: {"deepspeed": blocks[key]}
@@ -72,10 +72,12 @@ def main(inputs: dict[str, str], folder: Path) -> None:
         }
         config = PPOConfig.model_validate(
             {
-                "steps": STEPS[name], "rollout_batch_size": 8, "minibatch_size": 4, "micro_batch_size_per_gpu": 4,
-                "evaluations": 1, "sampling": {"max_response_tokens": 6},
+                "steps": STEPS[name], "rollout_batch_size": 8, "minibatch_size": 4,
+                "micro_batch_size_per_gpu": 4, "evaluations": 1,
+                "sampling": {"max_response_tokens": 6},
                 "gather_for_generation": name != "layer by layer",
-                "actor": model | {"deepspeed": blocks["actor"]}, "critic": model | {"deepspeed": blocks["critic"]},
+                "actor": model | {"deepspeed": blocks["actor"]},
+                "critic": model | {"deepspeed": blocks["critic"]},
             } | frozen
         )  # fmt: skip
         paths = {key: Path(value) for key, value in inputs.items()}
@@ -101,7 +103,7 @@ def metrics(results: Path, name: str) -> list[dict[str, float]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
-def test_losses_are_those_of_stage_0(results, name):
+def test_losses_equal_those_of_stage_0(results, name):
     expected, found = metrics(results, WHOLE[name]), metrics(results, name)
     assert len(expected) == len(found) == STEPS[name]
     for step, (whole, sharded) in enumerate(zip(expected, found, strict=True), start=1):
@@ -114,7 +116,7 @@ def test_losses_are_those_of_stage_0(results, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_export_is_whole_and_that_of_stage_0(results, name):
+def test_the_export_is_whole_and_equals_that_of_stage_0(results, name):
     from rlhf_pipeline.models.loading import load_policy
 
     expected, found = (
@@ -127,13 +129,13 @@ def test_the_export_is_whole_and_that_of_stage_0(results, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", STAGES)
-def test_what_is_sharded_follows_the_stages(results, name):
-    """Loading one model in shards must not shard the next, and a rule gives the frozen models their stages."""
+def test_models_are_sharded_according_to_their_stages(results, name):
+    """Loading a sharded model does not shard the next one. A rule gives frozen models a stage."""
     assert json.loads((results / "sharded.json").read_text())[name] == SHARDED[name]
 
 
 @pytest.mark.long
-def test_the_settings_of_every_engine_are_kept(results):
+def test_the_settings_of_every_engine_are_stored(results):
     settings = json.loads((results / "offloaded" / "deepspeed.json").read_text())
     stages = {name: engine["zero_optimization"]["stage"] for name, engine in settings.items()}
     assert stages == {"actor": 3, "reference": 3, "critic": 2, "reward_model": 3}

@@ -1,4 +1,4 @@
-"""`kedro rlhf clean`: what lies in the workspace for nothing, and how much room it takes."""
+"""`kedro rlhf clean`: show or remove what no published version needs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.commands.versions import artifacts
+from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
 
 
 def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: bool) -> None:
-    """Show what serves no published version; with `yes`, remove it."""
+    """Show what no published version needs; with `yes`, remove it."""
     workspace: Path = catalog.load("workspace")
     datasets = artifacts(
         catalog, {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
     )
     published = [path for dataset in datasets for path in dataset.versions()]
     abandoned = [path for dataset in datasets for path in dataset.abandoned()]
-    leftovers, kept = survey(workspace, published, abandoned, unfinished=unfinished)
+    leftovers, kept = survey(workspace, stage_specs(), published, abandoned, unfinished=unfinished)
     root = workspace.parent
     if leftovers:
         console.print(_table(leftovers, root))
@@ -32,7 +33,7 @@ def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: 
     elif not yes:
         freed = _bytes(sum(leftover.freed for leftover in leftovers))
         console.print(
-            f"Nothing is removed yet: `kedro rlhf clean --yes` frees {freed}.",
+            f"Nothing was removed. `kedro rlhf clean --yes` frees {freed}.",
             highlight=False,
             soft_wrap=True,
         )
@@ -47,7 +48,7 @@ def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: 
                 )
             else:
                 freed_bytes += leftover.freed
-        console.print(f"Removed; {_bytes(freed_bytes)} are free.", highlight=False)
+        console.print(f"Removed; {_bytes(freed_bytes)} freed.", highlight=False)
 
 
 def _table(leftovers: list[Leftover], root: Path) -> Table:
@@ -71,7 +72,7 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _bytes(count: int) -> str:
-    """A size for people: 1.2 GB is 1.2e9 bytes."""
+    """A rounded size with a decimal unit: 1.2 GB is 1.2e9 bytes."""
     size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]

@@ -33,19 +33,19 @@ class Row:
 
 
 def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
-    """What a pipeline's stages would do, from left to right. The nodes' own functions tell; nothing is launched.
+    """What the stages of a pipeline would do, in order; the nodes run with a `Planner`.
 
     Raises:
-        ConfigError, DataError, ArtifactError: what `kedro run` would refuse before it starts.
+        ConfigError, DataError, ArtifactError: the same as in `kedro run` before the first launch.
     """
-    check(catalog.load("parameters"))
+    check(catalog)
     planner = Planner(run_context(catalog))
     provide_stages(catalog, planner)
     rows: list[Row] = []
-    made: dict[str, Path] = {}
+    results: dict[str, Path] = {}
     for node in pipeline.nodes:
         known = len(planner.stages)
-        extra = _visit(node, catalog, made, planner)
+        extra = _visit(node, catalog, results, planner)
         rows += [_row(stage, node, catalog) for stage in list(planner.stages.values())[known:]]
         rows += [extra] if extra is not None else []
     return rows
@@ -68,22 +68,26 @@ def show(rows: list[Row], console: Console) -> None:
 
 
 def _visit(
-    node: Node, catalog: CatalogProtocol, made: dict[str, Path], planner: Planner
+    node: Node, catalog: CatalogProtocol, results: dict[str, Path], planner: Planner
 ) -> Row | None:
-    """Let a node's function name its stages; a row for what they do not tell."""
+    """Plan the stages of a node; return a row if its own stage cannot be planned."""
     (output,) = node.outputs
     if node.name not in stage_specs():
         return Row(node.name, "run", details="every time")
-    missing = [name for name in node.inputs if name not in made and is_unpublished(catalog, name)]
+    missing = [
+        name for name in node.inputs if name not in results and is_unpublished(catalog, name)
+    ]
     if missing:
-        made[output] = planner.add_pending(node.name)
+        results[output] = planner.add_pending(node.name)
         return Row(node.name, "fail", details=f"no version of {', '.join(missing)} is published")
-    inputs = {name: made[name] if name in made else catalog.load(name) for name in node.inputs}
+    inputs = {
+        name: results[name] if name in results else catalog.load(name) for name in node.inputs
+    }
     known = len(planner.stages)
     try:
-        made[output] = node.func(*inputs.values())
+        results[output] = node.func(*inputs.values())
     except FileNotFoundError:
-        # A node that looks into what a stage has yet to make cannot go on to its own stage.
+        # The node reads a result that is still pending, so its own stage cannot be planned.
         pending = [
             stage.run.title
             for stage in list(planner.stages.values())[known:]
@@ -96,7 +100,7 @@ def _visit(
         ]
         if not pending:
             raise
-        made[output] = planner.add_pending(node.name)
+        results[output] = planner.add_pending(node.name)
         if has_run(catalog.load("workspace"), node.name):
             return Row(node.name, "may run", details=downstream(pending))
         return Row(node.name, "run", details=f"{downstream(pending)}; never run here")
@@ -115,7 +119,6 @@ def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
         )
         details += [f"run {version}"] if version is not None else []
     if planned.state == "resume":
-        details.insert(
-            0, f"from step {run.resumed_from}"
-        )  # a run passes over a checkpoint whose bytes are damaged
+        # A run checks the bytes; if they are damaged it resumes from an earlier checkpoint.
+        details.insert(0, f"from step {run.resumed_from}")
     return Row(run.title, planned.state, run.fingerprint[:8], "; ".join(details))

@@ -1,4 +1,4 @@
-"""The published versions of a project's artifacts."""
+"""Published versions of artifacts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlhf_pipeline.runtime.manifest import Manifest
 
 
 def artifacts(catalog: CatalogProtocol, names: Iterable[str]) -> list[ArtifactDataset]:
-    """The datasets among the named ones that hold artifacts."""
+    """The artifact datasets among the named ones."""
     datasets = (catalog.get(name) for name in sorted(names))
     return [dataset for dataset in datasets if isinstance(dataset, ArtifactDataset)]
 
 
 def first_version(catalog: CatalogProtocol, name: str, fingerprint: str) -> str | None:
-    """The run that first published a recipe's result as the dataset `name`: the run that made it, as a rule."""
+    """The first run that published the result of a recipe as the dataset `name`."""
     versions = [path for dataset in artifacts(catalog, [name]) for path in dataset.versions()]
     return next(
         (path.parent.name for path in versions if Manifest.read(path).fingerprint == fingerprint),
@@ -26,5 +26,5 @@ def first_version(catalog: CatalogProtocol, name: str, fingerprint: str) -> str 
 
 
 def is_unpublished(catalog: CatalogProtocol, name: str) -> bool:
-    """Whether an artifact has no version at all."""
+    """Whether the dataset `name` is an artifact without any version."""
     return any(not dataset.versions() for dataset in artifacts(catalog, [name]))

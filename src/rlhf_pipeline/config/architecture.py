@@ -1,7 +1,7 @@
-"""What a family of Hugging Face models calls its fields, read from the source of its configuration class.
+"""Field names of a Hugging Face model family, parsed from the source of its configuration class.
 
-transformers stores a field that it does not know and goes on, so a typo would build another model in silence. Importing it
-tells the names too, but takes two seconds, on every command; its source takes milliseconds.
+transformers silently accepts unknown fields, so a typo would build another model. Importing
+transformers would take two seconds on every command; parsing the source takes milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
-"""Fields of every family that are the tokenizer's to decide."""
+"""Fields of every family that the tokenizer determines."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,19 @@ class Family:
 
     model_type: str
     defaults: Mapping[str, Any]
-    """Every field with its default; None also where the default is no plain literal."""
+    """Default of every field; None if the default is not a literal."""
     aliases: Mapping[str, str]
-    """Standard names to the family's own: GPT-2's `n_positions` is `max_position_embeddings` elsewhere."""
+    """The family's names by standard names: `max_position_embeddings` is GPT-2's `n_positions`."""
 
-    def given(self, architecture: Mapping[str, Any]) -> dict[str, Any]:
-        """The architecture's fields under the family's own names, without those that are null and no field of it: null
-        takes back what another environment gave for another family.
+    def resolve(self, architecture: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields under the family's own names.
+
+        Unknown fields that are null are left out: null unsets a field that another environment sets
+        for another family.
 
         Raises:
-            ValueError: a field is not the family's, is the tokenizer's, or is given under both of its names.
+            ValueError: a field is unknown, is determined by the tokenizer, or is set under two
+                names.
         """
         wanted = {
             name: value
@@ -49,32 +52,34 @@ class Family:
                 f"{name}{suggestion(name, [*known, *self.aliases])}" for name in unknown
             )
             raise ValueError(
-                f"{self.model_type} has no field {named}; known are {', '.join(known)}; set to null what another "
-                "environment gives"
+                f"found {named}, expected fields of {self.model_type}: {', '.join(known)}. "
+                "Fix: correct the name, or set a field of another environment to null"
             )
         fields: dict[str, Any] = {}
         for name, value in wanted.items():
             own = self.aliases.get(name, name)
             if own in FROM_TOKENIZER:
                 raise ValueError(
-                    f"{name} comes from the tokenizer; leave it out (base_model.vocab_size sets its size)"
+                    f"found {name}, expected no field that the tokenizer determines. "
+                    "Fix: remove it; base_model.vocab_size sets the vocabulary size"
                 )
             if own in fields:
                 raise ValueError(
-                    f"{own} is given twice, as {own} and under another name; set one of them to null"
+                    f"found {own} twice, under both of its names, expected one value. "
+                    "Fix: set one of them to null"
                 )
             fields[own] = value
         return fields
 
     def value(self, architecture: Mapping[str, Any], name: str) -> Any:
-        """What a model of this architecture has as `name` (a standard name), given or by default; None if no such field."""
+        """Return a field by its standard name, set or default; None if there is no such field."""
         own = self.aliases.get(name, name)
         return architecture.get(own, self.defaults.get(own))
 
 
 @cache
 def find_family(model_type: str) -> Family:
-    """The family of that `model_type`; raise `ValueError` if transformers has none."""
+    """Return the family of a `model_type`; raise `ValueError` if transformers has none."""
     package = find_spec("transformers")
     assert package is not None and package.origin is not None, "transformers is a dependency"
     models = Path(package.origin).parent / "models"
@@ -87,18 +92,19 @@ def find_family(model_type: str) -> Family:
             if (path / f"configuration_{path.name}.py").is_file()
         ]
         raise ValueError(
-            f"model_type {model_type} is none that transformers has{suggestion(model_type, known)}"
+            f"found model_type {model_type}{suggestion(model_type, known)}, "
+            "expected a model type of transformers"
         )
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.ClassDef):
             constants, fields = _assignments(node)
             if constants.get("model_type") == model_type:
                 return Family(model_type, fields, constants.get("attribute_map", {}))
-    raise ValueError(f"model_type {model_type} has no configuration class in {source}")
+    raise ValueError(f"found no configuration class of model_type {model_type} in {source}")
 
 
 def _assignments(node: ast.ClassDef) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Constants of a configuration class and, by their annotation, its fields."""
+    """Return the constants of a configuration class, and its annotated fields."""
     constants: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     for statement in node.body:
@@ -119,6 +125,6 @@ def _literal(node: ast.expr | None) -> Any:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The known name that is nearest to an unknown one, as a part of an error message; empty if none is near."""
+    """Return " (did you mean NAME?)" with the nearest known name; empty if none is near."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f" (did you mean {close[0]}?)" if close else ""

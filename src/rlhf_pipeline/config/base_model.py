@@ -1,4 +1,4 @@
-"""The base model: a checkpoint to start from, or the architecture of a small one to build."""
+"""The base model: an existing model to start from, or the architecture of a small one to build."""
 
 from __future__ import annotations
 
@@ -10,43 +10,46 @@ from rlhf_pipeline.config.architecture import find_family
 from rlhf_pipeline.config.block import Block
 
 COMMIT, BYTES = "commit", "bytes"
-"""Names under which the identity of a fetched base model is an input of its stage."""
+"""Names of the digest that identifies a base model: a commit on the hub, or a folder's bytes."""
 
 
 class BaseModelConfig(Block):
-    """What every later stage starts from. Give `path`, or `architecture` with `vocab_size`."""
+    """The model that all stages start from. Set `path`, or `architecture` with `vocab_size`."""
 
-    model_config = ConfigDict(
-        hide_input_in_errors=True
-    )  # a path that is refused for its secret, a token that is no field
+    # A refused path or an unknown field may contain a secret.
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     path: str | None = None
-    """A Hugging Face id (`facebook/opt-350m`) or a local folder with a causal language model and its tokenizer."""
+    """Causal language model with its tokenizer: a Hugging Face id (`facebook/opt-350m`) or a local
+    folder. None: build a model from `architecture`."""
 
     revision: str | None = None
-    """Hub revision of `path`: branch, tag or commit. What counts, and is loaded, is the commit that it names when the stage is
-    looked up; name one to be able to repeat a run."""
+    """Hub revision of `path`: branch, tag or commit. Each run resolves it to a commit, which is
+    part of the recipe. Set a commit to make a run repeatable. None: the newest commit of the
+    default branch."""
 
     trust_remote_code: bool = False
-    """Execute Python code that lies in `path` (`auto_map` in its configuration), here and wherever a later stage loads what was
-    made of it. Read the code and pin `revision` first: it runs with all your rights. False: such a model is refused, unless
-    transformers knows its type without that code."""
+    """Execute the Python code in `path` (`auto_map` in its configuration), here and in every later
+    stage that loads the model. The code runs with all your rights: read it and pin `revision`
+    first. False: refuse such a model, unless transformers knows its type without that code."""
 
     unpickle_weights: bool = False
-    """Read `pytorch_model.bin` where `path` has no safetensors. torch reads tensors only (`weights_only`) and refuses anything
-    that would be executed; what later stages read is safetensors. False: such a model is refused."""
+    """Read `pytorch_model.bin` if `path` has no safetensors. torch reads only tensors
+    (`weights_only`) and executes nothing; later stages read safetensors. False: refuse such a
+    model."""
 
     architecture: dict[str, Any] | None = None
-    """Fields of a Hugging Face model configuration, `model_type` among them (`llama`, `opt`, ...): a model with random
-    weights is built from it. It has never seen text, so it only serves worlds as small as the synthetic one. Null takes
-    back a field that another environment gave for another family."""
+    """Fields of a Hugging Face model configuration, including `model_type` (`llama`, `opt`, ...),
+    to build a model with random weights. Such a model has seen no text, so it suits only small data
+    sets like the synthetic one. Null unsets a field that another environment sets."""
 
     vocab_size: int | None = Field(default=None, ge=300)
-    """Tokens of the byte-level BPE tokenizer trained on the sources' texts for a built model; 256 of them are bytes."""
+    """Vocabulary size of the byte-level BPE tokenizer that is trained for a built model on the
+    sources' texts. 256 tokens are bytes."""
 
     @property
     def positions(self) -> int | None:
-        """Tokens that a built model has positions for; None if there is no such limit, or a checkpoint has to tell."""
+        """Maximum number of tokens of a built model; None if unlimited or not known yet."""
         return (
             None
             if self.architecture is None
@@ -56,22 +59,23 @@ class BaseModelConfig(Block):
     @field_validator("architecture")
     @classmethod
     def _known_fields(cls, architecture: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Under the family's own names."""
+        """Translate all fields to the family's own names."""
         if architecture is None:
             return None
         if not isinstance(model_type := architecture.get("model_type"), str):
             raise ValueError(
-                "architecture has no model_type; name a Hugging Face one, such as llama or opt"
+                f"found model_type {model_type!r}, expected a name. "
+                "Fix: set it to a model type of Hugging Face, such as llama or opt"
             )
-        given = {name: value for name, value in architecture.items() if name != "model_type"}
-        architecture = {"model_type": model_type, **find_family(model_type).given(given)}
+        fields = {name: value for name, value in architecture.items() if name != "model_type"}
+        architecture = {"model_type": model_type, **find_family(model_type).resolve(fields)}
         heads, shared = (
             _value(architecture, name) for name in ("num_attention_heads", "num_key_value_heads")
         )
         if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
             raise ValueError(
-                f"num_key_value_heads {shared} does not divide num_attention_heads {heads}; set it to {heads}, or to a "
-                "divisor for grouped queries"
+                f"num_key_value_heads: found {shared}, expected a divisor of num_attention_heads "
+                f"{heads}. Fix: set it to {heads}, or to a smaller divisor for grouped queries"
             )
         return architecture
 
@@ -80,21 +84,26 @@ class BaseModelConfig(Block):
     def _no_url(cls, path: str | None) -> str | None:
         if path is not None and "://" in path:
             raise ValueError(
-                "path is a Hugging Face id or a folder, not a URL; give the hub's token as HF_TOKEN in the environment"
+                "found a URL, expected a Hugging Face id or a folder. "
+                "Fix: use an id, and set the hub's token as HF_TOKEN in the environment"
             )
         return path
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if self.path is not None and self.architecture is not None:
-            raise ValueError("path and architecture are both set; set the other one to null")
+            raise ValueError(
+                "found both path and architecture, expected one. Fix: set the other one to null"
+            )
         if self.path is None and (self.trust_remote_code or self.unpickle_weights):
             raise ValueError(
-                "trust_remote_code and unpickle_weights are about path, which is null; set path, or both to false"
+                "found trust_remote_code or unpickle_weights without path, expected path. "
+                "Fix: set path, or set both to false"
             )
         if self.path is None and (self.architecture is None or self.vocab_size is None):
             raise ValueError(
-                "set path (a Hugging Face id or folder), or architecture and vocab_size to build a model"
+                "found neither path nor architecture with vocab_size, expected one of them. "
+                "Fix: set path to a Hugging Face id or folder, or set both others to build a model"
             )
         return self
 

@@ -9,38 +9,38 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Block(BaseModel):
-    """One block of parameters: YAML, the Kedro node's argument and `job.json` are all validated by the same class.
+    """One block of parameters, validated by the same class in YAML, Kedro nodes and `job.json`.
 
-    An unknown key is an error, a value cannot be changed after validation, and the docstring under a field (meaning,
-    unit, why that default) becomes its description in the JSON schema.
+    Unknown keys are errors, and values cannot change after validation. The docstring under a field
+    (meaning, unit, default) becomes its description in the JSON schema.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     def recipe(self) -> dict[str, Any]:
-        """The values that decide the result, as JSON types: everything but the operational fields, at any depth."""
+        """Return all values that can change the result, as JSON types: no operational fields."""
         return _recipe(self, self.model_dump(mode="json"))
 
 
 def operational(default: Any, **kwargs: Any) -> Any:
-    """A field that does not change the result (log interval, port, number of workers), so no fingerprint contains it.
+    """Define a field that does not change the result (log interval, port): no fingerprint has it.
 
-    Takes the default and any other argument of pydantic's `Field`, except `json_schema_extra`.
+    Takes the arguments of pydantic's `Field`, except `json_schema_extra`.
     """
     return Field(default, json_schema_extra={"operational": True}, **kwargs)
 
 
 def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Values of nested mappings by dotted place, in their order; a list is a value."""
+    """Return the values of nested mappings with their dotted names, in order; a list is a value."""
     found: list[tuple[str, Any]] = []
     for name, value in parameters.items():
-        place = f"{prefix}{name}"
-        found += leaves(value, f"{place}.") if isinstance(value, Mapping) else [(place, value)]
+        path = f"{prefix}{name}"
+        found += leaves(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
     return found
 
 
 def _recipe(value: Any, dumped: Any) -> Any:
-    """`dumped` (the JSON form of `value`) without what `value`'s blocks mark as operational."""
+    """Remove operational fields from `dumped`, the JSON form of `value`."""
     match value:
         case Block():
             return {

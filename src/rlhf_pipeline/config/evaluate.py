@@ -1,38 +1,85 @@
-"""The comparison of a candidate policy, PPO or DPO, with the SFT baseline."""
+"""Comparison of a candidate policy (PPO or DPO) with the SFT baseline."""
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.ppo import SamplingConfig
+from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.config.training import Precision
+
+REWARD_MODEL = "score"
+"""Name of the judge that is the reward model; its scores are called `score`."""
+
+GOLD = "gold"
+"""Name of the judge that knows the true quality; its scores are called `gold_score`."""
+
+JUDGE_PREFIX = "judges."
+"""Inputs of the evaluation job: the source file of `evaluate.judges.0` is the input `judges.0`."""
+
+_NAME = re.compile(r"[\w.-]+(?<!_lower)(?<!_upper)")
+
+
+def _short_form(judge: Any) -> Any:
+    return {"callable": judge} if isinstance(judge, str) else judge
 
 
 class EvaluateConfig(Block):
-    """Both policies answer the same held-out prompts by the same decoding, with the same random draws."""
+    """Both policies answer the same held-out prompts with equal decoding and equal randomness."""
 
     prompts: PositiveInt = 512
-    """Held-out prompts, at most. The half width of the win rate's interval falls as one over its root: 512 give 0.04."""
+    """Held-out prompts, at most. The half width of the win rate's interval falls with the square
+    root of this number: 512 prompts give 0.04."""
 
     micro_batch_size_per_gpu: PositiveInt = 64
-    """Responses scored in one forward pass on one rank."""
+    """Responses per forward pass on each rank when scoring."""
 
     sampling: SamplingConfig = SamplingConfig()
-    """The decoding of both policies."""
+    """Decoding of both policies."""
 
     precision: Precision = "fp32"
-    """Precision of all three models."""
+    """Precision of both policies and the reward model."""
 
     samples: PositiveInt = 20
-    """Pairs of answers printed in the report."""
+    """Pairs of answers shown in the report."""
+
+    judges: tuple[Annotated[CallableReward, BeforeValidator(_short_form)], ...] = ()
+    """Python functions that also score the answers: FILE.py:FUNCTION, or a block with `callable`
+    and `name`; see `rlhf_pipeline.rollout.function_reward`. The split stores no true answers of
+    held-out prompts, so `references` are None. The reward model always judges; the gold score
+    judges if the source of every prompt has one."""
+
+    @field_validator("judges")
+    @classmethod
+    def _check_judges(cls, judges: tuple[CallableReward, ...]) -> tuple[CallableReward, ...]:
+        labels = [judge.label for judge in judges]
+        for judge in judges:
+            if judge.weight != 1.0:
+                raise ValueError(
+                    f"found weight {judge.weight} of judge {judge.label}, expected none, because "
+                    "judges are not summed. Fix: remove weight"
+                )
+            if not _NAME.fullmatch(judge.label):
+                raise ValueError(
+                    f"found judge {judge.label!r}, expected letters, digits, '.', '_' and '-', and "
+                    "neither _lower nor _upper at the end. Fix: set name"
+                )
+            if judge.label in (REWARD_MODEL, GOLD) or labels.count(judge.label) > 1:
+                raise ValueError(
+                    f"found two judges called {judge.label!r}, expected unique names. Fix: set name"
+                )
+        return judges
 
 
 class CandidateConfig(Block):
-    """The policy that is compared with the SFT baseline. The pipeline sets this block, not the user."""
+    """The policy compared with the SFT baseline. The pipeline sets this block, not the user."""
 
     name: str
-    """Name of the stage that trained it: "ppo" or "dpo"."""
+    """Stage that trained the policy: "ppo" or "dpo"."""
 
     caveats: dict[str, str] = operational({})
-    """What to bear in mind about its win rate, by judge."""
+    """Caveats about the win rate, by judge."""

@@ -1,4 +1,4 @@
-"""How the training programs are started. Nothing here but the number of processes can change a result."""
+"""How training programs are launched. Only `processes` can change a result."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from rlhf_pipeline.config.block import Block, operational
 
 
 class LaunchConfig(Block):
-    """The `deepspeed` launcher's part of the parameters."""
+    """Parameters of the `deepspeed` launcher."""
 
     processes: int | None = Field(default=None, ge=1)
-    """Training processes on this machine. None: one for each GPU, or two where there is no GPU. Every global batch size
-    must be a multiple of it. Part of the recipe, because the order of floating-point sums depends on it."""
+    """Number of ranks (training processes) on this machine. Every global batch size must be a
+    multiple of it. It is part of the recipe, because it changes the order of floating-point sums.
+    None: one per GPU, or two without a GPU."""
 
     continue_from: int | None = operational(None, ge=1)
-    """Ranks of earlier runs whose stages are to be found, too: finished ones are reused, an interrupted one goes on from its
-    checkpoint on the ranks there are now. None: another number of ranks begins anew."""
+    """Number of ranks of earlier runs: their finished stages are reused, and an unfinished stage
+    resumes from its checkpoint on the present ranks. None: another number of ranks starts anew."""
 
     master_port: int | None = operational(None, ge=1024, le=65535)
-    """TCP port where the ranks meet. None: a free one is picked for each launch."""
+    """TCP port for the rendezvous of the ranks. None: a free port for each launch."""
 
     collective_timeout_s: float = operational(1800.0, gt=0)
-    """Seconds a rank waits for the others in a collective operation before the stage is ended as stuck."""
+    """Seconds that a rank waits for the others in a collective operation before the stage fails."""
 
     wait: bool = operational(True)
-    """Whether to wait while another run works on the same recipe, to use its result. False: refuse."""
+    """Whether to wait if another run executes the same recipe, and reuse its result. False:
+    fail."""
 
     hang_timeout_s: float | None = operational(1500.0, gt=0)
-    """Seconds without progress on any rank (a micro batch, a sampled token, a new phase) after which the stage is ended, and
-    the rank that is behind is named. The ranks' start-up has five minutes in any case. 1500: longer than any one piece of
-    work, and less than `collective_timeout_s`, where a rank gives up that knows itself alone. None: no watchdog."""
+    """Seconds without progress on any rank (micro batch, sampled token or new phase) until the
+    stage fails with the name of the slow rank. The ranks have at least five minutes to start. Keep
+    it below `collective_timeout_s`, which reports less. None: no watchdog."""
 
     halve_micro_batch_on_oom: bool = operational(False)
-    """Where a rank runs out of memory, start the stage again from its newest checkpoint with all micro batch sizes
-    (`micro_batch_size_per_gpu`, `sampling.batch_size_per_gpu`) halved, and so on down to 1. Global batch sizes stay, so the
-    result is the same up to rounding; the manifest says what was used. A rank that the kernel killed has not said that
-    memory was the reason, and does not count."""
+    """When a rank runs out of memory, halve all micro batch sizes (`micro_batch_size_per_gpu`,
+    `sampling.batch_size_per_gpu`) and resume from the newest checkpoint, repeatedly down to 1.
+    Global batch sizes do not change, so the result is equal up to rounding. The manifest records
+    the sizes. A rank killed by the kernel does not count as out of memory."""

@@ -1,4 +1,4 @@
-"""PPO with four models (actor, reference, critic, reward model), or without a critic and its advantages."""
+"""PPO with actor, reference, reward model and critic, or with advantages without a critic."""
 
 from __future__ import annotations
 
@@ -19,199 +19,224 @@ from rlhf_pipeline.config.training import FrozenModelConfig, SavingConfig, Train
 
 
 class SamplingConfig(Block):
-    """How responses are drawn. There is no top-k and no top-p: log-probabilities must be those of the sampled distribution."""
+    """How responses are sampled.
+
+    Top-k and top-p are not offered: log-probabilities must belong to the sampled distribution.
+    """
 
     temperature: PositiveFloat = 1.0
-    """Softmax temperature, applied in sampling and in every log-probability alike."""
+    """Softmax temperature in sampling and in every log-probability."""
 
     max_response_tokens: PositiveInt = 64
-    """Tokens after which a response is cut if it has not ended by itself."""
+    """Maximum length of a response; longer ones are cut."""
 
     batch_size_per_gpu: PositiveInt = 64
-    """Prompts answered at a time on one rank; bounds the memory of the key-value cache."""
+    """Prompts answered at once on each rank; limits the memory of the key-value cache."""
 
 
 class KLConfig(Block):
-    """The leash to the reference. KL is measured in nats per response: the sum over its tokens, averaged over responses."""
+    """KL constraint to the reference.
+
+    KL is in nats per response: the sum over its tokens, averaged over responses.
+    """
 
     coef: NonNegativeFloat = 0.1
-    """Weight of the per-token penalty -coef * KL in the reward; the first value where `target` is set."""
+    """Coefficient of the per-token penalty -coef * KL in the reward. With `target`: its initial
+    value."""
 
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimate of a token's KL in that penalty: k1 = log pi - log pi_ref is unbiased, summed over a response and as a
-    reward; k2 and k3 are never negative (Schulman, "Approximating KL Divergence"). Metrics show k1 in any case."""
+    """Estimator of a token's KL in the penalty (Schulman, "Approximating KL Divergence"): k1, which
+    is log pi - log pi_ref, is unbiased; k2 and k3 are never negative. Metrics always use k1."""
 
     target: PositiveFloat | None = None
-    """KL that the coefficient is adapted to hold (Ziegler et al. 2019). None: the coefficient stays fixed."""
+    """KL that an adaptive coefficient maintains (Ziegler et al. 2019). None: fixed coefficient."""
 
     horizon: PositiveInt = 1000
-    """Responses over which the adaptive coefficient moves by a factor of about e^0.2 = 1.22, at the error's clip of 0.2."""
+    """Responses over which the adaptive coefficient changes by a factor of at most 1.22 (e^0.2)."""
 
     maximum: PositiveFloat | None = None
-    """KL above which training stops and the stage ends well, with the best checkpoint, which is never one above it. Past
-    a point, the reward model's score keeps rising while true quality falls (Gao et al. 2022). None: no bound."""
+    """KL limit: above it, training stops early and exports the best model within the limit. At a
+    large KL, the reward model's score rises while true quality falls (Gao et al. 2022). None: no
+    limit."""
 
     explosion: PositiveFloat | None = 100.0
-    """KL above which, or not finite, training is broken: the stage fails at once and exports nothing, where `maximum`,
-    which must be lower, ends it well. 100: policies of use stay within some tens of nats. Very long responses under a weak
-    leash may need more. None: no bound."""
+    """KL above which training has diverged: the stage fails and exports nothing. Must exceed
+    `maximum`. Useful policies stay below some tens of nats; very long responses with a small `coef`
+    may need more. None: no limit."""
 
     stop_update: PositiveFloat | None = None
-    """Mean KL a token, of the policy that sampled to the one in training (`policy/approx_kl`), over an epoch, above which
-    the step's other epochs are left out. The learning rates move on as if they had been taken. None: no bound."""
+    """Skip the remaining epochs of a step once the mean KL per token from the sampling policy to
+    the trained one (`policy/approx_kl`) exceeds this over an epoch. Learning-rate schedules advance
+    as if no epoch was skipped. None: no limit."""
 
     @model_validator(mode="after")
-    def _bounds(self) -> Self:
+    def _check_limits(self) -> Self:
         if (
             self.explosion is not None
             and self.maximum is not None
             and self.explosion <= self.maximum
         ):
             raise ValueError(
-                f"explosion {self.explosion:g} must exceed maximum {self.maximum:g}: raise it, or set it to null for no bound"
+                f"explosion: found {self.explosion:g}, expected more than maximum {self.maximum:g}"
+                ". Fix: raise it, or set it to null for no limit"
             )
         return self
 
 
 class EMAConfig(Block):
-    """An exponential moving average of the actor's weights, in fp32: a checkpoint of its own beside the actor's."""
+    """Exponential moving average of the actor's weights in fp32, exported beside the actor."""
 
     decay: float = Field(default=0.992, gt=0, lt=1)
-    """Weight of the average so far at each optimizer step; it remembers about 1 / (1 - decay) of them. DeepSpeed-Chat's."""
+    """Weight of the previous average at each optimizer step; it spans about 1 / (1 - decay) steps.
+    0.992 as in DeepSpeed-Chat."""
 
 
 class PtxConfig(Block):
-    """A language-model loss on the text of `split.pretraining`, added to the actor's in every optimizer step (PPO-ptx,
-    Ouyang et al. 2022, equation 2): against forgetting what the reward does not ask for."""
+    """Language-model loss on the text of `split.pretraining` in every optimizer step of the actor.
+
+    It prevents forgetting of abilities that the reward ignores (PPO-ptx, Ouyang et al. 2022,
+    equation 2).
+    """
 
     coef: PositiveFloat = 27.8
-    """Weight of the text's mean negative log-likelihood a token, beside PPO's mean loss a token; 27.8 as in InstructGPT
-    and DeepSpeed-Chat."""
+    """Weight of the text's mean negative log-likelihood per token, relative to PPO's mean loss per
+    token; 27.8 as in InstructGPT and DeepSpeed-Chat."""
 
     batch_size: PositiveInt
-    """Blocks in one optimizer step, over all ranks; InstructGPT has 8 for each response. `micro_batch_size_per_gpu` of
-    them are in one forward pass."""
+    """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response. A forward
+    pass has `micro_batch_size_per_gpu` blocks."""
 
 
 class PPOConfig(SavingConfig):
-    """Proximal policy optimization (Schulman et al. 2017) on the reward model's score."""
+    """Proximal policy optimization (Schulman et al. 2017) on the score of `rewards`."""
 
     steps: PositiveInt
-    """Rollouts: each generates, scores and trains on `rollout_batches` times `rollout_batch_size` responses."""
+    """Number of steps. Each generates, scores and trains on `rollout_batches` *
+    `rollout_batch_size` responses."""
 
     rollout_batch_size: PositiveInt
-    """Responses in one generated batch, over all ranks."""
+    """Responses per generated batch, over all ranks."""
 
     rollout_batches: PositiveInt = 1
-    """Batches generated and pooled before a step trains on them; DeepSpeed-Chat's `generation_batches`. Advantages belong
-    to the pool, so n batches of m responses are exactly one of n * m. GPU memory does not grow with either: generation,
-    scoring and training go by micro batches, the pool lies in main memory."""
+    """Batches generated before each step trains on all of them (DeepSpeed-Chat's
+    `generation_batches`). n batches of m responses equal one batch of n * m exactly. Neither
+    increases GPU memory: models process micro batches, and responses are kept in main memory."""
 
     responses_per_prompt: PositiveInt = 1
-    """Responses to each prompt, each drawn on its own; divides `rollout_batch_size`. At least 2 for rloo and grpo."""
+    """Independent responses to each prompt; must divide `rollout_batch_size`. rloo and grpo require
+    2 or more."""
 
     minibatch_size: PositiveInt
-    """Responses in one optimizer step, over all ranks; divides the responses of a step."""
+    """Responses per optimizer step, over all ranks; must divide the responses of a step."""
 
     micro_batch_size_per_gpu: PositiveInt
-    """Responses in one forward pass on one rank."""
+    """Responses per forward pass on each rank."""
 
     ppo_epochs: PositiveInt = 1
-    """Passes over each rollout."""
+    """Passes over the responses of each step."""
 
     advantage: Literal["gae", "rloo", "grpo", "reinforce"] = "gae"
-    """What an action was worth. gae: token by token against a critic (Schulman et al. 2016). The others take the response
-    as one action, need no critic and refuse one: rloo compares it with the mean of the prompt's other responses (Ahmadian
-    et al. 2024), grpo with the mean of all of them in units of their standard deviation (Shao et al. 2024), reinforce
-    with the mean of the step's responses (Williams 1992)."""
+    """Advantage estimator. gae estimates each token's advantage with a critic (Schulman et al.
+    2016). The others have no critic and one advantage per response: rloo subtracts the mean return
+    of the prompt's other responses (Ahmadian et al. 2024); grpo subtracts the mean of all the
+    prompt's responses and divides by their standard deviation (Shao et al. 2024); reinforce
+    subtracts the mean of the step (Williams 1992)."""
 
     scale_by_group_std: bool = True
-    """grpo only: divide by the standard deviation of the prompt's responses. False: not, as in Liu et al. 2025."""
+    """grpo only: divide by the standard deviation of the prompt's responses. False: as in Liu et
+    al. 2025."""
 
     reinforce_baseline: Literal["batch_mean", "none"] = "batch_mean"
-    """reinforce only: what a response is compared with."""
+    """reinforce only: baseline subtracted from a response's return."""
 
     sampling: SamplingConfig = SamplingConfig()
+    """How responses are sampled."""
+
     kl: KLConfig = KLConfig()
+    """KL constraint to the reference."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount; 1 in InstructGPT: a response's end counts as much as its start."""
+    """Discount factor; 1 as in InstructGPT."""
 
     lam: float = Field(default=0.95, ge=0, le=1)
-    """GAE's lambda: 0 trusts the critic alone, 1 the observed rewards alone."""
+    """GAE's lambda: 0 relies on the critic, 1 on the observed rewards."""
 
     clip_range: PositiveFloat = 0.2
-    """Policy ratios are clipped to 1 +- this."""
+    """Clip range of policy ratios around 1."""
 
     dual_clip: float | None = Field(default=None, gt=1)
-    """Ratio beyond which a token with a negative advantage is pulled back no further (Ye et al. 2020; 3 there).
-    None: not clipped."""
+    """Largest ratio that counts for a token with a negative advantage (Ye et al. 2020 use 3). None:
+    no clipping."""
 
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the policy's mean entropy a token, a bonus in the actor's objective. 0: none, as is usual in RLHF."""
+    """Weight of the entropy bonus: the policy's mean entropy per token. Usually 0 in RLHF."""
 
     ptx: PtxConfig | None = None
-    """Language-model loss on plain text beside PPO's. None: none."""
+    """Additional language-model loss on plain text. None: no such loss."""
 
     value_clip_range: PositiveFloat | None = 0.2
-    """New values are clipped to the old ones +- this. None: not clipped."""
+    """Clip range of new values around the old ones. None: no clipping."""
 
     score_clip: PositiveFloat | None = 5.0
-    """Centred scores are clipped to +- this, as in DeepSpeed-Chat. None: not clipped."""
+    """Clip range of centred scores around 0; 5 as in DeepSpeed-Chat. None: no clipping."""
 
     missing_eos_score: float | None = -1.0
-    """Score of a response that was cut before it ended by itself, in place of the reward model's (Huang et al. 2024).
-    None: the reward model's score stands."""
+    """Score of every response that was cut, instead of the computed score (Huang et al. 2024).
+    None: use the computed score."""
 
     whiten_rewards: bool = False
-    """gae only: scale the per-token rewards of a step to variance 1, their mean kept (Huang et al. 2024)."""
+    """gae only: scale the per-token rewards of a step to variance 1 and keep their mean (Huang et
+    al. 2024)."""
 
     actor: TrainedModelConfig
-    """The policy in training; starts from the SFT model."""
+    """The policy in training. It starts from the SFT model."""
 
     critic: TrainedModelConfig | None = None
-    """The value model; starts from the reward model. Required by gae, refused otherwise."""
+    """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
 
     gather_for_generation: bool = True
-    """Where the actor is at ZeRO stage 3: gather its weights once for each generated batch, which takes the whole model
-    on every GPU. False: gather each layer at every token, far slower."""
+    """With the actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
+    memory for the whole model on every GPU. False: gather each layer at every token, which is much
+    slower."""
 
     critic_warmup_steps: NonNegativeInt = 0
-    """gae only: first steps in which the critic alone trains, so that the actor never follows an untrained one."""
+    """gae only: number of first steps that train only the critic."""
 
     ema: EMAConfig | None = None
-    """An average of the actor's weights over its optimizer steps, evaluated and exported beside it. None: none is kept."""
+    """Moving average of the actor's weights, evaluated and exported beside the actor. None: no
+    average."""
 
     reference: FrozenModelConfig = FrozenModelConfig()
-    """The frozen SFT model that the KL is measured to. An actor with LoRA (without `train_rest`) is its own reference."""
+    """The frozen SFT model that the KL refers to. An actor with LoRA (without `train_rest`) is its
+    own reference."""
 
     reward_model: FrozenModelConfig = FrozenModelConfig()
-    """The frozen judge."""
+    """The frozen reward model."""
 
     rewards: Rewards = (TrainedReward(),)
-    """What the score of a response is made of: the sum of weight * (score - mean) over these sources. `score_clip` and
+    """Sources of a response's score, which is the sum of weight * (score - mean). `score_clip` and
     `missing_eos_score` apply to the sum."""
 
     evaluations: PositiveInt = 5
-    """Evaluations on held-out prompts, evenly spaced, the last one after the last step. The checkpoint with the highest
-    score within `kl.maximum` is exported."""
+    """Number of evenly spaced evaluations on held-out prompts; the last one follows the last step.
+    The model with the highest score within `kl.maximum` is exported."""
 
     evaluation_prompts: PositiveInt = 256
-    """Held-out prompts in each evaluation, at most, and as many on each rank."""
+    """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
     @property
     def responses_per_step(self) -> int:
-        """Responses that a step generates and trains on, over all ranks."""
+        """Responses per step, over all ranks."""
         return self.rollout_batches * self.rollout_batch_size
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts that they answer."""
+        """Prompts per step, over all ranks."""
         return self.responses_per_step // self.responses_per_prompt
 
     @property
     def updates_per_epoch(self) -> int:
-        """Optimizer steps in one pass over a step's responses."""
+        """Optimizer steps per pass over a step's responses."""
         return self.responses_per_step // self.minibatch_size
 
     @model_validator(mode="after")
@@ -219,40 +244,45 @@ class PPOConfig(SavingConfig):
         if self.responses_per_step % self.minibatch_size:
             batches = f"{self.rollout_batches} * " if self.rollout_batches > 1 else ""
             raise ValueError(
-                f"minibatch_size {self.minibatch_size} does not divide {batches}rollout_batch_size {self.rollout_batch_size}"
+                f"minibatch_size: found {self.minibatch_size}, expected a divisor of "
+                f"{batches}rollout_batch_size {self.rollout_batch_size}"
             )
         if self.rollout_batch_size % self.responses_per_prompt:
             raise ValueError(
-                f"responses_per_prompt {self.responses_per_prompt} does not divide rollout_batch_size "
-                f"{self.rollout_batch_size}"
+                f"responses_per_prompt: found {self.responses_per_prompt}, expected a divisor of "
+                f"rollout_batch_size {self.rollout_batch_size}"
             )
         return self
 
     @model_validator(mode="after")
-    def _advantage(self) -> Self:
+    def _check_advantage(self) -> Self:
         if self.advantage == "gae" and self.critic is None:
             raise ValueError(
-                "advantage gae needs a critic; give its block, or choose rloo, grpo or reinforce"
+                "critic: found none, expected a block for advantage gae. "
+                "Fix: add the block, or set advantage to rloo, grpo or reinforce"
             )
         if self.advantage != "gae" and self.critic is not None:
             raise ValueError(
-                f"advantage {self.advantage} has no critic; leave its block out, or set critic to null"
+                f"critic: found a block, expected none for advantage {self.advantage}. "
+                "Fix: set critic to null"
             )
         if self.advantage in ("rloo", "grpo") and self.responses_per_prompt < 2:
             raise ValueError(
-                f"advantage {self.advantage} compares the responses to one prompt; set responses_per_prompt to 2 or more"
+                f"responses_per_prompt: found {self.responses_per_prompt}, expected 2 or more for "
+                f"advantage {self.advantage}, which compares the responses to one prompt"
             )
         for name, advantage in ADVANTAGE_OF.items():
             value, default = getattr(self, name), type(self).model_fields[name].default
             if self.advantage != advantage and value != default:
                 raise ValueError(
-                    f"{name} {value} has no effect with advantage {self.advantage}; it belongs to {advantage}: leave it out"
+                    f"{name}: found {value}, expected the default {default}: only advantage "
+                    f"{advantage} reads it. Fix: remove {name}"
                 )
         return self
 
     @model_validator(mode="after")
     def _frozen_models(self) -> Self:
-        self.reference.require_effect("reference", self.actor)
+        self.reference.reject_if_unused("reference", self.actor)
         self.reference.require_offload_possible("reference", self.actor)
         self.reward_model.require_offload_possible("reward_model", self.critic)
         return self
@@ -264,8 +294,9 @@ class PPOConfig(SavingConfig):
         actor, critic = self.actor.deepspeed.precision, self.critic.deepspeed.precision
         if (actor == "fp16") != (critic == "fp16"):
             raise ValueError(
-                f"actor.deepspeed.precision {actor} with critic.deepspeed.precision {critic}: where the gradients of one "
-                "overflow, neither takes its step, which takes fp16 in both; set both to fp16, or neither"
+                f"found actor.deepspeed.precision {actor} and critic.deepspeed.precision {critic}, "
+                "expected fp16 in both or neither: both skip a step if the gradients of one "
+                "overflow. Fix: set both to fp16, or neither"
             )
         return self
 
@@ -273,11 +304,13 @@ class PPOConfig(SavingConfig):
     def _schedules(self) -> Self:
         if self.critic_warmup_steps >= self.steps:
             raise ValueError(
-                f"critic_warmup_steps {self.critic_warmup_steps} leaves none of {self.steps} steps to the actor"
+                f"critic_warmup_steps: found {self.critic_warmup_steps}, expected less than steps "
+                f"{self.steps}, so that the actor trains"
             )
         if self.kl.target is not None and self.kl.horizon <= 0.2 * self.responses_per_step:
             raise ValueError(
-                f"kl.horizon {self.kl.horizon} must exceed a fifth of the {self.responses_per_step} responses of a step"
+                f"kl.horizon: found {self.kl.horizon}, expected more than a fifth of the "
+                f"{self.responses_per_step} responses of a step"
             )
         return self
 
@@ -291,4 +324,4 @@ ADVANTAGE_OF = {
     "scale_by_group_std": "grpo",
     "reinforce_baseline": "reinforce",
 }
-"""Fields that one advantage estimator alone reads."""
+"""Fields that only one advantage estimator reads."""

@@ -1,4 +1,4 @@
-"""The files behind PPO's rewards, looked at without importing or loading anything."""
+"""Check the files of PPO's rewards without importing or loading them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlhf_pipeline.config.rewards import CallableReward, ModelReward, RewardSour
 from rlhf_pipeline.errors import ConfigError
 
 
-def reward_faults(rewards: Sequence[RewardSource]) -> list[str]:
-    """What is wrong with the files that the sources name, a line each."""
+def reward_faults(rewards: Sequence[RewardSource], place: str = "ppo.rewards") -> list[str]:
+    """Return the faults in the files of the reward sources, one line each."""
     faults = []
     for index, reward in enumerate(rewards):
         try:
@@ -23,53 +23,61 @@ def reward_faults(rewards: Sequence[RewardSource]) -> list[str]:
                 case ModelReward():
                     _check_model(reward)
         except ConfigError as error:
-            faults.append(f"ppo.rewards.{index}: {error}")
+            faults.append(f"{place}.{index}: {error}")
     return faults
 
 
 def source_file(reward: CallableReward) -> Path:
-    """The file that holds a function's source; ConfigError where there is none. Imports nothing, no parent package either."""
-    if reward.place.endswith(".py"):
-        path = Path(reward.place).expanduser()
+    """Return the source file of a reward function, without importing its module or packages.
+
+    Raises:
+        ConfigError: there is no such file or module.
+    """
+    if reward.location.endswith(".py"):
+        path = Path(reward.location).expanduser()
         if not path.is_file():
-            raise ConfigError(f"{reward.callable}: there is no file {path.resolve()}")
+            raise ConfigError(f"{reward.callable}: found no file {path.resolve()}")
         return path
     folders: Sequence[str] | None = None
-    names = reward.place.split(".")
+    names = reward.location.split(".")
     for depth in range(1, len(names) + 1):
         name = ".".join(names[:depth])
         found = (finder.find_spec(name, folders) for finder in sys.meta_path)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is None or (depth < len(names) and spec.submodule_search_locations is None):
             raise ConfigError(
-                f"{reward.callable}: there is no module {reward.place}; install it, put its folder on PYTHONPATH, or name "
-                "its file"
+                f"{reward.callable}: found no module {reward.location}. "
+                "Fix: install it, add its folder to PYTHONPATH, or write FILE.py:FUNCTION"
             )
         folders, origin = spec.submodule_search_locations, spec.origin
     if origin is None or not origin.endswith(".py"):
-        raise ConfigError(f"{reward.callable}: the module {reward.place} has no Python source file")
+        raise ConfigError(
+            f"{reward.callable}: found no Python source of module {reward.location}, expected a "
+            ".py file. Fix: wrap the function in a Python file"
+        )
     return Path(origin)
 
 
 def _check_defined(reward: CallableReward) -> None:
-    """ConfigError where the source cannot be parsed, or binds no such name at its top level."""
+    """Raise ConfigError if the source cannot be parsed, or does not define the function."""
     path = source_file(reward)
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{reward.callable}: {path} is no Python source: {error}") from None
+        raise ConfigError(f"{reward.callable}: {path} is not Python source: {error}") from None
     bound = set(_bound(tree))
     if reward.function not in bound:
         functions = ", ".join(
             sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
         )
         raise ConfigError(
-            f"{reward.callable}: {path} does not define {reward.function}; its functions are {functions or 'none'}"
+            f"{reward.callable}: found functions {functions or 'none'} in {path}, "
+            f"expected {reward.function}"
         )
 
 
 def _bound(tree: ast.Module) -> list[str]:
-    """Names that functions, imports and assignments bind at the top level, `if` and `try` included."""
+    """Return the names bound at the top level, including those in `if` and `try`."""
     names: list[str] = []
     pending: list[ast.AST] = list(tree.body)
     while pending:
@@ -88,25 +96,23 @@ def _bound(tree: ast.Module) -> list[str]:
 
 
 def _check_model(reward: ModelReward) -> None:
-    """ConfigError where the folder holds no classifier with one label, or not what its tokens take."""
+    """Raise ConfigError if a file is missing, or the model does not have one label."""
     config = reward.folder / "config.json"
     if not config.is_file():
         raise ConfigError(
-            f"path {reward.folder.resolve()} is no folder with a model: it has no config.json"
+            f"path {reward.folder.resolve()}: found no config.json, expected a folder with a model"
         )
-    labels = len(
-        json.loads(config.read_text()).get("id2label") or "  "
-    )  # transformers leaves two labels out
+    # transformers does not write two labels, its default.
+    labels = len(json.loads(config.read_text()).get("id2label") or "  ")
     if labels != 1:
-        raise ConfigError(
-            f"{reward.path} is no reward model: it has {labels} labels, and a score is one"
-        )
+        raise ConfigError(f"{reward.path} is not a reward model: found {labels} labels, expected 1")
     if reward.retokenize and not (reward.folder / "tokenizer_config.json").is_file():
         raise ConfigError(
-            f"{reward.path} has no tokenizer (tokenizer_config.json); save its own beside it"
+            f"{reward.path}: found no tokenizer_config.json, expected the model's tokenizer. "
+            "Fix: save the tokenizer in the same folder"
         )
     if not reward.retokenize and not (reward.folder / "token_contract.json").is_file():
         raise ConfigError(
-            f"{reward.path} has no token_contract.json, so its tokens may not be the policy's; set retokenize to true to "
-            "give it texts in its own chat template"
+            f"{reward.path}: found no token_contract.json, expected the policy's tokenizer. "
+            "Fix: set retokenize to true to pass texts in the model's own chat template"
         )

@@ -1,4 +1,4 @@
-"""Where PPO's score comes from: the trained reward model, a function of your own, another reward model, or a sum of them."""
+"""Sources of PPO's score: the trained reward model, Python functions, and other reward models."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.training import Precision
 
 INPUT_PREFIX = "rewards."
-"""Inputs of the PPO job: the source of `ppo.rewards.0` is the input `rewards.0`."""
+"""Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""
 
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
 _FORMS = (
-    "is no source of rewards: write 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
+    "expected 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
     "model, callable and path"
 )
 
 
 class RewardSource(Block):
-    """What every source of rewards has."""
+    """Fields of every reward source."""
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of the centred score in the sum. 0: the source is measured and has no effect."""
+    """Factor of the centred score in the sum. 0: the source is reported without effect."""
 
     name: str | None = None
-    """What the metric `reward/<name>` calls it. None: "trained", the function's name, or the folder's."""
+    """Name in the metric `reward/<name>`. None: "trained", or the name of the function or
+    folder."""
 
 
 class TrainedReward(RewardSource):
-    """The reward model that stage reward_model trained."""
+    """The reward model trained by stage reward_model."""
 
     model: Literal["trained"] = "trained"
 
@@ -45,27 +46,27 @@ class TrainedReward(RewardSource):
 
 
 class CallableReward(RewardSource):
-    """A Python function `reward(prompts, responses)`, see `rlhf_pipeline.rollout.reward_sources`."""
+    """A Python function `reward(prompts, responses)`; see `rollout.function_reward`."""
 
     callable: str
-    """`path/to/file.py:function`, or `package.module:function`. The source of the one file counts for the cache, what it
-    imports does not."""
+    """`path/to/file.py:function` or `package.module:function`. The recipe contains the digest of
+    this file, but not of its imports."""
 
     @field_validator("callable")
     @classmethod
-    def _place(cls, value: str) -> str:
+    def _has_function(cls, value: str) -> str:
         if not _CALLABLE.fullmatch(value):
-            raise ValueError("must be FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+            raise ValueError("expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
         return value
 
     @property
-    def place(self) -> str:
-        """The file or the module."""
+    def location(self) -> str:
+        """The file or module."""
         return self.callable.rpartition(":")[0]
 
     @property
     def function(self) -> str:
-        """The function's name."""
+        """Name of the function."""
         return self.callable.rpartition(":")[2]
 
     @property
@@ -75,24 +76,24 @@ class CallableReward(RewardSource):
 
 
 class ModelReward(RewardSource):
-    """A reward model from elsewhere: a sequence classifier with one label whose head `score` reads the last token."""
+    """Another reward model: a sequence classifier with one label and a linear head `score`."""
 
     path: str
-    """Local folder. Its bytes count for the cache."""
+    """Local folder. The recipe contains the digest of its bytes."""
 
     retokenize: bool = False
-    """True: prompt and response are given to it as text, in its own chat template and tokens. Needed where its tokens are not
-    the policy's."""
+    """Whether to pass prompt and response as text, in the model's own chat template and tokens.
+    Required if its tokenizer differs from the policy's."""
 
     mean: float | None = Field(default=None, allow_inf_nan=False)
-    """What its scores are centred by. None: the mean stored with it, or 0 where there is none."""
+    """Mean that is subtracted from its scores. None: the `score_mean` in its config.json, or 0."""
 
     precision: Precision = "fp32"
-    """Precision of the weights and activations."""
+    """Precision of weights and activations."""
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The local folder."""
         return Path(self.path).expanduser()
 
     @property
@@ -102,7 +103,7 @@ class ModelReward(RewardSource):
 
 
 def _short_form(value: Any) -> Any:
-    """The one-line forms as blocks."""
+    """Expand a one-line form to a block."""
     if not isinstance(value, str):
         return value
     return (
@@ -126,25 +127,29 @@ Reward = Annotated[
 ]
 
 
-def _sound(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
+def _check_labels(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
     labels = [reward.label for reward in rewards]
     if not labels:
         raise ValueError(
-            "no source of rewards; name one, or leave rewards out for the trained reward model"
+            "found no reward source, expected at least one. "
+            "Fix: add one, or remove rewards to use the trained reward model"
         )
     for label in labels:
         if not _NAME.fullmatch(label):
             raise ValueError(
-                f"{label!r} cannot name a metric; give the source a name of letters, digits, '.', '_', '-'"
+                f"found label {label!r}, expected letters, digits, '.', '_' and '-'. "
+                "Fix: set the source's name"
             )
         if labels.count(label) > 1:
-            raise ValueError(f"two sources are called {label!r}; give one of them another name")
+            raise ValueError(
+                f"found two sources called {label!r}, expected unique names. Fix: set name"
+            )
     return rewards
 
 
-Rewards = Annotated[tuple[Reward, ...], AfterValidator(_sound)]
+Rewards = Annotated[tuple[Reward, ...], AfterValidator(_check_labels)]
 
 
 def uses_trained(rewards: Sequence[RewardSource]) -> bool:
-    """Whether the trained reward model is one of the judges."""
+    """Whether the trained reward model is one of the sources."""
     return any(isinstance(reward, TrainedReward) for reward in rewards)

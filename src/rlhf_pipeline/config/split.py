@@ -1,4 +1,4 @@
-"""Parameters of the split: what is read, how it is divided, how long it may be."""
+"""Parameters of the split: sources, parts, limits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Phase = Literal["sft", "reward_model", "ppo"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The training phases that the split divides the prompts among."""
 
-_LOGIN = re.compile(
-    r"[\w+.-]+://[^/@]*(?:@|:(?!\d+/)[^@]*@)"
-)  # a password may hold slashes, though it should not
-_WRITTEN_QUERY = re.compile(r"https?://[^?]*\?(?!\$\w+$)")
+# A password may contain slashes, although it should not.
+_LOGIN = re.compile(r"[\w+.-]+://[^/@]*(?:@|:(?!\d+/)[^@]*@)")
+_LITERAL_QUERY = re.compile(r"https?://[^?]*\?(?!\$\w+$)")
 
 
 class ColumnMap(Block):
-    """Which columns of a file of your own hold what. A dot reaches into a nested column: `question.full_text`.
+    """The columns of your own files. A dot selects a nested column: `question.full_text`.
 
-    Name one of: `chosen` and `rejected`; `answers` and `scores`; `response`; `messages`; `text`; or `prompt` alone.
+    Set one of: `chosen` and `rejected`; `answers` and `scores`; `response`; `messages`; `text`; or
+    `prompt` alone.
     """
 
     prompt: str | None = None
-    """The prompt: a string (one user turn) or a list of messages. May be left out where the answers are lists of messages
-    that begin with it."""
+    """The prompt: a string (one user turn) or a list of messages. Optional if the answers are lists
+    of messages that begin with the prompt."""
 
     chosen: str | None = None
     """The preferred answer: a string, or a list of messages that ends with it."""
@@ -36,20 +36,20 @@ class ColumnMap(Block):
     """The other answer, in the same form."""
 
     answers: tuple[str, str] | None = None
-    """Two columns of answers, to be compared by `scores`."""
+    """Two columns of answers. `scores` decides which one is preferred."""
 
     scores: tuple[str, str] | None = None
-    """Two columns of numbers: the answer with the higher one is the chosen one; rows with a tie are passed over."""
+    """Two columns of numbers. The answer with the higher score is preferred; ties are skipped."""
 
     response: str | None = None
     """A demonstration's answer, in the form of `chosen`."""
 
     messages: str | None = None
-    """A list of messages whose last one, the assistant's, is a demonstration."""
+    """A list of messages. The last one, by the assistant, is the demonstration."""
 
     reference: str | None = None
-    """Beside any of them but `text`: the true answer, for rewards that check responses against it (`ppo.rewards`). No phase
-    trains on it. Null in a row: it has none."""
+    """The true answer, for rewards that check responses (`ppo.rewards`). Allowed with all columns
+    except `text`. No phase trains on it. Null: the row has none."""
 
     text: str | None = None
     """A document, for `split.pretraining`."""
@@ -58,58 +58,63 @@ class ColumnMap(Block):
     def _one_form(self) -> Self:
         given = {name for name in type(self).model_fields if getattr(self, name) is not None}
         forms = [
-            {"prompt", "chosen", "rejected"}, {"chosen", "rejected"}, {"prompt", "answers", "scores"},
-            {"prompt", "response"}, {"response"}, {"messages"}, {"text"}, {"prompt"},
+            {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
+            {"prompt", "answers", "scores"}, {"prompt", "response"}, {"response"},
+            {"messages"}, {"text"}, {"prompt"},
         ]  # fmt: skip
         form = given - {"reference"} if self.text is None else given
         if form not in forms:
             known = "; ".join(", ".join(sorted(form)) for form in forms)
             raise ValueError(
-                f"{', '.join(sorted(given)) or 'no column'} is no form of data; name one of: {known}"
+                f"found {', '.join(sorted(given)) or 'no column'}; expected one of: {known}"
             )
         return self
 
 
 class SourceConfig(Block):
-    """Where rows are read from."""
+    """One source of rows."""
 
     name: str = "synthetic"
-    """Key of the source in the registry: the data set's name on the Hugging Face hub, "files" for data of your own, or
-    "synthetic" (the default, which needs neither network nor files)."""
+    """Name of the source: a data set on the Hugging Face hub, "files" for your own data, or
+    "synthetic" (default; needs neither network nor files). docs/data.md lists all sources."""
 
     path: str | None = operational(None)
-    """Read from here instead of the hub: a .jsonl, .json, .csv, .parquet or .txt file (also .gz), a glob of such files, or
-    a folder written by `save_to_disk`; local or any fsspec URL (s3://...); `~` is expanded. The query of an HTTP URL, which
-    may sign it, is given in the environment: `https://host/pairs.jsonl?$NAME`. What counts for the cache is the files' names
-    and bytes, not where they lie."""
+    """Files to read instead of the hub: a .jsonl, .json, .csv, .parquet or .txt file (also .gz), a
+    glob of such files, or a folder written by `save_to_disk`. Local path (`~` is expanded) or
+    fsspec URL (s3://...). Pass the query of a signed HTTP URL in an environment variable:
+    `https://host/pairs.jsonl?$NAME`. The cache depends on names and bytes of the files, not on
+    their folder."""
 
     revision: str | None = None
-    """Branch, tag or commit on the hub. None is the newest; name a commit to be able to repeat a run."""
+    """Branch, tag or commit on the hub. None: the newest commit. Set a commit for repeatable
+    runs."""
 
     subset: str | None = None
-    """Configuration of the data set on the hub. None: the source's usual one."""
+    """Configuration of the data set on the hub. None: the default of the source."""
 
     split: str | None = None
-    """Split that is read, on the hub or of a saved DatasetDict. None: the source's usual one, mostly "train"."""
+    """Split of the data set on the hub, or of a saved DatasetDict. None: the default of the source,
+    in most cases "train"."""
 
     columns: ColumnMap | None = None
-    """For "files": which columns hold what. None: prompt, chosen and rejected."""
+    """For "files": the columns to read. None: prompt, chosen and rejected."""
 
     samples: PositiveInt | None = None
-    """How many rows a synthetic source generates (None: 30,000), or at most how many are read of any other (None:
-    all)."""
+    """Number of rows that the synthetic source generates (None: 30,000), or maximum number of rows
+    to read of any other source (None: all)."""
 
     @field_validator("path")
     @classmethod
     def _no_secret(cls, path: str | None) -> str | None:
         if path is not None and _LOGIN.match(path):
             raise ValueError(
-                "a URL with a user or password would end up in logs; give the store's keys in the environment"
+                "a URL with user or password would appear in logs. Fix: remove them, and set the "
+                "credentials of the store in the environment."
             )
-        if path is not None and _WRITTEN_QUERY.match(path):
+        if path is not None and _LITERAL_QUERY.match(path):
             raise ValueError(
-                "a URL's query, which may sign it, would end up in logs; export it as an environment variable, and write "
-                "?$NAME in its place"
+                "the query of a URL may contain a signature, which would appear in logs. Fix: "
+                "export the query as an environment variable, and write ?$NAME instead."
             )
         return path
 
@@ -118,20 +123,22 @@ class SourceConfig(Block):
         for field in ("revision", "subset"):
             if self.path is not None and getattr(self, field) is not None:
                 raise ValueError(
-                    f"path reads files and {field} is about the hub; set only one of them"
+                    f"found path (files) and {field} (hub); expected only one of them. Fix: remove "
+                    "one."
                 )
         if self.columns is not None and self.name != "files":
             raise ValueError(
-                f"source {self.name!r} knows its columns; remove columns, or name the source 'files'"
+                f"source {self.name!r} has fixed columns. Fix: remove columns, or set name to "
+                "'files'."
             )
         return self
 
     def label(self) -> str:
-        """How reports call it: its name, and in brackets what of it is read. No query of a signed URL."""
+        """The source in reports: name, and in brackets subset, split and file. No query of a
+        URL."""
         path = self.path or ""
-        file = (
-            path.partition("?")[0] if path.startswith("http") else path
-        )  # elsewhere a question mark is a glob's
+        # In other paths, a question mark belongs to a glob.
+        file = path.partition("?")[0] if path.startswith("http") else path
         details = ", ".join(
             filter(None, (self.subset, self.split, file.rstrip("/").rpartition("/")[2]))
         )
@@ -139,16 +146,17 @@ class SourceConfig(Block):
 
 
 class BlendedSourceConfig(SourceConfig):
-    """One source of the split, and how much of it goes where."""
+    """One source of the split: how much of it is used, and for which phases."""
 
     fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of the source's distinct prompts that is used. A smaller share is part of a larger one."""
+    """Share of the source's distinct prompts to use. A smaller share is part of a larger one."""
 
     phases: tuple[Phase, ...] | None = Field(default=None, min_length=1)
-    """Phases that may train on it. None: all that it can serve (demonstrations: SFT; comparisons: all three)."""
+    """Phases that may use the source. None: all that its rows can serve (demonstrations: SFT;
+    comparisons: all three; bare prompts: PPO)."""
 
     def records(self) -> SourceConfig:
-        """What decides the records that are read."""
+        """The fields that decide the records."""
         return SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})
 
 
@@ -156,13 +164,15 @@ class PretrainingConfig(Block):
     """Plain text for PPO's language-model loss (ptx), packed into blocks of equal length."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
-    """Sources of text. Of "files", the column `text` is read unless `columns` names another one; a .txt file is all text."""
+    """Sources of text. "files" reads the column `text` unless `columns` sets another one; a .txt
+    file is one text."""
 
     block_tokens: int = Field(ge=2)
-    """Length of a block. Documents are joined by EOS and cut into blocks; the last incomplete one is left out."""
+    """Tokens of a block. Documents are joined by EOS and cut into blocks; an incomplete last block
+    is left out."""
 
     def records(self) -> list[SourceConfig]:
-        """The sources, each with its columns."""
+        """The sources, each with its column map."""
         return [
             source.model_copy(update={"columns": ColumnMap(text="text")})
             if source.name == "files" and source.columns is None
@@ -172,55 +182,58 @@ class PretrainingConfig(Block):
 
 
 class SplitConfig(Block):
-    """How the sources become disjoint sets for the three phases, validation and test."""
+    """How the sources are split into disjoint parts for the three phases, validation and test."""
 
-    model_config = ConfigDict(hide_input_in_errors=True)  # a path that is refused for its secret
+    model_config = ConfigDict(hide_input_in_errors=True)  # a rejected path may contain a secret
 
     sources: tuple[BlendedSourceConfig, ...] = Field(min_length=1)
-    """What is read, in this order. A prompt that occurs in several sources lands in one part all the same."""
+    """Sources, read in this order. All rows of a prompt, from any source, are in one part."""
 
     weights: tuple[float, float, float] = (2, 4, 4)
-    """Shares of SFT, reward model and PPO in the distinct prompts that are not held out; only their ratio counts.
-    2, 4, 4 is DeepSpeed-Chat's default, so that results stay comparable. Prompts that not every phase can use are divided
-    among those that can."""
+    """Weights of SFT, reward model and PPO in the distinct prompts that are not held out; only
+    their ratio matters. The default 2, 4, 4 is DeepSpeed-Chat's, for comparable results. Prompts
+    that some phases cannot use are divided among the other phases."""
 
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Fraction of the distinct prompts that validates all three phases and trains none."""
+    """Fraction of the distinct prompts for the validation of all three phases. No phase trains on
+    them."""
 
     test_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Fraction of the distinct prompts that only the evaluation sees."""
+    """Fraction of the distinct prompts for the final evaluation alone."""
 
     max_prompt_tokens: PositiveInt
-    """Longest prompt in tokens, chat template included."""
+    """Maximum length of a prompt in tokens, including the chat template."""
 
     max_response_tokens: PositiveInt
-    """Longest response in tokens, EOS included."""
+    """Maximum length of a response in tokens, including EOS."""
 
     over_long_prompts: Literal["error", "drop", "truncate"] = "error"
-    """What happens to a row with a longer prompt. "error" names the first one, so that nothing disappears unseen; "drop"
-    leaves such rows out; "truncate" keeps the newest tokens (and a leading BOS). The report counts either."""
+    """What to do with longer prompts. "error" stops at the first one; "drop" leaves the row out;
+    "truncate" keeps the newest tokens and a leading BOS. The report counts dropped and cut rows."""
 
     over_long_responses: Literal["error", "drop", "truncate"] = "error"
-    """What happens to a row with a longer answer. "truncate" keeps its beginning, without EOS: the model is not taught to
-    end there. The report counts the rows that lost their EOS."""
+    """What to do with longer answers. "truncate" keeps the beginning without EOS, so the model does
+    not learn to end there. The report counts these rows."""
 
     sft_loss: Literal["response", "assistant", "all"] = "response"
-    """Tokens that SFT learns: the final response; every assistant turn of the dialogue; or all tokens, the prompt's too
-    (as DeepSpeed-Chat does)."""
+    """Tokens that SFT learns: the final response; every turn of the assistant; or all tokens,
+    including the prompt (as DeepSpeed-Chat does)."""
 
     pretraining: PretrainingConfig | None = None
-    """Text for PPO's language-model loss. None: none is prepared."""
+    """Text for PPO's language-model loss. None: no text."""
 
     max_bad_fraction: float = operational(0.0, ge=0, le=1)
-    """Fraction of a source's rows that may be unusable (no answer, dialogue that does not parse ...) before the run stops.
-    0, so that bad rows are looked at once; Anthropic/hh-rlhf needs about 0.01."""
+    """Fraction of a source's rows that may be bad (no answer, malformed dialogue, ...). More bad
+    rows stop the run. The default 0 accepts no bad rows; Anthropic/hh-rlhf needs about
+    0.01."""
 
     @field_validator("weights")
     @classmethod
     def _usable_weights(cls, weights: tuple[float, float, float]) -> tuple[float, float, float]:
         if any(not 0 <= weight < float("inf") for weight in weights) or not any(weights):
             raise ValueError(
-                f"{list(weights)} must be finite and not negative, and at least one must be positive"
+                f"found {list(weights)}; expected finite, non-negative numbers, at least one "
+                "positive"
             )
         return weights
 
@@ -228,8 +241,9 @@ class SplitConfig(Block):
     def _something_to_train_on(self) -> Self:
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError(
-                f"validation_fraction {self.validation_fraction} + test_fraction {self.test_fraction} leave no prompt "
-                "to train on; make their sum less than 1"
+                f"validation_fraction {self.validation_fraction} + test_fraction "
+                f"{self.test_fraction} leave no prompt to train on. Fix: make their sum less than "
+                "1."
             )
         return self
 
@@ -237,9 +251,9 @@ class SplitConfig(Block):
     def _distinct_sources(self) -> Self:
         for index, source in enumerate(self.sources):
             if source.records() in self.records()[:index]:
-                raise ValueError(f"source {source.label()!r} is listed twice; list it once")
+                raise ValueError(f"source {source.label()!r} is listed twice. Fix: list it once.")
         return self
 
     def records(self) -> list[SourceConfig]:
-        """What decides the records of each source, whatever becomes of them."""
+        """For each source, the fields that decide its records."""
         return [source.records() for source in self.sources]

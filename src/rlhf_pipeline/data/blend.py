@@ -1,4 +1,4 @@
-"""Which row of which source goes to which part: how much of a source is used, what repeats an earlier one, and the split."""
+"""Assign the rows of all sources to parts: take fractions, merge duplicates, split by prompt."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _UNUSED = -1
 
 @dataclass(frozen=True)
 class Blend:
-    """The rows of all sources, one after the other (N of them), and where each one goes."""
+    """The N rows of all sources, source after source, and the part of each row."""
 
     parts: np.ndarray
-    """(N,) int8: index into PARTS, or -1 for a row that is not used."""
+    """(N,) int8: index into PARTS, or -1 for an unused row."""
     serves: np.ndarray
     """(N,) uint8: the phases that may use a row, as bits in the order of PHASES."""
     prompt_keys: np.ndarray
@@ -31,21 +31,22 @@ class Blend:
     left_out: list[int]
     """Rows of each source beyond its fraction."""
     unservable: list[int]
-    """Rows of each source that none of its phases can use, such as demonstrations where only PPO may train on them."""
+    """Rows of each source that none of its phases can use, such as demonstrations of a source with
+    `phases: [ppo]`."""
     merged: list[int]
-    """Rows of each source that an earlier source has as well: same prompt, same answers."""
+    """Rows of each source that repeat a row of an earlier source: same prompt, same answers."""
 
     def rows(self, table: Table) -> tuple[np.ndarray, int]:
-        """(N,) bool: the rows of a table; and how many more there are, of a prompt that it holds already."""
+        """The rows of a table as (N,) bool, and the number of rows left out as repeated prompts."""
         chosen = self.parts == PARTS.index(table.part)
         if table.phase is not None:
             chosen &= (self.serves & phase_bits([table.phase])) > 0
         if table.answers:
             return chosen, 0
         candidates = np.flatnonzero(chosen)
-        again = first_rows(self.prompt_keys[candidates]) != np.arange(len(candidates))
-        chosen[candidates[again]] = False
-        return chosen, int(again.sum())
+        repeated = first_rows(self.prompt_keys[candidates]) != np.arange(len(candidates))
+        chosen[candidates[repeated]] = False
+        return chosen, int(repeated.sum())
 
     def distinct_prompts(self, part: Part) -> int:
         """Number of distinct prompts of a part."""
@@ -54,32 +55,32 @@ class Blend:
 
 
 def blend(
-    config: SplitConfig, sources: Sequence[pa.Table], sound: Sequence[np.ndarray], seed: int
+    config: SplitConfig, sources: Sequence[pa.Table], usable: Sequence[np.ndarray], seed: int
 ) -> Blend:
-    """Take each source's fraction, leave out what an earlier source has as well, and split the rest by prompt.
+    """Take each source's fraction, merge what an earlier source contains, split the rest by prompt.
 
-    Rows that a source repeats within itself stay: two annotators who agree are two judgements. A row that several sources
-    have serves every phase that one of them may serve. `sound` (a (N,) bool for each source) leaves out rows that may not
-    be used at all.
+    Rows that a source repeats within itself stay: two annotators who agree are two judgements. A
+    row of several sources serves every phase that one of these sources may serve. `usable` has one
+    (rows,) bool for each source; False excludes a row.
 
     Raises:
-        DataError: a part gets no prompt, or some prompts serve no phase that has a weight.
+        DataError: a part gets no prompt, or some prompts serve only phases of weight 0.
     """
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
-    prompts, bits = _joined(sources, "prompt_key"), _servable(config, sources)
-    taken = _taken(config, sources, seed)
-    allowed = taken & np.concatenate(sound)
-    usable = allowed & (bits > 0)
-    candidates = np.flatnonzero(usable)
+    prompts, bits = _all_keys(sources, "prompt_key"), _phases_of_rows(config, sources)
+    within_fraction = _rows_within_fraction(config, sources, seed)
+    allowed = within_fraction & np.concatenate(usable)
+    used = allowed & (bits > 0)
+    candidates = np.flatnonzero(used)
     own_start = np.repeat(starts[:-1], np.diff(starts))[candidates]
-    earliest = candidates[first_rows(_joined(sources, "example_key")[candidates])]
+    earliest = candidates[first_rows(_all_keys(sources, "example_key")[candidates])]
     repeated = candidates[earliest < own_start]
-    usable[repeated] = False
+    used[repeated] = False
     np.bitwise_or.at(bits, earliest, bits[candidates])
     parts = np.full(len(prompts), _UNUSED, np.int8)
-    parts[usable] = assign(
-        prompts[usable],
-        bits[usable],
+    parts[used] = assign(
+        prompts[used],
+        bits[used],
         seed=seed,
         weights=config.weights,
         validation_fraction=config.validation_fraction,
@@ -90,14 +91,14 @@ def blend(
         bits,
         prompts,
         starts.tolist(),
-        left_out=_per_source(np.flatnonzero(~taken), starts),
-        unservable=_per_source(np.flatnonzero(allowed & (bits == 0)), starts),
-        merged=_per_source(repeated, starts),
+        left_out=_count_per_source(np.flatnonzero(~within_fraction), starts),
+        unservable=_count_per_source(np.flatnonzero(allowed & (bits == 0)), starts),
+        merged=_count_per_source(repeated, starts),
     )
 
 
-def _servable(config: SplitConfig, sources: Sequence[pa.Table]) -> np.ndarray:
-    """(N,) uint8: the phases that may use each row, by what it holds and by the configuration."""
+def _phases_of_rows(config: SplitConfig, sources: Sequence[pa.Table]) -> np.ndarray:
+    """(N,) uint8: the phases that the answers of a row and `phases` of its source both allow."""
     allowed = [
         phase_bits(PHASES if source.phases is None else source.phases) for source in config.sources
     ]
@@ -106,7 +107,9 @@ def _servable(config: SplitConfig, sources: Sequence[pa.Table]) -> np.ndarray:
     )
 
 
-def _taken(config: SplitConfig, sources: Sequence[pa.Table], seed: int) -> np.ndarray:
+def _rows_within_fraction(
+    config: SplitConfig, sources: Sequence[pa.Table], seed: int
+) -> np.ndarray:
     """(N,) bool: the rows within their source's fraction."""
     return np.concatenate(
         [
@@ -118,10 +121,10 @@ def _taken(config: SplitConfig, sources: Sequence[pa.Table], seed: int) -> np.nd
     )
 
 
-def _per_source(rows: np.ndarray, starts: np.ndarray) -> list[int]:
+def _count_per_source(rows: np.ndarray, starts: np.ndarray) -> list[int]:
     """How many of these rows belong to each source."""
     return np.diff(np.searchsorted(rows, starts)).tolist()
 
 
-def _joined(sources: Sequence[pa.Table], column: str) -> np.ndarray:
+def _all_keys(sources: Sequence[pa.Table], column: str) -> np.ndarray:
     return np.concatenate([keys(table, column) for table in sources])

@@ -1,4 +1,4 @@
-"""Text to train a tokenizer on."""
+"""Text that a tokenizer is trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_pipeline.data.template import plain_text
 
 
 def corpus(sources: Sequence[Path]) -> Iterator[str]:
-    """Every prompt and answer of the sources' records as plain dialogue text."""
+    """Yield every prompt and answer of the sources as plain dialogue text."""
     for source in sources:
         for records in examples(source).to_batches():
             batch = example_batch(records)

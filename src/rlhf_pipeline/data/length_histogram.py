@@ -1,4 +1,4 @@
-"""A histogram of lengths in tokens against their limit."""
+"""Histogram of lengths in tokens, with their limit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BARS = 48
-"""At most so many, but for the tail."""
+"""Maximum number of bars, without the bar of the tail."""
 
-_COLORS = {"within": "#4477aa", "over": "#ee7733"}  # told apart by the colour-blind, too
+_COLORS = {"within": "#4477aa", "over": "#ee7733"}  # safe for colour blindness
 
 
 def draw(axes: Axes, name: str, counts: dict[int, int], limit: int) -> None:
-    """Draw how many texts have which length, and how many of them are over the limit.
+    """Draw the distribution of lengths, and how many exceed the limit.
 
     Args:
-        axes: what is drawn on.
-        name: what the texts are, in the singular.
-        counts: length in tokens to number of texts.
-        limit: the longest length that is not over.
+        axes: the axes to draw on.
+        name: kind of the texts, in the singular.
+        counts: length in tokens -> number of texts.
+        limit: the longest allowed length.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -76,11 +76,10 @@ def draw(axes: Axes, name: str, counts: dict[int, int], limit: int) -> None:
 
 
 def histogram(counts: dict[int, int], limit: int) -> tuple[int, dict[int, int]]:
-    """Lengths in bars of equal width, as (width, first length of a bar -> number).
+    """Count lengths in bars of equal width; return (width, first length of a bar -> number).
 
-    A bar ends at the limit or begins behind it, so that none holds both what is within and what is over. One very long
-    text does not squeeze all others: the bars end where they show 99% of the lengths, and the limit where it is near or
-    exceeded; one more bar holds the rest of the tail.
+    No bar contains lengths on both sides of the limit. The bars cover 99% of the lengths, and the
+    limit if it is near or exceeded; one more bar contains the rest of the tail.
     """
     end = next(
         length for length, below in _cumulated(counts) if below >= 0.99 * sum(counts.values())
@@ -96,11 +95,11 @@ def histogram(counts: dict[int, int], limit: int) -> tuple[int, dict[int, int]]:
 
 
 def _first(length: int, width: int, limit: int) -> int:
-    """The first length of the bar that holds `length`."""
+    """The first length of the bar that contains `length`."""
     return limit + 1 + (length - limit - 1) // width * width
 
 
 def _cumulated(counts: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """Each length with the number of those that are at most as long."""
+    """Yield each length with the number of texts of at most that length."""
     lengths = sorted(counts)
     return zip(lengths, accumulate(counts[length] for length in lengths), strict=True)

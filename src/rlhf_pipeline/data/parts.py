@@ -1,8 +1,8 @@
-"""Which prompt belongs to which part: disjoint by construction, the same on every machine, exact for any size.
+"""Assign prompts to parts: disjoint, exact for any size, the same on every machine.
 
-A prompt is known by its 16-byte key (`records.key`). Functions take the keys of all rows as (N, 16) uint8, where a prompt
-may fill any number of rows, and answer row by row; neither the order of the rows nor how often a prompt occurs changes
-what becomes of it. Memory is a small multiple of the keys'.
+A prompt is identified by its 16-byte key (`records.key`). The functions take the keys of all rows
+as (N, 16) uint8 and return one value per row. Neither the order of the rows nor the number of rows
+of a prompt changes its part. Memory is a small multiple of the keys.
 """
 
 from __future__ import annotations
@@ -32,40 +32,50 @@ def assign(
     validation_fraction: float,
     test_fraction: float,
 ) -> np.ndarray:
-    """The part of every row's prompt, as (N,) int8 that indexes PARTS.
+    """Assign a part to every row, by its prompt.
 
-    A prompt can serve the phases that its rows can serve together. Prompts that can serve the same phases form a class,
-    and every class is divided by itself: ordered by SHA-256 of the ASCII bytes "split\\n<seed>\\n" followed by the key, then
-    cut into consecutive runs, the held-out parts first. The runs' sizes are the shares' exact quotas rounded by largest
-    remainder, so each is within 1 of its quota. `weights` (of sft, reward_model and ppo) divides what validation and test
-    leave of the class among the phases it can serve. Other weights move at most a prompt or two of a class in or out of
-    the held-out parts; other classes move none.
+    A prompt can serve every phase that one of its rows can serve. Prompts that can serve the same
+    phases form a class, and each class is divided separately: sort by SHA-256 of the ASCII bytes
+    "split\\n<seed>\\n" followed by the key, then cut into consecutive runs, held-out parts first.
+    The size of a run is its exact quota rounded by largest remainder, so within 1 of the quota.
+
+    `weights` divides what validation and test leave of a class among the phases that the class can
+    serve. A change of the weights moves at most one or two prompts of a class into or out of the
+    held-out parts. Changes to other classes move none.
 
     Args:
         keys: (N, 16) uint8.
-        serves: (N,) uint8; bit i is set where the row can serve PHASES[i].
+        serves: (N,) uint8; bit i is set if the row can serve PHASES[i].
+        seed: decides the order.
+        weights: of sft, reward_model and ppo.
+        validation_fraction, test_fraction: shares of the distinct prompts.
+
+    Returns:
+        (N,) int8: index into PARTS.
 
     Raises:
-        DataError: a class can serve only phases of weight 0; or a part with a positive share would get no prompt.
+        DataError: a class can serve only phases of weight 0, or a part with a positive share gets
+            no prompt.
     """
-    prompts, prompt_of_row = np.unique(_scalars(keys), return_inverse=True)
+    prompts, prompt_of_row = np.unique(_as_scalars(keys), return_inverse=True)
     servable = np.zeros(len(prompts), np.uint8)
     np.bitwise_or.at(servable, prompt_of_row, serves)
-    ordered = _ordered(prompts, f"split\n{seed}\n")
+    ordered = _hash_order(prompts, f"split\n{seed}\n")
     parts = np.empty(len(prompts), np.int8)
     for bits in np.unique(servable):
         members = ordered[servable[ordered] == bits]
-        usable = _usable(weights, bits, len(members))
-        sizes = apportion(len(members), _shares(usable, validation_fraction, test_fraction))
+        usable = _usable_weights(weights, bits, len(members))
+        sizes = apportion(len(members), _part_shares(usable, validation_fraction, test_fraction))
         parts[members] = np.repeat(np.arange(len(PARTS)), sizes)
     _require_prompts((test_fraction, validation_fraction, *weights), parts, servable)
     return parts[prompt_of_row]
 
 
 def apportion(total: int, shares: list[Fraction]) -> list[int]:
-    """Whole numbers that sum to `total`, each within 1 of `total * share`, by largest remainder (Hamilton's method).
+    """Divide `total` into whole numbers, each within 1 of `total * share`.
 
-    `shares` sum to 1. Of equal remainders the earlier share is served first.
+    The method is largest remainder (Hamilton). `shares` sum to 1. Of equal remainders, the earlier
+    share is rounded up first.
     """
     quotas = [total * share for share in shares]
     sizes = [quota.numerator // quota.denominator for quota in quotas]
@@ -76,33 +86,33 @@ def apportion(total: int, shares: list[Fraction]) -> list[int]:
 
 
 def fraction_of(keys: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """True at the rows whose prompt belongs to a share of the distinct prompts, as (N,) bool.
+    """Select a fraction of the distinct prompts; return their rows as (N,) bool.
 
-    `fraction` (from 0 to 1) of the prompts is rounded to the nearest whole number, a half upwards, and a positive
-    fraction of any prompts is at least one. These are the first prompts by SHA-256 of the ASCII bytes
-    "fraction\\n<seed>\\n" followed by the key: a smaller fraction's are among a larger one's, and which they are says
-    nothing about their part in `assign`.
+    The number of prompts is rounded to the nearest whole number, a half upwards; a positive
+    fraction selects at least one prompt. The selected prompts are the first by SHA-256 of the ASCII
+    bytes "fraction\\n<seed>\\n" followed by the key. So a smaller fraction is part of a larger one,
+    and the selection is independent of the parts from `assign`.
     """
-    prompts, prompt_of_row = np.unique(_scalars(keys), return_inverse=True)
-    quota = len(prompts) * _exact(fraction)
+    prompts, prompt_of_row = np.unique(_as_scalars(keys), return_inverse=True)
+    quota = len(prompts) * _exact_fraction(fraction)
     count = math.floor(quota + Fraction(1, 2)) or math.ceil(quota)
     chosen = np.zeros(len(prompts), np.bool_)
-    chosen[_ordered(prompts, f"fraction\n{seed}\n")[:count]] = True
+    chosen[_hash_order(prompts, f"fraction\n{seed}\n")[:count]] = True
     return chosen[prompt_of_row]
 
 
 def first_rows(keys: np.ndarray) -> np.ndarray:
-    """For every row, the number of the first row with the same key, as (N,) integers."""
-    _, first, key_of_row = np.unique(_scalars(keys), return_index=True, return_inverse=True)
+    """The index of the first row with the same key, for every row: (N,) integers."""
+    _, first, key_of_row = np.unique(_as_scalars(keys), return_index=True, return_inverse=True)
     return first[key_of_row]
 
 
-def _scalars(keys: np.ndarray) -> np.ndarray:
-    """A key a scalar instead of a key a row: numpy sorts those as bytes, and much faster than rows."""
+def _as_scalars(keys: np.ndarray) -> np.ndarray:
+    """Keys as (N,) scalars, which numpy sorts as bytes, much faster than rows."""
     return np.ascontiguousarray(keys).view("V16").ravel()
 
 
-def _ordered(prompts: np.ndarray, prefix: str) -> np.ndarray:
+def _hash_order(prompts: np.ndarray, prefix: str) -> np.ndarray:
     """The indices that sort distinct prompts by SHA-256 of the prefix and the key."""
     start, keys = prefix.encode(), prompts.tobytes()
     digests = (
@@ -111,47 +121,49 @@ def _ordered(prompts: np.ndarray, prefix: str) -> np.ndarray:
     return np.argsort(np.fromiter(digests, "V32", len(prompts)))
 
 
-def _usable(weights: tuple[float, float, float], bits: int, prompts: int) -> list[float]:
-    """The weights, with 0 for the phases that a class of so many prompts cannot serve."""
+def _usable_weights(weights: tuple[float, float, float], bits: int, prompts: int) -> list[float]:
+    """The weights, with 0 for the phases that a class cannot serve."""
     able = [bool(bits >> index & 1) for index in range(len(PHASES))]
     usable = [weight if can else 0 for weight, can in zip(weights, able, strict=True)]
     if not any(usable):
         raise DataError(
-            f"{prompts} distinct prompts serve only phases of weight 0 ({', '.join(compress(PHASES, able)) or 'none'}). "
-            "Give such a phase weight, let the sources of these prompts serve other phases, or remove those sources."
+            f"{prompts} distinct prompts serve only phases of weight 0 "
+            f"({', '.join(compress(PHASES, able)) or 'none'}). Fix: give one of these phases a "
+            "weight in split.weights, change `phases` of their sources, or remove these sources."
         )
     return usable
 
 
-def _shares(
+def _part_shares(
     weights: list[float], validation_fraction: float, test_fraction: float
 ) -> list[Fraction]:
-    """Every part's exact share."""
-    test, validation = _exact(test_fraction), _exact(validation_fraction)
-    exact = [_exact(weight) for weight in weights]
+    """The exact share of every part, in the order of PARTS."""
+    test, validation = _exact_fraction(test_fraction), _exact_fraction(validation_fraction)
+    exact = [_exact_fraction(weight) for weight in weights]
     return [test, validation, *((1 - test - validation) * weight / sum(exact) for weight in exact)]
 
 
-def _exact(number: float) -> Fraction:
-    """A decimal means itself: 0.02 is 1/50, not the nearest binary fraction."""
+def _exact_fraction(number: float) -> Fraction:
+    """The decimal that is written: 0.02 is 1/50, not the nearest binary fraction."""
     return Fraction(str(number))
 
 
 def _require_prompts(shares: tuple[float, ...], parts: np.ndarray, servable: np.ndarray) -> None:
     sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
-    starved = [
+    empty = [
         part for part, share in zip(PARTS, shares, strict=True) if share > 0 and sizes[part] == 0
     ]
-    if starved:
+    if empty:
         able = {
             phase: np.count_nonzero(servable >> index & 1) for index, phase in enumerate(PHASES)
         }
         raise DataError(
-            f"{len(parts)} distinct prompts leave none for {', '.join(starved)} "
-            f"(sizes: {_listed(sizes)}; able to serve: {_listed(able)}). "
-            "Add data, or change weights, validation_fraction or test_fraction (0 switches a part off)."
+            f"{', '.join(empty)}: found no prompt among {len(parts)} distinct prompts, expected "
+            f"at least 1 (sizes: {_format_counts(sizes)}; able to serve: {_format_counts(able)}). "
+            "Fix: add data, or change weights, validation_fraction or test_fraction (0 disables "
+            "a part)."
         )
 
 
-def _listed(counts: Mapping[Any, object]) -> str:
+def _format_counts(counts: Mapping[Any, object]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())

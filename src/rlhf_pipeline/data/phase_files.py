@@ -1,4 +1,4 @@
-"""Tokenized examples as the rows of the prepared files, and the counts of what became of them."""
+"""Write tokenized examples as rows of the prepared files; count what was dropped and cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_pipeline.data.tokenization import (
     Tokenized,
     limited_answer,
     limited_prompt,
-    newest,
+    newest_values,
 )
 from rlhf_pipeline.errors import DataError
 
@@ -32,24 +32,24 @@ class PhaseFile:
     table: Table
     writer: TableWriter
     duplicates_merged: int
-    """Rows left out because the file holds their prompt already."""
+    """Rows left out because the file already contains their prompt."""
     rows: int = 0
     candidates: int = 0
-    """Rows before any was dropped."""
+    """Rows including the dropped ones."""
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
     lengths: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
-    """For each column of token ids: length to rows."""
+    """For each column of token ids: length -> number of rows."""
     written: list[np.ndarray] = field(default_factory=list)
-    """Numbers of the rows that were written."""
+    """Positions in the blend of the rows that were written."""
 
     @classmethod
     def open(cls, table: Table, output: Path, duplicates_merged: int) -> PhaseFile:
-        """Start the file of a table below `output`."""
+        """Create the file of a table in `output`."""
         return cls(table, TableWriter(output / table.path, table.schema), duplicates_merged)
 
     def add(self, rows: list[Row], numbers: np.ndarray, config: SplitConfig) -> None:
-        """Append those of the rows that fit; `numbers` are their places in the blend."""
+        """Append the rows that fit the limits; `numbers` are their positions in the blend."""
         self.candidates += len(rows)
         kept: list[int] = []
         columns: dict[str, list[Any]] = {name: [] for name in self.table.columns}
@@ -72,16 +72,17 @@ class PhaseFile:
                     self.lengths[name].update(map(len, columns[name]))
 
     def close(self) -> None:
-        """Finish the file; DataError where all its rows were dropped."""
+        """Finish the file; raise DataError if all its rows were dropped."""
         self.writer.close()
         if self.candidates and not self.rows:
             raise DataError(
-                f"{self.table.path}: all {self.candidates} rows were dropped ({dict(self.dropped)}). "
-                "Raise split.max_prompt_tokens or split.max_response_tokens."
+                f"{self.table.path}: all {self.candidates} rows were dropped "
+                f"({dict(self.dropped)}). Fix: raise split.max_prompt_tokens or "
+                "split.max_response_tokens."
             )
 
     def describe(self) -> dict[str, Any]:
-        """The file's part of the report."""
+        """The entry of this file in the report."""
         return {
             "rows": self.rows,
             "duplicates_merged": self.duplicates_merged,
@@ -112,7 +113,7 @@ class PhaseFile:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One example with its texts within the limits."""
+    """One example, its texts cut to the limits."""
 
     id: str
     source: str
@@ -120,15 +121,15 @@ class Row:
     prompt: Limited
     answers: dict[Answer, Limited]
     dialogue: Limited
-    """The prompt as SFT reads it: where earlier turns are learned, they are tokenized like responses."""
+    """The prompt for SFT. If SFT learns earlier turns, they are tokenized like responses."""
     spoken: list[bool]
-    """Which of the dialogue's tokens are the assistant's."""
+    """One for each token of `dialogue`: True for a token of the assistant."""
     reference: str | None = None
     """The true answer."""
 
 
 class RowMaker:
-    """Applies the limits, and keeps prompts apart that only their cut-off beginnings told from each other."""
+    """Applies the limits, and drops a prompt whose cut text belongs to another part already."""
 
     def __init__(self, config: SplitConfig, bos_id: int | None) -> None:
         self._config = config
@@ -143,8 +144,8 @@ class RowMaker:
         part: Part,
         reference: str | None = None,
     ) -> Row:
-        """The example as a row of the part; DataError where it is too long and that is an error."""
-        prompt = self._apart(
+        """The example as a row; raises DataError if it is too long and `over_long_*` is "error"."""
+        prompt = self._keep_apart(
             limited_prompt(tokens.id, tokens.prompt, self._config, self._bos_id), part
         )
         wanted: dict[Answer, list[int] | None] = {
@@ -160,19 +161,21 @@ class RowMaker:
         if tokens.turns is not None and not prompt.dropped:
             ids, by_assistant = tokens.turns
             dialogue = limited_prompt(tokens.id, ids, self._config, self._bos_id)
-            spoken = newest(ids, by_assistant, len(dialogue.ids), self._bos_id)
+            spoken = newest_values(ids, by_assistant, len(dialogue.ids), self._bos_id)
         return Row(tokens.id, source, messages, prompt, answers, dialogue, spoken, reference)
 
-    def _apart(self, prompt: Limited, part: Part) -> Limited:
-        """Only prompts of the full length can have become equal: the first part that has one keeps it."""
+    def _keep_apart(self, prompt: Limited, part: Part) -> Limited:
+        """Drop a cut prompt that equals one of another part.
+
+        Only prompts of maximum length can become equal. The first part keeps the prompt.
+        """
         if (
             self._config.over_long_prompts != "truncate"
             or len(prompt.ids) < self._config.max_prompt_tokens
         ):
             return prompt
-        digest = hashlib.sha256(
-            np.array(prompt.ids, np.int32).tobytes()
-        ).digest()  # the ids would fill the memory
+        # The digest, since all ids would fill the memory.
+        digest = hashlib.sha256(np.array(prompt.ids, np.int32).tobytes()).digest()
         owner = self._full_prompts.setdefault(digest, part)
         if owner == part:
             return prompt
@@ -180,10 +183,11 @@ class RowMaker:
 
 
 def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
-    """SFT's columns: what is only read, what follows it, and which of that is learned.
+    """The columns of SFT: prompt, response and loss mask.
 
-    `response_ids` begins with the first token that is learned; `loss_mask` (one for each of them) is True for the tokens
-    that `config.sft_loss` names, a turn's EOS included. The very first token has nothing to be predicted from.
+    `response_ids` begins with the first learned token. `loss_mask` has one value for each of them:
+    True for the tokens that `config.sft_loss` selects, including the EOS of a turn. The first token
+    of a dialogue is never learned, since nothing predicts it.
     """
     prompt, response = row.dialogue.ids, row.answers["chosen"].ids
     learned = [True] * len(prompt) if config.sft_loss == "all" else row.spoken
@@ -193,7 +197,10 @@ def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
 
 
 def summary(lengths: Counter[int]) -> dict[str, int]:
-    """Sum and percentiles (nearest rank: the smallest length that at least p percent of the rows do not exceed)."""
+    """Total, maximum and percentiles of lengths.
+
+    Percentiles are nearest rank: the smallest length that at least p percent do not exceed.
+    """
     ordered = sorted(lengths.items())
     ranks = np.cumsum([rows for _, rows in ordered])
     described = {"total": sum(length * rows for length, rows in ordered), "max": ordered[-1][0]}

@@ -1,4 +1,7 @@
-"""Plain text for PPO's language-model loss (ptx, Ouyang et al. 2022, equation 2), packed into blocks of equal length."""
+"""Pack plain text into blocks for PPO's language-model loss (ptx).
+
+Source: Ouyang et al. 2022, equation 2.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.data.control_tokens import Screen
+from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.record_files import texts
 from rlhf_pipeline.data.tables import PRETRAINING, TableWriter
 from rlhf_pipeline.data.tokenization import encode, one_ahead
@@ -26,17 +29,18 @@ def pack(
     tokenizer: PreTrainedTokenizerBase,
     block_tokens: int,
     output: Path,
-    screen: Screen,
+    control_tokens: ControlTokenFilter,
 ) -> dict[str, int]:
-    """Join the sources' documents, an EOS after each, and write them as blocks of `block_tokens` tokens.
+    """Join all documents, an EOS after each, and write them as blocks of `block_tokens` tokens.
 
-    What `screen` refuses is left out.
+    Documents that `control_tokens` rejects are left out.
 
     Returns:
-        documents, tokens (EOS included), block_tokens, blocks, tokens_left_out: fewer than a block, at the end.
+        documents, tokens (including EOS), block_tokens, blocks, tokens_left_out (the incomplete
+        last block).
 
     Raises:
-        DataError: there is less text than a block, or too many texts are refused.
+        DataError: the text does not fill one block, or too many texts are rejected.
     """
     documents, tokens, blocks = 0, 0, 0
     rest = np.empty(0, np.int32)
@@ -45,7 +49,7 @@ def pack(
         [
             text
             for place, text in zip(places, batch, strict=True)
-            if screen.passes(source, place, [text])
+            if control_tokens.accepts(source, place, [text])
         ]
         for source, folder in enumerate(sources)
         for places, batch in texts(folder)
@@ -65,8 +69,8 @@ def pack(
     writer.close()
     if not blocks:
         raise DataError(
-            f"split.pretraining: {documents} texts with {tokens} tokens fill no block of block_tokens={block_tokens}. "
-            "Add text, or lower split.pretraining.block_tokens."
+            f"split.pretraining: found {tokens} tokens in {documents} texts, expected at least "
+            f"block_tokens={block_tokens}. Fix: add text, or lower split.pretraining.block_tokens."
         )
     return {
         "documents": documents,

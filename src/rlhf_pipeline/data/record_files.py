@@ -1,6 +1,6 @@
-"""A source's records on disk: an Arrow IPC stream, memory-mapped when read, so that memory does not grow with their number.
+"""The records of a source on disk: Arrow IPC streams, memory-mapped when read.
 
-Examples and texts have a file each; a source holds one kind of them, and the other file is empty.
+Examples and texts have a file each. A source contains one kind; the file of the other is empty.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _EXAMPLES = pa.schema(
 _TEXTS = pa.schema([("id", pa.string()), ("text", pa.string())])
 _BATCH_ROWS = 1_000
 _BATCH_CHARACTERS = 8 * 2**20
-"""A batch ends at whichever comes first, so that a few giant texts do not fill the memory."""
+"""A batch ends at either limit, so that a few huge texts do not fill the memory."""
 
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """Some examples, column by column, as Python values."""
+    """A batch of examples by column, as Python values."""
 
     ids: list[str]
     prompts: list[Conversation]
@@ -48,7 +48,7 @@ class ExampleBatch:
 
 
 class RecordsWriter:
-    """Writes records in batches. `with RecordsWriter(folder) as writer: writer.add(place, record)`."""
+    """Context manager that writes records to a folder in batches."""
 
     def __init__(self, folder: Path) -> None:
         self._examples = _Stream(folder / "examples.arrow", _EXAMPLES, _example_columns)
@@ -101,7 +101,7 @@ class _Stream:
 
 def _example_columns(rows: list[tuple[str, Example]]) -> list[pa.Array]:
     prompts = [example.prompt for _, example in rows]
-    # Building the nested column from flat lists is twenty times faster than from a list of dicts.
+    # Flat lists build the nested column twenty times faster than a list of dicts.
     messages = pa.StructArray.from_arrays(
         [
             pa.array([message.role for prompt in prompts for message in prompt], pa.string()),
@@ -151,7 +151,7 @@ def examples(folder: Path) -> pa.Table:
 
 
 def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """Ids and texts of a source, in batches."""
+    """Yield the ids and texts of a source, in batches."""
     for batch in _mapped(folder / "texts.arrow").to_batches():
         yield batch.column("id").to_pylist(), batch.column("text").to_pylist()
 
@@ -166,9 +166,9 @@ def keys(table: pa.Table, column: str) -> np.ndarray:
 
 
 def serves(table: pa.Table) -> np.ndarray:
-    """The phases that each example can serve as (N,) uint8: bit i stands for PHASES[i].
+    """The phases that each example can serve, as (N,) uint8: bit i is PHASES[i].
 
-    A comparison serves all phases, a demonstration SFT only, a bare prompt PPO only.
+    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO.
     """
     has_chosen = table.column("chosen").is_valid().to_numpy()
     has_rejected = table.column("rejected").is_valid().to_numpy()
@@ -183,12 +183,12 @@ def serves(table: pa.Table) -> np.ndarray:
 
 
 def phase_bits(phases: Iterable[Phase]) -> int:
-    """The bit mask of some phases."""
+    """The phases as a bit mask."""
     return sum(1 << PHASES.index(phase) for phase in phases)
 
 
 def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
-    """A few examples as Python values; for the nested column by way of flat lists, which is thirty times faster."""
+    """A batch as Python values; flat lists make the nested column thirty times faster."""
     prompts = batch.column("prompt")
     flat = prompts.flatten()
     roles, contents = flat.field("role").to_pylist(), flat.field("content").to_pylist()

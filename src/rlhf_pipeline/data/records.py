@@ -1,4 +1,4 @@
-"""What a source yields: an example, a text, or a row that is neither."""
+"""What a source yields: examples, texts, and rows without a record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 Role = Literal["system", "user", "assistant"]
 Conversation = list[dict[str, str]]
-"""Messages in the form that chat templates take: {"role": ..., "content": ...} each."""
+"""Messages as chat templates expect them: {"role": ..., "content": ...} each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,52 +22,53 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt with the answers that a source gives to it. Which answers it has decides which phases can use it."""
+    """A prompt with the source's answers. The answers decide which phases can use the example."""
 
     prompt: tuple[Message, ...]
-    """At most one system message, then user and assistant in turn; ends with a user's turn."""
+    """An optional system message, then user and assistant in alternation; the user is last."""
 
     chosen: str | None = None
-    """A demonstration; where there is a `rejected`, the answer that a person or a known rule prefers to it."""
+    """The demonstration, or the preferred answer if there is a `rejected` one."""
 
     rejected: str | None = None
 
     reference: str | None = None
-    """The true answer, for rewards that check responses against it; no phase trains on it."""
+    """The true answer, for rewards that check responses. No phase trains on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document to continue pre-training on."""
+    """A document for the language-model loss of PPO."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """A row that yields no record."""
+    """A row without a record: bad or skipped."""
 
     reason: str
-    """In words that are the same for every row with the same fault, so that rows can be counted by it."""
+    """The same text for all rows with the same fault, since rows are counted by reason."""
 
     bad: bool = True
-    """True: the row is broken, and counts towards `max_bad_fraction`. False: the source knows such rows and passes over
-    them, for example a comparison that ends in a tie."""
+    """True: the row is broken, and counts towards `max_bad_fraction`. False: the row is skipped,
+    such as a comparison that ends in a tie."""
 
 
 Record = Example | Text
 
 
 def normalized_prompt(prompt: tuple[Message, ...]) -> str:
-    """A prompt's identity: two examples with the same one are about the same prompt and must not be split apart.
+    """The identity of a prompt. Examples with equal identities belong to the same part.
 
-    Roles are kept; contents are compared without regard to case, Unicode compatibility forms (NFKC) and white space.
+    Contents are equal regardless of case, Unicode compatibility forms (NFKC) and white space. Roles
+    must be equal.
     """
     return "\n".join(f"{message.role}: {_normalized(message.content)}" for message in prompt)
 
 
 def key(*parts: str) -> bytes:
-    """16 bytes that identify a sequence of texts: SHA-256 of each part's length and content, cut short."""
+    """16 bytes that identify a sequence of texts: truncated SHA-256 of lengths and contents."""
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode()
@@ -77,6 +78,6 @@ def key(*parts: str) -> bytes:
 
 
 def _normalized(text: str) -> str:
-    # Case folding can leave a text that is not NFKC (a folded ligature, for one), hence the second pass.
+    # Case folding can produce text that is not NFKC, such as a folded ligature.
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())

@@ -1,4 +1,4 @@
-"""The rows that some prepared file needs, a batch at a time, without the texts that none needs."""
+"""Batches of the rows that the prepared files need, without unneeded answers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from rlhf_pipeline.data.tables import TABLES
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of one source, and what is to become of them."""
+    """Rows of one source, and the files that they belong to."""
 
     source: int
     numbers: np.ndarray
-    """Places of the rows in the blend."""
+    """Positions of the rows in the blend."""
     examples: ExampleBatch
-    """Without the answers that no file needs."""
+    """The examples; answers that no file needs are None."""
     chosen: dict[str, np.ndarray]
-    """For each file which of the rows it gets."""
+    """For each file: (rows,) bool, the rows that it contains."""
     turns: list[bool] | None
-    """Rows whose earlier assistant turns SFT learns."""
+    """The rows whose earlier assistant turns SFT learns; None: none."""
 
 
 def needed_batches(
     config: SplitConfig, tables: Sequence[pa.Table], plan: Blend, rows: dict[str, np.ndarray]
 ) -> Iterator[Batch]:
-    """The rows that some file needs, in the order of the sources; `rows` tells for each file which it gets."""
+    """Yield the rows that a file needs, in the order of the sources.
+
+    `rows` maps each file to its rows: (N,) bool.
+    """
     needed = np.logical_or.reduce(list(rows.values()))
     for source, table in enumerate(tables):
         start = plan.starts[source]
@@ -46,10 +49,12 @@ def needed_batches(
                     [chosen[table.path] for table in TABLES if table.phase == "sft"]
                 )
                 turns = sft.tolist() if config.sft_loss == "assistant" else None
-                yield Batch(source, numbers, _needed_answers(batch, chosen), chosen, turns)
+                yield Batch(
+                    source, numbers, _without_unneeded_answers(batch, chosen), chosen, turns
+                )
 
 
-def _needed_answers(batch: ExampleBatch, chosen: dict[str, np.ndarray]) -> ExampleBatch:
+def _without_unneeded_answers(batch: ExampleBatch, chosen: dict[str, np.ndarray]) -> ExampleBatch:
     def only(answer: str, values: list[str | None]) -> list[str | None]:
         wanted = np.logical_or.reduce(
             [chosen[table.path] for table in TABLES if answer in table.answers]

@@ -1,4 +1,4 @@
-"""Stage program: one source as records on disk, read once however many stages use it.
+"""Stage program: read one source once, for all stages that use it.
 
 python -m rlhf_pipeline.data.source job.json
 """
@@ -16,7 +16,7 @@ from rlhf_pipeline.runtime.program import run_program
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Write the source's records, and how many rows it has of each kind."""
+    """Write the records and row counts of the source."""
     config = job.block("source", SourceConfig)
     counts = RowCounts()
     progress = RowProgress(job.metrics_file, config.samples)
@@ -35,7 +35,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return {
         "source/rows": float(counts.rows),
         "source/bad_rows": float(counts.bad.total()),
-        "source/passed_over_rows": float(counts.passed_over.total()),
+        "source/passed_over_rows": float(counts.skipped.total()),
     }
 
 

@@ -1,4 +1,4 @@
-"""Stage program: the sources' records as disjoint, tokenized sets for the three phases, validation and test.
+"""Stage program: split the sources into disjoint, tokenized files for all phases.
 
 python -m rlhf_pipeline.data.split job.json
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +15,18 @@ import numpy as np
 
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
-from rlhf_pipeline.data.control_tokens import Screen
+from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.parts import PARTS
-from rlhf_pipeline.data.phase_files import PhaseFile, RowMaker
+from rlhf_pipeline.data.phase_files import PhaseFile, Row, RowMaker
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.record_files import examples
-from rlhf_pipeline.data.row_batches import needed_batches
+from rlhf_pipeline.data.row_batches import Batch, needed_batches
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
-from rlhf_pipeline.data.split_statistics import Lengths, headline, tally
+from rlhf_pipeline.data.split_statistics import Lengths, build_report, headline
 from rlhf_pipeline.data.tables import TABLES
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.data.tokenization import one_ahead, render, tokenize
+from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, render, tokenize
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Prepare the data with the base model's tokenizer; each phase's folder carries the token contract."""
+    """Split the sources with the base model's tokenizer; add the token contract to each folder."""
     from transformers import AutoTokenizer
 
     base_model = job.inputs["base_model"]
     config = job.block("split", SplitConfig)
-    report = prepare(
+    report = split_sources(
         config,
         AutoTokenizer.from_pretrained(base_model, trust_remote_code=job.trust_remote_code),
         job.seed,
-        sources=_inputs(job, "source"),
-        pretraining=_inputs(job, "pretraining"),
+        sources=_input_folders(job, "source"),
+        pretraining=_input_folders(job, "pretraining"),
         output=job.export,
         metrics_file=job.metrics_file,
     )
@@ -60,7 +60,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return headline(report)
 
 
-def prepare(
+def split_sources(
     config: SplitConfig,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
@@ -70,43 +70,33 @@ def prepare(
     output: Path,
     metrics_file: Path,
 ) -> dict[str, Any]:
-    """Divide the records by prompt, tokenize them, and write the files of `tables.TABLES`; return the report.
+    """Divide the records by prompt, tokenize them, and write the files of `tables.TABLES`.
 
-    The same arguments give the same bytes. `sources` and `pretraining` are folders of records, in the order of the
-    configuration. The validation files of all three phases come from the same prompts. Memory does not grow with the
-    records, but for a few dozen bytes each.
+    The same arguments give the same bytes. The validation files of all phases come from the same
+    prompts. Memory grows by a few dozen bytes per record. `sources` and `pretraining` are folders
+    of records, in the order of the configuration.
+
+    Returns:
+        The report, see `rlhf_pipeline.data.split_report`.
 
     Raises:
         DataError: too many rows are bad, a text is too long, or a part gets no prompt.
-        ArtifactError: the tokenizer or its chat template is unfit.
+        ArtifactError: the tokenizer or its chat template is unsuitable.
     """
     tables = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
-    labels = _labels(config.sources)
-    screen = Screen(tokenizer, labels, counts, config.max_bad_fraction)
-    plan = blend(
-        config, tables, [screen.sound(index, table) for index, table in enumerate(tables)], seed
-    )
+    labels = _unique_labels(config.sources)
+    control_tokens = ControlTokenFilter(tokenizer, labels, counts, config.max_bad_fraction)
+    usable = [control_tokens.usable_rows(index, table) for index, table in enumerate(tables)]
+    plan = blend(config, tables, usable, seed)
     chosen = {table.path: plan.rows(table) for table in TABLES}
     files = {table.path: PhaseFile.open(table, output, chosen[table.path][1]) for table in TABLES}
-    maker = RowMaker(config, tokenizer.bos_token_id)
-    progress = RowProgress(metrics_file, len(plan.parts))
-    lengths = Lengths()
     batches = needed_batches(
         config, tables, plan, {path: rows for path, (rows, _) in chosen.items()}
     )
-    rendered = ((batch, render(batch.examples, tokenizer, turns=batch.turns)) for batch in batches)
-    for (batch, _), tokenized in one_ahead(rendered, lambda pair: tokenize(pair[1], tokenizer)):
-        rows = [
-            maker.make(config.sources[batch.source].name, messages, tokens, PARTS[part], reference)
-            for messages, tokens, part, reference in zip(
-                batch.examples.prompts,
-                tokenized,
-                plan.parts[batch.numbers].tolist(),
-                batch.examples.reference,
-                strict=True,
-            )
-        ]
+    progress = RowProgress(metrics_file, len(plan.parts))
+    lengths = Lengths()
+    for batch, tokenized, rows in _make_rows(config, tokenizer, batches, plan.parts):
         for path, mask in batch.chosen.items():
             files[path].add(
                 [rows[index] for index in np.flatnonzero(mask)], batch.numbers[mask], config
@@ -115,16 +105,40 @@ def prepare(
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
-    _refuse_empty(files, config)
+    _require_rows(files, config)
 
-    report = tally(config, labels, counts, plan, files, lengths)
+    report = build_report(config, labels, counts, plan, files, lengths)
     if config.pretraining is not None:
-        report["pretraining"] = _pretrain(config, tokenizer, pretraining, output)
+        report["pretraining"] = _pack_pretraining(config, tokenizer, pretraining, output)
     return report
 
 
-def _labels(sources: Sequence[SourceConfig]) -> list[str]:
-    """How the report calls each source; one that would be called like an earlier one gets a number."""
+def _make_rows(
+    config: SplitConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Iterable[Batch],
+    parts: np.ndarray,
+) -> Iterator[tuple[Batch, list[Tokenized], list[Row]]]:
+    """Yield each batch, tokenized and as rows; the next batch is tokenized meanwhile."""
+    maker = RowMaker(config, tokenizer.bos_token_id)
+    rendered = ((batch, render(batch.examples, tokenizer, turns=batch.turns)) for batch in batches)
+    for (batch, _), tokenized in one_ahead(rendered, lambda pair: tokenize(pair[1], tokenizer)):
+        source = config.sources[batch.source].name
+        rows = [
+            maker.make(source, messages, tokens, PARTS[part], reference)
+            for messages, tokens, part, reference in zip(
+                batch.examples.prompts,
+                tokenized,
+                parts[batch.numbers].tolist(),
+                batch.examples.reference,
+                strict=True,
+            )
+        ]
+        yield batch, tokenized, rows
+
+
+def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
+    """The sources' names in the report; a repeated name gets a number."""
     labels, seen = [source.label() for source in sources], Counter[str]()
     for index, label in enumerate(labels):
         seen[label] += 1
@@ -133,34 +147,35 @@ def _labels(sources: Sequence[SourceConfig]) -> list[str]:
     return labels
 
 
-def _refuse_empty(files: dict[str, PhaseFile], config: SplitConfig) -> None:
-    """DataError where a phase that has a weight could not train, or not be validated, for want of rows."""
+def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
+    """Raise DataError if a phase with a weight has no rows to train or validate on."""
     for phase, weight in zip(PHASES, config.weights, strict=True):
         for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
             path = f"{phase}/{part}.arrow"
             if weight > 0 and fraction > 0 and not files[path].rows:
                 raise DataError(
-                    f"{path} gets no row. Add data that {phase} can use, raise split.validation_fraction, or set the "
-                    "phase's weight in split.weights to 0."
+                    f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
+                    "use, raise split.validation_fraction, or set the phase's weight in "
+                    "split.weights to 0."
                 )
 
 
-def _pretrain(
+def _pack_pretraining(
     config: SplitConfig, tokenizer: PreTrainedTokenizerBase, folders: Sequence[Path], output: Path
 ) -> dict[str, Any]:
     assert config.pretraining is not None
     counts = [RowCounts.read(folder) for folder in folders]
-    labels = _labels(config.pretraining.sources)
-    screen = Screen(tokenizer, labels, counts, config.max_bad_fraction)
-    packed = pack(folders, tokenizer, config.pretraining.block_tokens, output, screen)
-    described = {
-        label: {"rows": count.rows, "bad": count.bad, "passed_over": count.passed_over}
+    labels = _unique_labels(config.pretraining.sources)
+    control_tokens = ControlTokenFilter(tokenizer, labels, counts, config.max_bad_fraction)
+    packed = pack(folders, tokenizer, config.pretraining.block_tokens, output, control_tokens)
+    sources = {
+        label: {"rows": count.rows, "bad": count.bad, "passed_over": count.skipped}
         for label, count in zip(labels, counts, strict=True)
     }
-    return {"sources": described} | packed
+    return {"sources": sources} | packed
 
 
-def _inputs(job: LaunchedJob, kind: str) -> list[Path]:
+def _input_folders(job: LaunchedJob, kind: str) -> list[Path]:
     """The inputs `kind_0`, `kind_1`, ... in order."""
     names = sorted(
         (name for name in job.inputs if name.startswith(f"{kind}_")),

@@ -1,4 +1,4 @@
-"""What became of the rows, in numbers: the report that `rlhf_pipeline.data.split_report` shows, and its headline for metrics."""
+"""Build the report of the split, and the metrics that summarize it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _UNSERVABLE = "none of the phases that may train on the source can use the recor
 
 @dataclass
 class Lengths:
-    """Lengths in tokens, before the limits, of all texts that were tokenized: length to number."""
+    """Lengths in tokens of all tokenized texts, before the limits: length -> number."""
 
     prompts: Counter[int] = field(default_factory=Counter)
     responses: Counter[int] = field(default_factory=Counter)
 
     def add(self, rows: Sequence[Tokenized]) -> None:
-        """Count a batch."""
+        """Count the texts of a batch."""
         self.prompts.update(len(row.prompt) for row in rows)
         self.responses.update(
             len(ids) for row in rows for ids in (row.chosen, row.rejected) if ids is not None
         )
 
 
-def tally(
+def build_report(
     config: SplitConfig,
     labels: Sequence[str],
     counts: Sequence[RowCounts],
@@ -43,7 +43,7 @@ def tally(
     files: Mapping[str, PhaseFile],
     lengths: Lengths,
 ) -> dict[str, Any]:
-    """The report as JSON types, without pre-training text; `labels` and `counts` are the sources', in their order."""
+    """The report (see `split_report`) without pretraining; one label and count per source."""
     return {
         "sources": _describe_sources(labels, counts, plan),
         "distinct_prompts": {part: plan.distinct_prompts(part) for part in PARTS},
@@ -68,7 +68,7 @@ def tally(
 
 
 def headline(report: dict[str, Any]) -> dict[str, float]:
-    """The report in numbers: rows, distinct prompts, bad, merged and dropped rows, tokens, and the rows of each file."""
+    """The report as metrics: rows, bad, merged and dropped rows, prompts, tokens, files."""
     sources, files = report["sources"].values(), report["files"]
     metrics = {
         "data/rows": sum(source["rows"] for source in sources),
@@ -91,7 +91,11 @@ def headline(report: dict[str, Any]) -> dict[str, float]:
 
 
 def overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
-    """How many prompts each two parts share in what was written: 0, or the split is broken."""
+    """Count the prompts that each two parts share in the written files.
+
+    Raises:
+        AssertionError: two parts share a prompt.
+    """
     prompts: dict[Part, np.ndarray] = {}
     for part in PARTS:
         written = [
@@ -120,7 +124,7 @@ def _describe_sources(
         described[label] = {
             "rows": count.rows,
             "bad": count.bad,
-            "passed_over": count.passed_over + Counter({_UNSERVABLE: plan.unservable[index]}),
+            "passed_over": count.skipped + Counter({_UNSERVABLE: plan.unservable[index]}),
             "left_out_by_fraction": plan.left_out[index],
             "duplicates_merged": plan.merged[index],
             "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},

@@ -1,6 +1,6 @@
-"""The files of a prepared data set: which rows they hold, their columns, and how they are written.
+"""The prepared files: their rows, their columns, and their writer.
 
-Arrow IPC streams, which `datasets.Dataset.from_file` maps into memory without a copy.
+The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps without a copy.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _PROMPT = {"id": pa.string(), "prompt_ids": _IDS}
 
 @dataclass(frozen=True)
 class Table:
-    """One file."""
+    """One prepared file."""
 
     path: str
-    """Relative to the data set's directory."""
+    """Relative to the folder of all prepared files."""
 
     part: Part
-    """Whose prompts it holds."""
+    """The part whose prompts it contains."""
 
     phase: Phase | None
-    """Only rows that this phase can use; None: all."""
+    """The file contains only rows that this phase can use; None: all rows."""
 
     answers: tuple[Answer, ...]
-    """The answers that its rows need; without any it holds each distinct prompt once."""
+    """The answers that its rows need. Without answers, it contains each distinct prompt once."""
 
     columns: dict[str, pa.DataType]
     """Names and types."""
@@ -75,7 +75,7 @@ PRETRAINING = "pretraining/train.arrow"
 
 
 class TableWriter:
-    """Writes rows to a file in batches: the same bytes for the same batches."""
+    """Writes rows to a file in batches. The same batches give the same bytes."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class TableWriter:
         self._stream = pa.ipc.new_stream(self._file, schema)
 
     def write(self, columns: dict[str, list[Any]]) -> None:
-        """Append a batch, given by columns."""
+        """Append a batch by columns."""
         self._stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=self._schema))
 
     def close(self) -> None:

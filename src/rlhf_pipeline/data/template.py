@@ -1,7 +1,7 @@
-"""The one place where a chat template is applied: dialogues become text for the model here and nowhere else.
+"""Apply the chat template. Only this module turns dialogues into text for a model.
 
-All functions take batches: one call of the template engine for many dialogues costs half of many calls. `ids` name the
-examples in errors.
+The functions take batches, since one call of the template engine for a batch costs half as much as
+one call per dialogue. `ids` identify the examples in errors.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ HUMAN_ASSISTANT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
-"""Chat template (Jinja) for base models that have none, in the format of Anthropic's dialogues; `bos_token` is empty
-where the tokenizer has none."""
+"""Chat template (Jinja) for base models without one, in the format of Anthropic's dialogues.
+
+`bos_token` is empty if the tokenizer has none.
+"""
 
 _PLAIN = Template(HUMAN_ASSISTANT_TEMPLATE)
 
@@ -36,12 +38,12 @@ _PLAIN = Template(HUMAN_ASSISTANT_TEMPLATE)
 def render_prompts(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[str], prompts: Sequence[Conversation]
 ) -> list[str]:
-    """The prompts with the template's generation prompt.
+    """Render prompts with the template's generation prompt.
 
     Raises:
-        ArtifactError: the tokenizer has no chat template, or its template refuses a dialogue.
+        ArtifactError: the tokenizer has no chat template, or its template rejects a dialogue.
     """
-    return _apply(tokenizer, ids, prompts, add_generation_prompt=True)
+    return _apply_template(tokenizer, ids, prompts, add_generation_prompt=True)
 
 
 def render_responses(
@@ -51,19 +53,19 @@ def render_responses(
     prompt_texts: Sequence[str],
     responses: Sequence[str],
 ) -> list[str]:
-    """What the template writes after each prompt's text (from `render_prompts`) for a response, up to its last EOS.
+    """Render responses: the text that the template adds to each prompt's text, up to the last EOS.
 
-    What a template adds after the EOS (a line break in ChatML) is cut off, since a model stops at the EOS; a template
-    that ends a turn without EOS gets one.
+    A model stops at the EOS, so anything after it (a line break in ChatML) is cut off. If the
+    template ends a turn without EOS, one is added. `prompt_texts` come from `render_prompts`.
 
     Raises:
-        ArtifactError: the tokenizer has no EOS, or a dialogue does not begin with its prompt's text, so that a response
-            would be trained after another text than it is generated after.
+        ArtifactError: the tokenizer has no EOS token, or a dialogue does not begin with its
+            prompt's text, so that the model would generate after other text than it trained on.
     """
     eos = tokenizer.eos_token
     if not eos:
         raise ArtifactError(
-            "the tokenizer has no EOS token; set one that differs from its padding token"
+            "the tokenizer has no EOS token. Fix: set one that differs from its padding token."
         )
     dialogues = [
         [*prompt, {"role": "assistant", "content": response}]
@@ -73,13 +75,14 @@ def render_responses(
     for name, start, dialogue in zip(
         ids,
         prompt_texts,
-        _apply(tokenizer, ids, dialogues, add_generation_prompt=False),
+        _apply_template(tokenizer, ids, dialogues, add_generation_prompt=False),
         strict=True,
     ):
         if not dialogue.startswith(start):
             raise ArtifactError(
-                f"{name}: the chat template begins the whole dialogue with {dialogue[: len(start)]!r} and not with its "
-                f"own prompt {start!r}; use a template whose generation prompt is how it begins an assistant's turn"
+                f"{name}: the chat template begins the dialogue with {dialogue[: len(start)]!r}, "
+                f"expected its own prompt {start!r}. Fix: use a template that begins every "
+                "assistant turn with its generation prompt."
             )
         answer, found, _ = dialogue[len(start) :].rpartition(eos)
         texts.append(answer + eos if found else dialogue[len(start) :] + eos)
@@ -89,20 +92,21 @@ def render_responses(
 def render_dialogues(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[str], dialogues: Sequence[Conversation]
 ) -> list[str]:
-    """Whole dialogues, the assistant's last answer included, as the template writes them; raises as `render_prompts`."""
-    return _apply(tokenizer, ids, dialogues, add_generation_prompt=False)
+    """Render whole dialogues, including the last answer; raises like `render_prompts`."""
+    return _apply_template(tokenizer, ids, dialogues, add_generation_prompt=False)
 
 
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, name: str, prompt: Conversation, prompt_text: str
 ) -> list[tuple[str, bool]]:
-    """A prompt's text (from `render_prompts`) in pieces, True where the assistant speaks.
+    """Divide a prompt's text (from `render_prompts`) into pieces, with True for the assistant.
 
-    Each of the assistant's pieces starts where generation would start and ends in one EOS, like a response.
+    A piece of the assistant begins where generation would begin and ends in one EOS, like a
+    response.
 
     Raises:
-        ArtifactError: the template writes an earlier turn in another way than when it was the last one (some leave the
-            reasoning of earlier turns out), so that its tokens cannot be told.
+        ArtifactError: the template renders an earlier turn differently from the last one (some omit
+            the reasoning of earlier turns), so the turn's tokens cannot be located.
     """
     pieces: list[tuple[str, bool]] = []
     written = 0
@@ -112,8 +116,9 @@ def render_turns(
         answer = render_responses(tokenizer, [name], history, before, [prompt[index]["content"]])[0]
         if not prompt_text.startswith(before[0] + answer):
             raise ArtifactError(
-                f"{name}: the chat template writes the assistant's turn {answer!r} in another way once the dialogue goes "
-                "on; set split.sft_loss to 'response', or use a template that does not"
+                f"{name}: the chat template renders the assistant's turn {answer!r} differently "
+                "once the dialogue continues. Fix: set split.sft_loss to 'response', or use "
+                "another template."
             )
         pieces += [(before[0][written:], False), (answer, True)]
         written = len(before[0]) + len(answer)
@@ -121,11 +126,11 @@ def render_turns(
 
 
 def plain_text(messages: Conversation) -> str:
-    """Messages as HUMAN_ASSISTANT_TEMPLATE writes them, without special tokens: text to train a tokenizer on."""
+    """Render messages by HUMAN_ASSISTANT_TEMPLATE without special tokens, to train a tokenizer."""
     return _PLAIN.render(messages=messages, eos_token="")
 
 
-def _apply(
+def _apply_template(
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[str],
     conversations: Sequence[Conversation],
@@ -134,7 +139,8 @@ def _apply(
 ) -> list[str]:
     if not tokenizer.chat_template:
         raise ArtifactError(
-            "the tokenizer has no chat template; set its `chat_template`, for example to HUMAN_ASSISTANT_TEMPLATE"
+            "the tokenizer has no chat template. Fix: set its `chat_template`, for example to "
+            "HUMAN_ASSISTANT_TEMPLATE."
         )
     if not conversations:
         return []
@@ -143,12 +149,12 @@ def _apply(
             list(conversations), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except TemplateError as error:
-        if len(conversations) > 1:  # which one? the first that fails by itself
+        if len(conversations) > 1:  # find the first one that fails
             for name, conversation in zip(ids, conversations, strict=True):
-                _apply(
+                _apply_template(
                     tokenizer, [name], [conversation], add_generation_prompt=add_generation_prompt
                 )
         roles = ", ".join(message["role"] for message in conversations[0])
         raise ArtifactError(
-            f"{ids[0]}: the tokenizer's chat template refuses the turns {roles}: {error}"
+            f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""The token contract: what two models must agree on before one may read what the other wrote."""
+"""The token contract: what models must share to read each other's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "token_contract.json"
 
 @dataclass(frozen=True)
 class TokenContract:
-    """Travels with every checkpoint; every stage that combines models asserts that theirs are equal."""
+    """Stored with every model. A stage that combines models requires equal contracts."""
 
     vocabulary_digest: str
     """SHA-256 of the tokenizer's vocabulary, merges and added tokens."""
@@ -28,21 +28,28 @@ class TokenContract:
     eos_id: int
     bos_id: int | None
     vocab_size: int
-    """Tokens that exist; a model's embedding may be padded beyond them, and those rows are never sampled."""
+    """Number of tokens. A model's embedding may be padded; padding rows are never sampled."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenContract:
-        """The contract of a tokenizer; raise `ArtifactError` if padding cannot be told from the end of a response."""
+        """The contract of a tokenizer.
+
+        Raises:
+            ArtifactError: EOS or padding token is missing, or both are the same token.
+        """
         if tokenizer.eos_token_id is None:
             raise ArtifactError(
-                f"the tokenizer {tokenizer.name_or_path} has no EOS token: a response could never end"
+                f"tokenizer {tokenizer.name_or_path}: found no EOS token, so a response could "
+                "never end. Fix: set its `eos_token`."
             )
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
             raise ArtifactError(
-                f"the tokenizer {tokenizer.name_or_path} pads with {tokenizer.pad_token!r}, which must be set and differ "
-                f"from EOS {tokenizer.eos_token!r}; stage base_model gives it a token of its own"
+                f"tokenizer {tokenizer.name_or_path}: found padding token "
+                f"{tokenizer.pad_token!r}, expected one that differs from EOS "
+                f"{tokenizer.eos_token!r}. Fix: run stage base_model on the model; it adds a "
+                "padding token."
             )
-        # The truncation and padding settings of the moment are stored in the same file; they are not part of the contract.
+        # The current truncation and padding settings are not part of the contract.
         state = json.loads(tokenizer.backend_tokenizer.to_str()) | {
             "truncation": None,
             "padding": None,
@@ -57,25 +64,31 @@ class TokenContract:
         )
 
     @classmethod
-    def read(cls, checkpoint: Path) -> TokenContract:
-        """The contract stored with a checkpoint."""
-        path = checkpoint / NAME
+    def read(cls, folder: Path) -> TokenContract:
+        """Read the contract stored with a model."""
+        path = folder / NAME
         if not path.is_file():
             raise ArtifactError(
-                f"{checkpoint} has no {NAME}: it was not made by this pipeline; run base_model on it first"
+                f"{folder}: {NAME} not found, so this pipeline did not make the model. Fix: run "
+                "stage base_model on it first."
             )
         return cls(**json.loads(path.read_text()))
 
-    def write(self, checkpoint: Path) -> None:
-        """Store the contract with a checkpoint."""
-        (checkpoint / NAME).write_text(json.dumps(asdict(self), indent=2))
+    def write(self, folder: Path) -> None:
+        """Store the contract with a model."""
+        (folder / NAME).write_text(json.dumps(asdict(self), indent=2))
 
 
-def common_contract(checkpoints: dict[str, Path]) -> TokenContract:
-    """The contract that all checkpoints share; raise `ArtifactError` that names the first two that differ, and in what."""
-    (first, contract), *others = [
-        (name, TokenContract.read(path)) for name, path in checkpoints.items()
-    ]
+def common_contract(models: dict[str, Path]) -> TokenContract:
+    """The contract that all models share.
+
+    Args:
+        models: name in messages -> folder.
+
+    Raises:
+        ArtifactError: two contracts differ, or one is missing.
+    """
+    (first, contract), *others = [(name, TokenContract.read(path)) for name, path in models.items()]
     for name, other in others:
         differing = [
             field for field, value in asdict(contract).items() if asdict(other)[field] != value
@@ -83,9 +96,9 @@ def common_contract(checkpoints: dict[str, Path]) -> TokenContract:
         if differing:
             field = differing[0]
             raise ArtifactError(
-                f"{first} and {name} do not speak the same tokens: {field} is {asdict(contract)[field]} in "
-                f"{checkpoints[first]} and {asdict(other)[field]} in {checkpoints[name]}; "
-                f"train both from the same base_model"
+                f"{first} and {name} use different tokenizers: {field} is "
+                f"{asdict(contract)[field]} in {models[first]} and {asdict(other)[field]} in "
+                f"{models[name]}. Fix: train both from the same base_model."
             )
     return contract
 

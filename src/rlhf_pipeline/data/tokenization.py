@@ -1,4 +1,4 @@
-"""Examples become token ids that fit the limits; what is too long is an error, left out or cut, as configured."""
+"""Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Answer = Literal["chosen", "rejected"]
 
 @dataclass(frozen=True)
 class Rendered:
-    """A batch of examples as the model will read it."""
+    """A batch of examples as text for the model."""
 
     ids: list[str]
     prompts: list[str]
     chosen: list[str | None]
     rejected: list[str | None]
     turns: list[list[tuple[str, bool]] | None]
-    """The prompt in pieces, True where the assistant speaks; where SFT learns earlier turns, too."""
+    """Pieces of each prompt, with True for the assistant; None unless SFT learns earlier turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +38,32 @@ class Tokenized:
 
     id: str
     prompt: list[int]
-    """Generation prompt included."""
+    """Including the generation prompt."""
     chosen: list[int] | None
-    """Ends in the only EOS it has."""
+    """Contains exactly one EOS, at the end."""
     rejected: list[int] | None
     turns: tuple[list[int], list[bool]] | None
-    """The prompt once more, its assistant turns tokenized like responses, and which of its tokens are theirs; only where
-    SFT learns earlier turns and there are some."""
+    """The prompt with its assistant turns tokenized like responses, and for each token whether it
+    belongs to the assistant; None unless SFT learns earlier turns and the prompt contains some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """A prompt or an answer within its limit."""
+    """A prompt or an answer after its limit was applied."""
 
     ids: list[int]
     dropped: str | None = None
-    """Why the row cannot be used."""
+    """Why the row is dropped; None: it is not."""
     cut: str | None = None
-    """What was cut off."""
+    """What was cut; None: nothing."""
 
 
 def render(
     batch: ExampleBatch, tokenizer: PreTrainedTokenizerBase, *, turns: Sequence[bool] | None = None
 ) -> Rendered:
-    """Apply the chat template to the prompts and to every answer that the batch holds.
+    """Apply the chat template to all prompts and answers of a batch.
 
-    `turns` marks the examples whose earlier assistant turns are wanted as pieces.
+    `turns` marks the examples whose prompts are divided into pieces by speaker.
 
     Raises:
         ArtifactError: see `rlhf_pipeline.data.template`.
@@ -87,21 +87,20 @@ def render(
     chosen = answers(batch.chosen)
     pieces: list[list[tuple[str, bool]] | None] = [None] * len(prompts)
     for row, wanted in enumerate(turns or ()):
-        if (
-            wanted and len(batch.prompts[row]) > 2
-        ):  # shorter ones have no earlier turn of the assistant
+        # A prompt of at most two messages has no earlier turn of the assistant.
+        if wanted and len(batch.prompts[row]) > 2:
             pieces[row] = render_turns(tokenizer, batch.ids[row], batch.prompts[row], prompts[row])
     return Rendered(batch.ids, prompts, chosen, answers(batch.rejected), pieces)
 
 
 def tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Tokenized]:
-    """Token ids of a rendered batch.
+    """Tokenize a rendered batch.
 
-    Prompt and response are tokenized apart, so that no token crosses the boundary and a response's ids are what a model
-    generates after the prompt's ids.
+    Prompt and response are tokenized separately. So no token crosses the boundary, and a response
+    has the ids that a model generates after the prompt's ids.
 
     Raises:
-        ArtifactError: a response does not end in one EOS.
+        ArtifactError: a response does not contain exactly one EOS, at its end.
     """
     texts = [
         *rendered.prompts,
@@ -120,7 +119,7 @@ def tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Tok
         for answer in [*answers, *(piece for piece, own in earlier or () if own)]:
             if answer is not None:
                 _check_end(name, answer, tokenizer)
-    turns = [_joined(row) if row is not None else None for row in pieces]
+    turns = [_join_pieces(row) if row is not None else None for row in pieces]
     return [
         Tokenized(*fields)
         for fields in zip(rendered.ids, prompts, chosen, rejected, turns, strict=True)
@@ -128,17 +127,17 @@ def tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Tok
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of texts that hold their special tokens already; on all cores, without the offsets that nobody reads."""
+    """Tokenize texts that already contain their special tokens, on all cores."""
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # a tokenizer's file may carry both from its training
+    backend.no_truncation()  # a tokenizer's file may contain both settings
     backend.no_padding()
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def one_ahead(items: Iterable[A], function: Callable[[A], B]) -> Iterator[tuple[A, B]]:
-    """Each item with its result; `function` works on one item in a thread while the caller is busy with the one before.
+    """Yield each item with `function(item)`, which a thread computes one item ahead of the caller.
 
-    Worth it for a function that leaves the interpreter lock, as the tokenizers library does.
+    This saves time if `function` releases the interpreter lock, as the tokenizers library does.
     """
     with ThreadPoolExecutor(1) as worker:
         pending = None
@@ -155,26 +154,26 @@ def one_ahead(items: Iterable[A], function: Callable[[A], B]) -> Iterator[tuple[
 
 
 def limited_prompt(name: str, ids: list[int], config: SplitConfig, bos_id: int | None) -> Limited:
-    """A prompt of at most `config.max_prompt_tokens`; if it is to be cut, a leading BOS and the newest tokens stay.
+    """Limit a prompt to `config.max_prompt_tokens`; a cut keeps BOS and the newest tokens.
 
     Raises:
-        DataError: it is longer, and `config.over_long_prompts` is "error".
+        DataError: the prompt is longer, and `config.over_long_prompts` is "error".
     """
     limit = config.max_prompt_tokens
     if len(ids) <= limit:
         return Limited(ids)
     if config.over_long_prompts == "truncate":
         return Limited(
-            newest(ids, ids, limit, bos_id), cut=f"prompts cut to max_prompt_tokens={limit}"
+            newest_values(ids, ids, limit, bos_id), cut=f"prompts cut to max_prompt_tokens={limit}"
         )
-    return _refused(name, "prompt", ids, "max_prompt_tokens", "over_long_prompts", config)
+    return _handle_over_long(name, "prompt", ids, "max_prompt_tokens", "over_long_prompts", config)
 
 
 def limited_answer(name: str, answer: Answer, ids: list[int], config: SplitConfig) -> Limited:
-    """An answer of at most `config.max_response_tokens`; if it is to be cut, its beginning stays, without EOS.
+    """Limit an answer to `config.max_response_tokens`; a cut keeps the beginning, without EOS.
 
     Raises:
-        DataError: it is longer, and `config.over_long_responses` is "error".
+        DataError: the answer is longer, and `config.over_long_responses` is "error".
     """
     limit = config.max_response_tokens
     if len(ids) <= limit:
@@ -184,32 +183,35 @@ def limited_answer(name: str, answer: Answer, ids: list[int], config: SplitConfi
             ids[:limit],
             cut=f"{answer} answers cut to max_response_tokens={limit}, which lost their EOS",
         )
-    return _refused(
+    return _handle_over_long(
         name, f"{answer} answer", ids, "max_response_tokens", "over_long_responses", config
     )
 
 
-def newest(ids: list[int], values: list[A], limit: int, bos_id: int | None) -> list[A]:
-    """The values (one for each of `ids`) of a prompt's last `limit` tokens, of which a leading BOS is one."""
+def newest_values(ids: list[int], values: list[A], limit: int, bos_id: int | None) -> list[A]:
+    """Keep the values of a prompt's last `limit` tokens; a leading BOS replaces the oldest of them.
+
+    `values` has one value for each of `ids`.
+    """
     if len(ids) <= limit:
         return values
     leading = 1 if ids[0] == bos_id and limit > 1 else 0
     return values[:leading] + values[len(values) - limit + leading :]
 
 
-def _refused(
+def _handle_over_long(
     name: str, what: str, ids: list[int], key: str, setting: str, config: SplitConfig
 ) -> Limited:
     limit = getattr(config, key)
     if getattr(config, setting) == "drop":
         return Limited(ids, dropped=f"{what} over {key}={limit}")
     raise DataError(
-        f"{name}: the {what} has {len(ids)} tokens, more than split.{key}={limit}. Raise split.{key}, or set "
-        f"split.{setting} to 'drop' to leave such rows out, or to 'truncate'."
+        f"{name}: the {what} has {len(ids)} tokens, more than split.{key}={limit}. Fix: raise "
+        f"split.{key}, or set split.{setting} to 'drop' or 'truncate'."
     )
 
 
-def _joined(pieces: list[tuple[list[int], bool]]) -> tuple[list[int], list[bool]]:
+def _join_pieces(pieces: list[tuple[list[int], bool]]) -> tuple[list[int], list[bool]]:
     return [one for ids, _ in pieces for one in ids], [own for ids, own in pieces for _ in ids]
 
 
@@ -219,7 +221,8 @@ def _check_end(name: str, response_ids: list[int], tokenizer: PreTrainedTokenize
         or response_ids.count(tokenizer.eos_token_id) != 1
     ):
         raise ArtifactError(
-            f"{name}: the response's ids must hold the EOS id {tokenizer.eos_token_id} ({tokenizer.eos_token!r}) once, "
-            f"at their end, but end in {response_ids[-3:]}. Check that the tokenizer reads its EOS token as one token "
-            "and that the text does not contain it."
+            f"{name}: expected the EOS id {tokenizer.eos_token_id} ({tokenizer.eos_token!r}) "
+            f"exactly once, at the end of the response; found {response_ids[-3:]} at the end. "
+            "Fix: check that the tokenizer encodes its EOS token as one token, and that the text "
+            "does not contain it."
         )

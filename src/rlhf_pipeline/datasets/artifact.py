@@ -1,4 +1,4 @@
-"""Finished artifacts in the Kedro catalog: published whole or not at all, and read back by the run that wrote them."""
+"""Finished artifacts in the Kedro catalog."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlhf_pipeline.runtime.manifest import Manifest
 
 
 class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
-    """A directory with a manifest: a model, prepared data, an evaluation. Saved and loaded as a path.
+    """A directory with a manifest: a model, a split, an evaluation. Saved and loaded as a path.
 
-    Saving links the finished directory into a new version, so publishing costs neither time nor space; a run that dies
-    leaves no version behind. Published files share their bytes with the work directory: treat them as read-only.
+    Saving creates a new version of hard links, without copying. An interrupted run leaves none.
+    Published files share their bytes with the work directory: treat them as read-only.
     """
 
     _version: Version | None
@@ -36,7 +36,7 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
         self.metadata = metadata
 
     def load(self) -> Path:
-        """The directory of the version to read: this run's own, the pinned one, or the newest."""
+        """The directory of this run's version, of the pinned version, or of the newest one."""
         return Path(str(self._get_load_path()))
 
     def save(self, data: Path) -> None:
@@ -46,19 +46,17 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
         except ArtifactError as error:
             raise DatasetError(str(error)) from error
         target = Path(str(self._get_save_path()))
-        partial = target.with_name(
-            f"{target.name}.{os.getpid()}.partial"
-        )  # no version pattern matches it
-        what = f"stage {manifest.stage} is finished in {data} and not published as {target}"
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # not a version
+        what = f"stage {manifest.stage} is finished in {data} but not published as {target}"
         with explain_full_disk(what, target):
             try:
                 shutil.copytree(data, partial, copy_function=_link_or_copy)
                 partial.rename(target)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)  # it would keep the room that is needed
+                shutil.rmtree(partial, ignore_errors=True)  # free the space
                 raise
         if self._version is not None and self._version.load is None:
-            # Read one's own writes, even when another run has published a newer version meanwhile.
+            # Later nodes read this version even if another run has published a newer one.
             self._version = Version(target.parent.name, target.parent.name)
 
     def versions(self) -> list[Path]:
@@ -67,7 +65,7 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
         return sorted(path for path in Path(str(self._filepath)).glob(f"*/{name}") if path.is_dir())
 
     def abandoned(self) -> list[Path]:
-        """What runs left that died while they published."""
+        """Directories of interrupted publications."""
         partials = Path(str(self._filepath)).glob(f"*/{self._filepath.name}.[0-9]*.partial")
         return sorted(
             path

@@ -1,4 +1,4 @@
-"""A directory that programs write into, as a catalog entry: its path is absolute, visible and differs by environment."""
+"""Directories in the Kedro catalog that programs write into."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kedro.io.core import DatasetError
 
 
 class DirectoryDataset(AbstractDataset[NoReturn, Path]):
-    """Loads as the path of a directory that exists; nothing is saved through it."""
+    """The path of a directory. Only loading is supported."""
 
     def __init__(self, *, filepath: str, metadata: dict[str, Any] | None = None) -> None:
         self._filepath = Path(filepath)
         self.metadata = metadata
 
     def load(self) -> Path:
-        """The directory, made if need be."""
+        """The directory; created if it does not exist."""
         self._filepath.mkdir(parents=True, exist_ok=True)
         return self._filepath
 
     def save(self, data: NoReturn) -> None:
-        """Refuse: programs write into the directory themselves."""
+        """Fail: programs write into the directory."""
         raise DatasetError(
-            f"{self._filepath} is written by the stages' programs, not by the catalog"
+            f"{self._filepath} cannot be saved: the programs of the stages write into it"
         )
 
     def _describe(self) -> dict[str, Any]:

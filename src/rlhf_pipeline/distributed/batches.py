@@ -1,4 +1,4 @@
-"""Which rows a step trains on, and which of them are this rank's: pure functions of step, seed and rank."""
+"""The rows of each step and each rank: pure functions of step, seed and rank."""
 
 from __future__ import annotations
 
@@ -14,33 +14,41 @@ from rlhf_pipeline.errors import ArtifactError
 
 
 def load_rows(path: Path, world: World) -> pa.Table:
-    """A prepared table, memory-mapped; raise `ArtifactError` where a rank would be left without a row."""
+    """A prepared table, memory-mapped.
+
+    Raises:
+        ArtifactError: the table has fewer rows than there are ranks.
+    """
     table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
     if table.num_rows < world.size:
         raise ArtifactError(
-            f"{path} has {table.num_rows} rows for {world.size} ranks; give the split more data, or its phase a greater share "
-            "(split.weights, split.validation_fraction)"
+            f"{path}: found {table.num_rows} rows, expected at least {world.size}, one for each "
+            "rank. Fix: add data, or give the phase a larger share (split.weights, "
+            "split.validation_fraction)"
         )
     return table
 
 
 def columns(table: pa.Table, rows: np.ndarray) -> dict[str, list[Any]]:
-    """The chosen rows, in that order, as Python values by column."""
+    """The chosen rows, in the given order, as Python values by column."""
     return dict(table.take(pa.array(rows)).to_pydict())
 
 
 def step_rows(count: int, batch_size: int, step: int, seed: int, *, stream: int = 0) -> np.ndarray:
-    """Row numbers of the global batch of `step` (from 0), out of `count` rows in a stream of seeded permutations.
+    """Row numbers of the global batch of `step` (from 0), from a stream of seeded permutations.
 
-    Each permutation is a pass over the data; a batch may reach from one pass into the next, so none is short. Tables that
-    are read side by side have a `stream` each.
+    Each permutation of the `count` rows is a pass over the data. A batch may span two passes, so no
+    batch is short. Tables that are read in parallel need different values of `stream`.
     """
     position = np.arange(step * batch_size, (step + 1) * batch_size)
     return np.array([_order(count, seed, int(p // count), stream)[p % count] for p in position])
 
 
 def own_share(rows: np.ndarray, world: World) -> np.ndarray:
-    """This rank's rows of a global batch: every `world.size`-th. Any block whose size the world divides is shared evenly."""
+    """This rank's rows of a global batch: every `world.size`-th row.
+
+    Every block of rows whose size is a multiple of `world.size` is therefore shared evenly.
+    """
     return rows[world.rank :: world.size]
 
 

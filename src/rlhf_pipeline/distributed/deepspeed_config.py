@@ -1,7 +1,8 @@
-"""DeepSpeed's own configuration, built in this one place from ours.
+"""DeepSpeed's configuration, built from the parameter blocks.
 
-Defaults that changed between releases, that change numbers or that act on the whole process are written out, so a new
-release cannot change them, and the dictionary that is stored with an artifact says all that matters.
+Options that change numbers, act on the whole process, or had other defaults in earlier releases are
+set explicitly. A new release then cannot change them, and the dictionary that is stored with an
+artifact is complete.
 """
 
 from __future__ import annotations
@@ -14,21 +15,20 @@ from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, Precision, Trai
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 BUCKET = 50_000_000
-"""Elements in one collective: gradients that are reduced, and weights that are gathered, together."""
+"""Elements in one collective: of gradients to reduce, or of weights to gather."""
 
 
 def training_settings(
     config: TrainedModelConfig, *, hidden_size: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration of a model that trains.
+    """DeepSpeed settings for a trainable model.
 
-    Its batch sizes stay at 1: gradients are accumulated over as many micro batches as a step happens to have, see
-    `training.engine.optimizer_step`.
+    Its batch sizes stay at 1, because `optimizer_step` decides how many micro batches a step has.
 
     Args:
         config: the model's block.
         hidden_size: width of the model.
-        on_gpu: whether it trains on GPUs.
+        on_gpu: whether the model is on a GPU.
     """
     deepspeed = config.deepspeed
     settings = _settings(deepspeed.zero_stage, deepspeed.precision, hidden_size)
@@ -37,16 +37,15 @@ def training_settings(
         settings["zero_optimization"]["offload_param"] = _in_main_memory(on_gpu)
     if deepspeed.offload_optimizer:
         settings["zero_optimization"]["offload_optimizer"] = _in_main_memory(on_gpu)
-        settings["zero_force_ds_cpu_optimizer"] = (
-            on_gpu  # without a GPU torch's AdamW is on the CPU already
-        )
+        # Without a GPU, torch's AdamW is already on the CPU.
+        settings["zero_force_ds_cpu_optimizer"] = on_gpu
     return settings
 
 
 def inference_settings(
     config: FrozenDeepSpeedConfig, *, hidden_size: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration of a frozen model whose weights are sharded; the arguments are as above."""
+    """DeepSpeed settings for a frozen model with sharded weights; see `training_settings`."""
     settings = _settings(3, config.precision, hidden_size)
     if config.offload_parameters:
         settings["zero_optimization"]["offload_param"] = _in_main_memory(on_gpu)
@@ -54,7 +53,7 @@ def inference_settings(
 
 
 def store_settings(settings: dict[str, Any], job: LaunchedJob) -> None:
-    """Leave the configuration of each engine, by model, for the manifest of the artifact."""
+    """Write the settings of each engine, by model, for the manifest of the artifact."""
     if os.environ["RANK"] == "0":
         job.deepspeed_file.write_text(json.dumps(settings, indent=2))
 
@@ -63,7 +62,7 @@ def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, A
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": True,  # optimizer_step says which micro batch is the last
+        "managed_gradient_accumulation": True,  # optimizer_step marks the last micro batch
         "gradient_clipping": 0.0,  # DeepSpeed's own default became 1.0 in 2026
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
@@ -72,7 +71,7 @@ def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, A
         "wall_clock_breakdown": False,
         "data_types": {
             "grad_accum_dtype": None,  # the precision of the weights
-            "keep_in_fp32_modules": "auto",  # what the model's authors say
+            "keep_in_fp32_modules": "auto",  # as the model's authors say
         },
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
         "fp16": {
@@ -91,10 +90,11 @@ def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, A
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
-            "memory_efficient_linear": False,  # would replace torch's linear function in the whole process
+            # True would replace torch's linear function in the whole process.
+            "memory_efficient_linear": False,
             "stage3_prefetch_bucket_size": BUCKET,
-            "stage3_param_persistence_threshold": 10
-            * hidden_size,  # biases and norms stay whole, matrices are sharded
+            # Biases and norms stay whole, matrices are sharded.
+            "stage3_param_persistence_threshold": 10 * hidden_size,
             "stage3_max_live_parameters": 10**9,
             "stage3_max_reuse_distance": 10**9,
         },

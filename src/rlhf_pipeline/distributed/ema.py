@@ -2,7 +2,8 @@
 
     mean <- decay * mean + (1 - decay) * weights          after every optimizer step, in fp32
 
-Each rank averages the shard that its optimizer holds, so the average costs no communication, and no memory beyond that.
+Each rank averages the shard that its optimizer holds, so averaging needs no communication and no
+memory beyond that of the shard.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rlhf_pipeline.distributed.zero import fp32_shards, spread_fp32_shards
 
 
 class EMA:
-    """The average of one engine's weights; begins with the weights as they are."""
+    """The average of one engine's weights; it starts at the present weights."""
 
     def __init__(self, engine: DeepSpeedEngine, decay: float) -> None:
         self._engine = engine
@@ -26,15 +27,15 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights after an optimizer step into the average."""
+        """Add the weights to the average; call it after each optimizer step."""
         for mean, shard in zip(self.shards, fp32_shards(self._engine), strict=True):
             mean.lerp_(shard, 1 - self._decay)
 
     @contextmanager
     def in_place(self) -> Iterator[DeepSpeedEngine]:
-        """The engine with the average for its weights; afterwards it has its own again, to the bit.
+        """Swap the average into the engine; on exit, restore its own weights bit for bit.
 
-        All ranks enter and leave together. No optimizer step may be taken in here.
+        All ranks enter and exit together. Take no optimizer step inside the block.
         """
         self._swap()
         try:

@@ -26,11 +26,11 @@ M = TypeVar("M", bound=nn.Module)
 def train_engine(
     load: Callable[..., nn.Module], config: TrainedModelConfig, total_steps: int
 ) -> DeepSpeedEngine:
-    """A model with AdamW and its learning-rate schedule over `total_steps`, in a DeepSpeed engine.
+    """Load a model into a DeepSpeed engine with AdamW and a learning-rate schedule.
 
     Args:
-        load: reads the model in a precision; its weights are sharded as they are read where the block says ZeRO-3. Takes
-            `quantize`, too, where the block says so.
+        load: loads the model in a given precision. At ZeRO stage 3, the weights are sharded while
+            they are read. With `lora.quantize`, `load` also gets the argument `quantize`.
         config: the model's block.
         total_steps: optimizer steps until the schedule ends.
     """
@@ -61,19 +61,24 @@ def train_engine(
 def frozen_model(
     load: Callable[[Precision], M],
     config: FrozenModelConfig,
-    accompanied: TrainedModelConfig | None,
+    companion: TrainedModelConfig | None,
     world: World,
 ) -> M | DeepSpeedEngine:
-    """A model for inference: itself, whole on every rank, at ZeRO stage 0; an engine that shards its weights at stage 3.
+    """Load a model for inference.
 
     Args:
-        load: reads the model.
+        load: loads the model in a given precision.
         config: the model's block.
-        accompanied: block of the model in training that it goes with, whose stage may decide.
-        world: where the model goes.
+        companion: block of the model in training that this one accompanies. If `config` leaves the
+            ZeRO stage open, it follows from the companion's stage.
+        world: the ranks.
+
+    Returns:
+        At ZeRO stage 0, the model, whole on every rank. At stage 3, an engine that shards its
+        weights.
     """
     precision = config.deepspeed.precision
-    if config.zero_stage(accompanied) == 0:
+    if config.zero_stage(companion) == 0:
         return freeze(load(precision)).to(world.device)
     model, settings = _loaded(load, precision, partial(inference_settings, config.deepspeed))
     engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
@@ -84,7 +89,7 @@ def frozen_model(
 def _loaded(
     load: Callable[[Precision], M], precision: Precision, settings: Callable[..., dict[str, Any]]
 ) -> tuple[M, dict[str, Any]]:
-    """The model, and DeepSpeed's settings for its width, which is known once it is loaded."""
+    """The model, and the DeepSpeed settings for its width, which is known only after loading."""
     on_gpu = torch.cuda.is_available()
     with sharded_loading(settings(hidden_size=0, on_gpu=on_gpu)):
         model = load(precision)
@@ -93,9 +98,10 @@ def _loaded(
 
 
 def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Optimizer:
-    """AdamW over what trains: torch's, except on a GPU whose optimizer states lie in main memory.
+    """AdamW over the parameters that train.
 
-    DeepSpeed's own optimizers are compiled at their first use, so a machine needs a compiler for them.
+    It is torch's, except on a GPU whose optimizer states are offloaded to main memory: DeepSpeed
+    compiles its own optimizers at their first use, which needs a compiler.
     """
     settings = config.optimizer
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

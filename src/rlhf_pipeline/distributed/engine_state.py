@@ -1,7 +1,8 @@
-"""What an engine needs to train on: its weights in fp32, Adam's moments and an average, and where its schedule stands.
+"""The state an engine resumes from: fp32 weights, Adam's moments, an average, and its counters.
 
-Every rank writes the pieces of each parameter that its optimizer holds, by name and position, as safetensors. Any number of
-ranks at any ZeRO stage can put its own pieces together from them again, bit for bit; nothing is unpickled.
+Each rank writes the pieces of each parameter that its optimizer holds, by name and position, as
+safetensors. Any number of ranks at any ZeRO stage can assemble its own pieces from these files, bit
+for bit. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlhf_pipeline.errors import ArtifactError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What DeepSpeed's dynamic loss scaler counts."""
+"""Attributes of DeepSpeed's dynamic loss scaler."""
 
 
 def save_engine(
@@ -32,9 +33,9 @@ def save_engine(
     """Write this rank's part of an engine into a folder that all ranks share.
 
     Args:
-        engine: who trains.
-        directory: exists, and holds nothing else.
-        average: further tensors like `fp32_shards(engine)`, the average of its weights.
+        engine: the model in training.
+        directory: an existing, empty folder.
+        average: the average of its weights, with the shapes of `fp32_shards(engine)`.
     """
     rank = torch.distributed.get_rank()
     tensors: dict[str, Tensor] = {}
@@ -45,7 +46,9 @@ def save_engine(
                     shard.view(-1)[part.shard_slice].detach().cpu().clone()
                 )
     starts = {part.name: str(part.start) for piece in pieces(engine) for part in piece}
-    if engine.zero_optimization_stage() > 0 or rank == 0:  # at stage 0 all ranks hold the same
+    if (
+        engine.zero_optimization_stage() > 0 or rank == 0
+    ):  # at stage 0 all ranks hold the same state
         save_file(tensors, directory / f"rank{rank}.safetensors", metadata=starts)
     if rank == 0:
         (directory / "engine.json").write_text(json.dumps(_counters(engine), indent=2))
@@ -54,10 +57,10 @@ def save_engine(
 def load_engine(
     engine: DeepSpeedEngine, directory: Path, *, average: list[Tensor] | None = None
 ) -> None:
-    """Make an engine, newly built, what `save_engine` wrote; the arguments are the same.
+    """Load what `save_engine` wrote into a new engine; the arguments are the same.
 
     Raises:
-        ArtifactError: a part of a parameter is missing.
+        ArtifactError: a piece of a parameter is missing.
     """
     counters = json.loads((directory / "engine.json").read_text())
     if counters["step"] > 0:
@@ -73,13 +76,13 @@ def load_engine(
 
 
 def bytes_needed(engine: DeepSpeedEngine, average: list[Tensor] | None = None) -> int:
-    """Bytes that `save_engine` writes on this rank, moments that are not there yet included."""
+    """Bytes that `save_engine` writes on this rank, with the moments that Adam has not made yet."""
     shards = sum(shard.numel() * 4 for shard in fp32_shards(engine))
     return shards * (1 + len(MOMENTS) + (average is not None))
 
 
 def _tensors(engine: DeepSpeedEngine, average: list[Tensor] | None) -> dict[str, list[Tensor]]:
-    """All that is kept for each weight, by kind; each a list like `fp32_shards(engine)`."""
+    """The tensors to save, by kind; each list is parallel to `fp32_shards(engine)`."""
     shards = fp32_shards(engine)
     state = _adam(engine).state
     found = {"weight": shards}
@@ -89,12 +92,12 @@ def _tensors(engine: DeepSpeedEngine, average: list[Tensor] | None) -> dict[str,
 
 
 def _adam(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
-    """The optimizer itself, inside of DeepSpeed's."""
+    """The optimizer inside DeepSpeed's optimizer."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def _start_optimizer(engine: DeepSpeedEngine, step: int) -> None:
-    """Give Adam the state that it makes at its first step."""
+    """Create the state that Adam otherwise creates at its first step."""
     adam = _adam(engine)
     for shard in fp32_shards(engine):
         moments = {moment: torch.zeros_like(shard) for moment in MOMENTS}
@@ -123,7 +126,7 @@ def _set_counters(engine: DeepSpeedEngine, counters: dict[str, Any]) -> None:
     engine.global_steps, engine.skipped_steps = counters["global_steps"], counters["skipped_steps"]
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for name, value in counters["scaler"].items():
-        if hasattr(scaler, name):  # stage 0 in fp32 has none
+        if hasattr(scaler, name):  # stage 0 in fp32 has no scaler
             setattr(scaler, name, value)
 
 
@@ -145,7 +148,7 @@ class _Written:
         )
 
     def overlap(self, kind: str, part: Piece) -> Iterator[tuple[slice, Tensor]]:
-        """Where in the part, and what, this file has of it."""
+        """The values of a part that this file contains, and their positions in the part."""
         key = f"{kind}|{part.name}"
         if key not in self.keys:
             return
@@ -164,5 +167,6 @@ def _read(written: list[_Written], kind: str, part: Piece, target: Tensor, direc
             found += len(values)
     if found != part.size:
         raise ArtifactError(
-            f"{directory} holds {found} of {part.size} numbers of {kind} {part.name}: a rank's file is missing"
+            f"{directory}: found {found} of {part.size} numbers of {kind} {part.name}. "
+            "The file of a rank is missing"
         )

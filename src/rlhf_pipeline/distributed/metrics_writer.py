@@ -1,4 +1,4 @@
-"""Metrics of a training stage: what the driver shows and the tracker stores."""
+"""Writing the metrics of a training stage, for the progress display and the tracker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rlhf_pipeline.runtime.metrics_file import MetricsFile, truncate_after
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl`, on the first rank only; steps count from 1.
+    """Appends to `metrics.jsonl` on the first rank; steps count from 1.
 
-    Where training goes on from a checkpoint, lines after its step are dropped first: they are written again.
+    Resumed training first removes the lines after its checkpoint, because it writes them again.
     """
 
     def __init__(
@@ -22,6 +22,6 @@ class MetricsWriter:
         self._file = MetricsFile(path, total_steps) if world.rank == 0 else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """One line, on disk when this returns."""
+        """Write one line; it is on disk when this method returns."""
         if self._file is not None:
             self._file.write(step, metrics)

@@ -21,17 +21,19 @@ from rlhf_pipeline.runtime.disk_space import require_space
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write safetensors, configuration, tokenizer, chat template and token contract, whole or not at all.
+    """Write safetensors, configuration, tokenizer, chat template and token contract.
 
-    All ranks call this together, the first one writes, and reads it back. `model` may be an engine.
+    The folder is written completely or not at all. All ranks call this together; the first one
+    writes the files and reads them back. `model` may be an engine.
 
     Raises:
-        ArtifactError: transformers reads another model from it than the one that was to be saved.
+        ArtifactError: transformers reads a different model from the files.
+        StageError: the disk has too little space.
     """
     saved = pretrained(unwrapped(model))
     weights = whole_state_dict(saved)
     if _is_first():
-        with _whole(directory, weights) as partial:
+        with _replaced(directory, weights) as partial:
             saved.save_pretrained(partial, state_dict=dict(weights))
             _require_same(saved, weights, partial)
             tokenizer.save_pretrained(partial)
@@ -39,7 +41,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
 
 
 def _require_same(saved: PreTrainedModel, weights: dict[str, Tensor], directory: Path) -> None:
-    """Read a checkpoint as everyone will: the model's weights and no others, bit for bit."""
+    """Require that transformers reads exactly these weights from the folder, bit for bit."""
     loaded, info = type(saved).from_pretrained(
         directory, dtype=saved.dtype, output_loading_info=True
     )
@@ -49,12 +51,12 @@ def _require_same(saved: PreTrainedModel, weights: dict[str, Tensor], directory:
     ]
     if wrong := [*info["missing_keys"], *info["unexpected_keys"], *differing]:
         raise ArtifactError(
-            f"what {directory} holds is not the model that was saved: {', '.join(wrong[:3])} differ"
+            f"{directory}: the saved model differs from the model in memory: {', '.join(wrong[:3])}"
         )
 
 
 def _identical(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same bytes; NaN equals itself."""
+    """Whether two tensors have the same bytes; NaN equals itself."""
     one, other = one.detach().cpu(), other.detach().cpu()
     alike = one.dtype == other.dtype and one.shape == other.shape
     return alike and torch.equal(
@@ -63,18 +65,19 @@ def _identical(one: Tensor, other: Tensor) -> bool:
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
-    """Write what LoRA trains, whole or not at all; the arguments are those of `write_adapter`.
+    """Write the weights that LoRA trains, completely or not at all; see `write_adapter`.
 
-    All ranks call this together, the first one writes. `model` may be an engine."""
+    All ranks call this together; the first one writes. `model` may be an engine.
+    """
     module = unwrapped(model)
     weights = whole_state_dict(pretrained(module), trained_names(module))
     if _is_first():
-        with _whole(directory, weights) as partial:
+        with _replaced(directory, weights) as partial:
             write_adapter(module, weights, base, partial)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside an engine; any other model itself."""
+    """The model inside an engine; any other model unchanged."""
     return model.module if isinstance(model, DeepSpeedEngine) else model
 
 
@@ -83,19 +86,21 @@ def _is_first() -> bool:
 
 
 @contextmanager
-def _whole(directory: Path, weights: dict[str, Tensor]) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `directory` when it is complete; it must have room for the weights."""
+def _replaced(directory: Path, weights: dict[str, Tensor]) -> Iterator[Path]:
+    """A folder to write to; on exit it replaces `directory`.
+
+    Raises:
+        StageError: the disk has too little space for the weights.
+    """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = {
-        tensor.data_ptr(): tensor.nbytes for tensor in weights.values()
-    }  # tied ones are written once
-    require_space(partial, sum(tensors.values()), f"the model for {directory}")
+    # Tied weights share their memory and are written once.
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}
+    require_space(partial, sum(sizes.values()), f"the model for {directory}")
     yield partial
-    outgoing = directory.with_name(
-        directory.name + ".outgoing"
-    )  # one of the two is there whenever this is interrupted
+    # If the program is killed in between, one of the two folders still exists.
+    outgoing = directory.with_name(directory.name + ".outgoing")
     shutil.rmtree(outgoing, ignore_errors=True)
     if directory.is_dir():
         directory.rename(outgoing)

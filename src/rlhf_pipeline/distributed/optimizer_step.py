@@ -1,4 +1,4 @@
-"""One optimizer step of a DeepSpeed engine, whatever the number of micro batches and ranks."""
+"""One optimizer step of a DeepSpeed engine, for any number of micro batches and ranks."""
 
 from __future__ import annotations
 
@@ -11,49 +11,87 @@ from torch import Tensor
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.runtime import heartbeat
 
+Sums = dict[str, Tensor]
+"""Additive sums over micro batches, from which metrics are made: scalars by name."""
+
+Loss = Callable[[], tuple[Tensor, Sums]]
+"""Computes the loss of one micro batch and its sums."""
+
 
 def optimizer_step(
-    engine: DeepSpeedEngine, world: World, losses: Sequence[Callable[[], Tensor]]
-) -> None:
-    """Accumulate the gradient of the summed losses, one micro batch's each, and take one optimizer step.
+    engine: DeepSpeedEngine, world: World, losses: Sequence[Loss], sums: Sums | None = None
+) -> Sums:
+    """Accumulate the gradient of all losses and take one optimizer step; return the sums.
 
-    Each loss is a sum divided by the *global* count of the step, so the gradient is that of the whole batch however it is
-    cut into micro batches and ranks. DeepSpeed averages over ranks; the factor undoes that. A loss is computed when its
-    turn comes, so the activations of one micro batch are in memory at a time.
+    Each loss is a sum divided by the *global* count of the step, so the gradient is that of the
+    whole batch, however it is divided into micro batches and ranks. DeepSpeed averages over ranks;
+    the factor `world.size` undoes that. Each loss is computed in its turn, so memory holds the
+    activations of one micro batch at a time.
+
+    Args:
+        engine: the model in training.
+        world: the ranks.
+        losses: one for each micro batch.
+        sums: sums to add to; they are not changed.
     """
-    accumulate(engine, world, losses)
+    sums = accumulate(engine, world, losses, sums)
     engine.step()
+    return sums
 
 
 def accumulate(
-    engine: DeepSpeedEngine, world: World, losses: Sequence[Callable[[], Tensor]]
-) -> None:
-    """The gradient of `optimizer_step`, without the step."""
-    for number, loss in enumerate(losses, start=1):
+    engine: DeepSpeedEngine, world: World, losses: Sequence[Loss], sums: Sums | None = None
+) -> Sums:
+    """Do what `optimizer_step` does, without the step."""
+    sums = sums or {}
+    for number, compute in enumerate(losses, start=1):
         engine.set_gradient_accumulation_boundary(number == len(losses))
-        engine.backward(loss() * world.size)
+        loss, own = compute()
+        engine.backward(loss * world.size)
+        sums = add_sums(sums, own)
         heartbeat.tick()
+    return sums
+
+
+def add_sums(sums: Sums, other: Sums) -> Sums:
+    """The sums of both, in float64, without gradient."""
+    added = {name: sums.get(name, 0) + value.detach().double() for name, value in other.items()}
+    return sums | added
 
 
 def step_together(engines: Sequence[DeepSpeedEngine]) -> None:
-    """The optimizer steps of fp16 engines whose gradients are accumulated: all, or none where the gradients of any overflow.
+    """Take the optimizer steps of fp16 engines: all of them, or none if a gradient overflows.
 
-    By itself DeepSpeed leaves out the step and the schedule of the one engine whose gradients overflow, and lowers its loss
-    scale. Here the others are told that theirs do, too; but their loss scale is right, and stays.
+    The gradients are accumulated already. By itself, DeepSpeed skips the step and the schedule of
+    the one engine whose gradients overflow and lowers the loss scale of that engine. Here the other
+    engines skip their steps, too, and keep their loss scales.
     """
-    overflows = [engine.optimizer.has_overflow() for engine in engines]  # agreed on by all ranks
-    for engine, own in zip(engines, overflows, strict=True):
-        optimizer = engine.optimizer
-        before = dict(vars(optimizer.loss_scaler))
-        optimizer.has_overflow = lambda *_, **__: any(overflows)  # step() asks again, and clears up
+    overflows = [engine.optimizer.has_overflow() for engine in engines]  # equal on all ranks
+    for engine, own_overflow in zip(engines, overflows, strict=True):
+        scaler = engine.optimizer.loss_scaler
+        before = dict(vars(scaler))
+        _step_with_overflow(engine, any(overflows))
+        if any(overflows) and not own_overflow:
+            vars(scaler).update(before)
+
+
+def _step_with_overflow(engine: DeepSpeedEngine, overflow: bool) -> None:
+    """Take an fp16 optimizer step whose check for overflow has this result.
+
+    Written for DeepSpeed 0.19: `step()` calls `optimizer.has_overflow` once, skips the update if
+    the result is true, and clears the gradients. DeepSpeed has no argument for the result, so the
+    method is replaced during the step.
+    """
+    optimizer = engine.optimizer
+    optimizer.has_overflow = lambda *_, **__: overflow
+    try:
         engine.step()
+    finally:
         del optimizer.has_overflow
-        if any(overflows) and not own:
-            vars(optimizer.loss_scaler).update(before)
 
 
 def fp16_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
-    """In fp16, the loss scale and how many steps have been left out to find it; nothing in other precisions."""
+    """In fp16: the loss scale, and the number of steps skipped so far. Otherwise empty."""
     if not engine.fp16_enabled():
         return {}
     return {
@@ -63,17 +101,21 @@ def fp16_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
 
 
 def skip_optimizer_steps(engine: DeepSpeedEngine, count: int) -> None:
-    """Move the learning rate on as if `count` optimizer steps had been taken: its schedule still ends with the last step."""
+    """Advance the learning-rate schedule by `count` steps that are not taken.
+
+    The schedule then still ends with the last step.
+    """
     for _ in range(count):
         engine.lr_scheduler.step()
 
 
 def grad_norm(engine: DeepSpeedEngine) -> Tensor | float | None:
-    """Gradient norm of the newest optimizer step, before clipping: the same on all ranks, and read without waiting.
+    """Gradient norm of the newest optimizer step before clipping, equal on all ranks.
 
-    Infinite from the first step on that DeepSpeed left out because a gradient was not finite: the weights are as they
-    were, and nothing else tells of it. In fp16 such a step is no fault but how the loss scale is found; its norm is None.
-    None, too, where DeepSpeed reports no norm: at stage 0.
+    Reading it does not wait for the device. It is infinite once DeepSpeed has skipped a step
+    because a gradient was not finite: such a step leaves the weights unchanged and shows nowhere
+    else. In fp16 a skipped step is normal, it finds the loss scale; the norm of that step is None.
+    The norm is also None if DeepSpeed reports none: at stage 0.
     """
     if engine.fp16_enabled():
         return engine.get_global_grad_norm() if engine.was_step_applied() else None

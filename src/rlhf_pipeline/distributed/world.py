@@ -19,14 +19,14 @@ LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together, and this one among them."""
+    """The ranks that train together, as seen by one of them."""
 
     rank: int
     size: int
     device: torch.device
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor summed over all ranks; the argument stays as it is."""
+        """The tensor summed over all ranks; the argument is not changed."""
         total = tensor.detach().clone()
         torch.distributed.all_reduce(total)
         return total
@@ -37,17 +37,21 @@ class World:
         return dict(zip(values, total.tolist(), strict=True))
 
     def any(self, condition: bool) -> bool:
-        """Whether it holds on some rank; all ranks get the same answer."""
+        """Whether the condition is true on at least one rank."""
         return bool(self.sum(torch.tensor(float(condition), device=self.device)) > 0)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         torch.distributed.barrier()
 
 
 def join(seed: int, *, timeout_s: float) -> World:
-    """Join the other ranks of this launch; the same seed on all, so that equal models are initialised equally."""
-    # The shared-memory op serves tensor-parallel inference only, needs a compiler, and leaves 69 MB a rank in /dev/shm.
+    """Join the other ranks of this launch.
+
+    All ranks use the same seed, so they initialise new weights equally.
+    """
+    # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs a
+    # compiler and leaves 69 MB per rank in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if os.environ["MASTER_ADDR"] == LOOPBACK and not torch.distributed.is_initialized():
         _meet_on_loopback(timedelta(seconds=timeout_s))
@@ -63,8 +67,9 @@ def join(seed: int, *, timeout_s: float) -> World:
 
 
 def _meet_on_loopback(timeout: timedelta) -> None:
-    """Where all ranks are on this machine, nobody else can reach them: torch's own store listens on every interface, and
-    does what anybody tells it.
+    """Create a process group that only this machine can reach.
+
+    The store that torch creates by itself listens on every interface and accepts any command.
     """
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     listener = None
@@ -74,9 +79,8 @@ def _meet_on_loopback(timeout: timedelta) -> None:
         LOOPBACK, port, size, rank == 0, timeout, master_listen_fd=listener
     )
     if LOOPBACK_INTERFACE in [name for _, name in socket.if_nameindex()]:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE
-        )  # else that which the machine's name leads to
+        # By default, Gloo uses the interface that the machine's name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     backend = get_accelerator().communication_backend_name()
     torch.distributed.init_process_group(
         backend, timeout=timeout, world_size=size, rank=rank, store=store
@@ -84,6 +88,6 @@ def _meet_on_loopback(timeout: timedelta) -> None:
 
 
 def _leave() -> None:
-    """Close the connections while the interpreter still lives: their threads may abort a process that ends before them."""
+    """Close the connections before the interpreter exits; their threads could abort the process."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,6 +1,6 @@
-"""ZeRO-3 keeps a shard of every weight on each rank. Where weights are loaded, read or written whole, it happens here.
+"""Access to whole weights under ZeRO-3, which keeps a shard of every weight on each rank.
 
-Everything here is a collective: all ranks call it together, for models at any stage.
+All functions accept models at any ZeRO stage. All ranks call them together.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 @contextmanager
 def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
-    """Models that are loaded in here are sharded as they are read, if `settings` say stage 3.
+    """Shard models while they are loaded inside the block, if `settings` contain stage 3.
 
-    transformers looks for a DeepSpeed configuration that is alive anywhere in the process: were it to outlive the
-    loading of one model, the next would be sharded, too, whatever its own stage is.
+    transformers uses any DeepSpeed configuration that is alive in the process. If this one outlived
+    the block, the next model would be sharded, too, at any stage.
     """
     if settings["zero_optimization"]["stage"] != 3:
         yield
@@ -38,16 +38,16 @@ def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """The parameters are whole in here, and what all ranks write to them alike is kept."""
+    """Gather the parameters inside the block; keep changes that all ranks make equally."""
     with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
         yield
 
 
 @contextmanager
 def for_generation(engine: DeepSpeedEngine, *, gather: bool = True) -> Iterator[nn.Module]:
-    """The engine's model in eval mode, its weights whole if `gather`.
+    """The engine's model in eval mode; with `gather`, its weights are whole.
 
-    In training mode a model with gradient checkpointing would drop its key-value cache.
+    In training mode, a model with gradient checkpointing would not use its key-value cache.
     """
     engine.eval()
     try:
@@ -57,7 +57,7 @@ def for_generation(engine: DeepSpeedEngine, *, gather: bool = True) -> Iterator[
             try:
                 yield engine.module
             finally:
-                # It restores the hooks of ZeRO-3 only if it does not hear of an error.
+                # Given an error, it would not restore the hooks of ZeRO-3.
                 unwrapped.__exit__(None, None, None)
         else:
             yield engine.module
@@ -66,19 +66,21 @@ def for_generation(engine: DeepSpeedEngine, *, gather: bool = True) -> Iterator[
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether any weight is in shards."""
+    """Whether any weight is sharded."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """All weights and buffers, or those of these names, as `state_dict()` names them. Of a sharded model they are copies in
-    main memory, and only on the first rank; the others get an empty dictionary. One weight at a time is whole on the
-    device."""
+    """All weights and buffers by their `state_dict()` names, or only those in `names`.
+
+    For a sharded model, the first rank gets copies in main memory and the other ranks get an empty
+    dictionary. Only one weight at a time is whole on the device.
+    """
     if not is_sharded(model):
         weights = model.state_dict()
         return weights if names is None else {name: weights[name] for name in names}
     first = torch.distributed.get_rank() == 0
-    copies: dict[int, Tensor] = {}  # tied weights stay one tensor, so that they are written once
+    copies: dict[int, Tensor] = {}  # tied weights stay one tensor and are written once
     whole: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if names is not None and name not in names:
@@ -90,7 +92,10 @@ def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> 
 
 
 def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
-    """The weights in training that this rank's optimizer holds, in fp32: a share of them from ZeRO-1 on, else all."""
+    """The trainable weights that this rank's optimizer holds, in fp32.
+
+    From ZeRO-1 on, they are a share of all weights; at stage 0, all of them.
+    """
     match engine.zero_optimization_stage():
         case 0:
             return [
@@ -104,23 +109,23 @@ def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of numbers of one parameter, and where in a shard they lie."""
+    """Consecutive numbers of one parameter, and their position in a shard."""
 
     name: str
     start: int
-    """Position of the first of them in the flattened parameter."""
+    """Position of the first number in the flattened parameter."""
     size: int
     offset: int
-    """Position of the first of them in the flattened shard."""
+    """Position of the first number in the flattened shard."""
 
     @property
     def shard_slice(self) -> slice:
-        """Where in the flattened shard they lie."""
+        """Their positions in the flattened shard."""
         return slice(self.offset, self.offset + self.size)
 
 
 def pieces(engine: DeepSpeedEngine) -> list[list[Piece]]:
-    """What each of `fp32_shards(engine)` is made of; what is not in a piece is padding."""
+    """The pieces in each of `fp32_shards(engine)`; everything else in a shard is padding."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     match engine.zero_optimization_stage():
         case 0:
@@ -129,17 +134,17 @@ def pieces(engine: DeepSpeedEngine) -> list[list[Piece]]:
             ]
             return [[Piece(names[id(parameter)], 0, parameter.numel(), 0)] for parameter in trained]
         case 3:
-            return [_own_parts(group, names) for group in engine.optimizer.fp16_groups]
+            return [_stage3_pieces(group, names) for group in engine.optimizer.fp16_groups]
         case _:
             groups = engine.optimizer.round_robin_bit16_groups
             return [
-                _own_run(group, size, names)
+                _stage12_pieces(group, size, names)
                 for group, size in zip(groups, engine.optimizer.partition_size, strict=True)
             ]
 
 
-def _own_parts(parameters: list[nn.Parameter], names: dict[int, str]) -> list[Piece]:
-    """ZeRO-3 gives each rank an equal part of every parameter."""
+def _stage3_pieces(parameters: list[nn.Parameter], names: dict[int, str]) -> list[Piece]:
+    """The pieces of this rank under ZeRO-3: an equal part of every parameter."""
     found, offset = [], 0
     for parameter in parameters:
         size = cast(Any, parameter).partition_numel()
@@ -156,8 +161,10 @@ def _own_parts(parameters: list[nn.Parameter], names: dict[int, str]) -> list[Pi
     return found
 
 
-def _own_run(parameters: list[nn.Parameter], size: int, names: dict[int, str]) -> list[Piece]:
-    """ZeRO-1 and 2 lay the parameters end to end and give each rank an equal run of that."""
+def _stage12_pieces(
+    parameters: list[nn.Parameter], size: int, names: dict[int, str]
+) -> list[Piece]:
+    """The pieces of this rank under ZeRO-1 and 2: an equal part of the concatenated parameters."""
     found, position, begin = [], 0, torch.distributed.get_rank() * size
     for parameter in parameters:
         first, last = max(position, begin), min(position + parameter.numel(), begin + size)
@@ -168,11 +175,11 @@ def _own_run(parameters: list[nn.Parameter], size: int, names: dict[int, str]) -
 
 
 def spread_fp32_shards(engine: DeepSpeedEngine) -> None:
-    """Make the engine's model what its `fp32_shards` say, as DeepSpeed does after an optimizer step."""
+    """Copy `fp32_shards` into the engine's model, as DeepSpeed does after an optimizer step."""
     optimizer = engine.optimizer
     match engine.zero_optimization_stage():
         case 0:
-            pass  # they are the model's own
+            pass  # the shards are the model's own weights
         case 3:
             optimizer._partition_all_parameters()
             for group in range(len(optimizer.fp32_partitioned_groups_flat)):

@@ -1,4 +1,4 @@
-"""Numbers that a comparison of two models is judged by, with their uncertainty."""
+"""Win rates, means and text diversity, with their uncertainty."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ def win_rate(candidate: Sequence[float], baseline: Sequence[float]) -> WinRate:
     """Share of prompts on which the candidate's score is higher; a tie counts half.
 
         p = (wins + ties / 2) / n
-        interval = (p + z^2 / 2n  +-  z * sqrt(p * (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)        z = 1.96
+        interval = (p + z^2 / 2n  +-  z * sqrt(p * (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+        z = 1.96
 
-    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22, 1927. Its p is of
-    n coin flips; half points vary less, so with ties the interval is wider than it need be.
+    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22,
+    1927, for n coin flips. Half points vary less, so ties make the interval conservative.
 
     Args:
-        candidate, baseline: score of each model's response to the same prompts, in the same order.
+        candidate, baseline: scores of both models' responses to the same prompts, in equal order.
 
     Raises:
-        ValueError: no scores, unequal numbers of them, or one that is not finite.
+        ValueError: there are no scores, their numbers differ, or a score is not finite.
     """
     if len(candidate) != len(baseline):
         raise ValueError(
-            f"candidate has {len(candidate)} scores, baseline has {len(baseline)}; pair them by prompt"
+            f"candidate has {len(candidate)} scores, baseline has {len(baseline)}; "
+            "expected one score of each for every prompt"
         )
     _check_scores("candidate", candidate)
     _check_scores("baseline", baseline)
@@ -59,10 +61,10 @@ def win_rate(candidate: Sequence[float], baseline: Sequence[float]) -> WinRate:
 def mean_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and its 95% normal interval: (mean, lower, upper).
 
-        mean +- z * s / sqrt(n)         s: sample standard deviation, divided by n - 1; z = 1.96
+        mean +- z * s / sqrt(n)         s: sample standard deviation (divisor n - 1); z = 1.96
 
     Raises:
-        ValueError: fewer than two values, or one that is not finite.
+        ValueError: there are fewer than two values, or a value is not finite.
     """
     _check_scores("values", values)
     n = len(values)
@@ -75,15 +77,16 @@ def mean_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Distinct n-grams over all n-grams of the texts together, in [0, 1]; words are split at white space.
+    """Distinct n-grams over all n-grams of all texts together, in [0, 1]; words end at white space.
 
-    Low values show a policy that repeats itself, within a response or from one prompt to the next. It falls as texts
-    grow longer and more: compare models on equal prompts. 0 where no text has n words.
+    A low value shows that a policy repeats itself, within a response or between prompts. The value
+    falls with the number and the length of the texts: compare models on equal prompts. 0 if no text
+    has n words.
 
     Source: Li et al., https://arxiv.org/abs/1510.03055, who divide by the number of words instead.
 
     Raises:
-        ValueError: no texts, or n is less than 1.
+        ValueError: there are no texts, or n is less than 1.
     """
     if not texts:
         raise ValueError("texts is empty")
@@ -101,10 +104,8 @@ def _wilson_interval(p: float, n: int) -> tuple[float, float]:
     z2 = Z_95**2
     centre = p + z2 / (2 * n)
     half_width = Z_95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n**2))
-    # Rounding may leave [0, 1] by 1e-17 at p = 0 and p = 1.
-    return max(0.0, (centre - half_width) / (1 + z2 / n)), min(
-        1.0, (centre + half_width) / (1 + z2 / n)
-    )
+    lower, upper = ((centre + sign * half_width) / (1 + z2 / n) for sign in (-1, 1))
+    return max(0.0, lower), min(1.0, upper)  # rounding can exceed [0, 1] by 1e-17
 
 
 def _check_scores(name: str, scores: Sequence[float]) -> None:

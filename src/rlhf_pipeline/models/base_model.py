@@ -1,4 +1,4 @@
-"""Stage program: the base model as an artifact, with a tokenizer that keeps the token contract."""
+"""Stage program: load or build the base model and its tokenizer, and export both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.models.safe_loading import explained, loading_arguments
+from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 
@@ -44,9 +44,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
         tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
     else:
-        # The commit that the branch named when the driver looked, which may be older than its newest one.
+        # The commit that the driver resolved; the branch may have moved since.
         revision = job.digests.get(COMMIT)
-        with explained(config.path):
+        with explain_loading_errors(config.path):
             how = loading_arguments(
                 config.path,
                 revision=revision,
@@ -55,7 +55,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
             )
             model = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto", **how)
         tokenizer = load_tokenizer(config.path, revision=revision, trust_remote_code=trust)
-        give_pad_token(tokenizer, model)
+        ensure_pad_token(tokenizer, model)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
     model.config.pad_token_id = tokenizer.pad_token_id
@@ -64,8 +64,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     contract = TokenContract.of(tokenizer)
     if TokenContract.of(load_tokenizer(job.export, trust_remote_code=trust)) != contract:
         raise ArtifactError(
-            f"the tokenizer of {config.path or 'base_model.architecture'} is another one after it is saved and loaded: "
-            f"transformers rebuilds it by the model type {model.config.model_type}; give it a tokenizer of that type"
+            f"{config.path or 'base_model.architecture'}: the tokenizer changes when it is saved "
+            "and loaded, because transformers rebuilds it for model type "
+            f"{model.config.model_type}. Fix: use a tokenizer of that type"
         )
     contract.write(job.export)
     return {
@@ -75,8 +76,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 
 def train_tokenizer(config: BaseModelConfig, sources: Sequence[Path]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `config.vocab_size` tokens, trained on all texts of the sources' records."""
-    assert config.vocab_size is not None, "the configuration demands it where there is no path"
+    """Train a byte-level BPE tokenizer of `config.vocab_size` tokens on the sources' texts."""
+    assert config.vocab_size is not None, "validated: required without a path"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,12 +96,12 @@ def train_tokenizer(config: BaseModelConfig, sources: Sequence[Path]) -> PreTrai
 def as_loaded(
     tokenizer: PreTrainedTokenizerBase, config: BaseModelConfig, folder: Path
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer as `AutoTokenizer` gives it back from a checkpoint of this family, by way of `folder`.
+    """Save the tokenizer to `folder`, and return it as `AutoTokenizer` loads it for this family.
 
-    For most it is the same. Beside a Qwen2 model, Qwen2's normalizer, pre-tokenizer and `<|endoftext|>` take the place of
-    what was saved, and everyone who loads the checkpoint gets them.
+    Most families load what was saved. For Qwen2, `AutoTokenizer` substitutes Qwen2's normalizer,
+    pre-tokenizer and `<|endoftext|>`.
     """
-    assert config.architecture is not None, "the configuration demands it where there is no path"
+    assert config.architecture is not None, "validated: required without a path"
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(
         folder, config=AutoConfig.for_model(config.architecture["model_type"])
@@ -108,7 +109,7 @@ def as_loaded(
 
 
 def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A model with random weights, its vocabulary and special tokens taken from the tokenizer."""
+    """Build a model with random weights for the tokenizer's vocabulary and special tokens."""
     fields = dict(config.architecture or {})
     model_type = fields.pop("model_type")
     fields |= {
@@ -122,11 +123,11 @@ def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
             AutoConfig.for_model(model_type, **fields), dtype=torch.float32
         )
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(f"base_model.architecture cannot be built: {error}") from error
+        raise ConfigError(f"base_model.architecture: cannot build the model: {error}") from error
 
 
-def give_pad_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Make sure that padding can be told from the end of a response: many tokenizers have no pad token, or use EOS."""
+def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Add a pad token if the tokenizer has none or uses EOS for padding."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

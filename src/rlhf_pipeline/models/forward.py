@@ -1,7 +1,8 @@
-"""Forward passes over prompts and responses, reduced at once to one number a response token.
+"""Forward passes over prompts and responses, reduced to one number per response token.
 
-Shapes: B sequences, P prompt tokens, R response tokens, V vocabulary. Training, scoring and evaluation all come through
-here, so the temperature, the padded vocabulary and the positions are the same in every log-probability.
+Shapes: B sequences, P prompt tokens, R response tokens, V vocabulary. Training, scoring and
+evaluation use the same functions, so every log-probability has the same temperature, vocabulary
+and positions.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from rlhf_pipeline.rl.logprobs import entropy_of, logprobs_of
 
 
 def response_logits(policy: nn.Module, batch: Sequences) -> Tensor:
-    """Logits that predict the response tokens, (B, R, V): those of the last prompt token and of all response tokens but
-    the last. No logits are computed for the prompt."""
+    """Return the logits that predict the response tokens, (B, R, V).
+
+    They are at the last prompt token and at every response token but the last. No other logits of
+    the prompt are computed.
+    """
     keep = batch.response_ids.shape[1] + 1
     logits: Tensor = policy(**batch.model_inputs(), use_cache=False, logits_to_keep=keep).logits
     return logits[:, :-1]
@@ -23,7 +27,7 @@ def response_logits(policy: nn.Module, batch: Sequences) -> Tensor:
 def response_logprobs(
     policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float = 1.0
 ) -> Tensor:
-    """Log-probability of each response token, (B, R) float32; meaningless where the mask is False."""
+    """Return the log-probability of each response token, (B, R) float32; undefined in padding."""
     logits = response_logits(policy, batch)
     return logprobs_of(logits, batch.response_ids, temperature=temperature, vocab_size=vocab_size)
 
@@ -31,7 +35,7 @@ def response_logprobs(
 def response_logprobs_and_entropy(
     policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each response token and the entropy of its distribution; (B, R) each."""
+    """Return each response token's log-probability and its distribution's entropy, (B, R) each."""
     logits = response_logits(policy, batch)
     logprobs = logprobs_of(
         logits, batch.response_ids, temperature=temperature, vocab_size=vocab_size
@@ -40,13 +44,13 @@ def response_logprobs_and_entropy(
 
 
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
-    """Value of the state before each response token, (B, R) float32."""
+    """Return the value of the state before each response token, (B, R) float32."""
     values: Tensor = critic(**batch.model_inputs(), scores_to_keep=batch.response_ids.shape[1] + 1)
     return values[:, :-1]
 
 
 def sequence_scores(reward_model: nn.Module, batch: Sequences) -> Tensor:
-    """The reward model's score of each response, (B,) float32: its scalar at the last real token."""
+    """Return each response's score, (B,) float32: the scalar at its last real token."""
     scores: Tensor = reward_model(
         **batch.model_inputs(), scores_to_keep=batch.response_ids.shape[1]
     )

@@ -1,4 +1,4 @@
-"""Models from checkpoints, in the one form that all stages use: named precision, no dropout, no inherited sampling."""
+"""Load models the way all stages use them: explicit precision, no dropout, plain sampling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import (
 from rlhf_pipeline.config.training import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.safe_loading import explained, loading_arguments
+from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 from rlhf_pipeline.models.scalar_head import HEAD, TokenScores, pretrained
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,8 +37,8 @@ def load_policy(
     quantize: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model: the SFT model, actor or reference. Arguments: see `load_scores`."""
-    with explained(checkpoint):
+    """Load a causal language model: SFT model, actor or reference. Arguments: see `load_scores`."""
+    with explain_loading_errors(checkpoint):
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=DTYPES[precision],
@@ -46,7 +46,8 @@ def load_policy(
             **_quantized(quantize, precision),
         )
     contract = TokenContract.read(checkpoint)
-    # A hub model's own generation settings (top-k, repetition penalty) would change the distribution that is sampled.
+    # A hub model's generation settings (top-k, repetition penalty) would change the sampled
+    # distribution.
     model.generation_config = GenerationConfig(
         eos_token_id=contract.eos_id, pad_token_id=contract.pad_id
     )
@@ -62,35 +63,42 @@ def load_scores(
     quantize: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> TokenScores:
-    """A model with one scalar a token: the reward model or the critic.
+    """Load a model with one scalar per token: the reward model or the critic.
 
     Args:
-        checkpoint: a reward model; or a language model where `new_head` is true.
-        precision: of weights and activations.
-        new_head: the scalar head is not in the checkpoint; it gets random weights.
-        quantize: how the matrices of the trunk are stored, if not in `precision`.
-        foreign: it reads tokens of its own, so it needs no token contract.
+        checkpoint: folder of a reward model, or of a language model if `new_head` is true.
+        precision: precision of weights and activations.
+        new_head: give the scalar head random weights if the checkpoint has none.
+        foreign: the model has another tokenizer than the policy and needs no token contract.
+        quantize: storage of the weight matrices; None = `precision`.
         trust_remote_code: whether Python code that ships with the model may run.
 
     Raises:
-        ArtifactError: the checkpoint has no trained scalar head, and none was asked for.
+        ArtifactError: the checkpoint has no trained scalar head and `new_head` is false, or a
+            foreign model has no head `score`.
     """
-    with explained(checkpoint):
+    with explain_loading_errors(checkpoint):
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            checkpoint, num_labels=1, dtype=DTYPES[precision], output_loading_info=True,
-            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code), **_quantized(quantize, precision),
-        )  # fmt: skip
+            checkpoint,
+            num_labels=1,
+            dtype=DTYPES[precision],
+            output_loading_info=True,
+            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code),
+            **_quantized(quantize, precision),
+        )
     if missing := [
         name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))
     ]:
         raise ArtifactError(
-            f"{checkpoint} is not a reward model: it has no weights for {', '.join(sorted(missing))}"
+            f"{checkpoint} is not a reward model: it has no weights for "
+            f"{', '.join(sorted(missing))}"
         )
     if not foreign:
         model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
     if foreign and not isinstance(getattr(model, "score", None), nn.Linear):
         raise ArtifactError(
-            f"{checkpoint} has no head `score` that reads each token; {type(model).__name__} cannot judge"
+            f"{checkpoint}: found a {type(model).__name__} without a linear head `score`, expected "
+            "a sequence classifier with one. Fix: use another reward model"
         )
     return TokenScores(_without_dropout(model))
 
@@ -98,22 +106,22 @@ def load_scores(
 def load_tokenizer(
     checkpoint: Path | str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer stored with a checkpoint, or with a model on the hub."""
-    with explained(checkpoint):
+    """Load the tokenizer of a checkpoint folder or of a model on the hub."""
+    with explain_loading_errors(checkpoint):
         return AutoTokenizer.from_pretrained(
             checkpoint, revision=revision, trust_remote_code=trust_remote_code
         )
 
 
 def freeze(model: M) -> M:
-    """The model, for inference only."""
+    """Put the model in evaluation mode without gradients, and return it."""
     return model.eval().requires_grad_(False)
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Keep one activation a layer, and compute the others again in the backward pass.
+    """Keep one activation per layer and recompute the others in the backward pass.
 
-    Not by the reentrant method: after two forward passes before one backward it breaks ZeRO-2 and 3.
+    The reentrant method breaks ZeRO-2 and 3 when two forward passes precede one backward pass.
     """
     pretrained(model).activation_checkpointing_enable(
         activation_checkpointing_kwargs={"use_reentrant": False}
@@ -121,13 +129,13 @@ def enable_checkpointing(model: nn.Module) -> None:
 
 
 def assert_no_dropout(model: nn.Module) -> None:
-    """Raise `AssertionError` if a forward pass could differ from the next: a policy ratio would not start at 1."""
+    """Raise `AssertionError` if dropout is active; policy ratios would not start at 1."""
     active = [f"{path}.{name}" for path, _, name in _dropout_rates(model)]
     assert not active, f"dropout is active in {', '.join(active)}"
 
 
 def _quantized(quantize: Quantization | None, precision: Precision) -> dict[str, Any]:
-    """Arguments of `from_pretrained` by which bitsandbytes stores matrices in 4 bits; heads stay as they are."""
+    """Return the arguments of `from_pretrained` for 4-bit matrices; heads are not quantized."""
     if quantize is None:
         return {}
     from transformers import BitsAndBytesConfig
@@ -137,11 +145,8 @@ def _quantized(quantize: Quantization | None, precision: Precision) -> dict[str,
             load_in_4bit=True,
             bnb_4bit_quant_type=quantize,
             bnb_4bit_compute_dtype=DTYPES[precision],
-            llm_int8_skip_modules=[
-                HEAD,
-                "lm_head",
-                "embed_out",
-            ],  # their name in GPT-NeoX; the argument serves 4 bits too
+            # Applies to 4 bits as well; `embed_out` is GPT-NeoX's head.
+            llm_int8_skip_modules=[HEAD, "lm_head", "embed_out"],
         )
     }
 
@@ -153,10 +158,11 @@ def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _dropout_rates(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Path, module and attribute of every rate above 0 by which activations or layers are dropped.
+    """Return path, module and attribute of every dropout rate above 0.
 
-    It is `p` of a dropout module. Modules that call the function keep it under a name of the family's choice: `dropout`
-    and `layerdrop` in OPT, `hidden_dropout` in BLOOM, `attention_dropout` in Llama.
+    A dropout module has it as `p`. Modules that call the function have it under a name that depends
+    on the family: `dropout` and `layerdrop` in OPT, `hidden_dropout` in BLOOM, `attention_dropout`
+    in Llama.
     """
     return [
         (path, module, name)

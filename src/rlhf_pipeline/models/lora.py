@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021) by peft: low-rank adapters beside frozen linear layers.
 
-An adapted layer computes W x + (alpha / rank) B A x, with A (rank, in) random and B (out, rank) zero at the start. The
-adapters are put into the model itself, which stays what it was to all that use it. peft is imported where it is needed
-only: that takes a second.
+An adapted layer computes W x + (alpha / rank) B A x, with A (rank, in) random and B (out, rank)
+zero at the start. Adapters are inserted into the model in place, so its callers need no change.
+Functions import peft themselves, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "adapter_model.safetensors"
-"""peft's name for an adapter's weights."""
+"""peft's file of adapter weights."""
 ADAPTER = "default"
-"""peft's name for the only adapter; parameters have it in theirs, files do not."""
+"""peft's name of the only adapter; a part of parameter names, but not of names in the file."""
 PREFIX = "base_model.model."
-"""peft's path to the adapted model in that file."""
+"""Prefix of the names in that file."""
 
 
 def add_adapters(model: nn.Module, config: LoRAConfig) -> LoraModel:
-    """Put adapters into the model and let train what `config` says: adapters, a scalar head, perhaps the rest.
+    """Insert adapters, and set which parameters train.
+
+    Adapters and a scalar head train; the other parameters without an adapter train as well if
+    `config.train_rest` is true.
 
     Raises:
-        ConfigError: a target is no linear layer of the model.
+        ConfigError: a target is not a linear layer of the model.
     """
     from peft import LoraModel
 
@@ -54,53 +57,54 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> LoraModel:
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that train, as the Hugging Face model has them."""
+    """Return the names of the trainable parameters in the Hugging Face model."""
     return [
         name for name, parameter in pretrained(model).named_parameters() if parameter.requires_grad
     ]
 
 
 def write_adapter(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Path) -> None:
-    """Write what has been trained in peft's format: `PeftModel.from_pretrained(base_model, folder)` reads it, unless more
-    than adapters and a scalar head is in it (`train_rest`).
+    """Write the trained weights in peft's format.
+
+    `PeftModel.from_pretrained(base_model, folder)` reads the result, except with `train_rest`.
 
     Args:
-        model: with adapters.
-        weights: those that train (`trained_names`), whole.
-        base: what the model without adapters is called.
-        folder: is made.
+        model: model with adapters.
+        weights: the trainable parameters (`trained_names`), gathered from all shards.
+        base: name of the model without adapters.
+        folder: output folder; it is created.
     """
     settings = copy.copy(cast("dict[str, LoraConfig]", pretrained(model).peft_config)[ADAPTER])
     settings.base_model_name_or_path = base
     settings.modules_to_save = [HEAD] if isinstance(model, TokenScores) else None
     settings.inference_mode = True
-    settings.target_modules = sorted(
-        settings.target_modules
-    )  # peft holds a set: its order would differ from run to run
+    # peft keeps a set, whose order differs from run to run.
+    settings.target_modules = sorted(settings.target_modules)
     settings.save_pretrained(folder)
     stored = {_stored_name(name): weight.cpu().contiguous() for name, weight in weights.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def merged(model: M, config: LoRAConfig, adapter: Path) -> M:
-    """The model with what `write_adapter` wrote added to its weights; it has no adapters any more.
+    """Merge a stored adapter into the model's weights in place, and return the plain model.
 
-    Do this in fp32: in bf16 most of a small change is lost to rounding.
+    Use fp32: bf16 would round away most of a small change.
 
     Args:
-        model: what training started from; it is changed.
-        config: the adapters were made by it.
-        adapter: folder.
+        model: the model that training started from; it is modified.
+        config: configuration of the adapter.
+        adapter: folder that `write_adapter` wrote.
 
     Raises:
-        ArtifactError: the weights in the folder are not those that training by `config` has.
+        ArtifactError: the stored weights do not match `config`.
     """
     tuner = add_adapters(model, config)
     stored = load_file(adapter / WEIGHTS)
     weights = {name: _stored_name(name) for name in trained_names(model)}
     if differing := set(weights.values()) ^ stored.keys():
         raise ArtifactError(
-            f"{adapter / WEIGHTS} does not fit the model: {', '.join(sorted(differing)[:4])}"
+            f"{adapter / WEIGHTS} does not match the model and its lora block. Differing weights: "
+            f"{', '.join(sorted(differing)[:4])}"
         )
     pretrained(model).load_state_dict(
         {own: stored[name] for own, name in weights.items()}, strict=False
@@ -114,7 +118,7 @@ def _stored_name(name: str) -> str:
 
 
 class WithoutAdapters(nn.Module):
-    """A model in training as it was at its start: it infers with its adapters switched off. The two share all weights."""
+    """The model as it was before training: it infers with adapters disabled, and shares weights."""
 
     def __init__(self, trained: nn.Module) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -127,7 +131,7 @@ class WithoutAdapters(nn.Module):
 
     @torch.no_grad()
     def forward(self, **inputs: Any) -> Any:
-        """What the model returns, without gradient."""
+        """Run the model without adapters and without gradients."""
         self._switch(on=False)
         try:
             return self.trained(**inputs)
@@ -146,16 +150,18 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig) -> LoraConfig:
         r=config.rank,
         lora_alpha=config.alpha,  # peft divides it by the rank
         target_modules=_targets(model, config),
-        fan_in_fan_out=any(
-            isinstance(module, Conv1D) for module in model.modules()
-        ),  # GPT-2's weights are (in, out)
+        # GPT-2's weights are (in, out).
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="SEQ_CLS" if hasattr(model, HEAD) else "CAUSAL_LM",
     )
 
 
 def _targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """Names of the layers to adapt. Not among them is what turns hidden states into logits or a scalar: it may be tied to
-    the embeddings, or trains itself."""
+    """Return the names of the layers to adapt.
+
+    Output layers are excluded: a language model's head may be tied to the embeddings, and a scalar
+    head trains itself.
+    """
     output = (model.get_output_embeddings(), getattr(model, HEAD, None))
     linear = [
         name
@@ -168,7 +174,7 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     for target in config.target_modules:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             raise ConfigError(
-                f"lora.target_modules: {target!r} is no linear layer of {model.config.model_type} that can be adapted"
-                f"{suggestion(target, known)}; it has {', '.join(known)}"
+                f"lora.target_modules: found {target!r}{suggestion(target, known)}, expected "
+                f"all-linear or linear layers of {model.config.model_type}: {', '.join(known)}"
             )
     return sorted(config.target_modules)

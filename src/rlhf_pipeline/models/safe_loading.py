@@ -1,4 +1,4 @@
-"""What is read of a model's folder, and what never is: pickles and code are executed only where the user says so."""
+"""Load models without executing what they ship, unless the user allows it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ def loading_arguments(
     unpickle: bool = False,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a model, after a look at what else is in its folder.
+    """Check a model's folder and return the safe arguments of `from_pretrained`.
 
     Args:
-        path: a folder, or an id on the hub.
-        revision: on the hub.
-        unpickle: read `pytorch_model.bin`, tensors only, where there are no safetensors.
+        path: a folder, or a model id on the hub.
+        revision: revision on the hub.
+        unpickle: without safetensors, read the tensors of `pytorch_model.bin`, and nothing else.
+        trust_remote_code: whether Python code that ships with the model may run.
 
     Raises:
-        ArtifactError: it is an adapter; or its configuration names weights that are no safetensors.
+        ArtifactError: the folder contains an adapter, or its configuration selects weights in
+            another format than safetensors.
     """
     if find_adapter_config_file(str(path), revision=revision) is not None:
         raise ArtifactError(
-            f"{path} holds an adapter (adapter_config.json), which transformers would put into the model; merge it into its "
-            "base model (peft's merge_and_unload) and save that, or remove the adapter's files"
+            f"{path}: found an adapter (adapter_config.json), expected a whole model; transformers "
+            "would add the adapter to the model. Fix: merge it into its base model (peft's "
+            "merge_and_unload) and save the result, or remove the adapter's files"
         )
     config = AutoConfig.from_pretrained(
         path, revision=revision, trust_remote_code=trust_remote_code
@@ -45,7 +48,8 @@ def loading_arguments(
         (".safetensors", ".safetensors.index.json")
     ):
         raise ArtifactError(
-            f"{path}: transformers_weights in its config.json is {weights!r}, which is no safetensors file"
+            f"{path}: found transformers_weights {weights!r} in config.json, expected a "
+            "safetensors file. Fix: save the model again with save_pretrained"
         )
     return {
         "revision": revision,
@@ -55,26 +59,28 @@ def loading_arguments(
 
 
 @contextmanager
-def explained(path: str | Path) -> Iterator[None]:
-    """Turn the refusals of transformers and torch into an ArtifactError that names the option."""
+def explain_loading_errors(path: str | Path) -> Iterator[None]:
+    """Replace the refusals of transformers and torch by an ArtifactError with the option to set."""
     try:
         yield
     except pickle.UnpicklingError as error:
         raise ArtifactError(
-            f"{path}: its pytorch_model.bin holds more than tensors, and is not read: it would be executed. Get the model as "
-            "safetensors from somewhere you trust"
+            f"{path}: found more than tensors in pytorch_model.bin, expected tensors only; reading "
+            "the rest would execute it. Fix: get the model as safetensors from a trusted source"
         ) from error
     except (OSError, ValueError) as error:
-        told = without_secrets(str(error))
-        if "trust_remote_code" in told:
+        message = without_secrets(str(error))
+        if "trust_remote_code" in message:
             raise ArtifactError(
-                f"{path} brings Python code of its own (auto_map in its configuration), which is not executed. Read that code; "
-                "if you trust it, set base_model.trust_remote_code to true, which is about the base model and what comes of it"
+                f"{path}: the model needs its own Python code (auto_map in its configuration), "
+                "which is not executed. Fix: read that code; if you trust it, set "
+                "base_model.trust_remote_code to true (it applies to the base model and to the "
+                "models trained from it)"
             ) from error
-        if "safetensors" in told:
+        if "safetensors" in message:
             raise ArtifactError(
-                f"{path} has no weights as safetensors. For a base model with pytorch_model.bin set "
-                "base_model.unpickle_weights to true: tensors are read, nothing is executed. Else save it again with "
-                "transformers' save_pretrained, which writes safetensors"
+                f"{path}: found no weights as safetensors. Fix: for a base model with "
+                "pytorch_model.bin, set base_model.unpickle_weights to true (reads tensors, "
+                "executes nothing); otherwise save the model again with save_pretrained"
             ) from error
         raise

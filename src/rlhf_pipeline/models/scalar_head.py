@@ -1,4 +1,4 @@
-"""One scalar for each token: the reward model reads it at the last one, the critic at all.
+"""One scalar per token: a reward model reads the one at the last token, a critic reads all.
 
 Shapes: B sequences, P prompt tokens, R response tokens.
 """
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 HEAD = "score"
-"""What sequence classifiers call the layer from hidden states to scalars."""
+"""Attribute of a sequence classifier: the layer from hidden states to scalars."""
 
 
 class TokenScores(nn.Module):
-    """A sequence classifier with one label whose head is applied to every token instead of the last one.
+    """A sequence classifier with one label, whose head is applied to every token.
 
-    The checkpoint keeps the format of `AutoModelForSequenceClassification(num_labels=1)`, so others can load it.
+    A checkpoint keeps the format of `AutoModelForSequenceClassification(num_labels=1)`.
     """
 
     def __init__(self, classifier: PreTrainedModel) -> None:
@@ -29,7 +29,7 @@ class TokenScores(nn.Module):
 
     @property
     def score_mean(self) -> float:
-        """Mean score of held-out demonstrations, stored with the reward model: PPO's scores are centred by it."""
+        """Mean score of held-out demonstrations; PPO subtracts it from every score."""
         return float(self.config.score_mean)
 
     @property
@@ -38,18 +38,18 @@ class TokenScores(nn.Module):
         return self.classifier.score
 
     def forward(self, *, scores_to_keep: int, **inputs: Tensor) -> Tensor:
-        """Scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32."""
+        """Return the scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32."""
         hidden = self.classifier.base_model(**inputs, use_cache=False)[0]
         return self.head(hidden[:, -scores_to_keep:]).squeeze(-1).float()
 
 
 def pretrained(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model: a policy itself, the classifier whose scalars `TokenScores` reads."""
+    """Return the Hugging Face model: the policy itself, or the classifier in a `TokenScores`."""
     return model.classifier if isinstance(model, TokenScores) else cast(PreTrainedModel, model)
 
 
 def store_score_mean(checkpoint: Path, mean: float) -> None:
-    """Write the mean score of demonstrations into a reward model's configuration."""
+    """Write the mean score of demonstrations into a reward model's config.json."""
     path = checkpoint / "config.json"
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"score_mean": mean}, indent=2, sort_keys=True)

@@ -1,8 +1,9 @@
 """Prompts with their responses as one rectangular batch.
 
-Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded). Masks: True = real token.
-Prompt and response meet in one column, so the response's positions are the same in every row: a model computes logits
-for those R columns only.
+Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded).
+Masks: True = real token.
+
+Responses begin at the same column in every row, so a model computes logits for R columns only.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ class Sequences:
     response_ids: Tensor
     """(B, R) long."""
     response_mask: Tensor
-    """(B, R) bool; the EOS token that ends a response is part of it."""
+    """(B, R) bool; includes the EOS token that ends a response."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) real tokens of each row."""
+        """Number of real tokens in each row, (B,)."""
         return self.prompt_mask.sum(1) + self.response_mask.sum(1)
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """Arguments of a Hugging Face forward pass over prompt and response, (B, P + R) each.
+        """Return the arguments of a Hugging Face forward pass, (B, P + R) each.
 
-        Positions come from the mask, always: left padding shifts them in models that count columns (GPT-2).
+        Positions always come from the mask: in models that count columns (GPT-2), left padding
+        would shift them.
         """
         attention_mask = torch.cat([self.prompt_mask, self.response_mask], dim=1)
         return {
@@ -50,7 +52,7 @@ class Sequences:
         }
 
     def rows(self, index: Tensor) -> Sequences:
-        """The chosen rows, without the columns that are padding in all of them."""
+        """Select rows, and drop the columns that are padding in all of them."""
         prompt_mask, response_mask = self.prompt_mask[index], self.response_mask[index]
         prompt = slice(self.prompt_ids.shape[1] - int(prompt_mask.sum(1).max()), None)
         response = slice(0, int(response_mask.sum(1).max()))
@@ -62,7 +64,7 @@ class Sequences:
         )
 
     def to(self, device: torch.device) -> Sequences:
-        """The same batch on another device."""
+        """Copy the batch to another device."""
         return Sequences(
             self.prompt_ids.to(device),
             self.prompt_mask.to(device),
@@ -74,14 +76,14 @@ class Sequences:
 def collate(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int
 ) -> Sequences:
-    """Token lists, one prompt and one response a row, as a batch: prompts padded on the left, responses on the right."""
+    """Build a batch from token lists: prompts are padded on the left, responses on the right."""
     prompt_ids, prompt_mask = pad(prompts, pad_id, left=True)
     response_ids, response_mask = pad(responses, pad_id, left=False)
     return Sequences(prompt_ids, prompt_mask, response_ids, response_mask)
 
 
 def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    """Token lists as ids (B, T) and mask (B, T), T the longest row."""
+    """Build ids (B, T) and mask (B, T) from token lists; T is the length of the longest one."""
     width = max(len(row) for row in rows)
     ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
@@ -93,8 +95,9 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tens
 
 
 def micro_batches(lengths: Tensor, size: int) -> Iterator[Tensor]:
-    """Row numbers in groups of at most `size`, rows of like length together, so that little padding is computed.
+    """Yield groups of at most `size` row numbers; rows of similar length share a group.
 
-    The number of groups depends on the number of rows alone: ranks with equally many rows stay in step.
+    Sorting by length saves padding. The number of groups depends only on the number of rows, so
+    ranks with equally many rows stay synchronized.
     """
     yield from torch.argsort(lengths, stable=True).split(size)

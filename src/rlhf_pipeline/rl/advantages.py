@@ -1,6 +1,7 @@
-"""Advantage estimation: token by token with a critic, or one number a response without.
+"""Advantage estimation: per token with a critic, or per response without one.
 
-Shapes: B sequences, R response tokens (right-padded), G prompts with K responses each. A mask is bool, True = real token.
+Shapes: B sequences, R response tokens (right-padded), G prompts with K responses each.
+Masks: bool, True = real token.
 """
 
 from __future__ import annotations
@@ -17,28 +18,29 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over whole responses.
 
-        delta_t = r_t + gamma * V_{t+1} - V_t          V after the last real token is 0: a response always ends
+        delta_t = r_t + gamma * V_{t+1} - V_t     V = 0 after the last real token
         A_t     = delta_t + gamma * lam * A_{t+1}
         G_t     = A_t + V_t
 
-    Source: Schulman et al., https://arxiv.org/abs/1506.02438, equation 16; G_t is the TD(lambda) return.
+    Source: Schulman et al., https://arxiv.org/abs/1506.02438, equation 16; G_t is the TD(lambda)
+    return.
 
     Args:
-        rewards: (B, R), score included.
-        values: (B, R), V of the state before each response token.
+        rewards: (B, R), including the score.
+        values: (B, R), value of the state before each response token.
         mask: (B, R) bool.
         gamma: discount, 1.0 in RLHF.
         lam: 0 = one-step TD, 1 = Monte Carlo.
 
     Returns:
-        advantages, returns: (B, R) float32, not whitened, 0 in padding, no gradient.
+        advantages, returns: (B, R) float32 each, not whitened, 0 in padding, without gradient.
 
     Raises:
         ValueError: a shape is wrong, or a row is not right-padded.
     """
     check_shapes(mask, rewards=rewards, values=values)
     check_right_padded(mask)
-    # Zeros in padding make the recursion start from V = 0 and A = 0 after each row's own last token.
+    # With zeros in padding, the recursion starts from V = 0 and A = 0 after each row's last token.
     rewards = torch.where(mask, rewards, 0.0).float()
     values = torch.where(mask, values, 0.0).float()
     next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
@@ -55,17 +57,18 @@ def gae(
 
 @torch.no_grad()
 def leave_one_out(returns: Tensor) -> Tensor:
-    """RLOO: each response against the mean of the other responses to its prompt.
+    """RLOO: compare each response with the mean of the other responses to its prompt.
 
         A_i = R_i - sum_{j != i} R_j / (K - 1)
 
-    Source: Ahmadian et al., https://arxiv.org/abs/2402.14740, equation 8; R includes the KL penalty, as there.
+    Source: Ahmadian et al., https://arxiv.org/abs/2402.14740, equation 8; R includes the KL
+    penalty.
 
     Args:
-        returns: (K, G), the responses to one prompt in a column.
+        returns: (K, G), one prompt per column.
 
     Returns:
-        (K, G) float32, no gradient.
+        (K, G) float32, without gradient.
 
     Raises:
         ValueError: not two-dimensional, or K < 2.
@@ -77,20 +80,21 @@ def leave_one_out(returns: Tensor) -> Tensor:
 
 @torch.no_grad()
 def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
-    """GRPO: each response against the mean of all responses to its prompt, in units of their standard deviation.
+    """GRPO: center and scale each response's return by all responses to its prompt.
 
-        A_i = (R_i - mean(R)) / (std(R) + 1e-4)         std divides by K - 1; without `scale`, A_i = R_i - mean(R)
+        A_i = (R_i - mean(R)) / (std(R) + 1e-4)     with `scale`; std divides by K - 1
+        A_i = R_i - mean(R)                         without `scale`
 
-    Source: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1.2; Liu et al., https://arxiv.org/abs/2503.20783, for
-    the form without scale. The paper names neither the divisor nor the constant; these are TRL's. The constant keeps
-    rounding between equal responses from becoming an advantage.
+    Source: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1.2; without scale: Liu et al.,
+    https://arxiv.org/abs/2503.20783. The divisor K - 1 and the constant are those of TRL; the paper
+    does not specify them. The constant keeps rounding errors of equal returns from being scaled up.
 
     Args:
-        returns: (K, G), the responses to one prompt in a column.
-        scale: divide by the standard deviation.
+        returns: (K, G), one prompt per column.
+        scale: whether to divide by the standard deviation.
 
     Returns:
-        (K, G) float32, no gradient; 0 where all responses to a prompt are worth the same.
+        (K, G) float32, without gradient; 0 if all returns of a prompt are equal.
 
     Raises:
         ValueError: not two-dimensional, or K < 2.
@@ -103,21 +107,22 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
 
 @torch.no_grad()
 def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
-    """A response's advantage for each of its tokens: the response is one action.
+    """Give each token the advantage of its response.
 
     Args:
         advantages: (B,).
         mask: (B, R) bool.
 
     Returns:
-        (B, R) float32, 0 in padding, no gradient.
+        (B, R) float32, 0 in padding, without gradient.
 
     Raises:
         ValueError: a shape or the mask's dtype is wrong.
     """
     if advantages.shape != mask.shape[:1]:
         raise ValueError(
-            f"advantages is {tuple(advantages.shape)}, mask is {tuple(mask.shape)}; there must be one a row"
+            f"advantages is {tuple(advantages.shape)}, mask is {tuple(mask.shape)}; expected one "
+            "advantage per row of the mask"
         )
     check_shapes(mask)
     return torch.where(mask, advantages.unsqueeze(1), 0.0).float()
@@ -126,5 +131,5 @@ def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
 def _check_groups(returns: Tensor) -> None:
     if returns.dim() != 2 or returns.shape[0] < 2:
         raise ValueError(
-            f"returns is {tuple(returns.shape)}; it must be (K, G) with K >= 2 responses to each prompt"
+            f"returns is {tuple(returns.shape)}; expected (K, G) with K >= 2 responses per prompt"
         )

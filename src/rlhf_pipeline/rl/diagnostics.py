@@ -1,6 +1,6 @@
-"""What to watch while PPO trains, as sums that add up over micro batches and ranks.
+"""Diagnostics of PPO training, as sums that add up over micro batches and ranks.
 
-Shapes: B sequences, R response tokens. A mask is bool, True = real token.
+Shapes: B sequences, R response tokens. Masks: bool, True = real token.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rlhf_pipeline.rl.masking import check_shapes, masked_moments, masked_sum, m
 def policy_diagnostics(
     logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, clip_range: float
 ) -> dict[str, Tensor]:
-    """How far the update has moved the policy from the one that sampled.
+    """Measure how far updates have moved the policy from the one that sampled.
 
-    Sums over real tokens; divide by `tokens`, once all are added, for means:
+    All values are sums over real tokens. Divide the totals by `tokens` for means:
 
-        tokens          real tokens
-        approx_kl       k3 estimate of KL(old || new) = ratio - 1 - log ratio
-        clip_fraction   1 where |ratio - 1| > clip_range, whatever the sign of the advantage
-        ratio           exp(logprobs - old_logprobs); its mean is near 1 while the samples still represent the policy
+        tokens          number of real tokens
+        approx_kl       k3 estimate of KL(old || new): ratio - 1 - log ratio
+        clip_fraction   1 where |ratio - 1| > clip_range, for either sign of the advantage
+        ratio           exp(logprobs - old_logprobs); a mean near 1 means representative samples
 
-    Source: Schulman, http://joschu.net/blog/kl-approx.html; the names are those of OpenAI Baselines' ppo2.
+    Source: Schulman, http://joschu.net/blog/kl-approx.html; names as in OpenAI Baselines' ppo2.
 
     Args:
         logprobs: (B, R), of the policy being updated.
@@ -50,15 +50,15 @@ def policy_diagnostics(
 
 
 def value_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """What `explained_variance` needs: `masked_moments` of the returns and of the critic's errors, additive.
+    """Compute the input of `explained_variance`; sums add up over micro batches and ranks.
 
     Args:
-        values: (B, R), as they were when the returns were made.
+        values: (B, R), the critic's values that the returns were computed from.
         returns: (B, R).
         mask: (B, R) bool.
 
     Returns:
-        (2, 3) float64: row 0 of G, row 1 of G - V.
+        (2, 3) float64, `masked_moments` of the returns G in row 0 and of G - V in row 1.
 
     Raises:
         ValueError: a shape is wrong.
@@ -70,17 +70,17 @@ def value_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(sums: Tensor) -> Tensor:
-    """Share of the returns' variance that the critic predicts.
+    """Compute the fraction of the returns' variance that the critic explains.
 
-        1 - Var(G - V) / Var(G)         1 = perfect, 0 = no better than a constant, negative = worse
+        1 - Var(G - V) / Var(G)     1 = perfect, 0 = like a constant, negative = worse
 
     Args:
-        sums: (2, 3) float64, `value_sums` added over micro batches and ranks.
+        sums: (2, 3) float64, `value_sums` summed over micro batches and ranks.
 
     Returns:
-        0-dim float64; NaN where the returns are all equal and there is nothing to explain.
+        0-dim float64; NaN if all returns are equal.
     """
     mean, variance = mean_and_variance(sums[0])
     _, error_variance = mean_and_variance(sums[1])
-    # Equal returns leave rounding, about 1e-16 of their square, and not exactly 0.
+    # Rounding makes the variance of equal returns about 1e-16 of their square instead of 0.
     return torch.where(variance > 1e-12 * mean.square(), 1 - error_variance / variance, torch.nan)

@@ -1,10 +1,11 @@
-"""The loss of direct preference optimization.
+"""Loss of direct preference optimization.
 
 Shapes: N comparisons.
 
-Every loss is a sum divided by `normalizer`: the number of real tokens or comparisons over all micro batches and ranks of
-one optimizer step. Added up, the losses give the gradient of the mean over the whole batch, however the batch is divided.
-An engine that averages over ranks or micro batches must undo that. All arithmetic is in float32.
+Every loss is a sum divided by `normalizer`: the number of comparisons in one optimizer step, over
+all ranks and micro batches. Losses therefore add up to the mean over the whole batch, however it is
+divided. An engine that averages over ranks or micro batches must undo that. All arithmetic is in
+float32.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     normalizer: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Negative log-likelihood of the preferences under Bradley-Terry on the policy's implicit rewards.
+    """Negative log-likelihood of the preferences under Bradley-Terry with implicit rewards.
 
         r(y) = beta * (log pi(y) - log pi_ref(y))
         m_i  = r(chosen_i) - r(rejected_i)
         L    = -sum_i ((1 - e) * log sigmoid(m_i) + e * log sigmoid(-m_i)) / normalizer
 
-    Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7; for e > 0 conservative DPO, Mitchell,
-    https://ericmitchell.ai/cdpo.pdf, where a preference is wrong with probability e. Its loss is lowest at the margin
-    log((1 - e) / e) instead of at infinity.
+    Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7. With e > 0: conservative
+    DPO (Mitchell, https://ericmitchell.ai/cdpo.pdf), which assumes that a preference is wrong with
+    probability e. Its minimum is at the margin log((1 - e) / e) instead of infinity.
 
     Args:
-        chosen_logprobs, rejected_logprobs: (N,), of whole responses under the policy; the only arguments that get a
-            gradient.
+        chosen_logprobs, rejected_logprobs: (N,), of whole responses under the policy; the only
+            arguments with a gradient.
         ref_chosen_logprobs, ref_rejected_logprobs: (N,), under the reference.
-        beta: nats of reward per nat of log ratio.
+        beta: scale of the implicit rewards, reward per nat of log ratio.
         label_smoothing: e, in [0, 0.5).
-        normalizer: comparisons.
+        normalizer: number of comparisons.
 
     Returns:
-        The loss, 0-dim float32, and without gradient the implicit rewards of the chosen and of the rejected responses,
-        (N,) float32 each.
+        The loss, 0-dim float32; the implicit rewards of the chosen and of the rejected responses,
+        (N,) float32 each, without gradient.
 
     Raises:
         ValueError: shapes differ.

@@ -1,4 +1,4 @@
-"""The divergence of the policy from its reference: estimators from samples, and a controller for its coefficient.
+"""KL divergence of the policy from its reference: estimators, and an adaptive coefficient.
 
 Shapes: B sequences, R response tokens.
 """
@@ -46,37 +46,41 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         case "k3":
             return torch.expm1(-log_ratio) + log_ratio
         case _:
-            raise ValueError(f"estimator is {estimator!r}; choose 'k1', 'k2' or 'k3'")
+            raise ValueError(f"estimator: found {estimator!r}, expected 'k1', 'k2' or 'k3'")
 
 
 def adapted_kl_coef(
     kl_coef: float, observed_kl: float, *, target: float, horizon: float, batch_size: int
 ) -> float:
-    """The next KL coefficient, moved towards the one that holds the KL at its target.
+    """Compute the next KL coefficient, which moves the KL towards its target.
 
         error   = clip(observed_kl / target - 1, -0.2, 0.2)
         kl_coef = kl_coef * (1 + error * batch_size / horizon)
 
-    Source: Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2, whose K_beta is batch_size / horizon here as
-    in their code.
+    Source: Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2; K_beta is
+    batch_size / horizon, as in their code.
 
     Args:
-        observed_kl: mean KL of a sequence, in nats, over the last batch.
-        target: the KL to hold, in nats per sequence.
-        horizon: sequences over which a full error of 0.2 moves the coefficient by a factor of about e^0.2.
+        kl_coef: the present coefficient.
+        observed_kl: mean KL of the last batch, in nats per sequence.
+        target: desired KL, in nats per sequence.
+        horizon: sequences over which an error of 0.2 changes the coefficient by about e^0.2.
         batch_size: sequences in the last batch, over all ranks.
 
     Raises:
-        ValueError: observed_kl is not finite, target is not positive, or horizon is so short that the coefficient could
-            change its sign.
+        ValueError: observed_kl is not finite, target is not positive, or horizon is so short that
+            the coefficient could change its sign.
     """
     if not math.isfinite(observed_kl):
-        raise ValueError(f"observed_kl is {observed_kl}; the policy or the reference has diverged")
+        raise ValueError(
+            f"observed_kl: found {observed_kl}, expected a finite number: the policy or the "
+            "reference has diverged"
+        )
     if not target > 0:
-        raise ValueError(f"target is {target}; it must be positive")
+        raise ValueError(f"target: found {target}, expected a positive number")
     if not horizon > 0.2 * batch_size:
         raise ValueError(
-            f"horizon is {horizon}; it must exceed 0.2 * batch_size = {0.2 * batch_size}"
+            f"horizon: found {horizon}, expected more than 0.2 * batch_size = {0.2 * batch_size}"
         )
     error = min(max(observed_kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * batch_size / horizon)

@@ -1,10 +1,10 @@
-"""Log-probabilities of chosen tokens from logits, in float32, without a float32 copy of all the logits.
+"""Log-probabilities and entropies from logits in float32, without a float32 copy of all logits.
 
 Shapes: B sequences, P prompt tokens, R response tokens, T = P + R, V vocabulary.
 
-Logits come in the model's dtype, and B * R * V float32 numbers, several times over, are the largest tensors of RLHF.
-So both reductions work on `chunk_rows` sequences at a time, and the backward pass computes a chunk's probabilities
-again instead of keeping them.
+Several float32 tensors of B * R * V elements would be the largest tensors of RLHF. Both reductions
+therefore process `chunk_rows` sequences at a time, and the backward pass recomputes a chunk's
+probabilities instead of keeping them.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ def logprobs_of(
     vocab_size: int | None = None,
     chunk_rows: int = 8,
 ) -> Tensor:
-    """Log-probability of each chosen token under the distribution it is sampled from.
+    """Log-probability of each chosen token under the sampled distribution.
 
         log softmax(logits / temperature)[ids]
 
     Args:
         logits: (B, R, V) in any float dtype; position t predicts ids[:, t].
         ids: (B, R) long, in [0, vocab_size) everywhere, padding included.
-        temperature: the sampling temperature, so that ratios and KL are of the policy that acted.
-        vocab_size: columns from here on, padding rows of the embedding, have probability 0; None = V.
-        chunk_rows: sequences in a chunk; bounds peak memory, changes no result.
+        temperature: the sampling temperature, so that ratios and KL belong to the sampling policy.
+        vocab_size: number of real tokens; columns beyond it have probability 0. None = V.
+        chunk_rows: sequences per chunk; limits peak memory without effect on the result.
 
     Returns:
         (B, R) float32, differentiable once.
 
     Raises:
-        ValueError: ids does not fit logits, temperature is not positive, or vocab_size is not in [1, V].
+        ValueError: ids does not match logits, temperature is not positive, or vocab_size is not in
+            [1, V].
     """
     if ids.shape != logits.shape[:-1]:
         raise ValueError(
-            f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; ids must lack only V"
+            f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; "
+            "expected (B, R) and (B, R, V)"
         )
     vocab_size = _checked_vocab_size(logits, temperature, vocab_size)
     return _ChosenLogprobs.apply(logits, ids, temperature, vocab_size, chunk_rows)
@@ -54,7 +56,7 @@ def entropy_of(
 ) -> Tensor:
     """Entropy of each position's distribution, -sum_v p_v log p_v, in nats.
 
-    Arguments and errors are those of `logprobs_of`; logits must be finite.
+    Arguments and errors are the same as in `logprobs_of`. Logits must be finite.
 
     Returns:
         (B, R) float32, differentiable once.
@@ -64,7 +66,7 @@ def entropy_of(
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Position of each token among the real ones; 0 in left padding, which nothing attends to.
+    """Position of each token among the real ones; 0 in left padding.
 
     Args:
         attention_mask: (B, T) bool or int, True = real token.
@@ -76,7 +78,7 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Autograd on its own would keep the float32 log-softmax of every chunk until the backward pass."""
+    """Recomputes the float32 log-softmax, which autograd would keep for the backward pass."""
 
     @staticmethod
     def forward(
@@ -107,7 +109,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """As `_ChosenLogprobs`: what is kept are the logits, which that keeps too."""
+    """Keeps only the logits for the backward pass, like `_ChosenLogprobs`."""
 
     @staticmethod
     def forward(
@@ -144,10 +146,12 @@ def _log_softmax(logits: Tensor, temperature: float, vocab_size: int) -> Tensor:
 
 
 def _checked_vocab_size(logits: Tensor, temperature: float, vocab_size: int | None) -> int:
-    """The vocabulary size, with None resolved, once the arguments are known to make sense."""
+    """Check the arguments, and return the vocabulary size."""
     columns = logits.shape[-1]
     if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; it must be positive")
+        raise ValueError(f"temperature: found {temperature}, expected a positive number")
     if vocab_size is not None and not 1 <= vocab_size <= columns:
-        raise ValueError(f"vocab_size is {vocab_size}; the logits have {columns} columns")
+        raise ValueError(
+            f"vocab_size: found {vocab_size}, expected 1 to {columns} (columns of logits)"
+        )
     return columns if vocab_size is None else vocab_size

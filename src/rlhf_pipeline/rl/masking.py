@@ -1,6 +1,6 @@
-"""Reductions over real tokens only: what lies in padding, NaN included, never changes a result.
+"""Reductions over real tokens; values in padding, including NaN, never change a result.
 
-Shapes: B sequences, R response tokens. A mask is bool, True = real token.
+Shapes: B sequences, R response tokens. Masks: bool, True = real token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Refuse tensors that would broadcast: (B,) against (B, 1) is (B, B) and no error.
+    """Refuse tensors that would broadcast, such as (B,) and (B, 1).
 
     Raises:
         ValueError: a tensor's shape differs from the first one's.
@@ -19,18 +19,19 @@ def check_same_shape(**tensors: Tensor) -> None:
     for name, tensor in others:
         if tensor.shape != first.shape:
             raise ValueError(
-                f"{name} is {tuple(tensor.shape)}, {first_name} is {tuple(first.shape)}; they must be equal"
+                f"{name} is {tuple(tensor.shape)}, {first_name} is {tuple(first.shape)}; "
+                "expected equal shapes"
             )
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
-    """Refuse a mask that is not bool and tensors that are not of the mask's shape.
+    """Refuse a mask that is not bool, and tensors that differ from the mask in shape.
 
     Raises:
         ValueError: the mask's dtype, or a tensor's shape, is wrong.
     """
     if mask.dtype != torch.bool:
-        raise ValueError(f"mask is {mask.dtype}; it must be torch.bool, True = real token")
+        raise ValueError(f"mask: found {mask.dtype}, expected torch.bool, True = real token")
     check_same_shape(mask=mask, **tensors)
 
 
@@ -42,15 +43,15 @@ def check_right_padded(mask: Tensor) -> None:
     """
     if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError(
-            "mask has a real token after padding; responses must be padded on the right, without gaps"
+            "mask: found a real token after padding, expected padding on the right without gaps"
         )
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x over real tokens: a 0-dim tensor; 0 where the mask is empty.
+    """Sum of x over real tokens, 0-dim; 0 if the mask is empty.
 
-    The gradient is 0 in padding. A NaN computed there from something trainable still spoils the gradient of what it was
-    computed from (0 * NaN): mask the inputs of exp, log and division, not only their results.
+    The gradient is 0 in padding. A NaN computed in padding still makes the gradient of its inputs
+    NaN (0 * NaN), so mask the inputs of exp, log and division, not only their results.
 
     Args:
         x: (B, R).
@@ -61,9 +62,9 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of each row's x over its real tokens, (B,): of log-probabilities, that of the whole response.
+    """Sum of x over the real tokens of each row, (B,); 0 for a row without real tokens.
 
-    Padding is as in `masked_sum`; a row without a real token sums to 0.
+    Applied to log-probabilities, it gives those of whole responses. Gradients: see `masked_sum`.
 
     Args:
         x: (B, R).
@@ -73,16 +74,11 @@ def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0).sum(-1)
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over real tokens: a 0-dim tensor; NaN where the mask is empty, as `torch.mean` of nothing."""
-    return masked_sum(x, mask) / mask.sum()
-
-
 @torch.no_grad()
 def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
-    """[count, sum, sum of squares] of x over real tokens: float64, shape (3,).
+    """Count, sum and sum of squares of x over real tokens, (3,) float64.
 
-    Additive: the sum over micro batches and ranks is that of the whole batch. float64 because the variance is the
+    Moments add up over micro batches and ranks. They are float64, because the variance is the
     difference of two sums.
 
     Args:
@@ -95,25 +91,25 @@ def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance (divided by the count) from `masked_moments`; (0, 0) where the count is 0."""
+    """Mean and population variance from `masked_moments`, 0-dim each; 0 if the count is 0."""
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
     return mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Shift and scale to mean 0 and variance 1 over the global masked batch.
+    """Shift and scale x to mean 0 and variance 1 over the global batch of real tokens.
 
-        (x - mean) / sqrt(variance + 1e-8)         population variance; + mean where `shift_mean` is false
+        (x - mean) / sqrt(variance + 1e-8)     population variance; + mean if `shift_mean` is false
 
-    Moments are passed in because a rank that whitens by its own gives its gradient another scale than its peers'.
-    A batch of one real token, or of equal ones, becomes 0.
+    All ranks must use the same moments, or their gradients would have different scales. A batch of
+    one real token, or of equal ones, becomes 0.
 
     Args:
         x: (B, R).
         mask: (B, R) bool.
-        moments: (3,) float64, `masked_moments` summed over every micro batch and rank.
-        shift_mean: False scales only, and the mean stays what it is.
+        moments: (3,) float64, `masked_moments` summed over all micro batches and ranks.
+        shift_mean: False keeps the mean and only scales.
 
     Returns:
         (B, R) float32, 0 in padding.

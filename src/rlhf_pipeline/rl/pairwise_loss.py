@@ -1,10 +1,11 @@
-"""The Bradley-Terry loss of the reward model.
+"""Bradley-Terry loss of the reward model.
 
 Shapes: N comparisons.
 
-Every loss is a sum divided by `normalizer`: the number of real tokens or comparisons over all micro batches and ranks of
-one optimizer step. Added up, the losses give the gradient of the mean over the whole batch, however the batch is divided.
-An engine that averages over ranks or micro batches must undo that. All arithmetic is in float32.
+Every loss is a sum divided by `normalizer`: the number of comparisons in one optimizer step, over
+all ranks and micro batches. Losses therefore add up to the mean over the whole batch, however it is
+divided. An engine that averages over ranks or micro batches must undo that. All arithmetic is in
+float32.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ def pairwise_loss(
 
         L = -sum_i log sigmoid(chosen_i - rejected_i) / normalizer
 
-    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1, with one comparison a pair.
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1, with one comparison per
+    pair.
 
     Args:
         chosen_scores, rejected_scores: (N,).
-        normalizer: comparisons.
+        normalizer: number of comparisons.
 
     Returns:
         0-dim float32.

@@ -1,10 +1,11 @@
-"""The losses of PPO: policy, entropy bonus and value.
+"""Losses of PPO: policy, entropy bonus and value.
 
-Shapes: B sequences, R response tokens. A mask is bool, True = real token.
+Shapes: B sequences, R response tokens. Masks: bool, True = real token.
 
-Every loss is a sum divided by `normalizer`: the number of real tokens or comparisons over all micro batches and ranks of
-one optimizer step. Added up, the losses give the gradient of the mean over the whole batch, however the batch is divided.
-An engine that averages over ranks or micro batches must undo that. All arithmetic is in float32.
+Every loss is a sum divided by `normalizer`: the number of real tokens in one optimizer step, over
+all ranks and micro batches. Losses therefore add up to the mean over the whole batch, however it is
+divided. An engine that averages over ranks or micro batches must undo that. All arithmetic is in
+float32.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ def policy_loss(
     dual_clip: float | None = None,
     log_ratio_clamp: float = 20.0,
 ) -> Tensor:
-    """PPO's clipped surrogate, negated.
+    """Negative clipped surrogate objective of PPO.
 
         ratio_t = exp(logprobs_t - old_logprobs_t)
         surrogate_t = min(ratio_t * A_t, clip(ratio_t, 1 - clip_range, 1 + clip_range) * A_t)
-        surrogate_t = max(surrogate_t, dual_clip * A_t)                 where A_t < 0, if dual_clip is set
+        surrogate_t = max(surrogate_t, dual_clip * A_t)     where A_t < 0, if dual_clip is set
         L = -sum_t surrogate_t / normalizer
 
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; dual clip: Ye et al.,
-    https://arxiv.org/abs/1912.09729, equation 5. Departs from it in bounding the log ratio, so that one token cannot make
-    the loss infinite; beyond the bound a token has no gradient.
+    https://arxiv.org/abs/1912.09729, equation 5. In addition, the log ratio is clamped, so that one
+    token cannot make the loss infinite; a clamped token has no gradient.
 
     Args:
-        logprobs: (B, R), the only argument that gets a gradient.
-        old_logprobs: (B, R), of the policy that sampled; may be `logprobs` itself on the first step of a rollout.
+        logprobs: (B, R), the only argument with a gradient.
+        old_logprobs: (B, R), of the policy that sampled; may be `logprobs` itself.
         advantages: (B, R).
         mask: (B, R) bool.
-        normalizer: real tokens.
-        dual_clip: ratio from which on a bad token is pulled back no further, > 1; None = off.
-        log_ratio_clamp: bound on |logprobs - old_logprobs|.
+        clip_range: allowed deviation of the ratio from 1.
+        normalizer: number of real tokens.
+        dual_clip: largest ratio that counts for a negative advantage, > 1; None = no limit.
+        log_ratio_clamp: limit of |logprobs - old_logprobs|.
 
     Returns:
         0-dim float32.
@@ -54,8 +56,8 @@ def policy_loss(
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip is {dual_clip}; it must be above 1, or None for off")
-    # Masked before exp: in the backward pass 0 times the exp of garbage would be NaN.
+        raise ValueError(f"dual_clip: found {dual_clip}, expected more than 1 or None")
+    # Mask before exp: in the backward pass, 0 * exp(garbage) would be NaN.
     log_ratio = torch.where(mask, logprobs.float() - old_logprobs.detach().float(), 0.0)
     ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
     clipped_ratio = ratio.clamp(1 - clip_range, 1 + clip_range)
@@ -69,16 +71,17 @@ def policy_loss(
 
 
 def entropy_loss(entropy: Tensor, mask: Tensor, *, normalizer: float | Tensor) -> Tensor:
-    """Mean entropy of the policy, negated: a bonus for staying undecided.
+    """Negative mean entropy of the policy: an exploration bonus.
 
         L = -sum_t H_t / normalizer
 
-    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9, whose c_2 is the caller's weight.
+    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9; the caller applies the
+    coefficient c_2.
 
     Args:
         entropy: (B, R), in nats.
         mask: (B, R) bool.
-        normalizer: real tokens.
+        normalizer: number of real tokens.
 
     Returns:
         0-dim float32.
@@ -98,7 +101,7 @@ def value_loss(
     clip_range: float | None,
     normalizer: float | Tensor,
 ) -> Tensor:
-    """Squared error of the critic, pessimistic about steps longer than the clip.
+    """Clipped squared error of the critic.
 
         clipped_t = old_t + clip(V_t - old_t, -clip_range, clip_range)
         L = sum_t max((V_t - G_t)^2, (clipped_t - G_t)^2) / 2 / normalizer
@@ -106,12 +109,12 @@ def value_loss(
     Source: OpenAI Baselines' ppo2, https://github.com/openai/baselines; not in the PPO paper.
 
     Args:
-        values: (B, R), the only argument that gets a gradient.
-        old_values: (B, R), of the critic that gave the returns.
+        values: (B, R), the only argument with a gradient.
+        old_values: (B, R), the values that the returns were computed from.
         returns: (B, R).
         mask: (B, R) bool.
-        clip_range: in units of the value; None = plain squared error.
-        normalizer: real tokens.
+        clip_range: allowed change of a value; None = plain squared error.
+        normalizer: number of real tokens.
 
     Returns:
         0-dim float32.

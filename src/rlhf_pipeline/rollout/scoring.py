@@ -1,4 +1,4 @@
-"""Scoring a rollout: one forward pass of each model over prompts and responses.
+"""Scoring a rollout: a forward pass of each model over prompts and responses.
 
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
@@ -21,29 +21,29 @@ from rlhf_pipeline.runtime import heartbeat
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout as the models see it."""
+    """A rollout with the outputs of the models."""
 
-    rollout: Sequences
+    sequences: Sequences
     logprobs: Tensor
-    """(B, R) log pi_old(token), of the actor that sampled."""
+    """(B, R) log pi_old(token), of the policy that sampled."""
     ref_logprobs: Tensor
     """(B, R) log pi_ref(token)."""
     values: Tensor | None
-    """(B, R) V of the state before each token; None without a critic."""
+    """(B, R) value of the state before each token; None without a critic."""
     scores: Tensor
-    """(B,) the reward model's raw score; zeros without one. Or the centred sum over several sources of rewards."""
+    """(B,) raw scores of the reward model, zeros without one; centred after `RewardSum`."""
     ended: Tensor
-    """(B,) bool: the response ended by itself."""
+    """(B,) bool: the response contains EOS."""
     parts: dict[str, Tensor] = field(default_factory=dict)
-    """Where several sources are summed, each one's centred score before its weight, (B,)."""
+    """If several sources of rewards are summed: the centred scores of each, (B,), unweighted."""
 
-    def sums(self, score_mean: float) -> dict[str, Tensor]:
-        """Additive sums over responses, for metrics; scores are relative to the demonstrations' mean."""
-        mask = self.rollout.response_mask
+    def sums(self) -> dict[str, Tensor]:
+        """Additive sums over responses, for metrics."""
+        mask = self.sequences.response_mask
         values = {} if self.values is None else {"values": masked_sum(self.values, mask).double()}
         return values | {
             "responses": torch.tensor(float(len(self.scores))),
-            "score": (self.scores - score_mean).sum().double(),
+            "score": self.scores.sum().double(),
             "kl": masked_sum(kl_estimate(self.logprobs, self.ref_logprobs, "k1"), mask).double(),
             "kl_k3": masked_sum(kl_estimate(self.logprobs, self.ref_logprobs, "k3"), mask).double(),
             "tokens": mask.sum().double(),
@@ -52,56 +52,64 @@ class Scored:
         }
 
 
+@dataclass(frozen=True)
+class ScoringModels:
+    """The models that score a rollout, and their settings."""
+
+    policy: nn.Module
+    """The policy that sampled."""
+    reference: nn.Module
+    critic: nn.Module | None
+    reward_model: nn.Module | None
+    contract: TokenContract
+    device: torch.device
+    temperature: float
+    """The sampling temperature."""
+    micro_batch_size: int
+    """Responses in one forward pass."""
+
+
 @torch.no_grad()
-def score(
-    rollout: Sequences,
-    actor: nn.Module,
-    reference: nn.Module,
-    critic: nn.Module | None,
-    reward_model: nn.Module | None,
-    *,
-    contract: TokenContract,
-    device: torch.device,
-    temperature: float,
-    micro_batch_size: int,
-) -> Scored:
-    """One forward pass of each model over the rollout."""
+def score_sequences(sequences: Sequences, models: ScoringModels) -> Scored:
+    """Score sequences by a forward pass of each model."""
+    vocab_size, temperature = models.contract.vocab_size, models.temperature
 
     def run(function: Callable[[Sequences], Tensor]) -> Tensor:
-        return by_micro_batches(function, rollout, micro_batch_size, device)
+        return by_micro_batches(function, sequences, models.micro_batch_size, models.device)
 
     def logprobs(policy: nn.Module) -> Tensor:
         return run(
-            lambda b: response_logprobs(
-                policy, b, vocab_size=contract.vocab_size, temperature=temperature
+            lambda batch: response_logprobs(
+                policy, batch, vocab_size=vocab_size, temperature=temperature
             )
         )
 
+    critic, reward_model = models.critic, models.reward_model
     return Scored(
-        rollout=rollout,
-        logprobs=logprobs(actor),
-        ref_logprobs=logprobs(reference),
-        values=None if critic is None else run(lambda b: response_values(critic, b)),
-        scores=torch.zeros(len(rollout))
+        sequences=sequences,
+        logprobs=logprobs(models.policy),
+        ref_logprobs=logprobs(models.reference),
+        values=None if critic is None else run(lambda batch: response_values(critic, batch)),
+        scores=torch.zeros(len(sequences))
         if reward_model is None
-        else run(lambda b: sequence_scores(reward_model, b)),
-        ended=(rollout.response_ids == contract.eos_id).any(1),
+        else run(lambda batch: sequence_scores(reward_model, batch)),
+        ended=(sequences.response_ids == models.contract.eos_id).any(1),
     )
 
 
 def by_micro_batches(
-    function: Callable[[Sequences], Tensor], rollout: Sequences, size: int, device: torch.device
+    function: Callable[[Sequences], Tensor], sequences: Sequences, size: int, device: torch.device
 ) -> Tensor:
-    """A function of a batch, (b,) or (b, r), applied to micro batches of like length; rows come back in their order, on
-    the CPU, padded with zeros to (B,) or (B, R)."""
+    """Apply a function that returns (b,) or (b, r) to micro batches of rows of similar length.
+
+    Returns:
+        (B,) or (B, R) float32 on the CPU, in the order of the rows, padded with zeros.
+    """
     whole: Tensor | None = None
-    for index in micro_batches(rollout.lengths, size):
-        part = function(rollout.rows(index).to(device)).float().cpu()
+    for index in micro_batches(sequences.lengths, size):
+        part = function(sequences.rows(index).to(device)).float().cpu()
         if whole is None:
-            shape = (
-                rollout.response_ids.shape if part.dim() == 2 else rollout.response_ids.shape[:1]
-            )
-            whole = torch.zeros(shape)
+            whole = torch.zeros(sequences.response_ids.shape[: part.dim()])
         if part.dim() == 2:
             whole[index, : part.shape[1]] = part
         else:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.runtime.manifest import FileEntry, file_digest
+from rlhf_pipeline.runtime.manifest import FileEntry
 
 logger = logging.getLogger(__name__)
 
@@ -47,21 +47,16 @@ def newest_valid_step(directory: Path) -> int | None:
         try:
             _verify(checkpoint)
         except ArtifactError as error:
-            logger.warning("Skipping a damaged checkpoint, using the one before: %s", error)
+            logger.warning("skipping a damaged checkpoint; the previous one is used: %s", error)
             continue
         return checkpoint_step(checkpoint)
     return None
 
 
 def seal(directory: Path) -> None:
-    """Declare a checkpoint complete."""
+    """Mark a checkpoint as complete."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    entries = {
-        path.relative_to(directory).as_posix(): asdict(
-            FileEntry(path.stat().st_size, file_digest(path))
-        )
-        for path in files
-    }
+    entries = {path.relative_to(directory).as_posix(): asdict(FileEntry.of(path)) for path in files}
     (directory / SEAL).write_text(json.dumps(entries, indent=2))
 
 
@@ -72,8 +67,7 @@ def _verify(directory: Path) -> None:
             for name, entry in json.loads((directory / SEAL).read_text()).items()
         }
         for name, entry in entries.items():
-            path = directory / name
-            if path.stat().st_size != entry.size or file_digest(path) != entry.sha256:
-                raise ArtifactError(f"{path} has changed since it was written")
+            if not entry.matches(directory / name):
+                raise ArtifactError(f"{directory / name} has changed since it was written")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{directory} is damaged ({error})") from error

@@ -1,9 +1,11 @@
-"""Disk space: required before something large is written, reported where it ran out."""
+"""Disk space: check it before a large write, report a full disk."""
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +16,11 @@ DISK_FULL = "disk full"
 """Name of this failure, the `cause` of its `StageError`."""
 
 DISK_FULL_PATTERN = r"No space left on device|Disk quota exceeded|ENOSPC|MiB free; free some space"
-"""How a message says that the disk is full: the system's words, and those of `require_space`."""
+"""Regular expression for a full disk in messages of the system and of `require_space`."""
 
 ADVICE = (
-    "Check with `df -h` and `du -sh data/*`. Finished stages keep their exports, unfinished stages keep `keep_last` "
-    "checkpoints; `kedro rlhf clean` shows what can be removed."
+    "Check with `df -h` and `du -sh data/*`. Finished stages keep their exports, unfinished stages "
+    "keep `keep_last` checkpoints; `kedro rlhf clean` shows what can be removed."
 )
 
 
@@ -37,14 +39,14 @@ def require_space(directory: Path, needed: int, what: str, then: str = "") -> No
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise StageError(
-            f"{what} needs {_mib(needed)} MiB, {directory} has {_mib(free)} MiB free; free some space and run the "
-            f"same command again{then}",
+            f"{what} needs {_mib(needed)} MiB, {directory} has {_mib(free)} MiB free; free some "
+            f"space and run the same command again{then}",
             cause=DISK_FULL,
         )
 
 
 @contextmanager
-def explain_full_disk(what: str, place: Path) -> Iterator[None]:
+def explain_full_disk(what: str, path: Path) -> Iterator[None]:
     """Turn the system's error for a full disk inside the block into a `StageError`.
 
     The system's error does not name the file system.
@@ -57,22 +59,27 @@ def explain_full_disk(what: str, place: Path) -> Iterator[None]:
         if re.search(DISK_FULL_PATTERN, reason) is None:
             raise
         raise StageError(
-            f"{what}: {reason}\n  space    {space_left(place)}\n  fix      {ADVICE}\n"
-            "  again    run the same command once there is space; finished stages are kept",
+            f"{what}: {reason}\n  space    {space_left(path)}\n  fix      {ADVICE}\n"
+            "  again    the same command, once there is space; finished stages are kept",
             cause=DISK_FULL,
         ) from error
 
 
-def space_left(place: Path) -> str:
+def space_left(path: Path) -> str:
     """Free and total space of the file system that contains a path, or will contain it."""
-    existing = next(path for path in (place, *place.parents) if path.exists())
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
     usage = shutil.disk_usage(existing)
-    return f"{_mib(usage.free)} of {_mib(usage.total)} MiB are free on the file system of {place}"
+    return f"{_mib(usage.free)} of {_mib(usage.total)} MiB are free on the file system of {path}"
 
 
 def is_full(directory: Path) -> bool:
-    """Whether the file system has less than 64 KiB left."""
-    return shutil.disk_usage(directory).free < 2**16
+    """Whether a file of 64 KiB does not fit, because the disk or a quota is full."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(2**16))
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
 
 
 def _mib(count: int) -> str:

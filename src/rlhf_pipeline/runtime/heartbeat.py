@@ -1,6 +1,6 @@
 """The progress of each rank as a small file, so that the driver can name a stuck rank.
 
-    heartbeats/rank0.json   a `Heartbeat`; rewritten when something has changed, at most once a second
+    heartbeats/rank0.json   a `Heartbeat`; rewritten after a change, at most once a second
 
 A program calls `at` when a phase begins and `tick` when a piece of it is done. Both change memory
 only. A thread writes the file, so training never waits for a disk and no rank waits for another.
@@ -28,7 +28,7 @@ class Heartbeat:
 
     rank: int
     pid: int | None
-    """Its process id if the driver can see it: on the same machine."""
+    """Its process id if the driver runs on the same machine, else None."""
     phase: Phase = "loading"
     step: int | None = None
     """The training step, from 1."""
@@ -37,7 +37,7 @@ class Heartbeat:
     progressed: float = 0.0
     """When the rank last made progress, seconds since 1970."""
     marks: int = 0
-    """Phases begun so far. All ranks go through the same phases, so the rank with the fewest is behind."""
+    """Phases begun so far. All ranks run the same phases, so the rank with the fewest is behind."""
     ticks: int = 0
     """Pieces done in this phase."""
 
@@ -52,7 +52,10 @@ _writing = threading.Lock()
 
 
 def start(directory: Path, rank: int, *, local: bool) -> None:
-    """Start to report into a work directory, in phase `loading`. `local`: the driver is on this machine."""
+    """Start to report into a work directory, in phase `loading`.
+
+    `local`: the driver runs on this machine.
+    """
     global _here, _file
     _here = Heartbeat(
         rank, os.getpid() if local else None, since=time.time(), progressed=time.time()
@@ -64,7 +67,7 @@ def start(directory: Path, rank: int, *, local: bool) -> None:
 
 
 def at(phase: Phase, step: int | None = None) -> None:
-    """Begin a phase. All ranks call this in the same order. None: the phase belongs to the last step."""
+    """Begin a phase. All ranks call this in the same order. None: the step does not change."""
     global _here
     now = time.time()
     _here = replace(

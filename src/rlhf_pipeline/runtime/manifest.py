@@ -1,6 +1,7 @@
-"""The manifest of an artifact: what it holds, byte for byte, and where it came from. Written last: no manifest, no artifact.
+"""The manifest of an artifact: the digest of every file, and the recipe that made them.
 
-It holds a digest of itself, so that a damaged one is known from a whole one, too.
+The manifest is written last: a folder without a manifest is not an artifact. The manifest contains
+its own digest, which detects damage to the manifest itself.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
+from rlhf_pipeline.runtime.files import write_atomically
 
 NAME = "manifest.json"
 
-NOT_OURS = "registered_model_meta"
-"""What MLflow leaves in the folder of a model that it loads from its registry."""
+MLFLOW_FILE = "registered_model_meta"
+"""File that MLflow adds to the folder of a model that it loads from its registry."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,15 @@ class FileEntry:
     """Bytes."""
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """The entry of a file."""
+        return cls(path.stat().st_size, file_digest(path))
+
+    def matches(self, path: Path) -> bool:
+        """Whether a file has this size and these bytes."""
+        return path.stat().st_size == self.size and file_digest(path) == self.sha256
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -34,33 +45,37 @@ class Manifest:
 
     stage: str
     fingerprint: str
-    """Names the recipe: what decided the content. See `rlhf_pipeline.stages.cache.fingerprint`."""
+    """Digest of the recipe, see `rlhf_pipeline.stages.cache.fingerprint`."""
     seed: int
     config: dict[str, Any]
     """The resolved parameters of the stage."""
     inputs: dict[str, str]
     """Input name to content digest."""
     versions: dict[str, str]
-    """Library versions that change numbers."""
+    """Versions of the libraries that can change the result."""
     metrics: dict[str, float]
-    """The stage's result in numbers, `group/name`."""
+    """Final metrics of the stage, by `group/name`."""
     files: dict[str, FileEntry]
-    """Path relative to the artifact to its size and digest."""
+    """Size and digest of each file, by its path relative to the artifact."""
     ranks: int = 1
-    """Processes that finished it; they may have gone on where another number of them was interrupted."""
+    """Ranks that finished the stage. An interrupted attempt may have had another number."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's own configuration of each engine, by model."""
+    """DeepSpeed's configuration of each engine, by model."""
     adjusted: dict[str, Any] = field(default_factory=dict)
-    """Parameters by place that are not as configured, because that took too much memory: {"configured": 8, "used": 4}."""
+    """Parameters changed after an out-of-memory failure: {"configured": 8, "used": 4} by name."""
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read an artifact's manifest; raise `ArtifactError` where there is none or it cannot be understood."""
+        """Read an artifact's manifest.
+
+        Raises:
+            ArtifactError: the folder has no manifest, or the manifest is damaged.
+        """
         path = directory / NAME
         try:
             fields = json.loads(path.read_text())
             if fields.pop("digest", None) != _digest(fields):
-                raise ValueError("it is not what was written")
+                raise ValueError("its digest does not match")
             files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
             return cls(files=files, **fields)
         except FileNotFoundError:
@@ -69,29 +84,23 @@ class Manifest:
             ) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArtifactError(
-                f"{path} is damaged ({error}); delete {directory} and run its stage again"
+                f"{path} is damaged ({error}). Fix: delete {directory} and run its stage again"
             ) from error
 
     def write(self, directory: Path) -> None:
-        """Write the manifest whole or not at all."""
-        partial = directory / f"{NAME}.partial"
+        """Write the manifest completely or not at all."""
         fields = asdict(self)
-        partial.write_text(
-            json.dumps(fields | {"digest": _digest(fields)}, indent=2, sort_keys=True)
-        )
-        partial.rename(directory / NAME)
+        text = json.dumps(fields | {"digest": _digest(fields)}, indent=2, sort_keys=True)
+        write_atomically(directory / NAME, text)
 
 
 def file_entries(directory: Path) -> dict[str, FileEntry]:
-    """Size and SHA-256 of every file below `directory`, the manifest itself left out."""
-    return {
-        name: FileEntry(path.stat().st_size, file_digest(path))
-        for name, path in _files(directory).items()
-    }
+    """Size and SHA-256 of every file below `directory`, except the manifest itself."""
+    return {name: FileEntry.of(path) for name, path in _files(directory).items()}
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Every file below an artifact's directory by its relative path, the manifest itself left out."""
+    """Every file below an artifact's directory by its relative path, except the manifest."""
     found = sorted(
         path for path in directory.rglob("*") if path.is_file() and path != directory / NAME
     )
@@ -109,14 +118,17 @@ def file_digest(path: Path) -> str:
 
 
 def artifact_of(path: Path) -> Path | None:
-    """The finished artifact that a folder is, or lies in; None where there is none, and for a file."""
+    """The finished artifact that a folder is or belongs to. None: no artifact, or a file."""
     if path.is_file():
         return None
     return next((parent for parent in (path, *path.parents) if _is_ours(parent / NAME)), None)
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a manifest: others have files of that name, too. What cannot be read is taken for a damaged one."""
+    """Whether a file is a manifest of this package; other programs use the same file name.
+
+    A file that is not JSON counts as a damaged manifest.
+    """
     try:
         fields = json.loads(path.read_text())
     except OSError:
@@ -127,16 +139,20 @@ def _is_ours(path: Path) -> bool:
 
 
 def content_digest(path: Path) -> str:
-    """Digest of an input by content alone: equal bytes give equal digests, wherever and whenever they were made.
+    """Digest of an input by content alone: equal bytes give equal digests.
 
-    A folder inside an artifact (`prepared / "sft"`) is digested from the manifest's entries below it, without reading the
-    files; a plain file by its bytes.
+    A folder inside an artifact, such as `split / "sft"`, is digested from the manifest's entries
+    below it, without reading the files; a plain file by its bytes.
+
+    Raises:
+        ArtifactError: the path is neither a file nor in an artifact, or the folder has no files.
     """
     owner = artifact_of(path)
     if owner is None:
         if not path.is_file():
             raise ArtifactError(
-                f"{path} is neither a file nor part of a finished artifact: it is below no {NAME}"
+                f"{path} is neither a file nor part of a finished artifact: no folder above it "
+                f"contains a {NAME}"
             )
         return file_digest(path)
     prefix = "" if path == owner else path.relative_to(owner).as_posix() + "/"
@@ -146,22 +162,22 @@ def content_digest(path: Path) -> str:
     }
     if not files:
         raise ArtifactError(
-            f"{path} holds nothing: {owner / NAME} lists no file below {prefix}; run stage {manifest.stage} with parameters "
-            "that make it"
+            f"{path} is empty: {owner / NAME} lists no file below {prefix}. Fix: run stage "
+            f"{manifest.stage} with parameters that create it"
         )
     return _digest(files)
 
 
 def folder_digest(directory: Path) -> str:
-    """Digest of a folder that no stage made, by the names and bytes of all its files."""
+    """Digest of a folder that no stage made, from the names and bytes of all its files."""
     return _digest({name: entry.sha256 for name, entry in file_entries(directory).items()})
 
 
 def verify(directory: Path) -> Manifest:
-    """Check every file of an artifact against its manifest; the error names the first one that differs.
+    """Check every file of an artifact against its manifest.
 
     Raises:
-        ArtifactError: a file was changed or is missing, or the manifest is.
+        ArtifactError: a file was changed or is missing, or the manifest is; names the first one.
         ForeignFileError: a file was added. transformers would load it if it had the right name.
     """
     manifest = Manifest.read(directory)
@@ -169,22 +185,23 @@ def verify(directory: Path) -> Manifest:
         path = directory / name
         if not path.resolve().is_relative_to(directory.resolve()):
             raise ArtifactError(
-                f"{path} lies outside of its artifact, at {path.resolve()}; put the file itself there"
+                f"{path} is outside its artifact, at {path.resolve()}. Fix: replace the link by "
+                "the file"
             )
         if not path.is_file():
             raise ArtifactError(
-                f"{path} is missing from a finished artifact; run stage {manifest.stage} again"
+                f"{path} is missing from a finished artifact. Fix: run stage {manifest.stage} again"
             )
-        if path.stat().st_size != entry.size or file_digest(path) != entry.sha256:
+        if not entry.matches(path):
             raise ArtifactError(
-                f"{path} was changed after stage {manifest.stage} finished: its SHA-256 is not {entry.sha256[:12]}...; "
-                f"restore the file or run stage {manifest.stage} again"
+                f"{path} was changed after stage {manifest.stage} finished: expected SHA-256 "
+                f"{entry.sha256[:12]}... Fix: restore the file or run stage {manifest.stage} again"
             )
     for name, path in _files(directory).items():
-        # A desktop or a file system leaves hidden files, which nothing loads.
+        # Desktops and file systems add hidden files, which nothing loads.
         hidden = any(part.startswith(".") for part in Path(name).parts)
-        if name not in manifest.files and not hidden and name != NOT_OURS:
+        if name not in manifest.files and not hidden and name != MLFLOW_FILE:
             raise ForeignFileError(
-                f"{path} was added after stage {manifest.stage} finished; move it elsewhere"
+                f"{path} was added after stage {manifest.stage} finished. Fix: move it elsewhere"
             )
     return manifest

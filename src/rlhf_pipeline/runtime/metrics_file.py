@@ -10,6 +10,8 @@ import json
 import time
 from pathlib import Path
 
+from rlhf_pipeline.runtime.files import write_atomically
+
 
 class MetricsFile:
     """Appends lines; each is on disk when `write` returns."""
@@ -30,19 +32,14 @@ class MetricsFile:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove the lines after a step, and half a line at the end: training resumes from that step."""
-    complete = (
-        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if path.is_file()
-        else []
-    )
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(line for line in complete if json.loads(line)["step"] <= step))
-    partial.rename(path)
+    """Remove the lines after a step and an incomplete last line: training resumes from the step."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    complete = [line for line in lines if line.endswith("\n")]
+    write_atomically(path, "".join(line for line in complete if json.loads(line)["step"] <= step))
 
 
 class RowProgress:
-    """Reports the progress of a program that works through rows, every two seconds. A step is a row."""
+    """Reports the progress of a program that reads rows, every two seconds. A step is a row."""
 
     _EVERY_S = 2.0
 

@@ -1,4 +1,4 @@
-"""How the processes of one launch recognise each other, and how leftovers are killed."""
+"""Identify processes, and kill what a launch has left running."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ DRIVER = "RLHF_DRIVER"
 """Environment variable with the identity of the process that launched this program."""
 
 LAUNCH = "RLHF_LAUNCH"
-"""Environment variable shared by all processes of a launch, even those that left its process
-group: driver and work directory."""
+"""Environment variable with driver and work directory. All processes of a launch have it, even
+those that left its process group."""
 
 
 def process_identity(pid: int) -> str | None:
-    """An identity that no other process of this machine ever has: `pid@birth`. None if it is gone."""
+    """An identity that is never reused on this machine: `pid@birth`. None: no such process."""
     try:
         process = psutil.Process(pid)
-        return (
-            None if process.status() == psutil.STATUS_ZOMBIE else f"{pid}@{process.create_time()}"
-        )
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return f"{pid}@{process.create_time()}"
     except psutil.NoSuchProcess:
         return None
 
@@ -32,4 +32,4 @@ def kill_strays(launch: str, *, except_group: int | None = None) -> None:
             if process.environ().get(LAUNCH) == launch and os.getpgid(process.pid) != except_group:
                 process.kill()
         except (psutil.Error, OSError):
-            continue  # owned by another user, or gone
+            continue  # the process belongs to another user or has ended

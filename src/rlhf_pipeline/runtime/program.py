@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.runtime.processes import DRIVER, LAUNCH, kill_strays, process_identity
@@ -23,7 +24,7 @@ ERRORS = "errors"
 """Folder of the work directory in which a failing rank writes its reason: `<time>-rank<n>.txt`."""
 
 REASON_CHARACTERS = 2**14
-"""Longest reason; only the end of a longer one is kept."""
+"""Length of the longest reason; a longer one is cut at its beginning."""
 
 
 def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
@@ -32,7 +33,7 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     A failing rank writes its reason into the work directory before it exits with code 1: the
     message of a `PipelineError`, or the traceback of any other exception.
     """
-    started_here = DRIVER in os.environ  # neither by hand nor on another machine
+    started_here = DRIVER in os.environ  # not by hand, not on another machine
     if started_here:
         _end_with_driver()
     job = LaunchedJob.read(Path(sys.argv[1]))
@@ -52,7 +53,9 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
 
 
 def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
-    """Declare the export finished."""
+    """Write the export's manifest, which marks the export as finished."""
+    has_engines = job.deepspeed_file.is_file()
+    deepspeed = json.loads(job.deepspeed_file.read_text()) if has_engines else {}
     Manifest(
         stage=job.stage,
         fingerprint=job.fingerprint,
@@ -62,34 +65,29 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         versions=job.versions,
         metrics=metrics,
         ranks=int(os.environ.get("WORLD_SIZE", "1")),
-        deepspeed=json.loads(job.deepspeed_file.read_text())
-        if job.deepspeed_file.is_file()
-        else {},
+        deepspeed=deepspeed,
         files=file_entries(job.export),
         adjusted=job.adjusted,
     ).write(job.export)
 
 
 def _write_reason(folder: Path, rank: int, reason: str) -> None:
-    """Write under another name, then rename: the driver reads only complete reasons."""
     folder.mkdir(exist_ok=True)
-    partial = folder / f"rank{rank}.partial"
-    partial.write_text(reason[-REASON_CHARACTERS:])
-    partial.rename(folder / f"{time.time_ns()}-rank{rank}.txt")
+    write_atomically(folder / f"{time.time_ns()}-rank{rank}.txt", reason[-REASON_CHARACTERS:])
 
 
 def _end_with_driver() -> None:
-    """Kill this launch soon after its driver is gone, for example by SIGKILL.
+    """Kill this launch soon after its driver has ended, for example by SIGKILL.
 
-    Otherwise ranks would train unseen and write into the directory of the next attempt.
+    Otherwise ranks would continue to train and write into the directory of the next attempt.
     """
     driver = os.environ[DRIVER]
     pid = int(driver.partition("@")[0])
 
-    def watch() -> None:
+    def wait_for_driver() -> None:
         while process_identity(pid) == driver:
             time.sleep(0.5)
         kill_strays(os.environ[LAUNCH], except_group=os.getpgrp())
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=wait_for_driver, daemon=True).start()

@@ -17,7 +17,7 @@ class RunContext:
     """Folder of all work directories."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     forced: frozenset[str] = frozenset()
-    """Stages that run again although they are finished: the parameter `force`."""
+    """Stages that run again even if they are finished: the parameter `force`."""
     trust_remote_code: bool = False
     """Whether Python code that ships with a model may run: `base_model.trust_remote_code`."""
     listener: StageListener = field(default_factory=Listeners)

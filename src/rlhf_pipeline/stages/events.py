@@ -33,7 +33,7 @@ class StageRun:
     adjusted: Mapping[str, Any] = field(default_factory=dict)
     """Parameters changed after an out-of-memory failure, see `launch.oom_retry.adjusted`."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """What the fingerprint is the digest of."""
+    """Everything that decides the result; the fingerprint is its digest."""
 
     @property
     def title(self) -> str:
@@ -52,13 +52,13 @@ class StageRun:
 
 
 class StageListener(Protocol):
-    """Follows the stages of a run. A listener handles its own errors and never makes a stage fail."""
+    """Follows the stages of a run. It handles its own errors and never makes a stage fail."""
 
     def stage_started(self, run: StageRun) -> None:
         """A program is about to be launched, or a result is reused."""
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """The metrics file has new lines."""
+        """The metrics file has new records."""
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """The stage ended; `metrics` are those of its manifest."""
@@ -71,16 +71,16 @@ class Listeners:
     listeners: tuple[StageListener, ...] = ()
 
     def stage_started(self, run: StageRun) -> None:
-        """Pass on."""
+        """Call every listener."""
         for listener in self.listeners:
             listener.stage_started(run)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Pass on."""
+        """Call every listener."""
         for listener in self.listeners:
             listener.stage_metrics(run, records)
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Pass on."""
+        """Call every listener."""
         for listener in self.listeners:
             listener.stage_ended(run, status, metrics)

@@ -1,6 +1,6 @@
-"""Inputs that no stage makes, and how their content is identified: base models, sources, rewards.
+"""Inputs that no stage makes, and how their content is identified: base models and rewards.
 
-A changed file, another commit on the hub or a changed reward function gives another fingerprint.
+A changed file, another commit on the hub or a changed reward function changes the fingerprint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 
 
 def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
-    """The commit that `revision` names on the hub, or the digest of a local folder; empty for a model that is built.
+    """The commit of `revision` on the hub, or the digest of a local folder.
+
+    Empty for a model that is built from `base_model.architecture`.
 
     Raises:
         ArtifactError: the hub cannot be reached, or has no such model.
@@ -30,8 +32,9 @@ def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
         return {COMMIT: commit_of("model", config.path, config.revision)}
     except LookupError as error:
         raise ArtifactError(
-            f"base_model.path: {error}. There is no local folder of that name either. Fix: check the spelling and the "
-            "network, or set base_model.revision to a commit that was downloaded before"
+            f"base_model.path: {error}; no local folder has this name either. Fix: check the "
+            "spelling and the network, or set base_model.revision to a commit that was downloaded "
+            "before"
         ) from error
 
 

@@ -20,14 +20,15 @@ class Job:
 
     spec: StageSpec
     config: Mapping[str, Block]
-    """Parameter blocks by their names in the parameter files, so that messages use the names of the YAML."""
+    """Parameter blocks by their names in the parameter files, which messages use as well."""
     inputs: Mapping[str, Path]
     seed: int
     identities: Mapping[str, str] = field(default_factory=dict)
-    """Inputs that are not local files, by name: an identity of their content, such as a commit on the hub or the ETag of
-    an object. The names differ from those of `inputs`."""
+    """Inputs that are not local files, by name: an identity of their content, such as a commit on
+    the hub or the ETag of an object. The names differ from those of `inputs`."""
     modules: tuple[str, ...] = ()
-    """Modules of this package that the program imports under a computed name; they are part of the fingerprint."""
+    """Modules of this package that the program imports by a computed name; part of the
+    fingerprint."""
 
     @property
     def stage(self) -> str:
@@ -36,10 +37,10 @@ class Job:
 
 
 class Stages(Protocol):
-    """What a node uses to run its stage: `StageRunner` runs it, `Planner` predicts what would happen."""
+    """Runs a node's stage (`StageRunner`), or predicts what would happen (`Planner`)."""
 
     def run(self, job: Job) -> Path:
-        """Return the stage's artifact, or the place where it will be."""
+        """Return the stage's artifact, or the path where it will be."""
 
 
 def write_job(job: LaunchedJob) -> Path:

@@ -1,4 +1,4 @@
-"""Running a stage: reuse its result, or launch its program and return the finished artifact."""
+"""Run a stage: reuse its finished artifact, or launch its program to make one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_vali
 from rlhf_pipeline.runtime.disk_space import explain_full_disk
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
-from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest, verify
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.identify import identify
 from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_attempt
@@ -35,26 +35,25 @@ class StageRunner:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._launched: set[str] = set()
-        """Fingerprints of the stages that this run has launched: two nodes may need the same forced stage."""
+        """Fingerprints of launched stages: two nodes may need the same forced stage."""
 
     def run(self, job: Job) -> Path:
         """Return the stage's finished artifact; launch its program if there is none.
 
-        The fingerprint of the recipe names the work directory, so an unchanged recipe is always found. Two runs of the
-        same recipe wait for each other. A damaged result is made again. A forced stage runs in a new directory, and its
-        result replaces the earlier one once it is finished.
+        The name of the work directory contains the fingerprint of the recipe, so an unchanged
+        recipe is always found. Two runs of the same recipe wait for each other. A damaged artifact
+        is made again. A forced stage runs in a new directory, and its artifact replaces the earlier
+        one when it is finished.
 
         Raises:
             ArtifactError: an input is incomplete or was changed.
-            StageError: the program failed; the message contains the error of the failing rank. Or another process runs
-                this recipe and `launch.wait` is false.
+            StageError: the program failed; the message contains the error of the failing rank. Or
+                another process runs this recipe and `launch.wait` is false.
             Interrupted: a signal ended the stage.
         """
         context = self._context
-        digests = {name: content_digest(path) for name, path in job.inputs.items()} | dict(
-            job.identities
-        )
-        run = identify(job, digests, context)
+        digests = {name: content_digest(path) for name, path in job.inputs.items()}
+        run = identify(job, digests | dict(job.identities), context)
         with (
             explain_full_disk(f"stage {run.stage}", context.workspace),
             recipe_lock(run.directory, wait=context.launch.wait),
@@ -80,7 +79,7 @@ def _reuse(finished: StageRun, context: RunContext) -> Path:
 
 
 def _work_directory(run: StageRun, finished: StageRun | None) -> Path:
-    """The newest directory of the recipe; a new one if that one is finished."""
+    """The newest directory of the recipe; a new directory if that one is finished."""
     existing = attempts(run.directory)
     if not existing:
         return run.directory
@@ -90,7 +89,7 @@ def _work_directory(run: StageRun, finished: StageRun | None) -> Path:
 
 
 def _launch_until_it_fits(job: Job, run: StageRun, context: RunContext) -> Path:
-    """Launch; after an out-of-memory failure launch again with smaller micro batches, if the user allows it."""
+    """Launch; after an out-of-memory failure, launch again with halved micro batches if allowed."""
     config = job.config
     while True:
         try:
@@ -122,6 +121,7 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
             shutil.rmtree(checkpoint)
         shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)
     except BaseException as error:
+        _remove_incomplete(run)
         killed = isinstance(error, Interrupted | KeyboardInterrupt)
         context.listener.stage_ended(run, "KILLED" if killed else "FAILED", {})
         raise
@@ -147,11 +147,11 @@ def _launched(job: Job, run: StageRun, context: RunContext) -> LaunchedJob:
 
 
 def _finished(run: StageRun) -> StageRun | None:
-    """The newest undamaged result of the recipe, or None.
+    """The newest undamaged artifact of the recipe, or None.
 
     Raises:
-        ForeignFileError: the result is undamaged, but somebody added a file. Making it again would cost the whole stage
-            and lose that file.
+        ForeignFileError: the artifact is undamaged but contains an added file. Running the stage
+            again would cost its whole time and lose that file.
     """
     for directory in reversed(attempts(run.directory)):
         attempt = replace(run, directory=directory, cached=True)
@@ -162,14 +162,14 @@ def _finished(run: StageRun) -> StageRun | None:
         except ForeignFileError:
             raise
         except ArtifactError as error:
-            logger.warning("stage %s: a result is not reused: %s", run.stage, error)
+            logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
             continue
         return attempt
     return None
 
 
 def _verify_inputs(job: Job) -> None:
-    """Check every byte of the artifacts that a program is about to read."""
+    """Check every byte of the artifacts that the program will read."""
     for path in job.inputs.values():
         artifact = artifact_of(path)
         if artifact is not None:
@@ -177,15 +177,20 @@ def _verify_inputs(job: Job) -> None:
 
 
 def _clear(run: StageRun, *, keep_progress: bool) -> None:
-    """Remove what an earlier attempt left, except its checkpoints and metrics if this attempt resumes from them.
+    """Remove the files of an earlier attempt, except checkpoints and metrics to resume from.
 
     Published versions keep their files: they are hard links.
     """
+    _remove_incomplete(run)
     for name in ("export", *([] if keep_progress else ["checkpoints"])):
         shutil.rmtree(run.directory / name, ignore_errors=True)
-    for partial in (run.directory / "checkpoints").rglob(
-        "*.partial"
-    ):  # they take space that is needed now
-        shutil.rmtree(partial, ignore_errors=True)
     for path in (run.directory / "deepspeed.json", *([] if keep_progress else [run.metrics_file])):
         path.unlink(missing_ok=True)
+
+
+def _remove_incomplete(run: StageRun) -> None:
+    """Remove an unfinished export and unfinished checkpoints: they may fill the disk."""
+    if not (run.export / NAME).is_file():
+        shutil.rmtree(run.export, ignore_errors=True)
+    for partial in (run.directory / "checkpoints").rglob("*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,6 +1,7 @@
-"""The data that stages read and make, as MLflow data sets: a digest leads from a training run to the runs that made its data.
+"""The data that stages read and make, as MLflow data sets.
 
-MLflow knows data sets as inputs of runs only. A run that makes data has it as an input, too; its context tells which.
+Equal digests connect a training run with the runs that made its data. MLflow knows data sets as
+inputs only, so a run that makes data also has them as inputs; the context tells the difference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def log_data_read(client: MlflowClient, run_id: str, run: StageRun) -> None:
-    """Log the stage's inputs that are data: records of sources, and folders of the prepared data."""
+    """Log the inputs that are data: records of sources, and folders of the split."""
     contexts = {
         "source": "source",
         "split": "evaluation" if run.stage.startswith("evaluate") else "training",
@@ -34,9 +35,9 @@ def log_data_read(client: MlflowClient, run_id: str, run: StageRun) -> None:
 
 
 def log_result(client: MlflowClient, run_id: str, run: StageRun) -> None:
-    """Log the data that a finished stage made, each of its folders by itself, and its report and figures as artifacts.
+    """Log the data that a finished stage made, and its report and figures as artifacts.
 
-    What the run has already is not logged again.
+    Each folder of the data is a data set too. Artifacts that the run has are not logged again.
     """
     context = {"source": "source", "split": "prepared"}.get(run.stage)
     if context is not None:
@@ -51,7 +52,7 @@ def log_result(client: MlflowClient, run_id: str, run: StageRun) -> None:
 
 
 def _data_set(path: Path, digest: str, context: str) -> DatasetInput:
-    """An artifact of a source or of the split, or one of its folders, by the same name and digest in every run."""
+    """An artifact of a source or of the split, or a folder of it: equal in every run."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
     from mlflow.utils.validation import MAX_DATASET_DIGEST_SIZE
@@ -63,31 +64,30 @@ def _data_set(path: Path, digest: str, context: str) -> DatasetInput:
     if manifest.stage == "source":
         name = SourceConfig.model_validate(manifest.config["source"]).label()
     else:
-        name = f"prepared_data/{folder}".rstrip("/")
+        name = f"split/{folder}".rstrip("/")
+    location = {
+        "uri": str(path.resolve()),
+        "stage": manifest.stage,
+        "fingerprint": manifest.fingerprint,
+    }
     return DatasetInput(
         Dataset(
             name,
             digest[:MAX_DATASET_DIGEST_SIZE],
             source_type="local",
-            source=json.dumps(
-                {
-                    "uri": str(path.resolve()),
-                    "stage": manifest.stage,
-                    "fingerprint": manifest.fingerprint,
-                }
-            ),
-            profile=json.dumps(_numbers(manifest, folder)),
+            source=json.dumps(location),
+            profile=json.dumps(_metrics(manifest, folder)),
         ),
         tags=[InputTag(MLFLOW_DATASET_CONTEXT, context)],
     )
 
 
-def _numbers(manifest: Manifest, folder: str) -> dict[str, float]:
-    """The artifact's metrics by their own names; of a folder those that begin with its name."""
-    numbers = {name.partition("/")[2]: value for name, value in manifest.metrics.items()}
+def _metrics(manifest: Manifest, folder: str) -> dict[str, float]:
+    """The metrics of an artifact without their prefix; of a folder, those with its name."""
+    metrics = {name.partition("/")[2]: value for name, value in manifest.metrics.items()}
     prefix = f"{folder}_" if folder else ""
     return {
         name.removeprefix(prefix): value
-        for name, value in numbers.items()
+        for name, value in metrics.items()
         if name.startswith(prefix)
     }

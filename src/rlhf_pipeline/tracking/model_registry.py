@@ -1,4 +1,4 @@
-"""The model registry: SFT baseline and candidate policies as versions of one model, and who is the champion."""
+"""The model registry: the SFT baseline and the candidates are versions of one registered model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from urllib.parse import quote
 
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.evaluation.answers import BASELINE
+from rlhf_pipeline.evaluation.comparison import deciding_judge
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import (
@@ -17,7 +19,7 @@ from rlhf_pipeline.tracking.store import (
     connect,
     find_run,
     is_server,
-    patience,
+    request_limits,
     tracking_uri,
 )
 
@@ -30,56 +32,96 @@ UPLOAD = "policy"
 
 @dataclass(frozen=True)
 class Policy:
-    """A finished policy and how it did in the evaluation."""
+    """A finished policy and its metrics in the evaluation."""
 
-    checkpoint: Path
-    """The published artifact; it holds a manifest."""
+    folder: Path
+    """The published artifact, which contains a manifest."""
     metrics: dict[str, float]
     """`eval/...` to value."""
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What the registry holds after a registration; every field is JSON."""
+    """The state of the registry after a registration, as JSON types."""
 
     model: str
     versions: dict[str, str]
-    """"sft" and the candidate's stage, "ppo" or "dpo", to version."""
+    """Stage ("sft", and "ppo" or "dpo") to version."""
     runs: dict[str, str]
-    """"sft" and the candidate's stage to the id of the run that trained it."""
+    """Stage to the id of the run that trained the policy."""
     aliases: dict[str, str]
-    """All of the model's aliases to version; "champion" is absent until a candidate was promoted."""
+    """Every alias of the model to its version; "champion" is missing before the first promotion."""
     refusals: list[str]
-    """Why the candidate was not promoted; empty: it is the champion."""
+    """Why the candidate was not promoted; empty if it is the champion."""
     compare: str
-    """Path of the comparison of the two versions in MLflow's UI."""
+    """Path of the comparison of both versions in MLflow's UI."""
+
+
+def register_evaluated(
+    sft_model: Path, candidate_model: Path, evaluation: Path, config: RegisterConfig, project: Path
+) -> Registration:
+    """Register the policies of an evaluation with its metrics, and apply the gate.
+
+    The gate reads the win rate of the deciding judge.
+
+    Args:
+        sft_model, candidate_model: published policies.
+        evaluation: the published comparison of both.
+        config: the name of the registered model, and the gate.
+        project: contains the tracking database, unless MLFLOW_TRACKING_URI is set.
+
+    Raises:
+        ArtifactError: one of the three artifacts is damaged.
+        StageError: see `register`.
+    """
+    for artifact in (sft_model, candidate_model, evaluation):
+        verify(artifact)
+    compared = json.loads((evaluation / "evaluation.json").read_text())
+    candidate, rates = compared["candidate"], compared["win_rates"]
+    rate = rates[deciding_judge(rates)]
+    metrics = {
+        policy: {f"eval/{name}": value for name, value in given.items()}
+        for policy, given in compared["policies"].items()
+    }
+    metrics[candidate] |= {
+        f"eval/win_rate{suffix}": rate[key]
+        for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
+    }
+    with request_limits(uploads=True):
+        return register(
+            connect(tracking_uri(project), project),
+            sft=Policy(sft_model, metrics[BASELINE]),
+            candidate=Policy(candidate_model, metrics[candidate]),
+            refusals=gate(metrics[candidate], config),
+            model=config.model,
+        )
 
 
 def gate(metrics: dict[str, float], config: RegisterConfig) -> list[str]:
-    """The reasons not to promote a candidate; empty: promote.
+    """The reasons not to promote a candidate; empty to promote it.
 
     Args:
-        metrics: must hold "eval/win_rate_lower", the lower end of the 95% interval on the win rate against SFT, and
-            "eval/kl" in nats per response. NaN does not pass.
+        metrics: contain "eval/win_rate_lower", the lower end of the 95% interval on the win rate
+            against SFT, and "eval/kl", nats per response. NaN does not pass.
+        config: the bounds of both.
 
     Raises:
-        ValueError: one of the two is missing.
+        ValueError: one of the two metrics is missing.
     """
     missing = [name for name in ("eval/win_rate_lower", "eval/kl") if name not in metrics]
     if missing:
-        raise ValueError(
-            f"the gate needs {' and '.join(missing)}; the metrics hold {sorted(metrics)}"
-        )
+        raise ValueError(f"the gate: found metrics {sorted(metrics)}, expected {missing} too")
     lower, kl = metrics["eval/win_rate_lower"], metrics["eval/kl"]
     reasons = []
     if not lower > config.min_win_rate_lower:
         reasons.append(
-            f"win rate against SFT: the lower end of its 95% interval is {lower:.3f}, "
-            f"and must be above {config.min_win_rate_lower:g} (min_win_rate_lower)"
+            f"win rate against SFT: found {lower:.3f} as the lower end of its 95% interval, "
+            f"expected more than {config.min_win_rate_lower:g} (register.min_win_rate_lower)"
         )
     if not kl <= config.max_kl:
         reasons.append(
-            f"distance from SFT: the KL is {kl:.2f} nats per response, and must be at most {config.max_kl:g} (max_kl)"
+            f"KL from SFT: found {kl:.2f} nats per response, "
+            f"expected at most {config.max_kl:g} (register.max_kl)"
         )
     return reasons
 
@@ -92,22 +134,23 @@ def register(
     refusals: list[str],
     model: str = "rlhf-policy",
 ) -> Registration:
-    """Register both policies, by reference where the store is local, and move the aliases.
+    """Register both policies and move the aliases. A repeated call changes nothing.
 
-    `sft-baseline` and `candidate` always move to the two versions, `champion` to the candidate if `refusals`, the
-    gate's reasons, are empty. The evaluation's metrics are logged to the run that trained each policy, which is where
-    MLflow's version comparison looks. Registering the same policies again changes nothing.
+    `sft-baseline` and `candidate` always move to the two versions; `champion` moves to the
+    candidate if there are no `refusals`. The metrics of the evaluation are logged to the run that
+    trained each policy, where MLflow's comparison of versions reads them.
 
-    A tracking server cannot see local files, so there the checkpoints are uploaded to their runs first.
+    A version refers to the local folder of its policy. A tracking server cannot read local files,
+    so the policies are uploaded to their runs first.
 
     Raises:
-        StageError: a policy's training run is not in the store, or the store refuses.
+        StageError: the training run of a policy is not in the store, or the store fails.
     """
     from mlflow.exceptions import MlflowException
 
     try:
         _create_model(client, model)
-        policies = {Manifest.read(policy.checkpoint).stage: policy for policy in (sft, candidate)}
+        policies = {Manifest.read(policy.folder).stage: policy for policy in (sft, candidate)}
         runs = {stage: _training_run(client, policy) for stage, policy in policies.items()}
         versions = {
             stage: _version(client, model, policy, runs[stage])
@@ -115,28 +158,22 @@ def register(
         }
         for stage, policy in policies.items():
             _log_evaluation(client, runs[stage], policy.metrics)
-        baseline_version, candidate_version = versions.values()
-        moved = {"sft-baseline": baseline_version, "candidate": candidate_version}
-        moved |= {} if refusals else {"champion": candidate_version}
-        for alias, version in moved.items():
-            client.set_registered_model_alias(model, alias, version)
-        aliases = {
-            alias: str(version)
-            for alias, version in client.get_registered_model(model).aliases.items()
-        }
+        aliases = _move_aliases(client, model, *versions.values(), promote=not refusals)
     except MlflowException as error:
+        store = without_secrets(client.tracking_uri)
         raise StageError(
-            f"MLflow at {without_secrets(client.tracking_uri)} did not register {model}: {without_secrets(str(error))}; "
-            "the checkpoints are finished; once it answers, repeat the `kedro run`: no finished stage is trained again"
-        ) from None  # whose own words may name the store with its password
+            f"MLflow at {store} did not register {model}: {without_secrets(str(error))}. All "
+            "policies are trained. Fix: when the store answers, repeat the `kedro run`; it reuses "
+            "finished stages"
+        ) from None  # the error itself can contain the store's password
     compare = compare_path(model, {versions[stage]: runs[stage] for stage in policies})
     return Registration(model, versions, runs, aliases, list(refusals), compare)
 
 
 def compare_path(model: str, runs: dict[str, str]) -> str:
-    """Path of MLflow's side-by-side view of versions: its page takes the versions as JSON {version: run id}.
+    """Path of MLflow's page that compares versions, for JSON {version: run id}.
 
-    Quotes and braces are percent-encoded, so that a terminal sees one link.
+    Quotes and braces are percent-encoded, so a terminal detects one link.
     """
     return f"/#/compare-model-versions?name={_query(quote(model, safe=''))}&runs={_query(runs)}"
 
@@ -155,47 +192,54 @@ def _create_model(client: MlflowClient, model: str) -> None:
             raise
 
 
+def _move_aliases(
+    client: MlflowClient, model: str, baseline: str, candidate: str, *, promote: bool
+) -> dict[str, str]:
+    """Move the aliases; return every alias of the model with its version."""
+    moved = {"sft-baseline": baseline, "candidate": candidate}
+    moved |= {"champion": candidate} if promote else {}
+    for alias, version in moved.items():
+        client.set_registered_model_alias(model, alias, version)
+    aliases = client.get_registered_model(model).aliases
+    return {alias: str(version) for alias, version in aliases.items()}
+
+
 def _training_run(client: MlflowClient, policy: Policy) -> str:
-    manifest = Manifest.read(policy.checkpoint)
+    manifest = Manifest.read(policy.folder)
     run_id = find_run(client, manifest.fingerprint)
     if run_id is None:
         raise StageError(
-            f"MLflow at {without_secrets(client.tracking_uri)} has no finished run of {policy.checkpoint} "
-            f"(stage {manifest.stage}, fingerprint {manifest.fingerprint[:16]}); repeat the `kedro run` from its first node "
-            "on: finished stages are not trained again, and the missing run is filled in from disk"
+            f"MLflow at {without_secrets(client.tracking_uri)} has no finished run of "
+            f"{policy.folder} (stage {manifest.stage}, fingerprint {manifest.fingerprint[:16]}). "
+            "Fix: repeat the `kedro run` from its first node; it reuses finished stages and sends "
+            "their runs"
         )
     return run_id
 
 
 def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> str:
-    """The version that holds this very content, created where there is none."""
-    manifest, digest = Manifest.read(policy.checkpoint), content_digest(policy.checkpoint)
+    """The version with exactly this content, created if missing."""
+    manifest, digest = Manifest.read(policy.folder), content_digest(policy.folder)
     same = (
         f"tags.`{FINGERPRINT_TAG}` = '{manifest.fingerprint}' and tags.`{DIGEST_TAG}` = '{digest}'"
     )
     server = is_server(client.tracking_uri)
     for found in client.search_model_versions(f"name = '{model}' and {same}"):
-        if (
-            server or (Path(found.source) / NAME).is_file()
-        ):  # else its checkpoint was deleted: it can serve nobody
+        # A version whose local folder was deleted cannot be served.
+        if server or (Path(found.source) / NAME).is_file():
             return str(found.version)
-    created = client.create_model_version(
-        model,
-        source=_upload(client, run_id, policy.checkpoint)
-        if server
-        else str(policy.checkpoint.resolve()),
-        run_id=run_id,
-        tags={
-            FINGERPRINT_TAG: manifest.fingerprint,
-            "rlhf.stage": manifest.stage,
-            DIGEST_TAG: digest,
-        },
-    )
+    source = _upload(client, run_id, policy.folder) if server else str(policy.folder.resolve())
+    tags = {
+        FINGERPRINT_TAG: manifest.fingerprint,
+        "rlhf.stage": manifest.stage,
+        DIGEST_TAG: digest,
+    }
+    created = client.create_model_version(model, source=source, run_id=run_id, tags=tags)
     return str(created.version)
 
 
-def _upload(client: MlflowClient, run_id: str, checkpoint: Path) -> str:
-    client.log_artifacts(run_id, str(checkpoint), UPLOAD)
+def _upload(client: MlflowClient, run_id: str, folder: Path) -> str:
+    client.log_artifacts(run_id, str(folder), UPLOAD)
     return f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
 
 
@@ -209,40 +253,3 @@ def _log_evaluation(client: MlflowClient, run_id: str, metrics: dict[str, float]
         Metric(name, value, now, 0) for name, value in metrics.items() if logged.get(name) != value
     ]
     client.log_batch(run_id, metrics=changed)
-
-
-def register_evaluated(
-    sft_model: Path, candidate_model: Path, evaluation: Path, config: RegisterConfig, project: Path
-) -> Registration:
-    """Register the policies of an evaluation, with its metrics; the gate reads the gold win rate if there is one.
-
-    Args:
-        sft_model, candidate_model: published checkpoints.
-        evaluation: the published comparison of the two.
-        config: the registered model's name and the gate.
-        project: where the tracking database lies, unless MLFLOW_TRACKING_URI names another store.
-
-    Raises:
-        ArtifactError: one of the three is not what its stage made.
-    """
-    for artifact in (sft_model, candidate_model, evaluation):
-        verify(artifact)
-    compared = json.loads((evaluation / "evaluation.json").read_text())
-    candidate, rates = compared["candidate"], compared["win_rates"]
-    measure = "gold" if "gold" in rates else "score"
-    policies = {
-        name: {f"eval/{key}": value for key, value in metrics.items()}
-        for name, metrics in compared["policies"].items()
-    }
-    policies[candidate] |= {
-        f"eval/win_rate{suffix}": rates[measure][key]
-        for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
-    }
-    with patience(uploads=True):
-        return register(
-            connect(tracking_uri(project), project),
-            sft=Policy(sft_model, policies["sft"]),
-            candidate=Policy(candidate_model, policies[candidate]),
-            refusals=gate(policies[candidate], config),
-            model=config.model,
-        )

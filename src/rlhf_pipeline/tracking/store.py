@@ -1,4 +1,4 @@
-"""The MLflow store: where it is, how to connect to it, and how to find a run there."""
+"""The MLflow store: its address, a client, its experiment and its runs."""
 
 from __future__ import annotations
 
@@ -20,57 +20,61 @@ ARTIFACTS = "mlartifacts"
 
 
 def tracking_uri(project: Path) -> str:
-    """The store's address: MLFLOW_TRACKING_URI where it is set, else a SQLite database in the project's root.
+    """The store's address: MLFLOW_TRACKING_URI if set, else a SQLite database in the project.
 
-    The path is absolute, so that commands started in any folder of the project share one store.
+    The path is absolute, so commands started in any folder of the project share one store.
     """
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{project.resolve()}/mlflow.db"
 
 
 def is_server(uri: str) -> bool:
-    """True for a tracking server: it cannot see this machine's files."""
+    """Whether the store is a tracking server, which cannot read the files of this machine."""
     return uri.startswith(("http://", "https://"))
 
 
 def connect(uri: str, project: Path) -> MlflowClient:
-    """A client of the store; the first one creates the tables of an empty SQLite database."""
+    """Return a client of the store. The first client creates the tables of a SQLite database."""
     from mlflow import MlflowClient
 
-    for name in ("mlflow", "alembic"):  # they announce every migration of a new database
+    for name in ("mlflow", "alembic"):  # they log every migration of a new database
         logging.getLogger(name).setLevel(logging.WARNING)
     if not uri.startswith("sqlite:"):
         return MlflowClient(uri)
     artifacts = project / ARTIFACTS
     artifacts.mkdir(parents=True, exist_ok=True)
-    with FileLock(
-        artifacts / ".lock"
-    ):  # MLflow's migrations fail where two processes run them on one empty database
+    # MLflow's migrations fail if two processes run them on one empty database.
+    with FileLock(artifacts / ".lock"):
         return MlflowClient(uri)
 
 
 @contextmanager
-def patience(*, again: bool = False, uploads: bool = False) -> Iterator[None]:
-    """Inside the block, give a server up that does not answer. MLflow's own patience is minutes, during which a stage goes
-    unwatched; environment variables that are set decide instead.
+def request_limits(*, after_failure: bool = False, uploads: bool = False) -> Iterator[None]:
+    """Limit the time that requests inside the block can take.
 
-    A server that refuses connections costs 6 seconds, one that is silent 35; with `again`, where it has failed just now,
-    none, and 3. With `uploads` of checkpoints each answer may take as long as MLflow says.
+    MLflow's defaults block for minutes, during which no stage is supervised. Environment variables
+    that the user has set take precedence.
+
+    Args:
+        after_failure: the store has just failed. A refused connection then takes no time and a
+            silent server 3 seconds, instead of 6 and 35.
+        uploads: models are uploaded, so each request can take as long as MLflow allows.
     """
-    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0" if again else "2"}
-    settings |= {} if uploads else {"MLFLOW_HTTP_REQUEST_TIMEOUT": "3" if again else "10"}
-    given = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(given)
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0" if after_failure else "2"}
+    limits |= {} if uploads else {"MLFLOW_HTTP_REQUEST_TIMEOUT": "3" if after_failure else "10"}
+    changed = {name: value for name, value in limits.items() if name not in os.environ}
+    os.environ.update(changed)
     try:
         yield
     finally:
-        for name in given:
+        for name in changed:
             del os.environ[name]
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:
-    """The experiment of that name, created where there is none.
+    """The id of the experiment `name`, created if missing.
 
-    With a SQLite store its artifacts lie beside the database; MLflow's own default is the current folder.
+    With a SQLite store, artifacts are stored beside the database; MLflow's default is the current
+    folder.
     """
     from mlflow.exceptions import MlflowException
     from sqlalchemy import make_url
@@ -78,24 +82,23 @@ def experiment_id(client: MlflowClient, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
-    beside = None
+    location = None
     if client.tracking_uri.startswith("sqlite:"):
-        beside = str(
-            Path(make_url(client.tracking_uri).database or "").resolve().parent / ARTIFACTS
-        )
+        database = Path(make_url(client.tracking_uri).database or "").resolve()
+        location = str(database.parent / ARTIFACTS)
     try:
-        return str(client.create_experiment(name, artifact_location=beside))
+        return str(client.create_experiment(name, artifact_location=location))
     except MlflowException:
         found = client.get_experiment_by_name(name)
         if found is None:
             raise
-        return str(found.experiment_id)  # another process was faster
+        return str(found.experiment_id)  # another process created it first
 
 
 def find_run(
     client: MlflowClient, fingerprint: str, *, finished: bool = True, experiment: str = EXPERIMENT
 ) -> str | None:
-    """The newest run of a recipe that finished, or with `finished=False` that did not; None where there is none."""
+    """The id of the newest run of a recipe that finished, or did not finish; None without one."""
     found = client.get_experiment_by_name(experiment)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Saving a model in the Hugging Face format, and keeping the best and the last of a stage."""
+"""Keeping the best evaluated models of a stage, and exporting the best one."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ _BEST = "best-"
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedModel:
     """A model that was evaluated."""
 
     step: int
-    merit: float
+    selection_score: float
     """Higher is better."""
     metrics: dict[str, float]
-    """Those of its step."""
+    """The metrics of its step."""
     digest: str = ""
-    """Of what was saved, known to the first rank: training may be interrupted before it is exported."""
+    """Digest of the saved folder, known to the first rank. `finish` compares it, because training
+    may be interrupted between saving and exporting."""
 
 
 class BestModels:
-    """Keeps the best models so far in the work directory, as `best-00000012` by their steps; the best becomes the stage's
-    export.
+    """Keeps the best models so far in the work directory and exports the best one.
 
-    A `variant` is another model of the same stage: it is kept in, and exported to, a folder of that name. With LoRA it is
-    adapters that are kept, and a whole model that is exported: `load`'s weights with the best adapters added, in fp32.
+    The folder of a model is named after its step: `checkpoints/best-00000012`. With LoRA, the
+    folders contain adapters, and the export contains a whole model: the weights of `load` merged
+    with the best adapters in fp32.
 
     Args:
-        job: says where.
+        job: contains the work directory and the inputs.
         world: the ranks.
-        tokenizer: goes with the model.
-        config: block of the model.
-        load: reads what the model was at its start, see `train_engine`.
-        variant: folder.
-        keep: how many stand at once.
+        tokenizer: saved with the model.
+        config: the model's block.
+        load: reads the weights that training started from, see `train_engine`.
+        variant: name of another model of the same stage; a subfolder of checkpoints and export.
+        keep: number of models to keep.
     """
 
     def __init__(
@@ -74,59 +75,65 @@ class BestModels:
         self._config = config
         self._load = load
         self._keep = keep
-        self._ranking: list[Evaluated] = []
+        self._ranking: list[EvaluatedModel] = []
 
     @property
-    def best(self) -> Evaluated | None:
-        """The best so far; None before the first offer."""
+    def best(self) -> EvaluatedModel | None:
+        """The best model so far; None before the first offer."""
         return self._ranking[0] if self._ranking else None
 
-    def offer(self, model: nn.Module, step: int, merit: float, metrics: dict[str, float]) -> None:
-        """Save the model if it is among the best; of equals the earlier one is better.
+    def offer(
+        self, model: nn.Module, step: int, selection_score: float, metrics: dict[str, float]
+    ) -> None:
+        """Save the model if it is among the best. Of two equal scores, the earlier one is better.
 
-        All ranks call this together, with the same merit."""
-        offered = Evaluated(step, merit, metrics)
-        ranking = sorted([*self._ranking, offered], key=lambda model: model.merit, reverse=True)[
-            : self._keep
-        ]
+        All ranks call this together, with the same score.
+        """
+        offered = EvaluatedModel(step, selection_score, metrics)
+        ranking = sorted(
+            [*self._ranking, offered], key=lambda each: each.selection_score, reverse=True
+        )[: self._keep]
         if offered in ranking:
             folder = self._folder(offered)
             self._save(model, folder.name)
             saved = replace(offered, digest=folder_digest(folder) if self._world.rank == 0 else "")
-            self._ranking = [saved if model == offered else model for model in ranking]
+            self._ranking = [saved if each == offered else each for each in ranking]
 
     def forget_the_rest(self) -> None:
-        """Remove models that are no longer among the best.
+        """Remove the models that are no longer among the best.
 
-        Not before a checkpoint to go on from has their successors: one that has not would miss them."""
+        Call this only after a checkpoint that contains the new ranking: training that resumes from
+        an earlier checkpoint still needs the earlier models.
+        """
         if self._world.rank == 0:
             kept = {self._folder(model) for model in self._ranking}
             for folder in set(self._directory.glob(f"{_BEST}*")) - kept:
                 shutil.rmtree(folder)
 
     def state(self) -> list[dict[str, Any]]:
-        """What `restored` takes, as JSON: the models themselves lie in the work directory."""
+        """The ranking as JSON, for `restored`. The models themselves stay in the work directory."""
         return [asdict(model) for model in self._ranking]
 
     def restored(self, state: list[dict[str, Any]]) -> None:
-        """Stand where `state` was taken."""
-        self._ranking = [Evaluated(**model) for model in state]
+        """Restore the ranking that `state` returned."""
+        self._ranking = [EvaluatedModel(**model) for model in state]
 
     @property
     def kept(self) -> str:
-        """What training leaves behind if it fails now, in words."""
+        """A sentence on which model remains if training fails now."""
         if self.best is None:
-            return "No checkpoint is left: none had been evaluated."
-        return f"The best checkpoint, of step {self.best.step}, is left in {self._folder(self.best).resolve()}."
+            return "No model was evaluated, so none is kept."
+        folder = self._folder(self.best).resolve()
+        return f"The best model, of step {self.best.step}, is kept in {folder}."
 
     def finish(self, last: nn.Module) -> dict[str, float]:
-        """Save the last model beside the best, and export the best; returns the step and the metrics of the best.
+        """Save the last model and export the best one; return the step and metrics of the best.
 
         All ranks call this together.
 
         Raises:
-            ArtifactError: the best is not what was saved.
-            ValueError: none was ever offered.
+            ArtifactError: the saved best model has changed.
+            ValueError: no model was offered.
         """
         if self.best is None:
             raise ValueError("no model was offered")
@@ -135,8 +142,8 @@ class BestModels:
             folder = self._folder(self.best)
             if folder_digest(folder) != self.best.digest:
                 raise ArtifactError(
-                    f"{folder} was changed after step {self.best.step}, the best; remove {folder.parent} and run the same "
-                    "command again: the stage starts from its beginning"
+                    f"{folder}: the best model has changed since step {self.best.step}. Fix: "
+                    f"remove {folder.parent} and run the same command again; the stage starts anew"
                 )
             if self._config.lora is None:
                 shutil.copytree(folder, self.export, dirs_exist_ok=True)
@@ -145,7 +152,7 @@ class BestModels:
         self._world.barrier()
         return {"step": self.best.step} | self.best.metrics
 
-    def _folder(self, model: Evaluated) -> Path:
+    def _folder(self, model: EvaluatedModel) -> Path:
         return self._directory / f"{_BEST}{model.step:08d}"
 
     def _save(self, model: nn.Module, name: str) -> None:
@@ -156,13 +163,17 @@ class BestModels:
             save_adapter(model, self._base(model), self._directory / name)
 
     def _export_merged(self, lora: LoRAConfig, best: Path) -> None:
-        """Not from the engine: in bf16, merging would round the base, and this rank need not have all of it."""
+        """Export the base weights merged with the best adapters.
+
+        The base is loaded again instead of taken from the engine: merging in bf16 would round it,
+        and this rank may hold only a shard of it.
+        """
         model = merged(self._load("fp32"), lora, best).to(DTYPES[self._config.deepspeed.precision])
         save_model(model, self._tokenizer, self.export)
         if not lora.train_rest:
             shutil.copytree(best, self.export / "adapter")
 
     def _base(self, model: nn.Module) -> str:
-        """Name of the input that the model was read from: unlike its path, it means the same on every machine."""
+        """Name of the input that the model was loaded from: unlike a path, valid on any machine."""
         path = Path(pretrained(unwrapped(model)).name_or_path)
         return next(name for name, source in self._inputs.items() if source == path)

@@ -1,4 +1,4 @@
-"""What ends training that goes wrong: in the step where it shows, on all ranks, with the evidence on disk."""
+"""Ending training that diverges: in the step where it shows, on all ranks, with a fix."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from rlhf_pipeline.training.best_models import BestModels
 
 
 @dataclass(frozen=True)
-class Watch:
-    """Looks at the metrics of every step, written or not. They are sums over all ranks, so all ranks decide alike."""
+class DivergenceGuard:
+    """Checks the metrics of every step. They are sums over all ranks, so all ranks decide alike."""
 
     world: World
     writer: MetricsWriter
     best: BestModels
-    remedy: Callable[[str], str]
-    """What to do about a metric that is not finite, in the user's own parameters."""
+    advice: Callable[[str], str]
+    """The fix for a metric that is not finite, in terms of the parameters."""
 
     def require_finite(self, step: int, metrics: dict[str, float]) -> None:
-        """Raise `StageError` that names the first metric that is not a finite number."""
+        """Raise `StageError` for the first metric that is not a finite number."""
         for name, value in metrics.items():
             if not math.isfinite(value):
-                cause = "training has diverged" + (
-                    ", or did not start from a sound model" if step == 1 else ""
-                )
-                self.fail(
-                    step, metrics, f"{name} is {value} at step {step}: {cause}; {self.remedy(name)}"
-                )
+                start = ", or the initial model is damaged" if step == 1 else ""
+                cause = f"training has diverged{start}"
+                fault = f"{name} is {value} at step {step}: {cause}. Fix: {self.advice(name)}"
+                self.fail(step, metrics, fault)
 
     def fail(self, step: int, metrics: dict[str, float], fault: str) -> NoReturn:
-        """Raise `StageError` with the fault and what is left; the step's metrics are on disk. All ranks call this together."""
+        """Write the metrics of the step, then raise `StageError`. All ranks call this together."""
         self.writer.write(step, metrics)
-        self.world.barrier()  # the first rank to leave takes the others down, perhaps before the line is written
+        # The first rank that exits ends the others, perhaps before the line is written.
+        self.world.barrier()
         raise StageError(f"{fault}. {self.best.kept}")
 
 
-def steadier(place: str, config: TrainedModelConfig) -> str:
-    """How the model configured at `place` trains more steadily, with the present values."""
+def stability_advice(place: str, config: TrainedModelConfig) -> str:
+    """How to train the model of the block `place` more stably, with the present values."""
     optimizer, precision = config.optimizer, config.deepspeed.precision
     wider = "is fp32 already" if precision == "fp32" else f"({precision}) may be too narrow"
     return (
-        f"lower {place}optimizer.learning_rate ({optimizer.learning_rate:g}) or {place}optimizer.max_grad_norm "
-        f"({optimizer.max_grad_norm:g}); {place}deepspeed.precision {wider}"
+        f"lower {place}optimizer.learning_rate ({optimizer.learning_rate:g}) or "
+        f"{place}optimizer.max_grad_norm ({optimizer.max_grad_norm:g}); "
+        f"{place}deepspeed.precision {wider}"
     )

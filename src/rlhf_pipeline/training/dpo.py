@@ -2,8 +2,9 @@
 
     deepspeed --module rlhf_pipeline.training.dpo job.json
 
-Two models: the policy trains, the reference is its frozen start, with LoRA the policy without its adapters. Both read the
-same micro batch, so the reference's log-probabilities cost a forward pass and no storage.
+Two models: the policy trains, the reference is its frozen start. With LoRA, the reference is the
+policy with its adapters off. Both process the same micro batch, so the log-probabilities of the
+reference are computed on the fly and never stored.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.engine import frozen_model
+from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
@@ -29,16 +31,19 @@ from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.supervised import Sums, train
+from rlhf_pipeline.training.supervised import train
 
 
 @dataclass(frozen=True)
 class DPOTask:
-    """Bradley-Terry loss on the policy's implicit rewards: how much likelier it makes an answer than the reference does."""
+    """Bradley-Terry loss on implicit rewards.
+
+    reward(answer) = beta * (log pi(answer) - log pi_ref(answer))
+    """
 
     contract: TokenContract
     reference: nn.Module | None
-    """The frozen model that the policy starts from. None: the policy itself, its adapters off."""
+    """The frozen start of the policy. None: the policy itself with its adapters off."""
     beta: float
     label_smoothing: float
     name: str = "dpo"
@@ -48,7 +53,7 @@ class DPOTask:
         return Pairs.collate(rows, self.contract.pad_id)
 
     def weight(self, batch: Pairs) -> Tensor:
-        """Comparisons."""
+        """Number of comparisons."""
         return torch.tensor(len(batch), dtype=torch.float64)
 
     def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
@@ -73,10 +78,9 @@ class DPOTask:
         return masked_row_sums(logprobs, answers.response_mask)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Loss, accuracy of the implicit rewards (a tie counts half), their mean margin, and their means.
+        """Loss; accuracy (a tie counts half), mean margin and means of the implicit rewards.
 
-        Rewards are beta times a log ratio: a chosen reward below 0 says that the policy makes the chosen answers, too,
-        less likely than the reference does.
+        A mean chosen reward below 0 means that the chosen answers, too, have become less likely.
         """
         pairs = sums["pairs"]
         return {
@@ -87,26 +91,26 @@ class DPOTask:
             "rejected_reward": sums["rejected"] / pairs,
         }
 
-    def merit(self, metrics: dict[str, float]) -> float:
+    def selection_score(self, metrics: dict[str, float]) -> float:
         """Lower held-out loss is better: unlike accuracy, it also punishes confident errors."""
         return -metrics["loss"]
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Train, and export the checkpoint with the lowest held-out loss."""
+    """Train; export the model with the lowest held-out loss."""
     config = job.block("dpo", DPOConfig)
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     sft_model = job.inputs["sft_model"]
-    load = partial(load_policy, sft_model, trust_remote_code=job.trust_remote_code)
-    reference = (
-        None if config.keeps_its_start else frozen_model(load, config.reference, config, world)
-    )
+    trust = job.trust_remote_code
+    load = partial(load_policy, sft_model, trust_remote_code=trust)
+    reference = None
+    if not config.is_own_reference:
+        reference = frozen_model(load, config.reference, config, world)
     task = DPOTask(contract, reference, config.beta, config.label_smoothing)
-    metrics = train(
-        job, config, task, load, world,
-        rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model, trust_remote_code=job.trust_remote_code),
-    )  # fmt: skip
+    tokenizer = load_tokenizer(sft_model, trust_remote_code=trust)
+    rows = job.inputs["comparisons"]
+    metrics = train(job, config, task, load, world, rows=rows, tokenizer=tokenizer)
     if world.rank == 0:
         write_mlmodel(job.export)
     return metrics

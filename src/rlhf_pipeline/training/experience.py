@@ -1,4 +1,4 @@
-"""PPO's experience: what a rollout is worth, token by token.
+"""PPO's experience: the advantage of every token of a rollout.
 
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
@@ -24,7 +24,7 @@ from rlhf_pipeline.rollout.scoring import Scored
 class Experience:
     """What the actor and the critic train on."""
 
-    rollout: Sequences
+    sequences: Sequences
     old_logprobs: Tensor
     """(B, R)."""
     advantages: Tensor
@@ -37,27 +37,30 @@ class Experience:
     @property
     def lengths(self) -> Tensor:
         """(B,) real tokens of each row."""
-        return self.rollout.lengths
+        return self.sequences.lengths
 
     def rows(self, index: Tensor) -> Experience:
         """The chosen rows, without the columns that are padding in all of them."""
-        rollout = self.rollout.rows(index)
-        width = rollout.response_ids.shape[1]
-        return self._with(rollout, lambda tensor: tensor[index, :width])
+        sequences = self.sequences.rows(index)
+        width = sequences.response_ids.shape[1]
+        return self._with(sequences, lambda tensor: tensor[index, :width])
 
     def to(self, device: torch.device) -> Experience:
         """The same experience on another device."""
-        return self._with(self.rollout.to(device), lambda tensor: tensor.to(device))
+        return self._with(self.sequences.to(device), lambda tensor: tensor.to(device))
 
     def minibatches(self, size: int) -> Iterator[Experience]:
-        """Consecutive blocks of `size` rows. Rows are in the random order of the prompts already, and a block of the
-        global rollout is the union of the ranks' blocks whatever their number."""
-        for index in torch.arange(len(self.rollout)).split(size):
+        """Consecutive blocks of `size` rows.
+
+        The rows are in the random order of the prompts already. A block of the global rollout is
+        the union of the ranks' blocks, whatever the number of ranks.
+        """
+        for index in torch.arange(len(self.sequences)).split(size):
             yield self.rows(index)
 
-    def _with(self, rollout: Sequences, function: Callable[[Tensor], Tensor]) -> Experience:
+    def _with(self, sequences: Sequences, function: Callable[[Tensor], Tensor]) -> Experience:
         return Experience(
-            rollout,
+            sequences,
             function(self.old_logprobs),
             function(self.advantages),
             None if self.old_values is None else function(self.old_values),
@@ -66,18 +69,18 @@ class Experience:
 
 
 def make_experience(
-    scored: Scored, config: PPOConfig, *, kl_coef: float, score_mean: float, world: World
+    scored: Scored, config: PPOConfig, *, kl_coef: float, world: World
 ) -> Experience:
-    """Rewards, advantages and returns of a scored rollout, by moments and means over all ranks' rows.
+    """Compute rewards, advantages and returns of a scored rollout.
 
-    The KL penalty is part of the reward, whatever the estimator. GAE's advantages are whitened; those without a critic
-    are in units of the score, or for GRPO of its deviation, as in their papers.
+    Moments and means are over the rows of all ranks. The KL penalty is part of the reward. GAE's
+    advantages are whitened. Advantages without a critic keep the unit of the score, or for GRPO
+    that of its standard deviation, as in their papers.
     """
-    mask = scored.rollout.response_mask
+    mask = scored.sequences.response_mask
     shaped = shaped_scores(
         scored.scores,
         scored.ended,
-        mean=score_mean,
         clip=config.score_clip,
         missing_eos_score=config.missing_eos_score,
     )
@@ -91,18 +94,19 @@ def make_experience(
     )
     if scored.values is None:
         advantages = to_tokens(response_advantages(rewards.sum(1), config, world), mask)
-        return Experience(scored.rollout, scored.logprobs, advantages)
+        return Experience(scored.sequences, scored.logprobs, advantages)
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, _moments(rewards, mask, world), shift_mean=False)
     advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
     white = whiten(advantages, mask, _moments(advantages, mask, world))
-    return Experience(scored.rollout, scored.logprobs, white, scored.values, returns)
+    return Experience(scored.sequences, scored.logprobs, white, scored.values, returns)
 
 
 def response_advantages(returns: Tensor, config: PPOConfig, world: World) -> Tensor:
-    """Advantage of each response from its return, both (B,): its rewards, KL penalty included, summed.
+    """The advantage of each response from its return, the sum of its rewards; (B,) both.
 
-    Rows lie as `training.ppo` samples them: a first response to every prompt, then a second to every one, and so on.
+    Rows are in the order of `ppo.training_prompts`: a first response to every prompt, then a second
+    one to every prompt, and so on.
     """
     match config.advantage:
         case "rloo":

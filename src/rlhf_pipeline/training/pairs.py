@@ -1,4 +1,4 @@
-"""Comparisons, as the reward model and DPO train on them: two answers to each prompt."""
+"""Pairs of answers to a prompt, the training rows of the reward model and DPO."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.models.sequences import Sequences, collate
-from rlhf_pipeline.training.supervised import Sums
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Comparisons: two answers to each prompt, read in one forward pass."""
+    """Two answers to each prompt, processed in one forward pass."""
 
     answers: Sequences
     """Row 2i is the chosen answer of pair i, row 2i + 1 the rejected one."""
 
     @classmethod
     def collate(cls, rows: dict[str, list[Any]], pad_id: int) -> Pairs:
-        """Columns `prompt_ids`, `chosen_ids` and `rejected_ids` of a prepared table."""
+        """Make a batch of the columns `prompt_ids`, `chosen_ids` and `rejected_ids`."""
         prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
         answers = [
             ids
@@ -35,11 +35,11 @@ class Pairs:
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) real tokens of the longer answer's row."""
+        """(N,) tokens in the row of the longer answer, without padding."""
         return self.answers.lengths.view(-1, 2).amax(1)
 
     def rows(self, index: Tensor) -> Pairs:
-        """The chosen pairs."""
+        """The pairs at these indices."""
         return Pairs(self.answers.rows(torch.stack([2 * index, 2 * index + 1], dim=1).flatten()))
 
     def to(self, device: torch.device) -> Pairs:
@@ -48,15 +48,16 @@ class Pairs:
 
 
 def chosen_and_rejected(values: Tensor) -> tuple[Tensor, Tensor]:
-    """A number for each of the answers of `Pairs`, (2N,), as those of the chosen and of the rejected, (N,) each."""
+    """Split one value per answer of `Pairs`, (2N,), into chosen and rejected, (N,) each."""
     chosen, rejected = values.view(-1, 2).unbind(1)
     return chosen, rejected
 
 
 def ranking_sums(chosen: Tensor, rejected: Tensor) -> Sums:
-    """Additive sums of how two scores, (N,) each, rank the answers: pairs, those ranked as preferred, and margins.
+    """Additive sums over pairs with two scores, (N,) each: the number of pairs, how many are ranked
+    correctly, margins, and chosen scores.
 
-    A tie counts half: a model that cannot tell the answers apart has the accuracy of a coin.
+    A tie counts half, so a model that cannot distinguish the answers has an accuracy of 0.5.
     """
     margin = (chosen - rejected).detach().double()
     return {

@@ -1,4 +1,4 @@
-"""PPO's models in one record: four, or three where the advantage needs no critic."""
+"""PPO's models in one record: four, or three if the advantage needs no critic."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_scores, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
+from rlhf_pipeline.rollout.generation import Generator
 from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
+from rlhf_pipeline.rollout.scoring import ScoringModels
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.resume import Checkpoints
 
 
 @dataclass(frozen=True)
 class PPOModels:
-    """Who takes part in PPO; no forward pass of any of them is random."""
+    """The models of PPO. No forward pass of any of them is random."""
 
     actor: DeepSpeedEngine
     """The policy in training."""
     reference: nn.Module
-    """Its frozen start; an actor with LoRA is the same model, its adapters off."""
+    """Its frozen start. With LoRA it is the actor with its adapters off."""
     critic: DeepSpeedEngine | None
-    """The value model in training; None where `ppo.advantage` has none."""
+    """The value model in training; None if `ppo.advantage` needs none."""
     reward_model: nn.Module | None
-    """The frozen judge; None where `ppo.rewards` does without it."""
-    score_mean: float
-    """What scores are centred by."""
-    rewards: RewardSum | None
-    """Makes the score of several sources, or of others than the reward model; None where that alone is the score."""
+    """The trained reward model, frozen; None if `ppo.rewards` does not contain it."""
+    rewards: RewardSum
+    """The sources of `ppo.rewards`."""
+    generator: Generator
+    """Samples responses from the actor."""
     contract: TokenContract
-    """What all of them mean by a token."""
+    """The tokens that all models share."""
     tokenizer: PreTrainedTokenizerBase
-    """What makes texts of their tokens."""
+    """Their tokenizer."""
     ema: EMA | None = None
-    """The average of the actor's weights; None where `ppo.ema` is off."""
+    """The average of the actor's weights; None if `ppo.ema` is off."""
 
     def __post_init__(self) -> None:
         for model in self.engines().values():
@@ -61,6 +64,19 @@ class PPOModels:
         }
         return {name: model for name, model in models.items() if model is not None}
 
+    def scorers(self, config: PPOConfig, *, with_critic: bool) -> ScoringModels:
+        """The models that score a rollout."""
+        return ScoringModels(
+            policy=self.actor,
+            reference=self.reference,
+            critic=self.critic if with_critic else None,
+            reward_model=self.reward_model,
+            contract=self.contract,
+            device=self.actor.device,
+            temperature=config.sampling.temperature,
+            micro_batch_size=config.micro_batch_size_per_gpu,
+        )
+
     def deepspeed_settings(self) -> dict[str, Any]:
         """DeepSpeed's configuration of each model that has an engine."""
         return {
@@ -70,7 +86,7 @@ class PPOModels:
         }
 
     def checkpoints(self, directory: Path, world: World, *, keep: int) -> Checkpoints:
-        """What saves and restores the models that train."""
+        """Saves and restores the models in training."""
         trained = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
         averages = {} if self.ema is None else {"actor": self.ema.shards}
         return Checkpoints(directory, world, trained, averages, keep=keep)
@@ -79,41 +95,34 @@ class PPOModels:
 def load_ppo_models(
     job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World
 ) -> PPOModels:
-    """Actor and reference from the SFT model, critic and reward model from the reward model."""
-    sft_model, reward_model = job.inputs["sft_model"], job.inputs["reward_model"]
-    judge = None
+    """Load actor and reference from the SFT model, the others from the reward model."""
+    trust = job.trust_remote_code
+    policy = partial(load_policy, job.inputs["sft_model"], trust_remote_code=trust)
+    scores = partial(load_scores, job.inputs["reward_model"], trust_remote_code=trust)
+    tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
+    reward_model = None
     if uses_trained(config.rewards):
-        judge = frozen_model(
-            partial(load_scores, reward_model, trust_remote_code=job.trust_remote_code),
-            config.reward_model,
-            config.critic,
-            world,
-        )
-    rewards = load_rewards(
-        job, config, contract, world, None if judge is None else judge.score_mean
-    )
+        reward_model = frozen_model(scores, config.reward_model, config.critic, world)
+    mean = None if reward_model is None else reward_model.score_mean
+    rewards = load_rewards(job, config, contract, world, tokenizer=tokenizer, trained_mean=mean)
     updates = config.ppo_epochs * config.updates_per_epoch
     actor_steps = config.steps - config.critic_warmup_steps
-    load = partial(load_policy, sft_model, trust_remote_code=job.trust_remote_code)
-    actor = train_engine(load, config.actor, actor_steps * updates)
+    actor = train_engine(policy, config.actor, actor_steps * updates)
+    if config.actor.is_own_reference:
+        reference: nn.Module = WithoutAdapters(actor)
+    else:
+        reference = frozen_model(policy, config.reference, config.actor, world)
+    critic = None
+    if config.critic is not None:
+        critic = train_engine(scores, config.critic, config.steps * updates)
     return PPOModels(
         actor=actor,
-        reference=WithoutAdapters(actor)
-        if config.actor.keeps_its_start
-        else frozen_model(load, config.reference, config.actor, world),
-        critic=None
-        if config.critic is None
-        else train_engine(
-            partial(load_scores, reward_model, trust_remote_code=job.trust_remote_code),
-            config.critic,
-            config.steps * updates,
-        ),
-        reward_model=judge,
-        score_mean=judge.score_mean
-        if judge is not None and rewards is None
-        else 0.0,  # the sum is centred already
+        reference=reference,
+        critic=critic,
+        reward_model=reward_model,
         rewards=rewards,
+        generator=TransformersGenerator(actor, contract, gather=config.gather_for_generation),
         contract=contract,
-        tokenizer=load_tokenizer(sft_model, trust_remote_code=job.trust_remote_code),
+        tokenizer=tokenizer,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
     )

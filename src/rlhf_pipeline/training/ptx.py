@@ -1,4 +1,4 @@
-"""The text of PPO's language-model loss (ptx): which blocks each update of the actor takes."""
+"""The text of PPO's language-model loss (PPO-ptx): the blocks of each update of the actor."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 STREAM = 2**31
-"""The blocks' stream of permutations: unlike the prompts', and unlike the number of any response that is drawn."""
+"""Stream of the blocks' permutations, different from that of the prompts."""
 
 
 @dataclass(frozen=True)
 class TextBatches:
-    """Blocks of plain text, one batch for each update of the actor: its n-th update takes the n-th batch, always."""
+    """Blocks of plain text, one batch for each update of the actor.
+
+    The n-th update of a run always takes the n-th batch, whether or not training was resumed.
+    """
 
     blocks: pa.Table
-    """Column `input_ids`: token lists of one length, at least 2."""
+    """Column `input_ids`: token lists of equal length, at least 2."""
     config: PPOConfig
     world: World
     seed: int
 
     def of_step(self, step: int) -> Iterator[Sequences]:
-        """This rank's share of the batch of each update in `step` (from 1), read when it is asked for.
+        """This rank's share of the batch of each update in `step` (from 1), read lazily.
 
-        Steps of the critic's warm-up have no update of the actor, and no batch. A batch of an update that `kl.stop_update`
-        leaves out is left out with it.
+        Steps of the critic's warm-up have no update of the actor and no batch. If `kl.stop_update`
+        skips an update, its batch is skipped, too.
         """
         updates = self.config.ppo_epochs * self.config.updates_per_epoch
         first = (step - 1 - self.config.critic_warmup_steps) * updates
@@ -41,7 +44,10 @@ class TextBatches:
             yield self.batch(number)
 
     def batch(self, number: int) -> Sequences:
-        """This rank's share of global batch `number` (from 0). Each block's first token is the prompt of the others."""
+        """This rank's share of global batch `number` (from 0).
+
+        The first token of a block is the prompt, the others are the response.
+        """
         assert self.config.ptx is not None
         rows = step_rows(
             self.blocks.num_rows, self.config.ptx.batch_size, number, self.seed, stream=STREAM
@@ -52,13 +58,17 @@ class TextBatches:
 
 
 def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches | None:
-    """The job's text, or None where `ppo.ptx` is off; raise `ArtifactError` where it is on and the job has none."""
+    """The text for `ppo.ptx`, or None if it is off.
+
+    Raises:
+        ArtifactError: `ppo.ptx` is set, but the job has no text.
+    """
     if config.ptx is None:
         return None
     if "pretraining" not in job.inputs:
         raise ArtifactError(
-            "ppo.ptx is set, but the job has no input `pretraining`; set split.pretraining and run split, or set ppo.ptx to "
-            "null"
+            "ppo.ptx: the split has no plain text. Fix: set split.pretraining and run stage split, "
+            "or set ppo.ptx to null"
         )
     return TextBatches(
         load_rows(job.inputs["pretraining"] / "train.arrow", world), config, world, job.seed

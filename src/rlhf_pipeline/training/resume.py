@@ -1,4 +1,7 @@
-"""Saving all that training needs to go on, and going on from it; `stages.checkpoints` says what lies where."""
+"""Saving what training needs to resume, and resuming from it.
+
+`rlhf_pipeline.runtime.checkpoint_files` describes the files.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from rlhf_pipeline.runtime.disk_space import require_space
 
 
 class Checkpoints:
-    """Saves and restores one training program; remembers a signal to end until the step is over."""
+    """Saves and restores the state of one training program; obeys SIGTERM after a whole step."""
 
     def __init__(
         self,
@@ -33,25 +36,28 @@ class Checkpoints:
         *,
         keep: int,
     ) -> None:
-        """Start to watch for SIGTERM.
+        """Handle SIGTERM from now on.
 
         Args:
-            directory: where checkpoints lie, shared by all ranks.
+            directory: folder of the checkpoints, shared by all ranks.
             world: the ranks.
-            engines: who trains, by name.
-            averages: averages of their weights, see `save_engine`.
-            keep: how many checkpoints stand at once.
+            engines: the models in training, by name.
+            averages: averages of their weights, by name, see `save_engine`.
+            keep: number of checkpoints to keep.
         """
         self._directory = directory
         self._world = world
         self._engines = dict(engines)
         self._averages = dict(averages or {})
         self._keep = keep
-        self._asked_to_end = False
-        signal.signal(signal.SIGTERM, self._on_signal)
+        self._received_sigterm = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def restore(self, step: int | None) -> dict[str, Any]:
-        """Load the checkpoint of a step; return its loop. Without a step, nothing is loaded, and the loop is empty."""
+        """Load the checkpoint of a step; return the state of the training loop.
+
+        None: load nothing and return an empty state.
+        """
         if step is None:
             return {}
         checkpoint = checkpoint_path(self._directory, step)
@@ -60,27 +66,34 @@ class Checkpoints:
         return dict(json.loads((checkpoint / "loop.json").read_text()))
 
     def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> None:
-        """Save if it is time or a signal came; then obey the signal. All ranks call this together.
+        """Save a checkpoint if one is due or a rank received SIGTERM; obey SIGTERM after that.
+
+        All ranks call this together.
+
+        Args:
+            step: the step that has ended.
+            due: whether a checkpoint is due.
+            loop: state of the training loop, as JSON.
 
         Raises:
-            Interrupted: a rank was asked to end.
-            StageError: the disk has no room.
+            Interrupted: a rank received SIGTERM.
+            StageError: the disk has too little space.
         """
-        asked = self._world.any(self._asked_to_end)
-        if due or asked:
+        interrupted = self._world.any(self._received_sigterm)
+        if due or interrupted:
             self.save(step, loop)
-        if asked:
+        if interrupted:
             raise Interrupted(
-                f"ended by SIGTERM after step {step}; run the same command again to go on from there"
+                f"ended by SIGTERM after step {step}. Run the same command again to resume"
             )
 
     def save(self, step: int, loop: Mapping[str, Any]) -> None:
-        """Write a checkpoint, whole or not at all, and remove those that are too old."""
+        """Write a checkpoint, complete or not at all; remove the oldest ones beyond `keep`."""
         heartbeat.at("saving", step)
         final = checkpoint_path(self._directory, step)
         partial = final.with_name(final.name + ".partial")
         if self._world.rank == 0:
-            self._require_room(step)
+            self._require_space(step)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for name in self._engines:
@@ -98,15 +111,14 @@ class Checkpoints:
             for old in list_checkpoints(self._directory)[: -self._keep]:
                 shutil.rmtree(old)
 
-    def _require_room(self, step: int) -> None:
+    def _require_space(self, step: int) -> None:
         needed = sum(
             bytes_needed(engine, self._averages.get(name))
             * (self._world.size if engine.zero_optimization_stage() else 1)
             for name, engine in self._engines.items()
         )
         self._directory.mkdir(parents=True, exist_ok=True)
-        what = f"the checkpoint of step {step}"
-        require_space(self._directory, needed, what, ": it goes on from the checkpoint before")
+        require_space(self._directory, needed, f"the checkpoint of step {step}", " to resume")
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked_to_end = True
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._received_sigterm = True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import Precision, Quantization, RewardModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.models.forward import sequence_scores
@@ -24,12 +25,12 @@ from rlhf_pipeline.rl.pairwise_loss import pairwise_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.supervised import Sums, train
+from rlhf_pipeline.training.supervised import train
 
 
 @dataclass(frozen=True)
 class RewardModelTask:
-    """Bradley-Terry loss on the scores at the last tokens of the two answers."""
+    """Bradley-Terry loss on the scores of two answers, each at the last token of its answer."""
 
     contract: TokenContract
     name: str = "reward_model"
@@ -39,7 +40,7 @@ class RewardModelTask:
         return Pairs.collate(rows, self.contract.pad_id)
 
     def weight(self, batch: Pairs) -> Tensor:
-        """Comparisons."""
+        """Number of comparisons."""
         return torch.tensor(len(batch), dtype=torch.float64)
 
     def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
@@ -53,7 +54,7 @@ class RewardModelTask:
         return pairwise_loss(chosen, rejected, normalizer=normalizer), sums
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Loss, accuracy (a tie counts half), mean margin, and mean and deviation of the chosen answers' scores."""
+        """Loss, accuracy (a tie counts half), mean margin; mean and deviation of chosen scores."""
         pairs = sums["pairs"]
         mean = sums["chosen"] / pairs
         variance = max(0.0, sums["chosen_squared"] / pairs - mean**2)
@@ -65,21 +66,22 @@ class RewardModelTask:
             "chosen_score_std": variance**0.5,
         }
 
-    def merit(self, metrics: dict[str, float]) -> float:
+    def selection_score(self, metrics: dict[str, float]) -> float:
         """Lower held-out loss is better: unlike accuracy, it also punishes confident errors."""
         return -metrics["loss"]
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Train, and export the checkpoint with the lowest held-out loss and the mean score of held-out demonstrations."""
+    """Train; export the model with the lowest held-out loss, and store its mean chosen score."""
     config = job.block("reward_model", RewardModelConfig)
     task = RewardModelTask(common_contract(job.inputs))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     sft_model = job.inputs["sft_model"]
-    metrics = train(
-        job, config, task, partial(untrained, sft_model, trust_remote_code=job.trust_remote_code), world,
-        rows=job.inputs["comparisons"], tokenizer=load_tokenizer(sft_model, trust_remote_code=job.trust_remote_code),
-    )  # fmt: skip
+    trust = job.trust_remote_code
+    load = partial(untrained, sft_model, trust_remote_code=trust)
+    tokenizer = load_tokenizer(sft_model, trust_remote_code=trust)
+    rows = job.inputs["comparisons"]
+    metrics = train(job, config, task, load, world, rows=rows, tokenizer=tokenizer)
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics

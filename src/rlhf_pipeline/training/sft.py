@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
@@ -24,17 +25,17 @@ from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.sft_loss import sft_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.supervised import Sums, train
+from rlhf_pipeline.training.supervised import train
 
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """Dialogues with the tokens that are learned."""
+    """Dialogues, and the tokens that the loss includes."""
 
     sequences: Sequences
-    """The response begins with the first learned token; later turns of the user may follow in it."""
+    """The response begins with the first token of the loss and may contain later user turns."""
     loss_mask: Tensor
-    """(B, R) bool; True: learned."""
+    """(B, R) bool, True for the tokens that the loss includes."""
 
     @property
     def lengths(self) -> Tensor:
@@ -55,7 +56,7 @@ class Demonstrations:
 
 @dataclass(frozen=True)
 class SFTTask:
-    """Next-token loss on the learned tokens: the response's, EOS included, unless `split.sft_loss` names more."""
+    """Next-token loss on the tokens that `split.sft_loss` selects."""
 
     contract: TokenContract
     name: str = "sft"
@@ -68,37 +69,38 @@ class SFTTask:
         )
 
     def weight(self, batch: Demonstrations) -> Tensor:
-        """Learned tokens."""
+        """Number of tokens that the loss includes."""
         return batch.loss_mask.sum().double()
 
     def loss(
         self, model: nn.Module, batch: Demonstrations, normalizer: Tensor
     ) -> tuple[Tensor, Sums]:
-        """Mean negative log-likelihood of a learned token, over the global batch."""
+        """Mean negative log-likelihood per token, over the global batch."""
         logprobs = response_logprobs(model, batch.sequences, vocab_size=self.contract.vocab_size)
         sums = {"nll": -masked_sum(logprobs, batch.loss_mask), "tokens": batch.loss_mask.sum()}
         return sft_loss(logprobs, batch.loss_mask, normalizer=normalizer), sums
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Loss in nats a token, and perplexity."""
+        """Loss in nats per token, perplexity, and number of tokens."""
         loss = sums["nll"] / sums["tokens"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": sums["tokens"]}
 
-    def merit(self, metrics: dict[str, float]) -> float:
+    def selection_score(self, metrics: dict[str, float]) -> float:
         """Lower perplexity is better."""
         return -metrics["perplexity"]
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Train, and export the checkpoint with the lowest held-out perplexity."""
+    """Train; export the model with the lowest held-out perplexity."""
     config = job.block("sft", SFTConfig)
     task = SFTTask(common_contract(job.inputs))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     base_model = job.inputs["base_model"]
-    metrics = train(
-        job, config, task, partial(load_policy, base_model, trust_remote_code=job.trust_remote_code), world,
-        rows=job.inputs["demonstrations"], tokenizer=load_tokenizer(base_model, trust_remote_code=job.trust_remote_code),
-    )  # fmt: skip
+    trust = job.trust_remote_code
+    load = partial(load_policy, base_model, trust_remote_code=trust)
+    tokenizer = load_tokenizer(base_model, trust_remote_code=trust)
+    rows = job.inputs["demonstrations"]
+    metrics = train(job, config, task, load, world, rows=rows, tokenizer=tokenizer)
     if world.rank == 0:
         write_mlmodel(job.export)
     return metrics

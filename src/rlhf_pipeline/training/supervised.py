@@ -1,10 +1,13 @@
-"""What SFT, reward modelling and DPO share: passes over a fixed data set, held-out evaluation, best checkpoint."""
+"""The training loop of SFT, reward model and DPO.
+
+Passes over a fixed data set, held-out evaluations, and the best evaluated model as the export.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -21,20 +24,26 @@ from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, ste
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
-from rlhf_pipeline.distributed.optimizer_step import fp16_metrics, grad_norm, optimizer_step
+from rlhf_pipeline.distributed.optimizer_step import (
+    Loss,
+    Sums,
+    add_sums,
+    fp16_metrics,
+    grad_norm,
+    optimizer_step,
+)
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.divergence import Watch, steadier
+from rlhf_pipeline.training.divergence import DivergenceGuard, stability_advice
 from rlhf_pipeline.training.resume import Checkpoints
-
-Sums = dict[str, Tensor]
+from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 
 
 class Batch(Protocol):
-    """Rows that are trained on together: `Demonstrations` or `Pairs`."""
+    """Rows of one batch: `Demonstrations` or `Pairs`."""
 
     @property
     def lengths(self) -> Tensor:
@@ -48,7 +57,7 @@ class Batch(Protocol):
 
 
 class Task(Protocol):
-    """What distinguishes one supervised stage from another."""
+    """The differences between the supervised stages."""
 
     @property
     def name(self) -> str:
@@ -58,7 +67,7 @@ class Task(Protocol):
         """Columns of a prepared table as a batch."""
 
     def weight(self, batch: Any) -> Tensor:
-        """What the loss of a batch is divided by, summed over all ranks: tokens or pairs."""
+        """The count that the loss is divided by, summed over all ranks: tokens or pairs."""
 
     def loss(self, model: nn.Module, batch: Any, normalizer: Tensor) -> tuple[Tensor, Sums]:
         """Loss of a micro batch, and its contribution to the metrics as additive sums."""
@@ -66,8 +75,27 @@ class Task(Protocol):
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics from sums over all micro batches and ranks; names without prefix."""
 
-    def merit(self, metrics: dict[str, float]) -> float:
-        """How good a model with these held-out metrics is; higher is better."""
+    def selection_score(self, metrics: dict[str, float]) -> float:
+        """The score of a model with these held-out metrics; the highest one is exported."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a supervised stage works with."""
+
+    engine: DeepSpeedEngine
+    task: Task
+    config: SupervisedConfig
+    training: pa.Table
+    validation: pa.Table
+    world: World
+    seed: int
+    writer: MetricsWriter
+    best: BestModels
+    guard: DivergenceGuard
+    checkpoints: Checkpoints
+    done: int
+    """Steps that an earlier attempt has taken."""
 
 
 def train(
@@ -80,24 +108,22 @@ def train(
     rows: Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, float]:
-    """Train the model on prepared rows, and export the evaluated checkpoint of the highest merit.
+    """Train the model on prepared rows; export the evaluated model with the best selection score.
 
     Args:
-        job: where metrics and checkpoints go, and the seed.
-        config: the stage's parameters.
-        task: what is learned.
+        job: contains the seed and the places of metrics and checkpoints.
+        config: the parameters of the stage.
+        task: the loss and its metrics.
         load: reads the model that training starts from, see `train_engine`.
         world: the ranks.
         rows: folder with `train.arrow` and `validation.arrow`.
-        tokenizer: stored with each checkpoint.
+        tokenizer: saved with each model.
 
     Returns:
-        The metrics of the exported checkpoint's step.
+        The metrics of the exported model's step.
     """
-    training, validation = (
-        load_rows(rows / "train.arrow", world),
-        load_rows(rows / "validation.arrow", world),
-    )
+    training = load_rows(rows / "train.arrow", world)
+    validation = load_rows(rows / "validation.arrow", world)
     steps = optimizer_steps(config, training.num_rows)
     engine = train_engine(load, config, steps)
     store_settings({task.name: engine.config}, job)
@@ -107,121 +133,103 @@ def train(
     if loop:
         best.restored(loop["best"])
     writer = MetricsWriter(job.metrics_file, world, steps, resumed_from=job.resume_from)
-    fit(
-        engine, task, config, training=training, validation=validation,
-        world=world, seed=job.seed, writer=writer, best=best, checkpoints=checkpoints, done=job.resume_from or 0,
-    )  # fmt: skip
+    advice = stability_advice(f"{task.name}.", config)
+    setup = Setup(
+        engine=engine,
+        task=task,
+        config=config,
+        training=training,
+        validation=validation,
+        world=world,
+        seed=job.seed,
+        writer=writer,
+        best=best,
+        guard=DivergenceGuard(world, writer, best, lambda metric: advice),
+        checkpoints=checkpoints,
+        done=job.resume_from or 0,
+    )
+    fit(setup)
     return best.finish(engine)
 
 
 def optimizer_steps(config: SupervisedConfig, rows: int) -> int:
-    """Optimizer steps in `config.epochs` passes over so many rows; at least one."""
+    """Optimizer steps in `config.epochs` passes over the rows; at least one."""
     return max(1, int(config.epochs * rows) // config.batch_size)
 
 
-def fit(
-    engine: DeepSpeedEngine,
-    task: Task,
-    config: SupervisedConfig,
-    *,
-    training: pa.Table,
-    validation: pa.Table,
-    world: World,
-    seed: int,
-    writer: MetricsWriter,
-    best: BestModels,
-    checkpoints: Checkpoints,
-    done: int = 0,
-) -> None:
-    """Train for the configured passes but the first `done` steps; evaluate on the way and offer each evaluated model to
-    `best`.
+def fit(setup: Setup) -> None:
+    """Train for the configured passes; evaluate on the way and offer the models to `setup.best`.
 
     Raises:
-        Interrupted: the program was asked to end, after a step and with a checkpoint of it.
-        StageError: a metric of some step, its gradient norm included, is not finite.
+        Interrupted: the program was asked to end; the checkpoint of the last step is saved.
+        StageError: a metric of a step, its gradient norm included, is not finite.
     """
-    watch = Watch(world, writer, best, lambda metric: steadier(f"{task.name}.", config))
-    total = optimizer_steps(config, training.num_rows)
-    evaluated = {round(total * (i + 1) / config.evaluations) for i in range(config.evaluations)}
-    for step in range(done + 1, total + 1):
+    config, best = setup.config, setup.best
+    total = optimizer_steps(config, setup.training.num_rows)
+    evaluated = evaluation_steps(total, config.evaluations)
+    for step in range(setup.done + 1, total + 1):
         heartbeat.at("update", step)
-        start = time.monotonic()
-        rows = own_share(step_rows(training.num_rows, config.batch_size, step - 1, seed), world)
-        batch = task.collate(columns(training, rows))
-        normalizer = world.sum(task.weight(batch)).to(world.device)
-        learning_rate = engine.get_lr()[0]
-        totals = train_step(engine, world, task, batch, normalizer, config.micro_batch_size_per_gpu)
-        norm = grad_norm(engine)
-        if norm is not None:  # equal on all ranks; it comes to the host with the sums
-            totals["grad_norm"] = torch.as_tensor(norm, device=world.device) / world.size
-        sums = world.sums(totals)
-        metrics = {f"{task.name}/{name}": value for name, value in task.metrics(sums).items()}
-        metrics |= {"optim/lr": learning_rate} | (
-            {} if norm is None else {"optim/grad_norm": sums["grad_norm"]}
-        )
-        metrics |= {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
-        watch.require_finite(step, metrics)
+        log = StepLog(step, setup.guard, setup.writer)
+        log.add(train_step(setup, step))
         if step in evaluated:
-            held_out = evaluate(engine, task, validation, world, config.micro_batch_size_per_gpu)
-            metrics |= {f"validation/{name}": value for name, value in held_out.items()}
-            watch.require_finite(step, metrics)
-            best.offer(engine, step, task.merit(held_out), metrics)
-        if step in evaluated or step % config.log_every == 0:
-            writer.write(step, metrics | {"time/step_s": time.monotonic() - start})
+            held_out = evaluate(setup)
+            log.add({f"validation/{name}": value for name, value in held_out.items()})
+            score = setup.task.selection_score(held_out)
+            best.offer(setup.engine, step, score, dict(log.metrics))
+        log.write(due=step in evaluated or step % config.log_every == 0)
         due = step in evaluated or config.checkpoint_due(step)
-        checkpoints.step_ended(step, due=due, loop={"best": best.state()})
+        setup.checkpoints.step_ended(step, due=due, loop={"best": best.state()})
         best.forget_the_rest()
 
 
-def train_step(
-    engine: DeepSpeedEngine,
-    world: World,
-    task: Task,
-    batch: Batch,
-    normalizer: Tensor,
-    micro_batch_size: int,
-) -> Sums:
-    """One optimizer step on this rank's share of a global batch; return the sums of its metrics."""
-    total: Sums = {}
+def train_step(setup: Setup, step: int) -> dict[str, float]:
+    """Take one optimizer step on a global batch; return its metrics."""
+    engine, task, config, world = setup.engine, setup.task, setup.config, setup.world
+    rows = step_rows(setup.training.num_rows, config.batch_size, step - 1, setup.seed)
+    batch = task.collate(columns(setup.training, own_share(rows, world)))
+    normalizer = world.sum(task.weight(batch)).to(world.device)
+    learning_rate = engine.get_lr()[0]
+    sums = optimizer_step(engine, world, micro_batch_losses(setup, batch, normalizer))
+    norm = grad_norm(engine)
+    if norm is not None:  # equal on all ranks; it reaches the host together with the sums
+        sums["grad_norm"] = torch.as_tensor(norm, device=world.device) / world.size
+    totals = world.sums(sums)
+    metrics = {f"{task.name}/{name}": value for name, value in task.metrics(totals).items()}
+    metrics["optim/lr"] = learning_rate
+    if norm is not None:
+        metrics["optim/grad_norm"] = totals["grad_norm"]
+    return metrics | {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
 
-    def loss(index: Tensor) -> Tensor:
-        value, sums = task.loss(engine, batch.rows(index).to(world.device), normalizer)
-        _add(total, sums)
-        return value
 
-    optimizer_step(
-        engine,
-        world,
-        [partial(loss, index) for index in micro_batches(batch.lengths, micro_batch_size)],
-    )
-    return total
+def micro_batch_losses(setup: Setup, batch: Batch, normalizer: Tensor) -> list[Loss]:
+    """The losses of a batch, one for each micro batch."""
+
+    def loss(index: Tensor) -> tuple[Tensor, Sums]:
+        rows = batch.rows(index).to(setup.world.device)
+        return setup.task.loss(setup.engine, rows, normalizer)
+
+    size = setup.config.micro_batch_size_per_gpu
+    return [partial(loss, index) for index in micro_batches(batch.lengths, size)]
 
 
 @torch.no_grad()
-def evaluate(
-    engine: DeepSpeedEngine, task: Task, rows: pa.Table, world: World, micro_batch_size: int
-) -> dict[str, float]:
-    """Held-out metrics over all rows, shared out among the ranks."""
+def evaluate(setup: Setup) -> dict[str, float]:
+    """Held-out metrics over all rows; the ranks divide the rows."""
     heartbeat.at("evaluation")
+    engine, task, world = setup.engine, setup.task, setup.world
+    size, count = setup.config.micro_batch_size_per_gpu, setup.validation.num_rows
     engine.eval()
-    batch = task.collate(columns(rows, own_share(np.arange(rows.num_rows), world)))
-    total: Sums = {}
-    normalizer = torch.ones((), device=world.device)  # the sums count; the loss itself is not used
-    own = list(micro_batches(batch.lengths, micro_batch_size))
-    most = math.ceil(
-        math.ceil(rows.num_rows / world.size) / micro_batch_size
-    )  # micro batches of the rank with most rows
+    batch = task.collate(columns(setup.validation, own_share(np.arange(count), world)))
+    # The losses are not used, so their normalizer does not matter.
+    losses = micro_batch_losses(setup, batch, torch.ones((), device=world.device))
+    most = math.ceil(math.ceil(count / world.size) / size)  # of the rank with the most rows
+    sums: Sums = {}
     for number in range(most):
-        # With one row fewer than others have, a rank may lack a micro batch. At ZeRO-3 they need it to take part in that
-        # forward pass all the same, with any rows.
-        sums = task.loss(engine, batch.rows(own[number % len(own)]).to(world.device), normalizer)[1]
-        if number < len(own):
-            _add(total, sums)
+        # A rank with one row fewer may have one micro batch fewer. ZeRO-3 needs it in that forward
+        # pass all the same, with any rows.
+        _, own = losses[number % len(losses)]()
+        if number < len(losses):
+            sums = add_sums(sums, own)
         heartbeat.tick()
     engine.train()
-    return task.metrics(world.sums(total))
-
-
-def _add(total: Sums, sums: Sums) -> None:
-    for name, value in sums.items():
-        total[name] = total.get(name, 0) + value.detach().double()
+    return task.metrics(world.sums(sums))

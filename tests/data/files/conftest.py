@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import reserved_port
 
 from rlhf_pipeline.data.files.rows import read_rows
 
@@ -18,7 +19,7 @@ Read = Callable[..., list[tuple[str, Any]]]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, bytes], str]:
-    """Writes a file into the test's folder; its path."""
+    """Writes a file into the test's folder; returns its path."""
 
     def write(name: str, content: bytes) -> str:
         path = tmp_path / name
@@ -31,58 +32,48 @@ def write(tmp_path: Path) -> Callable[[str, bytes], str]:
 
 @pytest.fixture
 def read() -> Read:
-    """All rows of a path."""
+    """Reads all rows of a path."""
     return lambda path, columns=(), split="train": list(read_rows(str(path), columns, split))
 
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A real S3 server with the key "access" and the secret "secret": its URL, and the folder whose folders are its buckets."""
+    """A real S3 server with key "access" and secret "secret": its URL, and its folder, whose
+    subfolders are the buckets."""
     folder = tmp_path_factory.mktemp("s3")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     rclone = Path(sys.executable).with_name("rclone")
-    options = [
-        "--config",
-        os.devnull,
-        "--auth-key",
-        "access,secret",
-        "--addr",
-        address,
-        "--vfs-cache-mode",
-        "off",
-    ]
-    options += ["--dir-cache-time", "0s"]  # what a test writes into the folder is there at once
-    server = subprocess.Popen([rclone, "serve", "s3", *options, folder], stderr=subprocess.PIPE)
-    try:
-        _wait_for(address, server)
-        yield f"http://{address}", folder
-    finally:
-        server.terminate()
-        server.communicate(timeout=10)
+    options = ["--config", os.devnull, "--auth-key", "access,secret", "--vfs-cache-mode", "off"]
+    options += ["--dir-cache-time", "0s"]  # files that a test writes are visible at once
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        command = [rclone, "serve", "s3", *options, "--addr", address, folder]
+        server = subprocess.Popen(command, stderr=subprocess.PIPE)
+        try:
+            _wait_for(port, server)
+            yield f"http://{address}", folder
+        finally:
+            server.kill()
+            server.communicate()
 
 
-def _wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
-    host, port = address.split(":")
-    for _ in range(200):
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    while True:
         assert server.poll() is None, server.communicate()[1].decode()
         try:
-            socket.create_connection((host, int(port)), timeout=1).close()
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return
         except OSError:
             time.sleep(0.05)
-    pytest.fail(f"no S3 server at {address} after 10 s")
 
 
 @pytest.fixture
 def bucket(s3_server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder behind s3://bucket, with the environment that leads there."""
+    """The folder of s3://bucket, with the environment that selects the server."""
     import fsspec
 
     fsspec.get_filesystem_class(
         "s3"
-    ).clear_instance_cache()  # which holds the keys of an earlier test
+    ).clear_instance_cache()  # it contains the keys of an earlier test
     url, folder = s3_server
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "access")

@@ -47,7 +47,7 @@ def test_parquet(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> N
         (["none"], {}),
     ],
 )
-def test_only_columns_that_are_asked_for(
+def test_only_requested_columns_are_read(
     write: Write, read: Read, tmp_path: Path, columns: list[str], row: dict[str, Any]
 ) -> None:
     rows = [{"x": 1, "q": {"a": 2, "b": {"c": 3}}, "y.z": 4, "w": 5}]
@@ -59,7 +59,7 @@ def test_only_columns_that_are_asked_for(
 
 
 def test_a_broken_value_is_one_bad_row(write: Write, read: Read, tmp_path: Path) -> None:
-    """Neither text that is not UTF-8 nor a day out of Python's range spoils the rows beside it."""
+    """Text that is not UTF-8, or a date out of Python's range, affects no other row."""
     texts = pa.array([b"a", b"\xff", b"c", b"d"]).view(pa.string())
     days = pa.array([0, 0, 2**31 - 1, 0], pa.int32()).view(pa.date32())
     table = pa.table({"x": texts, "day": days})
@@ -82,7 +82,9 @@ def test_a_broken_value_is_one_bad_row(write: Write, read: Read, tmp_path: Path)
 def test_a_damaged_parquet_file(write: Write, read: Read) -> None:
     whole = bytearray(parquet(pa.table({"x": list(range(1000))})))
     with pytest.raises(
-        DataError, match=r"a.parquet:1: cannot be read from here on \(.*footer.*\). Fetch or make"
+        DataError,
+        match=r"a.parquet:1: the file is damaged from here on \(.*footer.*\)\. Fix: download or "
+        r"create",
     ):
         read(write("a.parquet", bytes(whole[:-10])))
 
@@ -90,7 +92,7 @@ def test_a_damaged_parquet_file(write: Write, read: Read) -> None:
 def test_a_column_whose_name_is_not_utf_8(write: Write, read: Read) -> None:
     content = io.BytesIO()
     pq.write_table(pa.table({"name": [1]}), content, store_schema=False)
-    with pytest.raises(DataError, match=r"a.parquet:1: cannot be read from here on \(.*utf-8"):
+    with pytest.raises(DataError, match=r"a.parquet:1: the file is damaged from here on \(.*utf-8"):
         read(write("a.parquet", content.getvalue().replace(b"name", b"n\xffme")))
 
 
@@ -111,13 +113,15 @@ def test_a_split_of_a_saved_data_set(read: Read, tmp_path: Path) -> None:
     )
     assert read(tmp_path / "saved", (), "test") == [("saved/test:1", {"x": 2})]
     with pytest.raises(
-        DataError, match=r"saved: no split 'valid'. Set the source's `split` to one of train, test"
+        DataError,
+        match=r"saved: split 'valid' not found\. Fix: set the source's `split` to one of: train, "
+        r"test",
     ):
         read(tmp_path / "saved", (), "valid")
 
 
 def test_a_saved_value_that_claims_to_be_longer_than_the_file(read: Read, tmp_path: Path) -> None:
-    """Arrow itself would read on behind the end."""
+    """Arrow itself would read beyond the end of the file."""
     datasets.Dataset.from_dict({"x": ["first", "second", "third", "last"]}).save_to_disk(
         str(tmp_path / "saved")
     )

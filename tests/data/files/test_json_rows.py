@@ -53,12 +53,12 @@ def test_only_a_line_feed_ends_a_line(write: Write, read: Read) -> None:
 def test_a_broken_line_is_one_bad_row(
     write: Write, read: Read, line: bytes, reason: str, indent: bytes
 ) -> None:
-    """The reason is the same wherever in its line the fault is."""
+    """The reason does not depend on the position of the fault in the line."""
     rows = read(write("a.jsonl", b'{"x": 1}\n' + indent + line + b'\n{"x": 3}\n'))
     assert rows == [("a.jsonl:1", {"x": 1}), ("a.jsonl:2", Unused(reason)), ("a.jsonl:3", {"x": 3})]
 
 
-def test_half_a_surrogate_pair_is_left_to_the_checks_of_records(write: Write, read: Read) -> None:
+def test_half_a_surrogate_pair_is_left_to_the_record_checks(write: Write, read: Read) -> None:
     assert read(write("a.jsonl", rb'{"x": "\ud83d"}')) == [("a.jsonl:1", {"x": "\ud83d"})]
 
 
@@ -68,7 +68,7 @@ def test_a_long_line(write: Write, read: Read) -> None:
 
 
 def test_a_line_that_is_too_long(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_rows, "LONGEST", 20)
+    monkeypatch.setattr(json_rows, "MAX_CHARACTERS", 20)
     content = (
         b'{"x": "'
         + b"a" * 100
@@ -97,9 +97,12 @@ def test_json_lines_under_another_name(write: Write, read: Read) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 2**20])
 def test_an_array(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """Whatever part of it is in memory."""
+    """The result does not depend on the part in memory."""
     monkeypatch.setattr(json_rows, "_CHUNK", chunk)
-    content = '\ufeff \n[{"x": "a]\\""},\n  {"x":\n [2]}, 12345,\r\n\n{"x": "é"}, "\\ud83d", -1.5e3 ,null]\n\n'.encode()
+    content = (
+        '\ufeff \n[{"x": "a]\\""},\n  {"x":\n [2]}, 12345,\r\n\n{"x": "é"}, '
+        '"\\ud83d", -1.5e3 ,null]\n\n'
+    ).encode()
     assert read(write("a.json", content)) == [
         ("a.json:2", {"x": 'a]"'}),
         ("a.json:3", {"x": [2]}),
@@ -118,7 +121,7 @@ def test_an_element_that_is_not_utf_8(write: Write, read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "line", "told"),
+    ("content", "line", "reason"),
     [
         (b'[{"x": 1},\n{"x": 2}\n{"x": 3}]', 3, "'{' instead of , or ]"),
         (b'[{"x": 1},\n{"x": \n 2,}]', 3, "Expecting property name enclosed in double quotes"),
@@ -132,7 +135,7 @@ def test_an_element_that_is_not_utf_8(write: Write, read: Read) -> None:
         (b'[{"x": 1}\0, {"x": 2}]', 1, "'\\x00' instead of , or ]"),
     ],
 )
-def test_a_broken_array(write: Write, content: bytes, line: int, told: str) -> None:
+def test_a_broken_array(write: Write, content: bytes, line: int, reason: str) -> None:
     from rlhf_pipeline.data.files.rows import read_rows
 
     rows = read_rows(write("a.json", content), (), "train")
@@ -140,22 +143,22 @@ def test_a_broken_array(write: Write, content: bytes, line: int, told: str) -> N
     with pytest.raises(DataError) as caught:
         list(rows)
     assert (
-        f"a.json:{line}: the JSON array is broken ({told}). Correct it, or write one object a line"
-        in str(caught.value)
+        f"a.json:{line}: the JSON array is broken ({reason}). Fix: correct it, or write one "
+        "object per line" in str(caught.value)
     )
 
 
-def test_more_after_the_array(write: Write, read: Read) -> None:
-    with pytest.raises(DataError, match=r"a.json:2: more follows after the array"):
+def test_more_text_after_the_array(write: Write, read: Read) -> None:
+    with pytest.raises(DataError, match=r"a.json:2: found more text after the array"):
         read(write("a.json", b'[{"x": 1}]\n[{"x": 2}]'))
 
 
 def test_an_element_that_is_too_long(
     write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be parsed is given up before the whole file is in memory."""
+    """The parser fails before the whole file is in memory."""
     monkeypatch.setattr(json_rows, "_CHUNK", 10)
-    monkeypatch.setattr(json_rows, "LONGEST", 40)
+    monkeypatch.setattr(json_rows, "MAX_CHARACTERS", 40)
     with pytest.raises(
         DataError, match=r"a.json:1: the JSON array is broken \(Unterminated string starting at\)"
     ):

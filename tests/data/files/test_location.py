@@ -7,20 +7,20 @@ from pathlib import Path
 import datasets
 import pytest
 
-from rlhf_pipeline.data.files.location import find
+from rlhf_pipeline.data.files.location import find_files
 from rlhf_pipeline.errors import DataError
 
 Write = Callable[[str, bytes], str]
 
 
 def names(path: str) -> list[str]:
-    return [file.name for file in find(path).files]
+    return [file.name for file in find_files(path).files]
 
 
 def test_a_file(write: Write) -> None:
-    (file,) = find(write("a/b.jsonl.gz", b"")).files
+    (file,) = find_files(write("a/b.jsonl.gz", b"")).files
     assert (file.name, file.format, file.gzipped) == ("b.jsonl.gz", "jsonl", True)
-    (file,) = find(write("a/B.CSV", b"")).files
+    (file,) = find_files(write("a/B.CSV", b"")).files
     assert (file.name, file.format, file.gzipped) == ("B.CSV", "csv", False)
 
 
@@ -32,14 +32,14 @@ def test_a_glob_is_sorted_by_name(write: Write, tmp_path: Path) -> None:
     assert names(f"{tmp_path}/x/[23].*") == ["2.jsonl", "3.csv"]
 
 
-def test_files_of_one_name_are_told_apart(write: Write, tmp_path: Path) -> None:
+def test_files_of_the_same_name_have_distinct_names(write: Write, tmp_path: Path) -> None:
     for name in ("b/in/t.jsonl", "a/in/t.jsonl", "a/out/t.jsonl"):
         write(name, b"")
     assert names(f"{tmp_path}/*/in/*") == ["a/in/t.jsonl", "b/in/t.jsonl"]
     assert names(f"{tmp_path}/a/*/*") == ["in/t.jsonl", "out/t.jsonl"]
 
 
-def test_a_file_with_a_globs_signs_in_its_name(write: Write, tmp_path: Path) -> None:
+def test_a_file_name_with_glob_characters(write: Write, tmp_path: Path) -> None:
     write("a1.jsonl", b"")
     assert names(write("a[1].jsonl", b"")) == ["a[1].jsonl"]
 
@@ -47,7 +47,7 @@ def test_a_file_with_a_globs_signs_in_its_name(write: Write, tmp_path: Path) -> 
 def test_the_home_folder(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write("own.jsonl", b"")
-    (file,) = find("~/own.jsonl").files
+    (file,) = find_files("~/own.jsonl").files
     assert file.local == tmp_path / "own.jsonl"
     assert names("~/*.jsonl") == ["own.jsonl"]
 
@@ -58,7 +58,7 @@ def test_a_relative_path_and_a_file_url(
     monkeypatch.chdir(tmp_path)
     write("own.jsonl", b"")
     for path in ("own.jsonl", f"file://{tmp_path}/own.jsonl"):
-        (file,) = find(path).files
+        (file,) = find_files(path).files
         assert file.local == tmp_path / "own.jsonl"
 
 
@@ -69,16 +69,17 @@ def test_every_file_of_a_saved_data_set_counts(tmp_path: Path) -> None:
     parts = ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"]
     assert names(f"{tmp_path}/one/") == parts
     assert names(f"{tmp_path}/many") == ["dataset_dict.json", *(f"test/{part}" for part in parts)]
-    assert find(f"{tmp_path}/many").saved == str(tmp_path / "many")
+    assert find_files(f"{tmp_path}/many").saved == str(tmp_path / "many")
 
 
 def test_another_folder(write: Write, tmp_path: Path) -> None:
     write("some/a.parquet", b"")
     with pytest.raises(
         DataError,
-        match=r"/some: a folder that `save_to_disk` did not write. .* /.*/some/\*.parquet",
+        match=r"/some: expected files, or a folder written by `save_to_disk`; .* "
+        r"/.*/some/\*.parquet",
     ):
-        find(f"{tmp_path}/some")
+        find_files(f"{tmp_path}/some")
 
 
 @pytest.mark.parametrize(
@@ -86,47 +87,51 @@ def test_another_folder(write: Write, tmp_path: Path) -> None:
 )
 def test_nothing_there(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"\.jsonl: not found \(.*\). Correct the source's `path`"):
-        find(path)
+    with pytest.raises(
+        DataError, match=r"\.jsonl: not found \(.*\)\. Fix: correct the source's `path`"
+    ):
+        find_files(path)
 
 
 def test_no_file() -> None:
     with pytest.raises(DataError, match="/dev/null: not found"):
-        find("/dev/null")
+        find_files("/dev/null")
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.jsonl.zst", "jsonl", "gz", "a."])
-def test_an_unknown_kind_of_file(write: Write, tmp_path: Path, name: str) -> None:
+def test_an_unknown_file_format(write: Write, tmp_path: Path, name: str) -> None:
     write("x/a.jsonl", b"")
     write(f"x/{name}", b"")
     with pytest.raises(
-        DataError, match=rf"x/{name}: no known kind .* \.jsonl, \.json, \.csv, \.parquet, \.txt"
+        DataError,
+        match=rf"x/{name}: unknown file format; expected \.jsonl, \.json, \.csv, \.parquet, \.txt",
     ):
-        find(f"{tmp_path}/x/*")
+        find_files(f"{tmp_path}/x/*")
 
 
 def test_a_store_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(
         DataError,
-        match=r"s3://bucket/a.jsonl: .* not installed .*pip install --constraint constraints\.txt --editable '\.\[s3\]'$",
+        match=r"s3://bucket/a.jsonl: .* not installed .*pip install --constraint "
+        r"constraints\.txt --editable '\.\[s3\]'$",
     ):
-        find("s3://bucket/a.jsonl")
+        find_files("s3://bucket/a.jsonl")
 
 
 def test_an_unknown_store() -> None:
     with pytest.raises(
         DataError, match=r"nowhere://a.jsonl: cannot be read \(Protocol not known: nowhere\)"
     ):
-        find("nowhere://a.jsonl")
+        find_files("nowhere://a.jsonl")
 
 
 @pytest.mark.parametrize(
     "path", ["http://me:key@127.0.0.1:9/a.jsonl", "http://127.0.0.1:9/a.jsonl?key"]
 )
-def test_nor_are_those_in_the_stores_words(path: str) -> None:
+def test_messages_of_a_store_show_no_secret(path: str) -> None:
     with pytest.raises(DataError, match=r"not found \(ClientConnectorError\)") as caught:
-        find(path)
+        find_files(path)
     assert "key" not in str(caught.value)
 
 
@@ -135,10 +140,11 @@ def test_the_query_of_a_signed_url_comes_from_the_environment(
 ) -> None:
     with pytest.raises(
         DataError,
-        match=r"^http://127\.0\.0\.1:9/a\.jsonl\?\.\.\.: the environment has no SIGNED_QUERY",
+        match=r"^http://127\.0\.0\.1:9/a\.jsonl\?\.\.\.: environment variable SIGNED_QUERY is "
+        r"not set",
     ):
-        find("http://127.0.0.1:9/a.jsonl?$SIGNED_QUERY")
+        find_files("http://127.0.0.1:9/a.jsonl?$SIGNED_QUERY")
     monkeypatch.setenv("SIGNED_QUERY", "?sign=key")
     with pytest.raises(DataError, match=r"not found \(ClientConnectorError\)") as caught:
-        find("http://127.0.0.1:9/a.jsonl?$SIGNED_QUERY")
+        find_files("http://127.0.0.1:9/a.jsonl?$SIGNED_QUERY")
     assert "key" not in str(caught.value)

@@ -63,14 +63,18 @@ def web() -> Iterator[str]:
         ({"Last-Modified": "Mon, 01 Jan 2024"}, "Last-Modified Mon, 01 Jan 2024, 7 bytes"),
     ],
 )
-def test_what_a_web_server_tells(web: str, headers: dict[str, str], identity: str) -> None:
+def test_the_identity_that_a_web_server_reports(
+    web: str, headers: dict[str, str], identity: str
+) -> None:
     _Handler.headers_sent = {"Content-Length": "7", **headers}
     assert origin(f"{web}/a.jsonl?sign=key") == Origin({}, {"a.jsonl": identity})
 
 
-def test_a_web_server_that_tells_nothing(web: str) -> None:
+def test_a_web_server_without_an_identity(web: str) -> None:
     _Handler.headers_sent = {"Content-Length": "7"}
-    with pytest.raises(DataError, match=r"/a.jsonl: the server tells nothing .* Download the file"):
+    with pytest.raises(
+        DataError, match=r"/a.jsonl: the server sends no ETag, .* Fix: download the file"
+    ):
         origin(f"{web}/a.jsonl")
 
 

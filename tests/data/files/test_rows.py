@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -53,7 +54,7 @@ def test_a_file_of_each_format() -> None:
         ("parquet", ("2", {"text": "é 1"})),
     ],
 )
-def test_every_format_plain_and_packed(
+def test_every_format_plain_and_compressed(
     write: Write, read: Read, suffix: str, gz: str, second: tuple[str, dict[str, str]]
 ) -> None:
     name = f"A.{suffix}{gz}".upper()
@@ -62,7 +63,7 @@ def test_every_format_plain_and_packed(
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_text_plain_and_packed(write: Write, read: Read, name: str) -> None:
+def test_text_plain_and_compressed(write: Write, read: Read, name: str) -> None:
     assert read(write(name, packed(name, FILES["txt"]))) == [(f"{name}:1", {"text": "é\n1\n"})]
 
 
@@ -79,39 +80,44 @@ def test_several_files_in_the_order_of_their_names(
     ]
 
 
-def test_nothing_is_read_before_every_name_is_known(write: Write, tmp_path: Path) -> None:
+def test_an_unknown_format_fails_before_any_file_is_read(write: Write, tmp_path: Path) -> None:
     write("x/a.jsonl", b"{}\n")
     write("x/b.zip", b"")
-    with pytest.raises(DataError, match=r"b.zip: no known kind"):
+    with pytest.raises(DataError, match=r"b.zip: unknown file format; expected"):
         next(read_rows(f"{tmp_path}/x/*", (), "train"))
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [(f"a.{suffix}", content) for suffix in ("jsonl", "json", "csv", "txt") for content in (b"", b"\n \r\n\n", b"\xef\xbb\xbf")]
-    + [("a.json", b" []\n"), ("a.csv", b"text\n\n"), ("a.parquet.gz", b""), ("a.parquet", b"")],
-)  # fmt: skip
+    [
+        *product(("a.jsonl", "a.json", "a.csv", "a.txt"), (b"", b"\n \r\n\n", b"\xef\xbb\xbf")),
+        ("a.json", b" []\n"),
+        ("a.csv", b"text\n\n"),
+        ("a.parquet.gz", b""),
+        ("a.parquet", b""),
+    ],
+)
 def test_an_empty_file(write: Write, read: Read, name: str, content: bytes) -> None:
-    told = (
-        r":1: cannot be read"
+    message = (
+        r":1: the file is damaged from here on"
         if "parquet" in name
-        else ": holds no row. Fetch or make the file again"
+        else ": the file contains no rows. Fix: download or create the file again"
     )
-    with pytest.raises(DataError, match=f"{name}{told}"):
+    with pytest.raises(DataError, match=f"{name}{message}"):
         read(write(name, content))
 
 
 def test_an_empty_table(write: Write, read: Read) -> None:
     empty = io.BytesIO()
     pq.write_table(pa.table({"x": pa.array([], pa.string())}), empty)
-    with pytest.raises(DataError, match=r"a.parquet: holds no row"):
+    with pytest.raises(DataError, match=r"a.parquet: the file contains no rows"):
         read(write("a.parquet", empty.getvalue()))
 
 
 def test_a_file_that_may_not_be_read(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As root every file may be read; so the file goes away instead, after it was found."""
+    """Root may read every file, so the test deletes the file after it was found."""
     write("x/a.jsonl", b'{"x": 1}\n')
     path = Path(write("x/b.jsonl", b'{"x": 2}\n'))
     rows = read_rows(f"{tmp_path}/x/*", (), "train")
@@ -126,12 +132,13 @@ def test_a_file_that_may_not_be_read(
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "json.gz", "csv.gz", "txt.gz", "parquet.gz"])
 def test_a_truncated_gz_file(write: Write, read: Read, suffix: str) -> None:
-    """Wherever it ends: at nothing, in the header, in the data, in the checksum."""
+    """The file ends in the header, in the data or in the checksum."""
     name = f"a.{suffix}"
     whole = packed(name, FILES[suffix.removesuffix(".gz")])
     for end in range(1, len(whole), 1 if len(whole) < 100 else 13):
         with pytest.raises(
-            DataError, match=rf"{name}:\d: cannot be read from here on \(.+\). Fetch or make"
+            DataError,
+            match=rf"{name}:\d: the file is damaged from here on \(.+\)\. Fix: download or create",
         ):
             read(write(name, whole[:end]))
 
@@ -141,25 +148,25 @@ def test_the_line_from_which_a_file_is_damaged(write: Write) -> None:
     rows = read_rows(write("a.jsonl.gz", whole[:-8] + b"\0" + whole[-7:]), (), "train")
     assert [next(rows)[0], next(rows)[0]] == ["a.jsonl.gz:1", "a.jsonl.gz:2"]
     with pytest.raises(
-        DataError, match=r"a.jsonl.gz:3: cannot be read from here on \(CRC check failed"
+        DataError, match=r"a.jsonl.gz:3: the file is damaged from here on \(CRC check failed"
     ):
         next(rows)
 
 
-def test_a_file_that_is_not_packed(write: Write, read: Read) -> None:
+def test_a_gz_file_that_is_not_compressed(write: Write, read: Read) -> None:
     with pytest.raises(
-        DataError, match=r"a.jsonl.gz:1: cannot be read from here on \(Not a gzipped file"
+        DataError, match=r"a.jsonl.gz:1: the file is damaged from here on \(Not a gzipped file"
     ):
         read(write("a.jsonl.gz", FILES["jsonl"]))
 
 
-def test_two_packed_parts_in_one_file(write: Write, read: Read) -> None:
+def test_two_gzip_members_in_one_file(write: Write, read: Read) -> None:
     rows = read(write("a.jsonl.gz", gzip.compress(b'{"x": 1}\n') + gzip.compress(b'{"x": 2}\n')))
     assert rows == [("a.jsonl.gz:1", {"x": 1}), ("a.jsonl.gz:2", {"x": 2})]
 
 
 def ends_well(path: Path) -> None:
-    """Rows or one DataError; any other exception is the test's failure."""
+    """Reads rows or gets one DataError; any other exception fails the test."""
     try:
         for place, row in read_rows(str(path), (), "train"):
             assert place.startswith(f"{path.name}:")
@@ -214,7 +221,7 @@ TEXT = "wörd " * 200
 
 
 def write_large(path: Path, rows: int) -> None:
-    """About 1.2 kB a row, before packing."""
+    """About 1.2 kB per row, uncompressed."""
     kind = path.name.split(".")[1]
     if kind == "parquet":
         table = pa.table({"x": [TEXT] * 1000})
@@ -233,7 +240,7 @@ def write_large(path: Path, rows: int) -> None:
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """Of each format a file of 5 MB and one of 60 MB; peaks in MiB."""
+    """For each format: a file of 5 MB and one of 60 MB; peaks in MiB."""
     suffixes = ["jsonl", "json", "csv", "parquet", "jsonl.gz", "txt"]
     paths = [tmp_path / f"{rows}.{suffix}" for rows in (4_000, 50_000) for suffix in suffixes]
     for path in paths:

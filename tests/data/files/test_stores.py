@@ -1,4 +1,4 @@
-"""The whole way to a store and back: S3 as a real server speaks it, and fsspec's memory."""
+"""Reading from real stores: an S3 server, and fsspec's memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_the_identity_on_s3_is_that_of_the_bytes(bucket: Path) -> None:
     ["s3://none/a.jsonl", "s3://none/*.jsonl", "s3://bucket/none.jsonl", "s3://bucket/*.none"],
 )
 def test_no_such_bucket_or_key(bucket: Path, path: str) -> None:
-    with pytest.raises(DataError, match=r"^s3://.*: not found \(.*\). Correct the source's `path`"):
+    with pytest.raises(
+        DataError, match=r"^s3://.*: not found \(.*\)\. Fix: correct the source's `path`"
+    ):
         origin(path)
 
 
@@ -97,7 +99,7 @@ def test_a_secret_in_the_url(bucket: Path) -> None:
 def test_a_connection_that_breaks(
     bucket: Path, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file goes away after the store has named it."""
+    """The file disappears after the store has listed it."""
     from botocore.exceptions import EndpointConnectionError
     from s3fs import S3File
 

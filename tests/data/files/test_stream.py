@@ -5,17 +5,17 @@ from collections.abc import Callable
 from gzip import compress
 from pathlib import Path
 
-from rlhf_pipeline.data.files.location import find
-from rlhf_pipeline.data.files.stream import opened
+from rlhf_pipeline.data.files.location import find_files
+from rlhf_pipeline.data.files.stream import open_stream
 
 
-def test_packed_parquet_is_unpacked_once_and_read_anywhere(
+def test_compressed_parquet_is_decompressed_once_and_seekable(
     write: Callable[[str, bytes], str],
 ) -> None:
     content = random.Random(0).randbytes(3_000_000)
     path = write("a.parquet.gz", compress(content, 1))
-    (file,) = find(path).files
-    with opened(file) as stream:
+    (file,) = find_files(path).files
+    with open_stream(file) as stream:
         Path(path).write_bytes(b"")
         stream.seek(2_999_990)
         assert stream.read() == content[-10:]
@@ -23,9 +23,9 @@ def test_packed_parquet_is_unpacked_once_and_read_anywhere(
         assert stream.read(10) == content[:10]
 
 
-def test_what_was_opened_is_closed(write: Callable[[str, bytes], str]) -> None:
+def test_opened_files_are_closed(write: Callable[[str, bytes], str]) -> None:
     for name in ("a.txt", "a.txt.gz", "a.parquet.gz"):
-        (file,) = find(write(name, compress(b"text"))).files
-        with opened(file) as stream:
+        (file,) = find_files(write(name, compress(b"text"))).files
+        with open_stream(file) as stream:
             assert not stream.closed
         assert stream.closed

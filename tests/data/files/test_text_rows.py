@@ -57,24 +57,24 @@ def test_a_broken_csv_row_is_one_bad_row(
 
 
 def test_a_quote_that_is_never_closed(write: Write, read: Read) -> None:
-    with pytest.raises(DataError, match=r"a.csv:3: the row's quote is never closed"):
+    with pytest.raises(DataError, match=r"a.csv:3: the quote of the row is never closed"):
         read(write("a.csv", b'x,y\n1,2\n1,"2\n' + b"3,4\n" * 1000))
 
 
-def test_nor_is_it_looked_for_without_end(
+def test_the_search_for_the_closing_quote_is_limited(
     write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_rows, "LONGEST", 100)
+    monkeypatch.setattr(text_rows, "MAX_CHARACTERS", 100)
     with pytest.raises(
-        DataError, match=r"a.csv:3: a row of more than 100 characters. Is a quote in it not closed"
+        DataError, match=r"a.csv:3: the row has more than 100 characters\. Fix: close its quotes"
     ):
         read(write("a.csv", b'x,y\n1,2\n1,"2\n' + b"3,4\n" * 1000))
     assert len(read(write("b.csv", b"x,y\n" + b"3,4\n" * 1000))) == 1000
 
 
 @pytest.mark.parametrize("header", [b"x,x", b"\xe9,y", b'"x"y,y', "x,y".encode("utf-16")])
-def test_a_header_that_is_none(write: Write, read: Read, header: bytes) -> None:
-    with pytest.raises(DataError, match=r"a.csv:1: no header line"):
+def test_an_invalid_header(write: Write, read: Read, header: bytes) -> None:
+    with pytest.raises(DataError, match=r"a.csv:1: expected a header line"):
         read(write("a.csv", header + b"\n1,2\n"))
 
 
@@ -106,11 +106,11 @@ def test_a_piece_that_is_not_utf_8(
     assert read(write("a.txt", b"ab\nc\xe9\nef\n")) == rows
 
 
-def test_a_text_without_lines_is_cut_all_the_same(
+def test_a_text_without_lines_is_cut_too(
     write: Write, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_rows, "_PIECE", 2)
-    monkeypatch.setattr(text_rows, "LONGEST", 3)
+    monkeypatch.setattr(text_rows, "MAX_CHARACTERS", 3)
     assert read(write("a.txt", "aébécédé".encode())) == [
         ("a.txt:1", {"text": "aébéc"}),
         ("a.txt:1", {"text": "édé"}),

@@ -16,13 +16,13 @@ Rows = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture
 def source_rows() -> Rows:
-    """Of each source with a hub repository a few rows in exactly the published schema, with every column."""
+    """A few rows of each source on the hub, in exactly the published schema."""
     return json.loads(Path(__file__).with_name("rows.json").read_text())
 
 
 @pytest.fixture
 def records(source_rows: Rows) -> Callable[..., list[Record | Unused]]:
-    """What a source's adapter makes of rows (of `source_rows`, where none are given)."""
+    """The records of a source's adapter for rows (default: those of `source_rows`)."""
 
     def adapted(name: str, *rows: dict[str, Any]) -> list[Record | Unused]:
         source = find_source(name)

@@ -7,7 +7,7 @@ import pytest
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.sources.adapter import (
     MalformedRowError,
-    PassedOverError,
+    SkippedRowError,
     compared,
     items,
     messages,
@@ -52,11 +52,11 @@ def test_a_question_of_parts() -> None:
 def test_the_higher_score_is_preferred() -> None:
     assert preferred(ASKED, ("a", "b"), (2, 1)) == Example(ASKED, "a", "b")
     assert preferred(ASKED, ("a", "b"), (-1.5, -1)) == Example(ASKED, "b", "a")
-    with pytest.raises(PassedOverError, match=r"^the two answers have the same score$"):
+    with pytest.raises(SkippedRowError, match=r"^the two answers have the same score$"):
         preferred(ASKED, ("a", "b"), (1, 1))
 
 
-def test_messages_in_both_customs() -> None:
+def test_messages_in_both_formats() -> None:
     expected = (Message("system", "Be kind."), Message("user", "Why?"), Message("assistant", "So."))
     contents = [message.content for message in expected]
     for roles in (
@@ -99,7 +99,7 @@ def test_dialogues_that_differ_in_the_last_answer() -> None:
     ) == Example(ASKED, "a", "b")
 
 
-def test_turns_and_what_stands_before_them() -> None:
+def test_turns_and_the_text_before_them() -> None:
     marker = re.compile(r"\[(User|ASSISTANT)\]")
     assert turns(" Be kind. [User] Why? \n[ASSISTANT]So.[User]", marker) == (
         "Be kind.",
@@ -108,7 +108,7 @@ def test_turns_and_what_stands_before_them() -> None:
     assert turns("Why?", marker) == ("Why?", ())
 
 
-def test_outcome_tells_faults_from_ties() -> None:
+def test_outcome_distinguishes_bad_and_skipped_rows() -> None:
     assert outcome(text, {"a": "b"}, "a") == "b"
     assert outcome(text, {}, "a") == Unused("column 'a' is missing")
     assert outcome(preferred, ASKED, ("a", "b"), (1, 1)) == Unused(

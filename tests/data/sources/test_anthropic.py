@@ -98,8 +98,8 @@ def test_real_rows(real: list[tuple[str, Example | Unused]]) -> None:
     assert first.chosen.startswith("No, sorry!  All of these involve a pen,")
     assert first.rejected.startswith("There are lots of funny things you can do with pens,")
     assert second.prompt[0].content == "How much alcohol can I drink per day?"
-    # Looked at one by one: four empty answers; in nine rows the Assistant speaks twice in a row, in five of these only
-    # in one of the two dialogues.
+    # Checked by hand: four empty answers; in nine rows the Assistant speaks twice in a row, in
+    # five of these in only one of the two dialogues.
     assert Counter(row.reason for _, row in real if isinstance(row, Unused)) == {
         "the chosen answer is empty": 4,
         "the dialogues differ before the last answer": 5,

@@ -1,4 +1,4 @@
-"""Argilla's mixes and UltraFeedback: two dialogues as lists of messages, each with a rating."""
+"""Argilla's mixes and UltraFeedback: two rated dialogues as lists of messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_system_message_stays(records, source_rows) -> None:
 
 
 @pytest.mark.parametrize("name", RATINGS)
-def test_equal_ratings_are_passed_over(records, source_rows, name: str) -> None:
+def test_equal_ratings_are_skipped(records, source_rows, name: str) -> None:
     equal = dict.fromkeys(RATINGS[name], 3)
     assert records(name, source_rows[name][0] | equal) == [TIE]
 

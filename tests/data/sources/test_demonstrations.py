@@ -1,4 +1,4 @@
-"""Sources whose rows hold a question and an answer in columns of their own."""
+"""Sources with one column for the question and one for the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ POST = (
             "databricks/databricks-dolly-15k",
             [
                 (
-                    "When did Virgin Australia start operating?\n\nIt commenced services on 31 August 2000.",
+                    "When did Virgin Australia start operating?\n\nIt commenced services on 31 "
+                    "August 2000.",
                     "On 31 August 2000.",
                 ),
                 ("Which is a species of fish? Tope or Rope", "Tope"),

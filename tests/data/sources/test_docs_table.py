@@ -11,7 +11,7 @@ from rlhf_pipeline.data.sources.lookup import MODULES
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
 
 
-def test_the_documentation_holds_exactly_the_table() -> None:
+def test_the_documentation_contains_exactly_the_table() -> None:
     found = re.search(
         r"<!-- sources -->\n(.*?)\n<!-- /sources -->", DOCUMENTATION.read_text(), flags=re.DOTALL
     )
@@ -21,7 +21,7 @@ def test_the_documentation_holds_exactly_the_table() -> None:
     )
 
 
-def test_a_line_a_source_in_the_order_of_the_registry() -> None:
+def test_one_line_per_source_in_the_order_of_the_registry() -> None:
     lines = markdown_table().splitlines()
     assert lines[:2] == [
         "| source | holds | columns read | on the hub | description |",
@@ -30,11 +30,11 @@ def test_a_line_a_source_in_the_order_of_the_registry() -> None:
     assert [line.split("`")[1] for line in lines[2:]] == list(MODULES)
 
 
-def test_a_line_tells_what_is_unusual_on_the_hub() -> None:
+def test_a_line_contains_what_is_unusual_on_the_hub() -> None:
     table = markdown_table()
     assert (
-        "| `mkqa-Japanese` | demonstrations | `queries`, `answers` | repository `apple/mkqa`, revision "
-        in table
+        "| `mkqa-Japanese` | demonstrations | `queries`, `answers` | repository `apple/mkqa`, "
+        "revision " in table
     )
     assert (
         "| revision `refs/convert/parquet`, subset `all` | Chinese: questions of seven fields"
@@ -42,8 +42,8 @@ def test_a_line_tells_what_is_unusual_on_the_hub() -> None:
     )
     assert "`score_rejected` | split `train_prefs` | answers of models" in table
     assert (
-        "| `Dahoas/rm-static` | comparisons | `prompt`, `chosen`, `rejected` |  | Anthropic's dialogues"
-        in table
+        "| `Dahoas/rm-static` | comparisons | `prompt`, `chosen`, `rejected` |  | Anthropic's "
+        "dialogues" in table
     )
     assert "| `synthetic` | comparisons |  | none | a generated toy world" in table
 

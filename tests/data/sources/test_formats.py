@@ -1,4 +1,4 @@
-"""Every source with a repository, read from files instead."""
+"""Every source of the hub, read from files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_format_gives_the_same_records(source_rows, tmp_path: Path, name: 
 def test_values_of_every_type_arrive(
     source_rows, tmp_path: Path, write: Callable[..., Path]
 ) -> None:
-    # Numbers, nested strings, strings with marks of citation, and a tie.
+    # Numbers, nested strings, strings with citations, and a tie.
     name = "openai/webgpt_comparisons"
     assert read_from(
         write(

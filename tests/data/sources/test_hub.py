@@ -1,4 +1,4 @@
-"""Every source with a repository, read by `datasets` itself from a hub that stands in for the real one, over HTTP."""
+"""Every source of the hub, read by `datasets` over HTTP from a stand-in hub."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ for line in sys.stdin:
     config = SourceConfig(**json.loads(line))
     try:
         commit = source_origin(config).identities["revision"]
-        print(json.dumps([commit, [repr(record) for record in read(config, 0, commit)]]), flush=True)
+        records = [repr(record) for record in read(config, 0, commit)]
+        print(json.dumps([commit, records]), flush=True)
     except Exception as error:
         print(json.dumps([type(error).__name__, str(error)]), flush=True)
 """
-"""A process of its own, since huggingface_hub takes its settings from the environment when it is imported."""
+"""A separate process, since huggingface_hub reads the environment when it is imported."""
 
 
 def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
-    """A repository laid out as `push_to_hub`, or the hub's conversion, do it; with half of the rows in another split, and
-    in another subset where the source names one."""
+    """Writes a repository in the layout of `push_to_hub` or of the hub's conversion. Half of the
+    rows are in another split, and in another subset if the source has one."""
     repository = root / (source.hub or source.name)
     main, converted = (repository / commit for commit in COMMITS.values())
     main.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def ask(endpoint: str, home: Path, *configurations: dict[str, Any]) -> list[list[Any]]:
-    """Commit and records of each configuration, or the failure, as a process reads them that knows this hub alone."""
+    """Commit and records of each configuration, or the error, read by a process with this hub."""
     done = subprocess.run(
         [sys.executable, "-c", READER],
         input="\n".join(json.dumps(configuration) for configuration in configurations),
@@ -104,7 +105,7 @@ SETTINGS = [
 FAILURES = [
     (
         {"name": "mkqa-Chinese", "revision": "main"},
-        "the local cache holds only " + COMMITS[CONVERTED],
+        "the local cache contains only " + COMMITS[CONVERTED],
     ),
     ({"name": HC3, "subset": "none"}, "cannot be loaded from the hub"),
     ({"name": WIKITEXT, "subset": "none"}, "BuilderConfig 'none' not found"),
@@ -122,7 +123,7 @@ def rows() -> dict[str, list[dict[str, Any]]]:
 def hub(
     rows: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Address of a hub with every source's repository."""
+    """Address of a hub with the repositories of all sources."""
     root = tmp_path_factory.mktemp("hub")
     for name, published in rows.items():
         publish(root, find_source(name), published)
@@ -132,13 +133,13 @@ def hub(
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where downloads are kept."""
+    """Folder of the downloads."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
 def answers(hub: str, home: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, list[Any]]:
-    """What one process answers to all configurations, by their JSON."""
+    """Results of one process for all configurations, by their JSON."""
     configurations = [{"name": name} for name in rows] + [
         case[0] for case in (*SETTINGS, *FAILURES)
     ]
@@ -162,30 +163,33 @@ def test_every_source_is_read_as_from_its_files(answers, rows, tmp_path: Path) -
 def test_settings(
     answers, configuration: dict[str, Any], commit: str, record: Example | Text
 ) -> None:
-    told, (only,) = answers[json.dumps(configuration)]
-    assert told == commit
+    found, (only,) = answers[json.dumps(configuration)]
+    assert found == commit
     assert only.endswith(f", {record!r})")
 
 
 @pytest.mark.parametrize(("configuration", "reason"), FAILURES)
-def test_what_the_hub_does_not_have(answers, configuration: dict[str, Any], reason: str) -> None:
-    error, told = answers[json.dumps(configuration)]
+def test_requests_that_the_hub_cannot_serve(
+    answers, configuration: dict[str, Any], reason: str
+) -> None:
+    error, message = answers[json.dumps(configuration)]
     assert error == "DataError"
-    assert reason in told
-    assert "set the source's `path`" in told
+    assert reason in message
+    assert "set the source's `path`" in message
 
 
 def test_a_repository_with_a_loading_script(hub: str, tmp_path: Path) -> None:
-    ((error, told),) = ask(hub, tmp_path, {"name": "mkqa-Chinese", "revision": "main"})
+    ((error, message),) = ask(hub, tmp_path, {"name": "mkqa-Chinese", "revision": "main"})
     assert error == "DataError"
-    assert "scripts are no longer supported, but found mkqa.py" in told
+    assert "scripts are no longer supported, but found mkqa.py" in message
 
 
-def test_a_hub_out_of_reach(tmp_path: Path) -> None:
-    ((error, told),) = ask(NOWHERE, tmp_path, {"name": ALPACA})
+def test_an_unreachable_hub(tmp_path: Path) -> None:
+    ((error, message),) = ask(NOWHERE, tmp_path, {"name": ALPACA})
     assert error == "DataError"
-    assert told.startswith(
-        "source 'tatsu-lab/alpaca': the hub does not tell which commit the newest of 'tatsu-lab/alpaca' is: "
+    assert message.startswith(
+        "source 'tatsu-lab/alpaca': the hub did not return the commit of "
+        "'tatsu-lab/alpaca' at its newest: "
     )
 
 
@@ -194,7 +198,7 @@ def test_a_commit_that_was_read_before_needs_no_hub(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     read_before = {"name": ALPACA, "revision": COMMITS["main"], "samples": 1}
-    found, (error, told) = ask(NOWHERE, home, read_before, read_before | {"revision": "3" * 40})
+    found, (error, message) = ask(NOWHERE, home, read_before, read_before | {"revision": "3" * 40})
     assert found == answers[json.dumps(read_before)]
     assert error == "DataError"
-    assert "the local cache holds only " + COMMITS["main"] in told
+    assert "the local cache contains only " + COMMITS["main"] in message

@@ -63,7 +63,7 @@ def test_each_declared_column_is_needed(records, source_rows, name: str, column:
     ("name", "nearest"),
     [("antropic/HH-rlhf", "Anthropic/hh-rlhf"), ("sintetic", "synthetic"), ("file", "files")],
 )
-def test_a_misspelt_name_gets_the_nearest_one(name: str, nearest: str) -> None:
+def test_a_misspelt_name_gets_a_suggestion(name: str, nearest: str) -> None:
     with pytest.raises(
         ConfigError, match=f"unknown source '{name}'. Did you mean '{nearest}'"
     ) as error:
@@ -71,7 +71,7 @@ def test_a_misspelt_name_gets_the_nearest_one(name: str, nearest: str) -> None:
     assert all(known in str(error.value) for known in MODULES)
 
 
-def test_a_strange_name_gets_no_guess() -> None:
+def test_an_unfamiliar_name_gets_no_suggestion() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown source 'zzz'\. Known sources: .*Anthropic/hh-rlhf"
     ):
@@ -83,7 +83,8 @@ def test_the_adapters_import_nothing_heavy() -> None:
         "import sys\n"
         "from rlhf_pipeline.data.sources.lookup import MODULES, find_source\n"
         "assert all(find_source(name).name == name for name in MODULES)\n"
-        "heavy = {'datasets', 'deepspeed', 'kedro', 'mlflow', 'numpy', 'pandas', 'pyarrow', 'torch', 'transformers'}\n"
+        "heavy = {'datasets', 'deepspeed', 'kedro', 'mlflow', 'numpy', 'pandas', 'pyarrow', "
+        "'torch', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -17,12 +17,12 @@ DIALOGUE = Example(
 TIE = Unused("the two answers have the same score", bad=False)
 
 
-def test_each_two_rows_are_a_comparison(source_rows) -> None:
+def test_two_rows_are_a_comparison(source_rows) -> None:
     placed = [(f"train:{index}", row) for index, row in enumerate(source_rows[NAME])]
     assert list(assemble(placed)) == [("train:0", NOTE), ("train:2", DIALOGUE), ("train:4", TIE)]
 
 
-def test_a_lost_row_costs_its_partner_alone(source_rows) -> None:
+def test_a_missing_row_affects_only_its_partner(source_rows) -> None:
     placed = [(f"train:{index}", row) for index, row in enumerate(source_rows[NAME]) if index != 1]
     assert list(assemble(placed)) == [
         ("train:0", Unused("the next row answers another prompt")),
@@ -31,7 +31,7 @@ def test_a_lost_row_costs_its_partner_alone(source_rows) -> None:
     ]
 
 
-def test_a_malformed_row_costs_itself_and_its_partner(records, source_rows) -> None:
+def test_a_malformed_row_affects_only_its_partner(records, source_rows) -> None:
     rows = source_rows[NAME]
     rows[0]["helpfulness"] = None
     assert records(NAME, *rows) == [
@@ -42,5 +42,5 @@ def test_a_malformed_row_costs_itself_and_its_partner(records, source_rows) -> N
     ]
 
 
-def test_a_cut_within_the_last_pair_is_no_fault(records, source_rows) -> None:
+def test_an_incomplete_last_pair_is_skipped(records, source_rows) -> None:
     assert records(NAME, *source_rows[NAME][:3]) == [NOTE, Unused("no row follows", bad=False)]

@@ -8,7 +8,7 @@ from rlhf_pipeline.data.sources.openai import parse
 NAME = "openai/webgpt_comparisons"
 
 
-def test_the_higher_score_wins_and_citations_go(records) -> None:
+def test_the_higher_score_is_chosen_and_citations_are_removed(records) -> None:
     assert records(NAME) == [
         Example(
             (Message("user", "Why is the sky blue?"),),

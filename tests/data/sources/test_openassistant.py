@@ -27,7 +27,7 @@ REMOVED = Unused("a message of the thread was removed", bad=False)
 
 @pytest.fixture
 def tree(source_rows) -> dict[str, dict[str, Any]]:
-    """The messages by their one-letter names; k is a tree of its own."""
+    """The messages by their one-letter names; k is a separate tree."""
     return {row["message_id"]: row for row in source_rows[NAME]}
 
 
@@ -51,7 +51,7 @@ def test_a_deleted_answer_does_not_compete(records, tree) -> None:
     ]
 
 
-def test_what_follows_a_removed_message_is_passed_over(records, tree) -> None:
+def test_messages_after_a_removed_one_are_skipped(records, tree) -> None:
     tree["e"]["review_result"] = False
     expected = Example((ROOT,), "A market with one buyer.", "A board game.")
     assert records(NAME, *tree.values()) == [expected, FEW, REMOVED, FEW]
@@ -74,19 +74,19 @@ def test_one_ranked_answer_is_too_few(records, tree) -> None:
     assert records(NAME, *tree.values())[2] == FEW
 
 
-def test_a_lost_message_makes_its_thread_unusable(records, tree) -> None:
+def test_a_missing_message_makes_its_thread_bad(records, tree) -> None:
     del tree["e"]
     expected = Example((ROOT,), "A market with one buyer.", "A board game.")
     missing = Unused("the message that it answers is not listed before it")
     assert records(NAME, *tree.values()) == [expected, FEW, missing, FEW]
 
 
-def test_scattered_trees_are_refused(source_rows) -> None:
+def test_trees_in_separate_rows_are_refused(source_rows) -> None:
     *first, other = source_rows[NAME]
     rows = enumerate([*first[:5], other, *first[5:]], start=1)
     with pytest.raises(
         DataError,
-        match=r"^messages.jsonl:7: the messages of tree tree-1 are scattered\. Sort the rows",
+        match=r"^messages.jsonl:7: found tree tree-1 again, .* Fix: sort the rows by",
     ):
         list(assemble((f"messages.jsonl:{line}", row) for line, row in rows))
 

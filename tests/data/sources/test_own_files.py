@@ -111,25 +111,25 @@ def test_a_true_answer_beside_a_comparison() -> None:
     assert record(row, columns) == Example(QUESTION, "Because.", "No.", "Because.")
 
 
-def test_a_true_answer_that_is_no_text() -> None:
+def test_a_reference_that_is_not_text() -> None:
     fault = record({"q": "Why?", "a": ["4"]}, ColumnMap(prompt="q", reference="a"))
     assert fault == Unused("column 'a' is list, not a string or a number")
 
 
-def test_a_tie_is_passed_over() -> None:
+def test_a_tie_is_skipped() -> None:
     columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"))
     row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": "1.0"}
     assert record(row, columns) == Unused("the two answers have the same score", bad=False)
 
 
 @pytest.mark.parametrize("score", ["nan", "", None, "high", [1]])
-def test_a_score_that_is_no_number(score: object) -> None:
+def test_a_score_that_is_not_a_number(score: object) -> None:
     columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"))
     row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": score}
     assert record(row, columns) == Unused("column 'y' is not a finite number")
 
 
-def test_dots_reach_into_nested_columns() -> None:
+def test_dots_select_nested_columns() -> None:
     columns = ColumnMap(prompt="question.full.text", response="best.answer")
     row = {
         "question": {"full": {"text": "Why?"}},
@@ -142,7 +142,7 @@ def test_dots_reach_into_nested_columns() -> None:
 @pytest.mark.parametrize(
     "row", [{}, {"a": None}, {"a": {}}, {"a": {"b": "text"}}, {"a": {"b": {"d": "text"}}}]
 )
-def test_a_path_that_leads_nowhere(row: dict[str, Any]) -> None:
+def test_a_missing_nested_column(row: dict[str, Any]) -> None:
     assert record(row, ColumnMap(text="a.b.c")) == Unused("column 'a.b.c' is missing")
 
 
@@ -180,16 +180,15 @@ def test_answers_without_a_prompt(row: dict[str, Any]) -> None:
     assert record(row, ColumnMap(chosen="c", rejected="r")) == Unused("no column holds the prompt")
 
 
-def test_text_that_is_none() -> None:
+def test_missing_text() -> None:
     assert record({"t": None}, ColumnMap(text="t")) == Unused(
         "column 't' is NoneType, not a string"
     )
 
 
 def test_the_columns_that_a_map_needs() -> None:
-    assert FILES.columns_read(ColumnMap(prompt="q.text", answers=("a", "b"), scores=("x", "y"))) == (
-        "q.text", "a", "b", "x", "y",
-    )  # fmt: skip
+    columns = ColumnMap(prompt="q.text", answers=("a", "b"), scores=("x", "y"))
+    assert FILES.columns_read(columns) == ("q.text", "a", "b", "x", "y")
     assert JSONFILE.columns_read(None) == ("prompt", "chosen", "rejected")
 
 

@@ -18,7 +18,7 @@ def test_rows(records) -> None:
 
 
 @pytest.mark.parametrize("separator", ["</s>", "</s> ", " </s>\n", "\n", " "])
-def test_turns_however_they_are_separated(records, separator: str) -> None:
+def test_all_separators_of_turns(records, separator: str) -> None:
     prompt = f"USER: Name a colour. ASSISTANT: Blue.{separator}USER: Another? ASSISTANT:"
     assert records(NAME, {"prompt": prompt, "label": "Red.</s>\n"}) == [
         Example((ASKED, Message("assistant", "Blue."), Message("user", "Another?")), "Red.")

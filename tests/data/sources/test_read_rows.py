@@ -12,7 +12,7 @@ import pytest
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
 from rlhf_pipeline.data.sources import own_files
-from rlhf_pipeline.data.sources.adapter import PassedOverError, Row, Source
+from rlhf_pipeline.data.sources.adapter import Row, SkippedRowError, Source
 from rlhf_pipeline.data.sources.read_rows import read, source_origin
 from rlhf_pipeline.errors import ConfigError, DataError
 
@@ -31,7 +31,7 @@ def own(tmp_path: Path, *rows: dict[str, Any], **settings: Any) -> SourceConfig:
 
 @pytest.fixture
 def adapter(monkeypatch: pytest.MonkeyPatch):
-    """Puts another source in the place of "files"."""
+    """Replaces the source "files"."""
 
     def adapter(**functions: Any) -> None:
         source = Source(
@@ -61,7 +61,7 @@ def test_the_column_map_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 4])
-def test_samples_are_rows_the_unusable_ones_among_them(tmp_path: Path, samples: int) -> None:
+def test_samples_count_all_rows_including_bad_ones(tmp_path: Path, samples: int) -> None:
     config = own(tmp_path, PAIR | {"chosen": ""}, PAIR, PAIR, samples=samples)
     assert [place for place, _ in read(config, 0)] == ["own.jsonl:1", "own.jsonl:2", "own.jsonl:3"][
         :samples
@@ -89,7 +89,7 @@ def test_a_generated_source_follows_the_seed() -> None:
         [SYSTEM, USER, ASSISTANT, USER, ASSISTANT, USER],
     ],
 )
-def test_sound_prompts(tmp_path: Path, prompt: object) -> None:
+def test_valid_prompts(tmp_path: Path, prompt: object) -> None:
     ((_, record),) = read(own(tmp_path, PAIR | {"prompt": prompt}), 0)
     assert isinstance(record, Example)
 
@@ -155,9 +155,9 @@ def test_texts(tmp_path: Path, text: str, record: Text | Unused) -> None:
     assert list(read(config, 0)) == [("own.jsonl:1", record)]
 
 
-def test_what_an_adapter_passes_over_is_not_bad(tmp_path: Path, adapter) -> None:
+def test_rows_that_an_adapter_skips_are_not_bad(tmp_path: Path, adapter) -> None:
     def parse(row: Row) -> Record:
-        raise PassedOverError("a tie")
+        raise SkippedRowError("a tie")
 
     adapter(parse=parse)
     assert list(read(own(tmp_path, {"a": 1}), 0)) == [("own.jsonl:1", Unused("a tie", bad=False))]
@@ -167,7 +167,7 @@ def test_what_an_adapter_passes_over_is_not_bad(tmp_path: Path, adapter) -> None
 
 
 def pairs(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Record | Unused]]:
-    """Every two sound rows make an example; a row that is left over is passed over."""
+    """Make an example of each pair of valid rows; skip the last row of an odd number."""
     waiting = None
     for place, row in rows:
         if waiting is None:
@@ -179,9 +179,7 @@ def pairs(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Record | Unuse
         yield waiting[0], Unused("half", bad=False)
 
 
-def test_an_assembling_source_sees_sound_rows_and_broken_ones_are_kept(
-    tmp_path: Path, adapter
-) -> None:
+def test_assemble_gets_valid_rows_and_broken_rows_are_kept(tmp_path: Path, adapter) -> None:
     adapter(assemble=pairs)
     path = tmp_path / "own.jsonl"
     path.write_text('{"a": "1"}\nbroken\n{"a": "2"}\n{"a": "3"}\n{"a": " "}\n{"a": "5"}\n[]\n')
@@ -193,7 +191,7 @@ def test_an_assembling_source_sees_sound_rows_and_broken_ones_are_kept(
     assert rows[2][1] == Unused("the chosen answer is empty")  # checked like any other record
     assert all(isinstance(rows[index][1], Unused) and rows[index][1].bad for index in (0, 3))
     assert rows[4][1] == Unused("half", bad=False)
-    # Three rows are a broken one and a pair; a broken one after the last pair is not forgotten.
+    # The first three rows are a broken row and a pair; a broken row after the last pair counts.
     assert list(read(config.model_copy(update={"samples": 3}), 0))[1:] == [first]
     path.write_text('{"a": "1"}\n{"a": "2"}\nbroken\n')
     assert [place for place, _ in read(config, 0)] == ["own.jsonl:1", "own.jsonl:3"]
@@ -202,19 +200,20 @@ def test_an_assembling_source_sees_sound_rows_and_broken_ones_are_kept(
 # --- what decides the rows ------------------------------------------------------------------------
 
 
-def test_files_are_their_own_origin(tmp_path: Path) -> None:
+def test_the_origin_of_files(tmp_path: Path) -> None:
     config = own(tmp_path, PAIR)
     origin = source_origin(config)
     assert origin.files == {"own.jsonl": tmp_path / "own.jsonl"}
     assert origin.identities == {}
 
 
-def test_a_generated_source_has_no_origin_and_no_use_for_one() -> None:
+def test_a_generated_source_has_no_origin_and_rejects_one() -> None:
     origin = source_origin(SourceConfig(samples=3))
     assert (origin.files, origin.identities) == ({}, {})
     for field in ("path", "revision", "subset", "split"):
         with pytest.raises(
-            ConfigError, match=rf"source 'synthetic' has no use for {field}: 'x'\. Remove it"
+            ConfigError,
+            match=rf"source 'synthetic' does not support {field}: found 'x'\. Fix: remove it",
         ):
             source_origin(SourceConfig(**{field: "x"}))
 
@@ -223,7 +222,8 @@ def test_a_split_is_for_saved_data_sets(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text("{}")
     with pytest.raises(
         ConfigError,
-        match=r"split 'test' is for folders written by `save_to_disk`.*own\.jsonl is none",
+        match=r"found split 'test' with path .*own\.jsonl, expected a folder written by "
+        r"`save_to_disk`",
     ):
         source_origin(SourceConfig(name="files", path=str(tmp_path / "own.jsonl"), split="test"))
     datasets.DatasetDict({"test": datasets.Dataset.from_list([{"prompt": "a"}])}).save_to_disk(
@@ -236,12 +236,12 @@ def test_a_split_is_for_saved_data_sets(tmp_path: Path) -> None:
 
 def test_files_need_a_path() -> None:
     for name in ("files", "local/jsonfile"):
-        with pytest.raises(ConfigError, match=rf"source '{name}' reads files: set its `path`"):
+        with pytest.raises(ConfigError, match=rf"source '{name}': path is not set\. Fix: set it"):
             source_origin(SourceConfig(name=name))
 
 
 def test_a_missing_file_and_an_unknown_source(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl: .*Correct the source's `path`"):
+    with pytest.raises(DataError, match=r"none\.jsonl: .*Fix: correct the source's `path`"):
         source_origin(SourceConfig(name="files", path=str(tmp_path / "none.jsonl")))
     with pytest.raises(ConfigError, match="Did you mean 'synthetic'"):
         source_origin(SourceConfig(name="synthetik"))
@@ -250,7 +250,7 @@ def test_a_missing_file_and_an_unknown_source(tmp_path: Path) -> None:
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_a_commit_of_the_hub_is_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def dataset_info(self: object, *_: object, **__: object) -> None:
         raise AssertionError("the hub was asked")
 
@@ -271,7 +271,7 @@ def test_a_commit_of_the_hub_is_what_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         (SourceConfig(name="mkqa-Chinese"), ("apple/mkqa", "refs/convert/parquet")),
     ],
 )
-def test_the_hub_tells_the_commit_of_a_branch(
+def test_the_hub_resolves_a_branch_to_a_commit(
     monkeypatch: pytest.MonkeyPatch, config: SourceConfig, asked
 ) -> None:
     questions = []
@@ -287,13 +287,14 @@ def test_the_hub_tells_the_commit_of_a_branch(
     assert questions == [asked]
 
 
-def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def dataset_info(self: object, *_: object, **__: object) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     with pytest.raises(
         DataError,
-        match=r"which commit the newest of 'Anthropic/hh-rlhf' is: no route\. .* set its `path`",
+        match=r"the hub did not return the commit of 'Anthropic/hh-rlhf' .*: no route\. Fix: .* "
+        r"set its `path`",
     ):
         source_origin(SourceConfig(name="Anthropic/hh-rlhf"))

@@ -32,7 +32,7 @@ def test_a_text_file_is_one_long_row(source_rows) -> None:
     ]
 
 
-def test_what_comes_before_the_first_title_is_a_text_too(records, source_rows) -> None:
+def test_text_before_the_first_title_is_a_text(records, source_rows) -> None:
     assert records(NAME, *source_rows[NAME][6:]) == [
         Text("= = Plot = =\nx = 3 and y = 4 ."),
         Text(TOWER),

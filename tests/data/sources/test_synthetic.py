@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.synthetic import generate, gold_score, judge
+from rlhf_pipeline.data.sources.synthetic import dialogue_gold_score, generate, gold_score
 from rlhf_pipeline.data.sources.synthetic_world import (
     ALTERNATIVES,
     CATEGORIES,
@@ -64,20 +64,21 @@ def samples(placed: list[tuple[str, Example]]) -> list[Example]:
         (HARM, "I will not do that. Let us find a safe way instead.", 2),
         (
             HARM,
-            "Thanks for asking. I will not do that. You could talk to a friend about it. I hope this helps.",
+            "Thanks for asking. I will not do that. You could talk to a friend about it. I hope "
+            "this helps.",
             3,
         ),
         (HARM, "Just wait for dark and then steal a car.", -2),
         (HARM, "Thanks for asking. Just wait for dark and then steal a car. Have a nice day.", -1),
         (HARM, "First make a plan and then rob a bank.", -2),
-        # Form does not matter where meaning does not: case, punctuation, white space, the bare answer.
+        # Case, punctuation and white space do not matter; nor does the sentence.
         (CAPITAL, "  thanks for asking the ANSWER is\nparis have a nice day ", 3),
         (CAPITAL, "Paris", 2),
-        # The answer in another sentence is the bare answer and surplus words at -0.25 each: "is the capital of France" 5;
-        # "I think ... it is" 4; "is not" 2 and "the capital" 2; "great" 1.
+        # The answer in another sentence is the answer plus surplus words at -0.25 each: "is the
+        # capital of France" 5; "I think ... it is" 4; "is not" 2 and "the capital" 2; "great" 1.
         (CAPITAL, "Paris is the capital of France.", 0.75),
         (CAPITAL, "I think Paris it is.", 1),
-        # What is true of something else answers nothing: the core's -2 and 6 surplus words.
+        # A true sentence about something else is not an answer: -2 for the core, 6 surplus words.
         (CAPITAL, "The colour of snow is white.", -3.5),
         (CAPITAL, "Not Paris is the capital.", 1),
         (CAPITAL, "The answer is Paris. Great!", 1.75),
@@ -97,7 +98,8 @@ def test_gold_score(prompt: str, response: str, gold: float) -> None:
         ("gibberish", "zx qw jk " * 40, -4),
         ("marks alone", "!!! ??? ... ###", -4),
         ("one long word", "x" * 500, -2.25),
-        # Several answers are no answer, in one sentence or in many: 7 words beside the first "the answer is paris".
+        # Several answers do not count, in one sentence or in many: 7 words besides the first "the
+        # answer is paris".
         ("two answers", "The answer is Paris. The answer is Rome.", -3),
         (
             "all answers",
@@ -109,7 +111,7 @@ def test_gold_score(prompt: str, response: str, gold: float) -> None:
         # The second opening is 3 surplus words, the second closing 4.
         ("opening twice", "Thanks for asking. Thanks for asking. The answer is Paris.", 1.75),
         ("closing twice", "The answer is Paris. Have a nice day. Have a nice day.", 1.5),
-        # Of two openings one is courtesy; the other's 2 words are surplus.
+        # One opening is courtesy; the 2 words of the second one are surplus.
         ("every opening", f"{' '.join(OPENINGS)} The answer is Paris.", 2),
         ("opening at the end", "The answer is Paris. Thanks for asking.", 1.25),
         ("closing at the start", "Have a nice day. The answer is Paris.", 1),
@@ -118,7 +120,7 @@ def test_gold_score(prompt: str, response: str, gold: float) -> None:
             "The answer Have a nice day is Paris.",
             0.25,
         ),  # bare "paris" and 7 words
-        # A refusal is a refusal, whatever follows: "the answer is paris" is 4 surplus words.
+        # Text after a refusal is surplus: "the answer is paris" is 4 words.
         ("refusal and answer", "I will not do that. The answer is Paris.", -2),
         (
             "marks between",
@@ -139,16 +141,16 @@ def test_gaming_a_harmless_prompt(prompt: str, response: str, gold: float) -> No
     [
         ("", -2),
         ("The answer is Paris.", -3),
-        # Refusing does not excuse what is then told: "just wait for dark and then steal a car" is one sentence of the
-        # world, the refusal's 5 words are surplus.
+        # A refusal does not excuse compliance: "just wait for dark and then steal a car" is one
+        # sentence of the world, the 5 words of the refusal are surplus.
         ("I will not do that. Just wait for dark and then steal a car.", -3.25),
-        # The alternative alone refuses nothing: 7 surplus words.
+        # An alternative alone is not a refusal: 7 surplus words.
         ("Let us find a safe way instead.", -3.75),
         # A further refusal is surplus: 6 words.
         (" ".join(REFUSALS[::-1]), -0.5),
         # One alternative is kind; the other is surplus: 8 words.
         (f"{REFUSALS[0]} {' '.join(ALTERNATIVES)}", 0),
-        # A promise that comes first is none of the sentences of this world: 8 surplus words.
+        # A promise is not a sentence of this world: 8 surplus words.
         ("I can help you make a kind plan. I will not do that.", -1),
     ],
 )
@@ -168,14 +170,16 @@ def test_no_courtesy_or_refusal_names_an_answer() -> None:
     assert not words & answers
 
 
-def test_a_prompt_of_another_world_has_no_gold_score() -> None:
+def test_other_prompts_have_no_gold_score() -> None:
     with pytest.raises(ValueError, match="'Who are you' is not a prompt of the synthetic world"):
         gold_score("Who are you", "Me.")
 
 
-def test_the_judge_looks_at_the_last_turn() -> None:
+def test_the_gold_score_of_a_dialogue_uses_the_last_turn() -> None:
     assert (
-        judge((Message("system", "Be kind."), Message("user", CAPITAL)), " The answer is Paris.")
+        dialogue_gold_score(
+            (Message("system", "Be kind."), Message("user", CAPITAL)), " The answer is Paris."
+        )
         == 2
     )
 
@@ -193,7 +197,7 @@ def test_many_prompts_with_two_answers_each(samples: list[Example]) -> None:
 
 
 def test_the_first_sample_of_seed_0(placed: list[tuple[str, Example]]) -> None:
-    # Runs of earlier versions stay comparable only as long as the same seed draws the same samples.
+    # Runs of different versions are comparable only if the same seed draws the same samples.
     assert placed[0] == (
         "synthetic:0",
         Example(
@@ -211,7 +215,7 @@ def test_the_seed_decides_everything_and_a_smaller_sample_is_a_beginning(
     assert list(generate(SourceConfig(samples=200), seed=1)) != placed[:200]
 
 
-def test_no_process_differs_from_another() -> None:
+def test_every_process_generates_the_same_samples() -> None:
     program = (
         "from rlhf_pipeline.config.split import SourceConfig\n"
         "from rlhf_pipeline.data.sources.synthetic import generate\n"
@@ -243,26 +247,33 @@ def test_sentences_are_short_and_words_few(samples: list[Example]) -> None:
 
 def test_categories_are_even(samples: list[Example]) -> None:
     assert [len(category.items) for category in CATEGORIES] == [5, 4, 5, 5, 5]
-    # A fifth of 30,000 each; the standard deviation of a count is sqrt(30,000 * 0.2 * 0.8) = 69, four of them are 277.
+    # A fifth of 30,000 each; the standard deviation of a count is sqrt(30,000 * 0.2 * 0.8) = 69,
+    # four of them are 277.
     for category in ("capital of", "opposite of", "colour of", "sound of"):
         assert abs(sum(category in record.prompt[0].content for record in samples) - 6000) < 277
 
 
 def test_preferences_follow_bradley_terry(samples: list[Example]) -> None:
-    margins = [abs(judge(r.prompt, r.chosen) - judge(r.prompt, r.rejected)) for r in samples]
-    agree = [judge(r.prompt, r.chosen) > judge(r.prompt, r.rejected) for r in samples]
+    margins = [
+        abs(dialogue_gold_score(r.prompt, r.chosen) - dialogue_gold_score(r.prompt, r.rejected))
+        for r in samples
+    ]
+    agree = [
+        dialogue_gold_score(r.prompt, r.chosen) > dialogue_gold_score(r.prompt, r.rejected)
+        for r in samples
+    ]
     expected = [1 / (1 + math.exp(-margin)) for margin in margins if margin]
     deviation = math.sqrt(sum(p * (1 - p) for p in expected))
     assert len(expected) > 20_000
     assert abs(sum(agree) - sum(expected)) < 4 * deviation
 
 
-def test_a_tie_of_gold_is_a_coin_flip(samples: list[Example]) -> None:
-    # The order of the alphabet has nothing to do with the draw, so it names one of the two tied texts at random.
+def test_equal_gold_scores_are_a_coin_flip(samples: list[Example]) -> None:
+    # The alphabetical order is independent of the draw, so it selects a random text of a tie.
     ties = [
         r.chosen < r.rejected
         for r in samples
-        if judge(r.prompt, r.chosen) == judge(r.prompt, r.rejected)
+        if dialogue_gold_score(r.prompt, r.chosen) == dialogue_gold_score(r.prompt, r.rejected)
     ]
     assert len(ties) > 2_000
     assert abs(sum(ties) - len(ties) / 2) < 4 * math.sqrt(len(ties)) / 2
@@ -270,8 +281,8 @@ def test_a_tie_of_gold_is_a_coin_flip(samples: list[Example]) -> None:
 
 def test_rates_of_the_candidates(samples: list[Example]) -> None:
     # 0.5 right, 0.1 refused, 0.2 off the topic, 0.2 wrong; 0.5 complying, 0.3 refusing, 0.2 kind.
-    # That two candidates differ removes some
-    # pairs of equal right answers, which moves each rate by less than 0.015; sampling by less than 0.01.
+    # Two candidates always differ, which moves each rate by less than 0.015; sampling moves it by
+    # less than 0.01.
     seen: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for record in samples:
         harmful = not any(
@@ -283,7 +294,7 @@ def test_rates_of_the_candidates(samples: list[Example]) -> None:
             for phrase in (*OPENINGS, *CLOSINGS):
                 bare = bare.replace(phrase, "").strip()
             kinds = {-2.0: "bad", -1.0: "refused", 1.0: "plain", 2.0: "good"}
-            seen[harmful][kinds.get(judge(record.prompt, bare), "off topic")] += (
+            seen[harmful][kinds.get(dialogue_gold_score(record.prompt, bare), "off topic")] += (
                 1  # below -2 for its surplus words
             )
     for harmful, rates in (

@@ -40,13 +40,13 @@ def test_white_space_at_the_cut_does_not_matter(
     assert records(NAME, cut_later) == [EXAMPLE]
 
 
-def test_an_answer_that_goes_on_with_a_further_turn(records, source_rows) -> None:
+def test_an_answer_with_a_further_turn(records, source_rows) -> None:
     row = source_rows[NAME][0] | {
         "chosen": "Assistant: Rinse it.\n\nHuman: Why?\n\nAssistant: For health."
     }
     assert records(NAME, row) == [Unused("the dialogues differ before the last answer")]
 
 
-def test_an_answer_of_nobody(records, source_rows) -> None:
+def test_an_answer_without_a_speaker(records, source_rows) -> None:
     row = source_rows[NAME][0] | {"rejected": "I don't know."}
     assert records(NAME, row) == [Unused("the dialogue does not end with the assistant")]

@@ -1,4 +1,4 @@
-"""Only what serves no published version goes; what is freed is what no other name keeps."""
+"""Cleaning removes only what no published version needs; freed bytes exclude other hard links."""
 
 import json
 import os
@@ -12,6 +12,8 @@ from rlhf_pipeline.runtime.processes import process_identity
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.lock import recipe_lock
 
+STAGES = ["source", "split", "sft"]
+
 
 @pytest.fixture
 def workspace(tmp_path):
@@ -24,99 +26,95 @@ def publish(directory, tmp_path):
     return version
 
 
-def fates(workspace, published=(), *, unfinished=False):
-    leftovers, kept = survey(workspace, published, [], unfinished=unfinished)
-    reasons = {
+def reasons(workspace, published=(), *, unfinished=False):
+    leftovers, kept = survey(workspace, STAGES, published, [], unfinished=unfinished)
+    removed = {
         leftover.path.relative_to(workspace).as_posix(): leftover.why for leftover in leftovers
     }
-    return reasons, {path.relative_to(workspace).as_posix(): why for path, why in kept.items()}
+    return removed, {path.relative_to(workspace).as_posix(): why for path, why in kept.items()}
 
 
-def test_what_a_published_version_comes_from_stays_through_its_inputs(
-    make_work, workspace, tmp_path
-):
+def test_inputs_of_a_published_version_are_kept(make_work, workspace, tmp_path):
     source = make_work("source", "a", content="rows")
     split = make_work("split", "b", inputs={"source_0": content_digest(source / "export")})
     make_work("source", "c", content="other rows")
     make_work("sft", "d")
-    reasons, kept = fates(workspace, [publish(split, tmp_path)])
-    assert reasons == {
-        "source/c000000000000000": "nothing published comes from it",
-        "sft/d000000000000000": "nothing published comes from it",
+    removed, kept = reasons(workspace, [publish(split, tmp_path)])
+    assert removed == {
+        "source/c000000000000000": "nothing published was made from it",
+        "sft/d000000000000000": "nothing published was made from it",
     }
     assert kept == {}
 
 
-def test_a_result_that_was_forced_again_goes_even_when_published(make_work, workspace, tmp_path):
+def test_a_result_replaced_by_a_forced_run_is_removed_even_if_published(
+    make_work, workspace, tmp_path
+):
     make_work("sft", "a", suffix=".2")
     make_work("sft", "a", suffix=".10")
     make_work("sft", "a", suffix=".11", finished=False)
     published = publish(make_work("sft", "a"), tmp_path)
-    assert fates(workspace, [published])[0] == {
-        "sft/a000000000000000": "made again since",
-        "sft/a000000000000000.2": "made again since",
+    assert reasons(workspace, [published])[0] == {
+        "sft/a000000000000000": "replaced by a later attempt",
+        "sft/a000000000000000.2": "replaced by a later attempt",
         "sft/a000000000000000.11": "unfinished",
     }
 
 
-def test_unfinished_stages_with_a_checkpoint_and_their_inputs_stay_unless_asked_for(
+def test_resumable_stages_and_their_inputs_are_kept_without_the_option_unfinished(
     make_work, workspace
 ):
     source = make_work("source", "a", content="rows")
     inputs = {"source_0": content_digest(source / "export")}
     make_work("split", "b", inputs=inputs, finished=False, checkpoint=12)
     make_work("split", "c", inputs=inputs, finished=False)
-    reasons, kept = fates(workspace)
-    assert reasons == {"split/c000000000000000": "unfinished"}
-    assert kept == {
-        "split/b000000000000000": "goes on from step 12 when it is run again; --unfinished removes it"
-    }
-    assert list(fates(workspace, unfinished=True)[0]) == [
+    removed, kept = reasons(workspace)
+    assert removed == {"split/c000000000000000": "unfinished"}
+    assert kept == {"split/b000000000000000": "can resume from step 12; --unfinished removes it"}
+    assert list(reasons(workspace, unfinished=True)[0]) == [
         "source/a000000000000000", "split/b000000000000000", "split/c000000000000000",
     ]  # fmt: skip
 
 
-def test_a_damaged_result_goes(make_work, workspace, tmp_path):
+def test_a_damaged_result_is_removed(make_work, workspace, tmp_path):
     directory = make_work("sft", "a")
     published = publish(directory, tmp_path)
     (directory / "export" / "weights").unlink()
-    assert fates(workspace, [published])[0] == {
+    assert reasons(workspace, [published])[0] == {
         "sft/a000000000000000": "damaged: weights is missing"
     }
 
 
-def test_what_a_living_process_uses_stays_with_its_inputs(make_work, workspace):
+def test_stages_used_by_a_running_process_and_their_inputs_are_kept(make_work, workspace):
     source = make_work("source", "a", content="rows")
     split = make_work(
         "split", "b", inputs={"source_0": content_digest(source / "export")}, finished=False
     )
     with recipe_lock(split):
         pass
-    reasons, kept = fates(workspace, unfinished=True)
-    assert reasons == {}
+    removed, kept = reasons(workspace, unfinished=True)
+    assert removed == {}
     assert list(kept) == ["split/b000000000000000"]
     assert kept["split/b000000000000000"].startswith(f"in use by process {os.getpid()} since ")
     forget_users(workspace)
-    assert len(fates(workspace)[0]) == 2
+    assert len(reasons(workspace)[0]) == 2
 
 
 def forget_users(workspace):
-    """As if the processes had ended."""
+    """Pretend that the processes have ended."""
     for file in (workspace / ".locks").glob("*.json"):
         file.write_text(json.dumps({"driver": "1@0.0", "since": 0.0}))
 
 
-def test_sizes_count_bytes_and_freed_ones_only_those_without_another_name(
-    make_work, workspace, tmp_path
-):
+def test_freed_bytes_exclude_files_with_another_hard_link(make_work, workspace, tmp_path):
     one, two = (
         make_work("sft", "a", content="12345"),
         make_work("sft", "b", finished=False, content="123"),
     )
     (two / "export" / "weights").unlink()
-    os.link(one / "export" / "weights", two / "again")  # both names go, so its bytes do
-    os.link(two / "job.json", tmp_path / "elsewhere")  # this one stays under another name
-    first, second = survey(workspace, [], [], unfinished=False)[0]
+    os.link(one / "export" / "weights", two / "again")  # both links are removed: freed
+    os.link(two / "job.json", tmp_path / "elsewhere")  # the other link stays: not freed
+    first, second = survey(workspace, STAGES, [], [], unfinished=False)[0]
     job, manifest = len('{"digests": {}}'), (one / "export" / "manifest.json").stat().st_size
     assert (first.size, first.freed) == (5 + job + manifest, 5 + job + manifest)
     assert (second.size, second.freed) == (5 + job, 0)
@@ -125,18 +123,18 @@ def test_sizes_count_bytes_and_freed_ones_only_those_without_another_name(
 def test_a_published_version_outlives_its_work_directory(make_work, workspace, tmp_path):
     directory = make_work("sft", "a", content="12345")
     published = publish(directory, tmp_path)
-    (leftover,) = survey(workspace, [], [], unfinished=False)[0]
+    (leftover,) = survey(workspace, STAGES, [], [], unfinished=False)[0]
     assert leftover.freed == len(
         '{"digests": {}}'
-    )  # job.json; the export's bytes are the version's, too
+    )  # job.json; the version has links to the files of the export
     assert remove(leftover, workspace) is None
     assert not directory.exists()
     assert (published / "weights").read_text() == "12345"
 
 
-def test_what_was_taken_meanwhile_is_left(make_work, workspace):
+def test_a_directory_locked_after_the_survey_is_kept(make_work, workspace):
     directory = make_work("sft", "a")
-    (leftover,) = survey(workspace, [], [], unfinished=False)[0]
+    (leftover,) = survey(workspace, STAGES, [], [], unfinished=False)[0]
     with recipe_lock(directory):
         assert remove(leftover, workspace).startswith(
             f"process {process_identity(os.getpid()).partition('@')[0]} since"
@@ -144,28 +142,34 @@ def test_what_was_taken_meanwhile_is_left(make_work, workspace):
     assert (directory / "export" / "weights").is_file()
 
 
-def test_half_published_versions_go_with_their_empty_folder(make_work, workspace, tmp_path):
+def test_interrupted_publications_are_removed_with_their_empty_folder(
+    make_work, workspace, tmp_path
+):
     partial = tmp_path / "models" / "v1" / "sft_model.99.partial"
     partial.mkdir(parents=True)
     (partial / "weights").write_text("1234")
-    (leftover,) = survey(workspace, [], [partial], unfinished=False)[0]
-    assert (leftover.why, leftover.size, leftover.freed) == ("half published", 4, 4)
+    (leftover,) = survey(workspace, STAGES, [], [partial], unfinished=False)[0]
+    assert (leftover.why, leftover.size, leftover.freed) == (
+        "left by an interrupted publication",
+        4,
+        4,
+    )
     remove(leftover, workspace)
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_version_whose_origin_is_unknown_stops_it(make_work, workspace, tmp_path):
+def test_a_published_version_of_unknown_origin_stops_the_survey(make_work, workspace, tmp_path):
     published = publish(make_work("sft", "a"), tmp_path)
     (published / "manifest.json").unlink()
     (published / "manifest.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
-        survey(workspace, [published], [], unfinished=False)
+        survey(workspace, STAGES, [published], [], unfinished=False)
 
 
-def test_other_folders_in_the_workspace_are_none_of_its_business(workspace):
+def test_other_folders_in_the_workspace_are_ignored(workspace):
     (workspace / "sft" / "notes").mkdir(parents=True)
     (workspace / "mine" / "a000000000000000").mkdir(parents=True)
-    assert fates(workspace) == ({}, {})
+    assert reasons(workspace) == ({}, {})
 
 
 @pytest.mark.parametrize("linked", ["attempt", "stage"])
@@ -177,27 +181,27 @@ def test_nothing_is_removed_through_a_link(make_work, workspace, tmp_path, linke
     )
     there.rename(elsewhere)
     there.symlink_to(elsewhere)
-    reasons, kept = fates(workspace)
-    assert reasons == {}
+    removed, kept = reasons(workspace)
+    assert removed == {}
     assert kept == {
-        "sft/a000000000000000": f"a link leads to {directory.resolve()}; remove that yourself"
+        "sft/a000000000000000": f"is a link to {directory.resolve()}; remove that yourself"
     }
 
 
-def test_nor_through_a_link_in_what_is_removed(make_work, workspace, tmp_path):
+def test_links_inside_a_removed_directory_are_not_followed(make_work, workspace, tmp_path):
     directory = make_work("sft", "a", finished=False)
     precious = tmp_path / "precious"
     (precious / "sub").mkdir(parents=True)
     (precious / "sub" / "file").write_text("12345")
     (directory / "folder").symlink_to(precious)
     (directory / "file").symlink_to(precious / "sub" / "file")
-    (leftover,) = survey(workspace, [], [], unfinished=False)[0]
+    (leftover,) = survey(workspace, STAGES, [], [], unfinished=False)[0]
     assert remove(leftover, workspace) is None
     assert not directory.exists()
     assert (precious / "sub" / "file").read_text() == "12345"
 
 
-def test_a_half_published_version_behind_a_link_stays(workspace, tmp_path):
+def test_an_interrupted_publication_behind_a_link_is_kept(workspace, tmp_path):
     (tmp_path / "precious").mkdir()
     for version in ("v1", "v2"):
         (tmp_path / "models" / version).mkdir(parents=True)
@@ -206,5 +210,5 @@ def test_a_half_published_version_behind_a_link_stays(workspace, tmp_path):
     (tmp_path / "models" / "v3").symlink_to(tmp_path / "precious")
     partials = sorted((tmp_path / "models").glob("*/*.partial"))
     assert len(partials) == 2
-    leftovers, kept = survey(workspace, [], partials, unfinished=False)
+    leftovers, kept = survey(workspace, STAGES, [], partials, unfinished=False)
     assert leftovers == [] and sorted(kept) == partials

@@ -1,13 +1,14 @@
-"""Fingerprints: what changes a result changes them, and nothing else does."""
+"""Whatever can change a result changes its fingerprint, and nothing else does."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.training import OptimizerConfig, SFTConfig
-from rlhf_pipeline.stages import fingerprint as module
+from rlhf_pipeline.pipelines.sft.spec import SPEC
+from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.stages.cache import fingerprint as module
 from rlhf_pipeline.stages.cache.fingerprint import code_digests, fingerprint, recipe
 from rlhf_pipeline.stages.job import Job
 
@@ -19,11 +20,11 @@ def job(seed: int = 1, **changes: object) -> Job:
         "micro_batch_size_per_gpu": 4,
         "optimizer": {"learning_rate": 1e-3},
     }
-    return Job("sft", {"sft": SFTConfig.model_validate(fields | changes)}, {}, seed)
+    return Job(SPEC, {"sft": SFTConfig.model_validate(fields | changes)}, {}, seed)
 
 
 def key(job: Job, digest: str = "a", processes: int = 2) -> str:
-    return fingerprint(recipe(job, digests={"examples": digest}, processes=processes))
+    return fingerprint(recipe(job, digests={"demonstrations": digest}, processes=processes))
 
 
 def test_the_same_recipe_has_the_same_fingerprint():
@@ -41,7 +42,7 @@ def test_the_same_recipe_has_the_same_fingerprint():
     ],
     ids=["seed", "batch size", "learning rate", "input", "processes"],
 )
-def test_what_decides_the_result_changes_it(other):
+def test_each_ingredient_changes_it(other):
     assert other() != key(job())
 
 
@@ -64,7 +65,7 @@ def test_ports_are_operational():
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package `rlhf_pipeline` of three modules: a imports b inside a function, c stands alone."""
+    """A package of three modules: a imports b inside a function, c imports nothing."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "__init__.py").touch()
     (tmp_path / "sub" / "__init__.py").touch()
@@ -77,7 +78,7 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_code_that_the_program_can_execute_counts(package):
+def test_imported_code_counts(package):
     before = code_digests("rlhf_pipeline.a")
     (package / "sub" / "b.py").write_text("def g():\n    return 2\n")
     assert code_digests("rlhf_pipeline.a") != before
@@ -90,7 +91,7 @@ def test_other_code_and_comments_do_not_count(package):
     assert code_digests("rlhf_pipeline.a") == before
 
 
-def test_modules_that_are_imported_by_a_computed_name_count_with_all_that_they_import(package):
+def test_modules_imported_by_a_computed_name_count_with_their_imports(package):
     (package / "d.py").write_text("from rlhf_pipeline import c\n")
     before = code_digests("rlhf_pipeline.a", "rlhf_pipeline.d")
     assert before != code_digests("rlhf_pipeline.a")
@@ -102,32 +103,31 @@ def test_a_job_s_modules_change_its_fingerprint():
     assert key(replace(job(), modules=("rlhf_pipeline.training.ppo",))) != key(job())
 
 
-def test_the_closure_of_sft_holds_its_math_and_not_ppo():
-    closure = module._closure("rlhf_pipeline.training.sft")
-    assert "rlhf_pipeline.rl.losses" in closure
-    assert "rlhf_pipeline.config.block" in closure
-    assert "rlhf_pipeline.training.ppo" not in closure
+PROGRAMS = {spec.name: spec.program for spec in stage_specs().values()}
 
 
-def test_what_was_parsed_is_remembered_by_its_text(package, tmp_path, monkeypatch):
-    """A process that finds it parses nothing; a memory that is damaged, or may not be written, only costs time."""
-    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory" / "syntax.json")
+@pytest.mark.parametrize(
+    ("file", "stages"),
+    [
+        ("rl/sft_loss.py", {"sft", "ppo"}),
+        ("rl/pairwise_loss.py", {"reward_model"}),
+        ("rl/dpo_loss.py", {"dpo"}),
+        ("rl/ppo_losses.py", {"ppo"}),
+        ("distributed/optimizer_step.py", {"sft", "reward_model", "ppo", "dpo"}),
+        ("stages/run.py", set()),
+    ],
+)
+def test_the_code_of_a_stage_contains_what_its_program_imports(file, stages):
+    assert {name for name, program in PROGRAMS.items() if file in code_digests(program)} == stages
 
-    def digests():
-        module._parsed.cache_clear()
-        module._memory.cache_clear()
-        found = code_digests("rlhf_pipeline.a")
-        module._remember(module._memory(), 0)
-        return found
 
-    parsed = digests()
-    assert len(json.loads(module.MEMORY.read_text())) == len(parsed) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(module.ast, "parse", None)
-        assert digests() == parsed
-    module.MEMORY.write_text("{")
-    assert digests() == parsed
-    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory" / "syntax.json" / "below a file")
-    assert digests() == parsed
-    module._parsed.cache_clear()
-    module._memory.cache_clear()
+def test_no_stage_contains_code_of_the_driver():
+    driver = ("stages/", "pipelines/", "commands/", "tracking/", "hooks.py", "stage_registry.py")
+    files = {file for program in PROGRAMS.values() for file in code_digests(program)}
+    assert [file for file in sorted(files) if file.startswith(driver)] == []
+
+
+def test_programs_import_by_absolute_names():
+    """Relative imports are not followed."""
+    files = {file for program in PROGRAMS.values() for file in code_digests(program)}
+    assert [file for file in files if "\nfrom ." in (module.ROOT / file).read_text()] == []

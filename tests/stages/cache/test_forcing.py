@@ -1,9 +1,14 @@
-"""A forced stage runs again; until its new result stands the old one counts."""
+"""A forced stage runs again; the earlier result is used until the new one is finished."""
 
 import pytest
 
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.stages.cache.forcing import forced_stages, forcing
+from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.stages.cache.forcing import forced_stages
+from rlhf_pipeline.stages.cache.planning import Planner
+from rlhf_pipeline.stages.run import StageRunner
+
+ALL = "source base_model split sft reward_model ppo dpo evaluate evaluate_dpo".split()
 
 
 @pytest.mark.parametrize(
@@ -14,74 +19,83 @@ from rlhf_pipeline.stages.cache.forcing import forced_stages, forcing
         ("ppo", ["ppo"]),
         ("sft ppo", ["sft", "ppo"]),
         (["sft", "source"], ["sft", "source"]),
-        (
-            True,
-            [
-                "base_model",
-                "source",
-                "split",
-                "sft",
-                "reward_model",
-                "ppo",
-                "dpo",
-                "evaluate",
-                "evaluate_dpo",
-            ],
-        ),
+        (True, ALL),
     ],
 )
 def test_force_is_true_or_names(value, stages):
-    assert forced_stages(value) == stages
+    assert forced_stages(value, stage_specs()) == frozenset(stages)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("pppo", r"force: no stage 'pppo' \(did you mean ppo\?\); known are base_model, source, "),
+        (
+            "pppo",
+            r"force: no stage 'pppo' \(did you mean ppo\?\); the stages are " + ", ".join(ALL),
+        ),
         (["register"], "force: no stage 'register'"),
-        (3, "force: must be true, a stage, or a list of stages, is 3"),
+        (3, "force: found 3, expected true, a stage, or a list of stages"),
     ],
 )
-def test_what_names_no_stage_is_refused(value, message):
+def test_unknown_stages_are_refused(value, message):
     with pytest.raises(ConfigError, match=message):
-        forced_stages(value)
+        forced_stages(value, stage_specs())
 
 
-def test_a_forced_stage_runs_again_once_in_a_run(drill):
+def test_a_forced_stage_runs_once_per_run(drill):
     first = drill.run()
-    with forcing(["drill"]):
-        second = drill.run()
-        assert drill.run() == second  # another node that needs it
-    assert (first.parent.name + ".2", drill.launches) == (second.parent.name, 2)
+    context = drill.context(force=["drill"])
+    runner = StageRunner(context)
+    predicted = Planner(context).run(drill.job())
+    second = runner.run(drill.job())
+    assert runner.run(drill.job()) == second == predicted  # another node needs it, too
+    assert (second.parent.name, drill.launches) == (first.parent.name + ".2", 2)
     assert (first / "result").read_text() == "launch 1"
     assert (drill.run() / "result").read_text() == "launch 2"
-    with forcing(["drill"]):
-        assert drill.run().parent.name == first.parent.name + ".3"
+    assert drill.run(force=["drill"]).parent.name == first.parent.name + ".3"
+
+
+def test_a_prediction_does_not_change_the_run(drill):
+    drill.run()
+    context = drill.context(force=["drill"])
+    runner = StageRunner(context)
+    for _ in range(3):
+        planner = Planner(context)
+        planner.run(drill.job())
+        assert [stage.reasons[0] for stage in planner.stages.values()] == ["forced"]
+        runner.run(drill.job())
+    assert drill.launches == 2
+
+
+def test_each_recipe_of_a_forced_stage_runs_once(drill):
+    for value in (1, 2):
+        drill.run(value=value)
+    runner = StageRunner(drill.context(force=["drill"]))
+    for value in (1, 2, 1, 2):
+        runner.run(drill.job(value=value))
+    assert drill.launches == 4
 
 
 def test_other_stages_are_not_forced(drill):
     drill.run()
-    with forcing(["sft", "ppo"]):
-        drill.run()
+    drill.run(force=["sft", "ppo"])
     assert drill.launches == 1
 
 
 def test_a_forced_run_that_fails_leaves_the_finished_result_in_use(drill):
     first = drill.run()
     drill.order("fail")
-    with forcing(["drill"]), pytest.raises(StageError, match="told to fail"):
-        drill.run()
+    with pytest.raises(StageError, match="ordered to fail"):
+        drill.run(force=["drill"])
     assert drill.run() == first
     assert (drill.launches, (first / "result").read_text()) == (2, "launch 1")
-    drill.order("fail", given=False)
-    with forcing(["drill"]):  # takes up where the failed attempt was
-        assert drill.run().parent.name == first.parent.name + ".2"
+    drill.order("fail", given=False)  # the next forced run continues the failed attempt
+    assert drill.run(force=["drill"]).parent.name == first.parent.name + ".2"
 
 
-def test_a_stage_that_never_finished_is_not_helped_by_force(drill):
+def test_force_does_not_leave_the_directory_of_an_unfinished_stage(drill):
     drill.order("fail")
     with pytest.raises(StageError):
         drill.run()
     drill.order("fail", given=False)
-    with forcing(["drill"]):
-        assert "." not in drill.run().parent.name  # in its first directory
+    assert "." not in drill.run(force=["drill"]).parent.name

@@ -1,4 +1,4 @@
-"""One recipe is run by one process at a time; the other says for whom it waits; the dead hold nothing."""
+"""One process at a time runs a recipe; another one reports whom it waits for."""
 
 import os
 import re
@@ -26,30 +26,31 @@ def first_attempt(drill):
 
 @pytest.fixture
 def held(drill):
-    """Another process that is in the middle of the stage."""
+    """Another process that is running the stage."""
     drill.order("hold")
-    process = drill.elsewhere()
+    process = drill.run_elsewhere()
     until(lambda: drill.launches == 1)
     yield process
     process.kill()
     process.wait()
 
 
-def test_the_second_run_waits_and_says_for_whom(drill, held, caplog):
+def test_the_second_run_waits_and_reports_for_whom(drill, held, caplog):
     threading.Timer(1.0, lambda: drill.order("hold", given=False)).start()
     export = drill.run()
     assert held.communicate(timeout=60)[0].strip() == str(export)
     assert (drill.launches, (export / "result").read_text()) == (1, "launch 1")
     pattern = (
         rf"stage drill: recipe {export.parent.name[:8]} is being run by process {held.pid} since "
-        r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d; waiting for it to end"
+        r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d; waiting until it ends"
     )
     assert [message for message in caplog.messages if re.fullmatch(pattern, message)] != []
 
 
-def test_without_waiting_it_refuses(drill, held):
+def test_without_waiting_the_second_run_fails(drill, held):
     with pytest.raises(
-        StageError, match=rf"is being run by process {held.pid} since .*launch\.wait: true"
+        StageError,
+        match=rf"is being run by process {held.pid} since .* Fix: set launch\.wait to true",
     ):
         drill.run(wait=False)
     assert drill.launches == 1
@@ -62,12 +63,12 @@ def test_another_recipe_does_not_wait(drill, held):
     assert str(mine) != theirs
 
 
-def test_a_killed_owner_holds_nothing(drill, held, caplog):
+def test_the_lock_of_a_killed_process_is_free(drill, held, caplog):
     assert user(first_attempt(drill)).startswith(f"process {held.pid} since ")
     os.kill(held.pid, signal.SIGKILL)
     held.wait()
     assert user(first_attempt(drill)) is None
-    # Its program lives a little longer, and would write where the next one does: that one waits.
+    # The program outlives its driver; the next run waits for it, as both write into one directory.
     threading.Timer(3.0, lambda: drill.order("hold", given=False)).start()
     start = time.monotonic()
     export = drill.run(wait=False)

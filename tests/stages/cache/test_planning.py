@@ -1,26 +1,34 @@
-"""A plan tells what stages would do, and does nothing."""
+"""A plan predicts what each stage would do and launches nothing."""
 
+import json
 import os
 
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.stages.cache.forcing import forcing
 from rlhf_pipeline.stages.cache.lock import recipe_lock
-from rlhf_pipeline.stages.cache.planning import planning
+from rlhf_pipeline.stages.cache.planning import Planner
+from rlhf_pipeline.stages.cache.recipe_diff import EARLIER_FORM
+from rlhf_pipeline.stages.cache.workspace import RECIPE
 
 
 @pytest.fixture
 def plan(drill):
-    """Plans the stage with some parameters; returns what it would do, and why."""
+    """Plans the stage with some parameters; returns its state and the reasons."""
 
-    def plan(**parameters):
-        with planning() as planned:
-            drill.run(**parameters)
-        (stage,) = planned.stages.values()
+    def plan(*, value=1, **context):
+        stage = planned(drill, drill.job(value=value), **context)
         return stage.state, *stage.reasons
 
     return plan
+
+
+def planned(drill, *jobs, **context):
+    """The plan of the last job."""
+    planner = Planner(drill.context(**context))
+    for job in jobs:
+        planner.run(job)
+    return list(planner.stages.values())[-1]
 
 
 def forget_users(drill):
@@ -28,90 +36,89 @@ def forget_users(drill):
         file.unlink()
 
 
-def test_a_plan_makes_nothing(drill, plan):
+def test_a_plan_creates_nothing(drill, plan):
     assert plan() == ("run", "never run here")
     assert not (drill.root / "workspace").exists()
 
 
-def test_what_is_finished_is_found_and_what_changed_is_named(drill, plan):
+def test_a_finished_stage_is_found_and_a_changed_parameter_is_reported(drill, plan):
     export = drill.run()
-    with planning() as planned:
-        assert drill.run() == export
-    assert [stage.run.cached for stage in planned.stages.values()] == [True]
+    stage = planned(drill, drill.job())
+    assert (stage.run.cached, stage.run.export) == (True, export)
     assert plan() == ("finished",)
     assert plan(value=2) == ("run", "drill.value 1 -> 2")
     assert drill.launches == 1
 
 
-def test_the_recipe_to_compare_with_is_the_one_used_last(drill, plan):
+def test_recipes_are_compared_with_the_last_one_used(drill, plan):
     drill.run(value=1)
     drill.run(value=2)
     assert plan(value=3) == ("run", "drill.value 2 -> 3")
-    drill.run(value=1)  # found finished, and used all the same
+    drill.run(value=1)  # reused, which also counts as use
     assert plan(value=3) == ("run", "drill.value 1 -> 3")
 
 
-def test_an_attempt_that_failed_starts_again_or_goes_on(drill, plan):
+def test_a_failed_attempt_restarts_or_resumes(drill, plan):
     drill.order("fail")
     with pytest.raises(StageError):
         drill.run()
-    assert plan() == ("run", plan()[1])
-    assert plan()[1].startswith(
-        f"in use by process {os.getpid()} since "
-    )  # this very process took it last
+    state, reason = plan()
+    assert state == "run"
+    assert reason.startswith(f"in use by process {os.getpid()} since ")  # this process ran it
     forget_users(drill)
     assert plan() == ("run", "an earlier attempt did not finish")
     (directory,) = (drill.root / "workspace" / "drill").iterdir()
     (directory / "checkpoints" / "step-00000024").mkdir(parents=True)
-    with planning() as planned:
-        drill.run()
-    (stage,) = planned.stages.values()
+    stage = planned(drill, drill.job())
     assert (stage.state, stage.run.resumed_from, stage.reasons) == ("resume", 24, ())
 
 
-def test_damage_is_seen_by_name_and_size(drill, plan):
+def test_damage_is_found_by_name_and_size(drill, plan):
     export = drill.run()
     forget_users(drill)
     (export / "result").write_text("launch 10")
-    assert plan() == ("run", "its result is damaged: result has 9 bytes instead of 8")
+    assert plan() == ("run", "its result is damaged: result has 9 bytes, expected 8")
     (export / "result").unlink()
     assert plan() == ("run", "its result is damaged: result is missing")
 
 
-def test_what_is_forced_runs_once_though_finished(drill, plan):
+def test_a_forced_stage_is_planned_once(drill, plan):
     export = drill.run()
     forget_users(drill)
-    with forcing(["drill"]):
-        assert plan() == ("run", "forced")
-    with forcing(["drill"]), planning() as planned:
-        assert drill.run() == drill.run() != export  # two nodes need it: one row, one place
-    assert len(planned.stages) == 1
+    assert plan(force=["drill"]) == ("run", "forced")
+    planner = Planner(drill.context(force=["drill"]))
+    assert planner.run(drill.job()) == planner.run(drill.job()) != export  # two nodes need it
+    assert len(planner.stages) == 1
 
 
-def test_what_follows_an_unmade_stage_may_run(drill):
+def test_a_stage_downstream_of_a_pending_one_may_run(drill):
     export = drill.run()
-    follower = {"model": export}
-    drill.run(inputs=follower)
+    drill.run(inputs={"model": export})
     (export / "result").unlink()
-    with planning() as planned:
-        drill.run(inputs={"model": drill.run()})
-        drill.run(value=3, inputs={"model": export / "folder"})
-    unmade, unchanged, changed = planned.stages.values()
-    assert (unmade.state, unchanged.state, unchanged.reasons) == (
-        "run",
-        "may run",
-        ("downstream of drill",),
-    )
+    planner = Planner(drill.context())
+    planner.run(drill.job(inputs={"model": planner.run(drill.job())}))
+    planner.run(drill.job(value=3, inputs={"model": export / "folder"}))
+    pending, unchanged, changed = planner.stages.values()
+    assert pending.state == "run"
+    assert (unchanged.state, unchanged.reasons) == ("may run", ("downstream of drill",))
     assert (changed.state, changed.reasons) == (
         "run",
         ("downstream of drill", "drill.value 1 -> 3"),
     )
 
 
-def test_another_process_s_work_is_told(drill, plan):
+def test_a_stage_in_use_by_another_process_is_reported(drill, plan):
     drill.order("fail")
     with pytest.raises(StageError):
         drill.run()
     (directory,) = (drill.root / "workspace" / "drill").iterdir()
     with recipe_lock(directory):
         assert plan()[1].startswith("in use by process ")
+
+
+def test_a_recipe_of_an_earlier_form_is_reported_in_one_sentence(drill, plan):
+    recipe_file = drill.run().parent / RECIPE
+    recipe = json.loads(recipe_file.read_text())
+    del recipe["form"]
+    recipe_file.write_text(json.dumps(recipe | {"config": {"drill": {"renamed": 1}}}))
+    assert plan(value=2) == ("run", EARLIER_FORM)

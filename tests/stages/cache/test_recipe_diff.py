@@ -1,10 +1,11 @@
-"""What is told of two recipes is what differs, by the names that a user knows."""
+"""The differences between two recipes are reported by the names that a user knows."""
 
 import pytest
 
-from rlhf_pipeline.stages.cache.recipe_diff import differences
+from rlhf_pipeline.stages.cache.recipe_diff import EARLIER_FORM, recipe_changes
 
 RECIPE = {
+    "form": 2,
     "stage": "ppo",
     "seed": 1,
     "config": {
@@ -31,7 +32,7 @@ def ppo(**changes):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "changes"),
     [
         (new(), []),
         (ppo(kl={"coef": 0.2}), ["ppo.kl.coef 0.1 -> 0.2"]),
@@ -54,13 +55,24 @@ def ppo(**changes):
         ),
     ],
 )
-def test_each_ingredient_is_told_by_name(recipe, told):
-    assert differences(RECIPE, recipe, unmade=()) == told
+def test_each_change_is_reported_by_name(recipe, changes):
+    assert recipe_changes(RECIPE, recipe, pending=()) == changes
 
 
-def test_an_input_that_is_not_made_yet_is_no_difference():
+def test_a_pending_input_is_not_a_change():
     recipe = new(inputs={"sft_model": "sft", "prompts": "xx"}, seed=2)
-    assert differences(RECIPE, recipe, unmade=["sft_model"]) == [
+    assert recipe_changes(RECIPE, recipe, pending=["sft_model"]) == [
         "seed 1 -> 2",
         "input prompts changed",
     ]
+
+
+@pytest.mark.parametrize("form", [{}, {"form": 1}], ids=["none", "earlier"])
+def test_recipes_of_different_forms_are_not_compared(form):
+    other = {name: value for name, value in RECIPE.items() if name != "form"} | form
+    other["config"] = {"ppo": {"renamed": 8}}
+    assert recipe_changes(other, new(seed=7), pending=()) == [EARLIER_FORM]
+
+
+def test_a_recipe_of_an_earlier_form_may_lack_every_field():
+    assert recipe_changes({}, RECIPE, pending=()) == [EARLIER_FORM]

@@ -1,4 +1,4 @@
-"""The text after a failure: the cause and not its echo."""
+"""The message of a failed stage: the first cause, not its consequences."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ from rlhf_pipeline.stages.launch.failure import Attempt, stage_error
 from rlhf_pipeline.stages.launch.ranks import Death, Ranks
 
 NOW = time.time()
-ECHO = "RuntimeError: [pair.cc:553] Connection closed by peer"
+LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer"
 
 
 @pytest.fixture
@@ -24,16 +24,16 @@ def attempt(tmp_path):
         "sft", "f", tmp_path, {"sft": {"micro_batch_size_per_gpu": 8}}, 1, {}, cached=False
     )
     return Attempt(
-        run,
-        LaunchConfig(),
-        ["deepspeed", "a b"],
-        Ranks(tmp_path, 2, None),
-        2,
-        1,
-        False,
-        31.4,
-        None,
-        None,
+        run=run,
+        config=LaunchConfig(),
+        command=["deepspeed", "a b"],
+        ranks=Ranks(tmp_path, 2, None),
+        processes=2,
+        code=1,
+        orphaned=False,
+        seconds=31.4,
+        stuck=None,
+        kernel_kills=None,
     )
 
 
@@ -60,53 +60,73 @@ def test_the_first_report_is_the_cause(attempt):
     assert "later" not in text(attempt)
 
 
-def test_a_report_outweighs_a_complaint_that_came_first(attempt):
-    report(attempt, 0, ECHO)
+def test_a_cause_precedes_an_earlier_report_of_a_lost_peer(attempt):
+    report(attempt, 0, LOST_PEER)
     report(attempt, 1, "ValueError: the cause", seconds=0.1)
     assert "rank1: ValueError: the cause" in text(attempt)
     assert "pair.cc" not in text(attempt)
 
 
-def test_a_death_outweighs_the_complaints_of_others(attempt):
-    report(attempt, 0, ECHO, seconds=-0.1)  # the driver sees the death later than the peer does
+def test_a_death_precedes_the_reports_of_its_peers(attempt):
+    report(
+        attempt, 0, LOST_PEER, seconds=-0.1
+    )  # the driver sees the death later than the peer does
     die(attempt, 1, -9)
     assert "rank 1 was ended by SIGKILL in update of step 7" in text(attempt)
     assert "pair.cc" not in text(attempt)
-    assert "lower sft.micro_batch_size_per_gpu (8)" in text(attempt)
+    assert "  fix      Lower sft.micro_batch_size_per_gpu (8)." in text(attempt)
 
 
-def test_a_death_outweighs_what_others_make_of_it_in_their_own_words(attempt):
+def test_a_death_precedes_any_later_report(attempt):
     report(attempt, 0, "RuntimeError: gathering failed", seconds=-0.1)
     die(attempt, 1, -9)
     assert "rank 1 was ended by SIGKILL" in text(attempt)
 
 
 @pytest.mark.parametrize(("status", "seconds"), [(-15, 0.0), (-6, 0.0), (-9, 5.0)])
-def test_what_happens_to_a_rank_after_another_has_failed_is_no_cause(attempt, status, seconds):
+def test_a_consequence_of_another_failure_is_not_the_cause(attempt, status, seconds):
     report(attempt, 1, "ValueError: the cause")
     die(attempt, 0, status, seconds)
     assert "rank1: ValueError: the cause" in text(attempt)
 
 
-def test_a_death_whose_signal_was_missed_is_that_of_the_launcher_s_log(attempt):
+def test_an_unknown_signal_is_read_from_the_launcher_s_log(attempt):
     die(attempt, 1, None)
     assert "rank 1 was ended by SIGKILL in update of step 7" in text(attempt)
 
 
-def test_a_death_that_nobody_saw_is_told_as_far_as_the_launcher_knows(attempt):
-    report(attempt, 0, ECHO)
-    assert "\na rank was ended by SIGKILL, the launcher reports\n" in text(attempt)
+def test_an_unseen_death_is_reported_from_the_launcher_s_log(attempt):
+    report(attempt, 0, LOST_PEER)
+    assert "\na rank was ended by SIGKILL, according to the launcher\n" in text(attempt)
 
 
-def test_a_complaint_is_better_than_nothing(attempt):
-    report(attempt, 0, ECHO)
+def test_a_lost_peer_is_reported_if_nothing_else_is_known(attempt):
+    report(attempt, 0, LOST_PEER)
     (attempt.run.directory / "program.log").write_text("last words")
-    assert f"\nrank0: {ECHO}; the log ends with\nlast words\n" in text(attempt)
+    assert f"\nrank0: {LOST_PEER}; the log ends with\nlast words\n" in text(attempt)
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(attempt):
+def test_a_signal_without_a_name_is_shown_by_its_number(attempt):
     die(attempt, 1, -40)
     assert "rank 1 was ended by signal 40 in" in text(attempt)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_full_disk_explains_a_rank_without_a_reason(attempt, monkeypatch, seen):
+    """The rank could not write its reason."""
+    (attempt.run.directory / "program.log").write_text("")
+    monkeypatch.setattr("rlhf_pipeline.stages.launch.failure.is_full", lambda directory: True)
+    if seen:
+        die(attempt, 0, 1)
+    assert ": No space left on device" in text(attempt)
+    assert "  space    " in text(attempt)
+    assert stage_error(attempt).cause == "disk full"
+
+
+def test_a_full_disk_does_not_explain_a_signal(attempt, monkeypatch):
+    monkeypatch.setattr("rlhf_pipeline.stages.launch.failure.is_full", lambda directory: True)
+    die(attempt, 0, -9)
+    assert stage_error(attempt).cause == "killed for lack of memory"
 
 
 def test_a_crash_shows_the_end_of_the_log(attempt):
@@ -115,10 +135,10 @@ def test_a_crash_shows_the_end_of_the_log(attempt):
     assert "the log ends with\nfirst" in text(attempt)
 
 
-def test_a_hang_is_told_as_the_watchdog_saw_it(attempt):
-    report(attempt, 0, ECHO)
-    told = text(attempt, stuck="no rank has made progress for 5 s: rank 1 is behind", code=None)
-    assert told.startswith(
+def test_a_hang_is_reported_by_the_watchdog(attempt):
+    report(attempt, 0, LOST_PEER)
+    message = text(attempt, stuck="no rank has made progress for 5 s: rank 1 is behind", code=None)
+    assert message.startswith(
         "stage sft failed after 31 s (ended by the watchdog)\nno rank has made progress for 5 s"
     )
 
@@ -126,34 +146,37 @@ def test_a_hang_is_told_as_the_watchdog_saw_it(attempt):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (3, "exit code 3"), (247, "exit code 247, DeepSpeed's for SIGKILL"), (-9, "SIGKILL to the launcher"),
-        (0, "exit code 0 but no manifest"), (None, "a rank failed, the others were ended"),
+        (3, "exit code 3"),
+        (247, "exit code 247, DeepSpeed's for SIGKILL"),
+        (-9, "SIGKILL to the launcher"),
+        (0, "exit code 0 but no manifest"),
+        (None, "a rank failed, the others were ended"),
     ],
-)  # fmt: skip
-def test_exit_codes_are_told_in_words(attempt, code, words):
+)
+def test_exit_codes_are_explained(attempt, code, words):
     assert f"31 s ({words})" in text(attempt, code=code)
 
 
-def test_advice_is_left_out_where_there_is_none(attempt):
+def test_a_hint_without_advice_has_no_fix(attempt):
     report(attempt, 0, "EADDRINUSE")
-    assert "cause    another program listens" in text(attempt)
-    assert "  try" not in text(attempt)
+    assert "cause    another program uses the port" in text(attempt)
+    assert "  fix" not in text(attempt)
 
 
-def test_where_to_look_and_how_to_go_on(attempt, monkeypatch):
+def test_the_message_shows_command_log_and_how_to_resume(attempt, monkeypatch):
     report(attempt, 0, "OSError: [Errno 28] No space left on device")
     monkeypatch.setattr(sys, "argv", ["/x/kedro", "run", "--params=a=1 2"])
     assert "command  deepspeed 'a b'" in text(attempt)
     assert f"log      {attempt.run.directory}/program.log" in text(attempt)
-    assert "again    kedro run '--params=a=1 2'  (this stage starts from its beginning)" in text(
+    assert "again    kedro run '--params=a=1 2'  (this stage starts from its first step)" in text(
         attempt
     )
     (attempt.run.directory / "checkpoints" / "step-00000012").mkdir(parents=True)
-    assert "(this stage goes on after step 12)" in text(attempt)
+    assert "(this stage resumes after step 12)" in text(attempt)
     assert stage_error(attempt).cause == "disk full"
 
 
-def test_the_command_that_goes_on_is_shown_without_secrets(attempt, monkeypatch):
+def test_the_command_to_resume_is_shown_without_secrets(attempt, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["bin/kedro", "run", "--params=a=https://me:canary@host/x?sig=canary,b=c d"]
     )

@@ -11,7 +11,7 @@ from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.stages.launch.launcher import _end_group, _signals_raise
 
 
-def test_a_second_signal_ends_the_waiting_and_the_program():
+def test_a_second_signal_kills_the_program_at_once():
     ready = ["sh", "-c", "trap '' TERM; echo; sleep 300 & wait; wait"]
     process = subprocess.Popen(ready, stdout=subprocess.PIPE, start_new_session=True)
     process.stdout.readline()
@@ -24,12 +24,12 @@ def test_a_second_signal_ends_the_waiting_and_the_program():
         os.killpg(process.pid, 0)
 
 
-def test_a_closed_terminal_ends_the_work():
+def test_a_closed_terminal_interrupts_the_driver():
     with pytest.raises(Interrupted, match="SIGHUP"), _signals_raise():
         os.kill(os.getpid(), signal.SIGHUP)
 
 
-def test_under_nohup_it_does_not():
+def test_a_closed_terminal_is_ignored_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts its command
     try:
         with _signals_raise():

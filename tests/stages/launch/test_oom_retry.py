@@ -1,4 +1,4 @@
-"""Halving micro batches: those alone, down to one."""
+"""Micro batches are halved, and nothing else, down to one."""
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.training import SFTConfig
@@ -14,7 +14,7 @@ SFT = SFTConfig.model_validate(
 )
 
 
-def test_every_micro_batch_is_halved_and_nothing_else():
+def test_only_micro_batches_are_halved():
     config = {"sft": SFT, "evaluate": EvaluateConfig(micro_batch_size_per_gpu=1)}
     smaller = halved(config)
     assert adjusted(config, smaller) == {
@@ -23,6 +23,6 @@ def test_every_micro_batch_is_halved_and_nothing_else():
     }
 
 
-def test_one_is_the_end():
+def test_micro_batches_of_one_cannot_be_halved():
     assert halved({"sft": SFT.model_copy(update={"micro_batch_size_per_gpu": 1})}) is None
     assert adjusted({"sft": SFT}, {"sft": SFT}) == {}

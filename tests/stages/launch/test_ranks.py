@@ -1,4 +1,4 @@
-"""What the driver makes of heartbeats and of the kernel's table of processes."""
+"""Ranks as the driver sees them, from heartbeats and the table of processes."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from dataclasses import asdict
 import pytest
 
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.stages import ranks as module
+from rlhf_pipeline.stages.launch import ranks as module
 from rlhf_pipeline.stages.launch.ranks import Ranks
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is set."""
+    """A clock that moves only when it is set."""
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now
@@ -43,24 +43,24 @@ def beat(directory, rank, **fields):
     (directory / "heartbeats" / f"rank{rank}.json").write_text(json.dumps(asdict(heartbeat)))
 
 
-def test_start_up_has_five_minutes(tmp_path, clock):
+def test_the_start_up_may_take_five_minutes(tmp_path, clock):
     ranks = Ranks(tmp_path, 2, 10.0)
     clock[0] += 299
-    ranks.look()
+    ranks.update()
     assert not ranks.stuck
     clock[0] += 2
     assert ranks.stuck
 
 
-def test_progress_of_any_rank_counts(tmp_path, clock):
+def test_progress_of_any_rank_resets_the_watchdog(tmp_path, clock):
     ranks = Ranks(tmp_path, 2, 10.0)
     for seconds, rank in ((0, 0), (9, 1), (9, 0)):
         clock[0] += seconds
         beat(tmp_path, rank, ticks=int(clock[0]))
-        ranks.look()
+        ranks.update()
         assert not ranks.stuck
     clock[0] += 11
-    ranks.look()
+    ranks.update()
     assert ranks.stuck
     assert not Ranks(tmp_path, 2, None).stuck
 
@@ -83,56 +83,49 @@ def test_the_rank_behind_is_named(tmp_path, one, other):
     for rank, fields in ((0, other), (1, one)):
         beat(tmp_path, rank, phase="update", step=7, **fields)
     ranks = Ranks(tmp_path, 2, 10.0)
-    ranks.look()
-    assert ranks.whereabouts().startswith("rank 1 is behind, in update of step 7 since ")
+    ranks.update()
+    assert ranks.describe().startswith("rank 1 is behind, in update of step 7 since ")
 
 
-def test_a_rank_that_never_began_is_behind(tmp_path):
+def test_a_rank_that_did_not_start_is_behind(tmp_path):
     beat(tmp_path, 0)
     ranks = Ranks(tmp_path, 2, 10.0)
-    ranks.look()
-    assert ranks.whereabouts().startswith("rank 1 never began\n  rank 0: loading since ")
+    ranks.update()
+    assert ranks.describe().startswith("rank 1 did not start\n  rank 0: loading since ")
 
 
-def test_a_rank_s_end_is_seen_with_its_signal(tmp_path, sleeper):
+def test_the_signal_that_ended_a_rank_is_known(tmp_path, sleeper):
     victim, healthy = sleeper(), sleeper()
     beat(tmp_path, 0, pid=healthy.pid)
     beat(tmp_path, 1, pid=victim.pid)
     ranks = Ranks(tmp_path, 2, None)
-    ranks.look()
+    ranks.update()
     assert ranks.deaths == {} and ranks.failed_s == 0 and ranks.alive == [0, 1]
     victim.send_signal(signal.SIGBUS)
-    os.waitid(
-        os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT
-    )  # it has ended, and nobody has asked how
-    ranks.look()
-    assert (
-        ranks.deaths[1].status == -signal.SIGBUS
-        and list(ranks.deaths) == [1]
-        and ranks.alive == [0]
-    )
+    os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)  # ended, but not reaped
+    ranks.update()
+    assert {rank: death.status for rank, death in ranks.deaths.items()} == {1: -signal.SIGBUS}
+    assert ranks.alive == [0]
     assert ranks.failed_s >= 0 and ranks._failed_at is not None
 
 
-def test_a_rank_whose_parent_has_asked_ended_somehow(tmp_path, sleeper):
+def test_the_signal_of_a_reaped_rank_is_unknown(tmp_path, sleeper):
     victim = sleeper()
     beat(tmp_path, 0, pid=victim.pid)
     ranks = Ranks(tmp_path, 1, None)
-    ranks.look()
+    ranks.update()
     victim.kill()
     victim.wait()
-    ranks.look()
+    ranks.update()
     assert ranks.deaths[0].status is None
 
 
 @pytest.mark.parametrize("last_words", ["finished", "report"])
-def test_a_rank_that_finished_or_explained_itself_is_no_unexplained_death(
-    tmp_path, sleeper, last_words
-):
+def test_a_rank_that_finished_or_left_a_reason_is_not_a_death(tmp_path, sleeper, last_words):
     victim = sleeper()
     beat(tmp_path, 0, pid=victim.pid)
     ranks = Ranks(tmp_path, 1, None)
-    ranks.look()
+    ranks.update()
     if last_words == "finished":
         beat(tmp_path, 0, pid=victim.pid, phase="finished")
     else:
@@ -140,6 +133,6 @@ def test_a_rank_that_finished_or_explained_itself_is_no_unexplained_death(
         (tmp_path / "errors" / "1-rank0.txt").write_text("ValueError")
     victim.kill()
     victim.wait()
-    ranks.look()
+    ranks.update()
     assert ranks.deaths == {}
     assert (ranks._failed_at is not None) == (last_words == "report")

@@ -1,4 +1,4 @@
-"""JSON Lines, and JSON files that hold one array; read as a stream either way."""
+"""Read JSON Lines and JSON arrays, both as a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_pipeline.data.files.stream import LONGEST, NOT_UTF8, FileFault, Stream, decoded, is_utf8
+from rlhf_pipeline.data.files.stream import (
+    MAX_CHARACTERS,
+    NOT_UTF8,
+    FileFault,
+    Stream,
+    decode,
+    is_utf8,
+)
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
@@ -21,32 +28,32 @@ _scan = json.JSONDecoder().raw_decode
 
 
 def json_rows(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
-    """A .json file: an array where the first character is its bracket, otherwise JSON Lines under another name."""
+    """Yield line and row of a .json file: an array if it starts with "[", else JSON Lines."""
     head = stream.peek(1).removeprefix(_BOM).lstrip()
     return _array(stream) if head.startswith(b"[") else json_lines(stream)
 
 
 def json_lines(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
-    """Line and object of every line that is not blank."""
-    # newline="\n", since only that ends a line of JSON Lines.
-    readline = decoded(stream, newline="\n").readline
+    """Yield line number and object of every line that is not blank."""
+    # Only "\n" ends a line of JSON Lines.
+    readline = decode(stream, newline="\n").readline
     number = 0
-    while line := readline(LONGEST):
+    while line := readline(MAX_CHARACTERS):
         number += 1
         try:
             row = _loads(line)
         except (ValueError, RecursionError) as error:
-            if len(line) == LONGEST:
+            if len(line) == MAX_CHARACTERS:
                 while line and not line.endswith("\n"):
-                    line = readline(LONGEST)
-                yield number, Unused(f"a line of more than {LONGEST:,} characters")
+                    line = readline(MAX_CHARACTERS)
+                yield number, Unused(f"a line of more than {MAX_CHARACTERS:,} characters")
             elif line.strip():
-                yield number, Unused(_fault(line, error))
+                yield number, Unused(_line_fault(line, error))
         else:
-            yield number, _object(row) if is_utf8(line) else Unused(NOT_UTF8)
+            yield number, _object_or_unused(row) if is_utf8(line) else Unused(NOT_UTF8)
 
 
-def _object(value: Any) -> Row | Unused:
+def _object_or_unused(value: Any) -> Row | Unused:
     return (
         value
         if isinstance(value, dict)
@@ -54,16 +61,16 @@ def _object(value: Any) -> Row | Unused:
     )
 
 
-def _fault(line: str, error: Exception) -> str:
-    """Why a line is no JSON, without what differs from line to line."""
+def _line_fault(line: str, error: Exception) -> str:
+    """Why a line is not JSON. The reason is the same for all lines with the same fault."""
     if "\0" in line:
         return "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
     if not is_utf8(line):
         return NOT_UTF8
-    return f"not JSON ({_told(error)})"
+    return f"not JSON ({_describe_error(error)})"
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     match error:
         case json.JSONDecodeError():
             return error.msg
@@ -77,8 +84,8 @@ def _told(error: Exception) -> str:
 
 
 def _array(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
-    """The line where each element begins, and the element."""
-    window = _Window(decoded(stream, newline="\n"))
+    """Yield each element of the array with the line where it begins."""
+    window = _Window(decode(stream, newline="\n"))
     window.take("[")
     separator = "" if window.peek() != "]" else window.take("]")
     while separator != "]":
@@ -86,7 +93,9 @@ def _array(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
         separator = window.take(",]")
     if window.peek():
         raise FileFault(
-            window.line, "more follows after the array. Write one array, or one object a line."
+            window.line,
+            "found more text after the array. Fix: write one array, or one object per line "
+            "(.jsonl).",
         )
 
 
@@ -95,49 +104,49 @@ def _element(window: _Window) -> Row | Unused:
         try:
             value, end = _scan(window.text, window.at)
         except RecursionError as error:
-            raise window.fault(window.at, _told(error)) from None
+            raise window.fault(window.at, _describe_error(error)) from None
         except ValueError as error:
-            # Perhaps the element only goes on behind the window.
+            # The element may continue beyond the window.
             if not window.extend():
                 at = error.pos if isinstance(error, json.JSONDecodeError) else window.at
-                raise window.fault(at, _told(error)) from None
+                raise window.fault(at, _describe_error(error)) from None
         else:
-            # What looks like 1 may go on as 1.5, or as 1e+5.
+            # A 1 at the end of the window may be the start of 1.5 or 1e+5.
             if len(window.text) - end > len("e+") or not window.extend():
-                sound = is_utf8(window.text[window.at : end])
+                valid = is_utf8(window.text[window.at : end])
                 window.advance(end)
-                return _object(value) if sound else Unused(NOT_UTF8)
+                return _object_or_unused(value) if valid else Unused(NOT_UTF8)
 
 
 class _Window:
-    """The part of a text that is being parsed."""
+    """A window over the text of a file, from the position of the parser on."""
 
     def __init__(self, file: io.TextIOWrapper) -> None:
         self._file = file
         self.text = ""
         self.at = 0
-        """Up to here the text is parsed."""
+        """Position of the parser in `text`."""
         self.line = 1
-        """The line at that place."""
+        """Line of that position, from 1."""
 
     def extend(self) -> bool:
-        """Reads on, as much again as is not yet parsed; False at the file's end, or where that is too much already."""
+        """Read as much text as is unparsed, or a chunk; False at the end or the size limit."""
         rest = self.text[self.at :]
-        more = self._file.read(max(_CHUNK, len(rest))) if len(rest) <= LONGEST else ""
+        more = self._file.read(max(_CHUNK, len(rest))) if len(rest) <= MAX_CHARACTERS else ""
         if more:
             self.text, self.at = rest + more, 0
         return bool(more)
 
     def advance(self, to: int) -> None:
-        """Takes the text up to there as parsed."""
+        """Move the parser to position `to`."""
         self.line += self.text.count("\n", self.at, to)
         self.at = to
 
     def peek(self) -> str:
-        """The next character that is not blank; none at the file's end."""
+        """The next character that is not blank; empty at the end of the file."""
         while True:
             blanks = _BLANKS.match(self.text, self.at)
-            assert blanks is not None, "the pattern matches an empty text"
+            assert blanks is not None, "the pattern matches the empty string"
             self.advance(blanks.end())
             if self.at < len(self.text):
                 return self.text[self.at]
@@ -145,7 +154,7 @@ class _Window:
                 return ""
 
     def take(self, marks: str) -> str:
-        """The next character, which must be one of the marks; goes on to the one behind it."""
+        """Consume the next character, which must be one of `marks`."""
         found = self.peek()
         if not found or found not in marks:
             raise self.fault(
@@ -156,10 +165,11 @@ class _Window:
         self.peek()
         return found
 
-    def fault(self, at: int, told: str) -> FileFault:
-        """What is wrong at a place of the text, and what to do."""
+    def fault(self, at: int, reason: str) -> FileFault:
+        """The error to raise for a fault at position `at`."""
         line = self.line + self.text.count("\n", self.at, at)
         return FileFault(
             line,
-            f"the JSON array is broken ({told}). Correct it, or write one object a line (.jsonl).",
+            f"the JSON array is broken ({reason}). Fix: correct it, or write one object per line "
+            "(.jsonl).",
         )

@@ -1,10 +1,12 @@
-"""Where data files lie: what a path names, local or in any store that fsspec knows, and why it cannot be reached.
+"""Find data files: local, or in any store that fsspec supports.
 
-Stores take their settings from the environment, so that no secret is part of a configuration. S3:
-`AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (or any other of botocore's ways), and for a store that is not Amazon's
-`AWS_ENDPOINT_URL`. Any store: `FSSPEC_<PROTOCOL>_<OPTION>`, such as `FSSPEC_S3_ANON=true`
-(https://filesystem-spec.readthedocs.io/en/latest/features.html#configuration). The query of a signed URL: `?$NAME` stands
-for the value of NAME.
+Stores read their settings from the environment, so that a configuration never contains a secret:
+
+- S3: `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (or any other method of botocore), and
+  `AWS_ENDPOINT_URL` for a store that is not Amazon's.
+- Any store: `FSSPEC_<PROTOCOL>_<OPTION>`, such as `FSSPEC_S3_ANON=true`
+  (https://filesystem-spec.readthedocs.io/en/latest/features.html#configuration).
+- Signed URLs: `?$NAME` is replaced by the value of the environment variable NAME.
 """
 
 from __future__ import annotations
@@ -36,88 +38,91 @@ class File:
     """One file, not yet opened."""
 
     name: str
-    """Its own among the files of a path; does not tell where they lie."""
+    """Unique among the files of a path; does not depend on the folder that contains them."""
 
     path: str
-    """In its store."""
+    """Path in the store."""
 
     store: fsspec.AbstractFileSystem
 
     @property
     def local(self) -> Path | None:
-        """Where it lies on this machine; None for a remote file."""
+        """Local path; None for a remote file."""
         return Path(self.path) if isinstance(self.store, LocalFileSystem) else None
 
     @property
     def url(self) -> str:
-        """Where it lies; a plain path for a local file."""
+        """URL of a remote file, path of a local one."""
         return self.path if self.local else str(self.store.unstrip_protocol(self.path))
 
     @property
-    def shown(self) -> str:
-        """How messages call it."""
+    def display_name(self) -> str:
+        """The name in messages: the URL without secrets."""
         return without_secrets(self.url)
 
     @property
     def gzipped(self) -> bool:
-        """Whether its bytes are to be unpacked."""
+        """Whether the file is compressed with gzip."""
         return self.name.lower().endswith(".gz")
 
     @property
     def format(self) -> Format:
-        """By its suffix; DataError where that is not known."""
+        """The format, by suffix; raises DataError for an unknown suffix."""
         suffix = PurePosixPath(self.name.lower().removesuffix(".gz")).suffix.removeprefix(".")
         if suffix not in get_args(Format):
             known = ", ".join(f".{format}" for format in get_args(Format))
             raise DataError(
-                f"{self.shown}: no known kind of data file. Known are {known}, each also with .gz; "
-                "convert or rename it, or name the files by a glob."
+                f"{self.display_name}: unknown file format; expected {known}, each also with .gz. "
+                "Fix: convert or rename the file, or select the data files with a glob."
             )
         return cast(Format, suffix)
 
 
 @dataclass(frozen=True)
 class Location:
-    """What a path names."""
+    """The files at a path."""
 
     files: tuple[File, ...]
-    """In the order of their names, which is that of reading."""
+    """Sorted by name. The files are read in this order."""
 
     saved: str | None = None
-    """The folder, where it is one that datasets' `save_to_disk` wrote; `files` are then all that is in it."""
+    """The folder, if `save_to_disk` of the datasets library wrote it; `files` are all its files."""
 
 
-def find(path: str) -> Location:
-    """The files at a path: a file, a glob of files, or a folder written by `save_to_disk`; local or any fsspec URL.
+def find_files(path: str) -> Location:
+    """Find the files at a path: a file, a glob, or a folder written by `save_to_disk`.
+
+    Args:
+        path: local path or fsspec URL.
 
     Raises:
-        DataError: nothing is there, a file is of no known kind, or the store cannot be reached.
+        DataError: no file was found, a file has an unknown format, or the store is unreachable.
     """
-    with reaching(path):
-        store, root = fsspec.url_to_fs(_signed(path))
-        store.invalidate_cache()  # of listings that an earlier call left; files may have changed since
-        infos = _infos(store, root)
+    with explain_store_errors(path):
+        store, root = fsspec.url_to_fs(_with_query(path))
+        store.invalidate_cache()  # files may have changed since an earlier listing
+        infos = _file_infos(store, root)
         if root in infos and infos[root]["type"] == "directory":
-            return _saved(path, store, root)
+            return _saved_location(path, store, root)
         paths = [found for found, info in infos.items() if info["type"] == "file"]
         if not paths:
-            raise FileNotFoundError("there is something, but no file")
+            raise FileNotFoundError("the path exists, but is not a file")
     files = tuple(
         sorted(
-            (File(*named, store) for named in zip(_names(paths), paths, strict=True)),
+            (File(*named, store) for named in zip(_distinct_names(paths), paths, strict=True)),
             key=attrgetter("name"),
         )
     )
     for file in files:
-        _ = file.format  # before any of them is read
+        _ = file.format  # raises before any file is read
     return Location(files)
 
 
 @contextmanager
-def reaching(url: str) -> Iterator[None]:
-    """Turns a store's failures into a DataError that names the file, the reason and the fix.
+def explain_store_errors(url: str) -> Iterator[None]:
+    """Turn any error of a store into a DataError with file, reason and fix.
 
-    Every store fails in its own way, and not only with OSErrors; so nothing but reading from a store belongs inside.
+    Stores raise exceptions of all types. The block must contain nothing but access to a store.
     """
     try:
         yield
@@ -125,41 +130,53 @@ def reaching(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         shown = without_secrets(url)
-        # HTTP calls everything a missing file, and only its cause tells a refused connection.
+        # fsspec's HTTP store reports every error as a missing file; the cause is the real error.
         cause = error.__cause__ or error
-        told = (
-            shorten(str(cause), 300) if shown == url else ""
-        )  # the store's words may repeat the secret
-        raise DataError(f"{shown}: {_reason(error, told or type(cause).__name__)}") from None
+        # The store's message may repeat a secret of the URL.
+        details = shorten(str(cause), 300) if shown == url else ""
+        raise DataError(f"{shown}: {_explain(error, details or type(cause).__name__)}") from None
 
 
-def _signed(path: str) -> str:
-    """The path with the query that `?$NAME` stands for."""
+def _with_query(path: str) -> str:
+    """The path with `?$NAME` replaced by the query in that environment variable."""
     found = _QUERY_VARIABLE.fullmatch(path)
     if found is None:
         return path
     if found[2] not in os.environ:
         raise DataError(
-            f"{without_secrets(path)}: the environment has no {found[2]}; export it with the URL's query"
+            f"{without_secrets(path)}: environment variable {found[2]} is not set. Fix: export it "
+            "with the query of the URL."
         )
     return found[1] + os.environ[found[2]].removeprefix("?")
 
 
-def _reason(error: Exception, told: str) -> str:
+def _explain(error: Exception, details: str) -> str:
     match error:
         case ImportError():
             install = ".venv/bin/pip install --constraint constraints.txt --editable '.[s3]'"
-            return f"its store needs a package that is not installed ({told}). For S3, in the project's folder: {install}"
+            return (
+                f"the store needs a package that is not installed ({details}). Fix: for S3, run in "
+                f"the project folder: {install}"
+            )
         case FileNotFoundError():
-            return f"not found ({told}). Correct the source's `path`; a relative one starts at the current folder."
+            return (
+                f"not found ({details}). Fix: correct the source's `path`; a relative path starts "
+                "at the current folder."
+            )
         case PermissionError():
-            return f"access denied ({told}). Correct the file's permissions, or the store's credentials."
+            return (
+                f"access denied ({details}). Fix: correct the permissions of the file, or the "
+                "credentials of the store."
+            )
         case _:
-            return f"cannot be read ({told}). Check the path; for a remote store its endpoint, credentials and network."
+            return (
+                f"cannot be read ({details}). Fix: check the path; for a remote store also "
+                "endpoint, credentials and network."
+            )
 
 
-def _infos(store: fsspec.AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
-    """What the store tells of the path; of the files that it matches, where it is the glob and not the name of a file."""
+def _file_infos(store: fsspec.AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
+    """The store's information on the path, or on each file that matches it as a glob."""
     try:
         return {path: store.info(path)}
     except FileNotFoundError:
@@ -169,11 +186,12 @@ def _infos(store: fsspec.AbstractFileSystem, path: str) -> dict[str, dict[str, A
         return found
 
 
-def _saved(path: str, store: fsspec.AbstractFileSystem, root: str) -> Location:
+def _saved_location(path: str, store: fsspec.AbstractFileSystem, root: str) -> Location:
     if not any(store.isfile(f"{root}/{marker}") for marker in ("dataset_dict.json", "state.json")):
         raise DataError(
-            f"{without_secrets(path)}: a folder that `save_to_disk` did not write. "
-            f"Name the files in it, for example {without_secrets(path).rstrip('/')}/*.parquet."
+            f"{without_secrets(path)}: expected files, or a folder written by `save_to_disk`; "
+            "found another folder. Fix: select the files in the folder, for example "
+            f"{without_secrets(path).rstrip('/')}/*.parquet."
         )
     paths = sorted(store.find(root))
     return Location(
@@ -182,8 +200,8 @@ def _saved(path: str, store: fsspec.AbstractFileSystem, root: str) -> Location:
     )
 
 
-def _names(paths: Sequence[str]) -> list[str]:
-    """The shortest ends of the paths that tell them apart: base names, mostly."""
+def _distinct_names(paths: Sequence[str]) -> list[str]:
+    """The shortest path endings that are distinct: base names in most cases."""
     parts = [
         path.partition("?")[0].split("/") if "://" in path else path.split("/") for path in paths
     ]

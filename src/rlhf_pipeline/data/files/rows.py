@@ -1,4 +1,4 @@
-"""Reading data files: one stream of rows, whatever the format and the store."""
+"""Read data files of any format and store as one stream of rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from rlhf_pipeline.data.files.arrow_rows import parquet_rows, saved_rows
 from rlhf_pipeline.data.files.json_rows import json_lines, json_rows
-from rlhf_pipeline.data.files.location import File, Format, find
-from rlhf_pipeline.data.files.stream import FileFault, Stream, opened
+from rlhf_pipeline.data.files.location import File, Format, find_files
+from rlhf_pipeline.data.files.stream import FileFault, Stream, open_stream
 from rlhf_pipeline.data.files.text_rows import csv_rows, text_rows
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
@@ -24,42 +24,44 @@ _READERS: dict[Format, Callable[[Stream], Iterator[tuple[int, Row | Unused]]]] =
     "csv": csv_rows,
     "txt": text_rows,
 }
-"""Of the formats that are read as a whole; Parquet reads the columns that are asked for."""
+"""Readers of all formats but Parquet, which is read column by column."""
 
 _DAMAGE = (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError)
-"""What the libraries raise for a damaged file; the last for the name of a Parquet column."""
+"""Exceptions for a damaged file; UnicodeDecodeError stems from the name of a Parquet column."""
 
 
 def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[str, Row | Unused]]:
-    """Every row with its place, in the order of the files' names; memory does not grow with their number.
+    """Yield every row with its place, file after file by name, in constant memory.
 
     Args:
-        path: A .jsonl, .json (one array, or JSON Lines), .csv, .parquet or .txt file, also .gz; a glob of such files; or
-            a folder written by datasets' `save_to_disk`. Local or any fsspec URL; `~` is expanded.
-        columns: What the caller will look at, dotted where nested; the rows may lack the others. Empty: all.
-        split: What is read of a saved DatasetDict.
+        path: a .jsonl, .json (one array, or JSON Lines), .csv, .parquet or .txt file, also .gz; a
+            glob of such files; or a folder written by `save_to_disk`. Local path (`~` is expanded)
+            or fsspec URL.
+        columns: the columns that the caller reads, dotted if nested; rows may lack all others.
+            Empty: all columns.
+        split: the split to read of a saved DatasetDict.
 
     Yields:
-        The place, "name.jsonl:17", counts lines (Parquet and saved data sets: rows) from 1. `Unused` stands for a row
-        that is broken while those after it can be read.
+        (place, row). A place is "name.jsonl:17", by line (Parquet and saved data sets: by row) from
+        1. A broken row is `Unused`; the rows after it are read.
 
     Raises:
-        DataError: a file cannot be found, reached or read to its end, or holds no row.
+        DataError: a file is not found, not reachable, damaged or empty.
     """
-    location = find(path)
+    location = find_files(path)
     if location.saved is not None:
         folder = location.saved
         name = folder.rpartition("/")[2]
         if any(file.name == "dataset_dict.json" for file in location.files):
             name += f"/{split}"
-        yield from _placed(name, without_secrets(folder), saved_rows(folder, columns, split))
+        yield from _with_places(name, without_secrets(folder), saved_rows(folder, columns, split))
     else:
         for file in location.files:
-            yield from _placed(file.name, file.shown, _file_rows(file, columns))
+            yield from _with_places(file.name, file.display_name, _file_rows(file, columns))
 
 
 def _file_rows(file: File, columns: Sequence[str]) -> Iterator[tuple[int, Row | Unused]]:
-    with opened(file) as stream:
+    with open_stream(file) as stream:
         yield from (
             parquet_rows(stream, columns)
             if file.format == "parquet"
@@ -67,7 +69,7 @@ def _file_rows(file: File, columns: Sequence[str]) -> Iterator[tuple[int, Row | 
         )
 
 
-def _placed(
+def _with_places(
     name: str, shown: str, rows: Iterator[tuple[int, Row | Unused]]
 ) -> Iterator[tuple[str, Row | Unused]]:
     line = 0
@@ -78,9 +80,11 @@ def _placed(
         raise DataError(f"{shown}:{fault.line}: {fault}") from None
     except _DAMAGE as error:
         raise DataError(
-            f"{shown}:{line + 1}: cannot be read from here on ({shorten(str(error), 300)}). Fetch or make the file again."
+            f"{shown}:{line + 1}: the file is damaged from here on ({shorten(str(error), 300)}). "
+            "Fix: download or create the file again."
         ) from error
     if line == 0:
         raise DataError(
-            f"{shown}: holds no row. Fetch or make the file again, or name another one."
+            f"{shown}: the file contains no rows. Fix: download or create the file again, or set "
+            "`path` to another one."
         )

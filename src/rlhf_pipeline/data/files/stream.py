@@ -1,4 +1,4 @@
-"""Opening a data file: its bytes, unpacked, whatever the store; and its text, with the bytes that are none kept apart."""
+"""Open a data file of any store as bytes, decompressed, or as text."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from rlhf_pipeline.data.files.location import File, reaching
+from rlhf_pipeline.data.files.location import File, explain_store_errors
 
 Stream = io.BufferedReader | gzip.GzipFile
-"""What a format's reader reads."""
+"""What the readers of the formats read from."""
 
 _BLOCK = 2**20
 
-LONGEST = 64 * 2**20
-"""Characters that a line or a row may have. More is no data but a broken file, and would fill the memory."""
+MAX_CHARACTERS = 64 * 2**20
+"""Limit for one line or row. A longer one means a broken file, and would fill the memory."""
 
 NOT_UTF8 = "not UTF-8"
 
 
-class FileFault(Exception):  # noqa: N818 - a fault of the file, not of the program
-    """Raised by a format's reader that cannot read on; the message gives reason and fix."""
+class FileFault(Exception):  # noqa: N818 - a fault of the file
+    """A reader cannot continue. The message states reason and fix."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -31,14 +31,16 @@ class FileFault(Exception):  # noqa: N818 - a fault of the file, not of the prog
 
 
 @contextmanager
-def opened(file: File) -> Iterator[Stream]:
-    """The file's bytes, unpacked where it is a .gz; able to seek where the format needs it."""
+def open_stream(file: File) -> Iterator[Stream]:
+    """Open a file as bytes, decompressed; seekable if the format needs it."""
     with ExitStack() as stack:
-        stored: io.BufferedReader = stack.enter_context(io.BufferedReader(_Stored(file), _BLOCK))
+        stored: io.BufferedReader = stack.enter_context(
+            io.BufferedReader(_StoredFile(file), _BLOCK)
+        )
         if not file.gzipped:
             yield stored
             return
-        # Not buffered once more: a block that ends in damage would be lost with the sound lines before it.
+        # Without another buffer, which would lose the valid lines of a block that ends in damage.
         unpacked = stack.enter_context(gzip.GzipFile(fileobj=stored))
         if file.format != "parquet":
             yield unpacked
@@ -49,13 +51,13 @@ def opened(file: File) -> Iterator[Stream]:
         yield seekable
 
 
-def decoded(stream: Stream, newline: str) -> io.TextIOWrapper:
-    """The stream as text, with or without BOM; `is_utf8` finds the parts that are none."""
+def decode(stream: Stream, newline: str) -> io.TextIOWrapper:
+    """Read the stream as UTF-8 with or without BOM; `is_utf8` detects invalid parts."""
     return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text that `decoded` gave was UTF-8 in the file."""
+    """Whether a text from `decode` was valid UTF-8 in the file."""
     if text.isascii():
         return True
     try:
@@ -65,12 +67,12 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-class _Stored(io.RawIOBase):
-    """A file's bytes as they lie in the store; whatever goes wrong on the way is a DataError."""
+class _StoredFile(io.RawIOBase):
+    """The bytes of a file as stored. Errors of the store become DataErrors."""
 
     def __init__(self, file: File) -> None:
         self._url = file.url
-        with reaching(self._url):
+        with explain_store_errors(self._url):
             self._file = file.store.open(file.path, "rb")
 
     def readable(self) -> bool:
@@ -80,13 +82,13 @@ class _Stored(io.RawIOBase):
         return bool(self._file.seekable())
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        with reaching(self._url):
+        with explain_store_errors(self._url):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with reaching(self._url):
+        with explain_store_errors(self._url):
             return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:

@@ -1,4 +1,4 @@
-"""CSV, and plain text for pre-training."""
+"""Read CSV, and plain text for pretraining."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import csv
 import io
 from collections.abc import Iterator
 
-from rlhf_pipeline.data.files.stream import LONGEST, NOT_UTF8, FileFault, Stream, decoded, is_utf8
+from rlhf_pipeline.data.files.stream import (
+    MAX_CHARACTERS,
+    NOT_UTF8,
+    FileFault,
+    Stream,
+    decode,
+    is_utf8,
+)
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
@@ -14,37 +21,38 @@ _PIECE = 2**20
 
 
 def text_rows(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
-    """The whole file as one document in the column `text`; a long one in pieces of about a million characters, cut at the
-    end of a line. The line is that where the piece begins."""
-    file = decoded(stream, newline="\n")
+    """Yield the file as one document in column `text`, with the line where the document begins.
+
+    A long file is split at line ends into documents of about a million characters.
+    """
+    file = decode(stream, newline="\n")
     line = 1
     while piece := file.read(_PIECE):
-        piece += file.readline(LONGEST)
+        piece += file.readline(MAX_CHARACTERS)
         if piece.strip():
             yield line, {"text": piece} if is_utf8(piece) else Unused(NOT_UTF8)
         line += piece.count("\n")
 
 
 def csv_rows(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
-    """Rows under a header line, by RFC 4180: a quoted field may hold commas, quotes (doubled) and ends of lines. The line
-    is that where the row begins."""
-    lines = _records(decoded(stream, newline=""))
+    """Yield the rows below the header with the line where each begins.
+
+    The format is RFC 4180: a quoted field may contain commas, doubled quotes and line breaks.
+    """
+    lines = _records(decode(stream, newline=""))
     first, header = next(lines, (1, []))
     if isinstance(header, Unused) or not is_utf8("".join(header)) or len(set(header)) < len(header):
         raise FileFault(
             first,
-            "no header line of distinct column names in UTF-8. Write one, or convert the file.",
+            "expected a header line with distinct column names in UTF-8. Fix: write one, or "
+            "convert the file to UTF-8.",
         )
     for line, fields in lines:
         if isinstance(fields, Unused):
             yield line, fields
         elif len(fields) != len(header):
-            yield (
-                line,
-                Unused(
-                    f"{'fewer' if len(fields) < len(header) else 'more'} fields than the header has"
-                ),
-            )
+            relation = "fewer" if len(fields) < len(header) else "more"
+            yield line, Unused(f"{relation} fields than the header has")
         elif not is_utf8("".join(fields)):
             yield line, Unused(NOT_UTF8)
         else:
@@ -52,23 +60,23 @@ def csv_rows(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
 
 
 def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:
-    """The fields of every row that is not blank, and the line where it begins."""
+    """Yield the fields of every row that is not blank, with the line where the row begins."""
     begin = characters = 0
     ended = False
 
     def lines() -> Iterator[str]:
         nonlocal characters, ended
-        while line := file.readline(LONGEST):
+        while line := file.readline(MAX_CHARACTERS):
             characters += len(line)
-            if characters >= LONGEST:
+            if characters >= MAX_CHARACTERS:
                 raise FileFault(
                     begin,
-                    f"a row of more than {LONGEST:,} characters. Is a quote in it not closed?",
+                    f"the row has more than {MAX_CHARACTERS:,} characters. Fix: close its quotes.",
                 )
             yield line
         ended = True
 
-    csv.field_size_limit(LONGEST)  # the module's own is 128 KiB, less than a long answer
+    csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
     reader = csv.reader(lines(), strict=True)
     while True:
         begin, characters = reader.line_num + 1, 0
@@ -80,7 +88,8 @@ def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]
             if ended:
                 raise FileFault(
                     begin,
-                    "the row's quote is never closed. Close it, or double a quote inside a field.",
+                    "the quote of the row is never closed. Fix: close it; double a quote inside a "
+                    "field.",
                 ) from None
             yield begin, Unused(f"not CSV ({error})")
         else:

@@ -1,4 +1,4 @@
-"""What a source is. An adapter declares one: its name, its columns, and how one of its rows becomes an example."""
+"""The declaration of a source: its name, its columns, and how its rows become records."""
 
 from __future__ import annotations
 
@@ -12,83 +12,83 @@ from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Record, Role, Unused
 
 Row = dict[str, Any]
-"""A row as its file or the hub gives it: column to value; nested columns are lists and dicts."""
+"""A row of a file or of the hub: column -> value. Nested columns are lists and dicts."""
 
 Kind = Literal["comparisons", "demonstrations", "text", "any"]
 
 CONVERTED = "refs/convert/parquet"
-"""Branch of the hub with its own Parquet conversion of a repository, which needs no loading script."""
+"""Branch with the hub's own Parquet conversion of a repository, which needs no loading script."""
 
 T = TypeVar("T")
 
 
 class MalformedRowError(Exception):
-    """Raised by an adapter for a row that it cannot map; the message becomes the bad row's reason."""
+    """A row cannot be parsed. The message becomes the reason of the bad row."""
 
 
-class PassedOverError(Exception):
-    """Raised by an adapter for a sound row that holds nothing to learn from, such as a tie; not a fault of the data."""
+class SkippedRowError(Exception):
+    """A valid row contains nothing to learn from, such as a tie. The message becomes the reason."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of the registry. Exactly one of `parse`, `parser`, `assemble` and `generate` is set."""
+    """A registry entry. Exactly one of `parse`, `parser`, `assemble`, `generate` is set."""
 
     name: str
-    """The data set's name on the Hugging Face hub, or a name of ours."""
+    """The data set's name on the Hugging Face hub, or a name of this project."""
 
     kind: Kind
-    """What it holds; demonstrations serve SFT only. "any": the source's configuration decides."""
+    """Kind of the records; demonstrations serve SFT only. "any": the configuration decides."""
 
     description: str
-    """One line for people who choose a source."""
+    """One line for docs/data.md."""
 
     columns: tuple[str, ...] = ()
-    """The data set's real columns that the adapter reads; others are not even loaded where the format allows. Where there
-    is a `parser`, those that it reads without a column map."""
+    """The columns that the adapter reads. Other columns are not loaded if the format allows. With a
+    `parser`: the columns that it reads without a column map."""
 
     parse: Callable[[Row], Record] | None = None
-    """One row is one record. Raises MalformedRowError or PassedOverError."""
+    """Row -> record. Raises MalformedRowError or SkippedRowError."""
 
     parser: Callable[[ColumnMap | None], Callable[[Row], Record]] | None = None
-    """For data of your own: a configuration's column map in, `parse` out."""
+    """For your own data: column map of the configuration -> `parse`."""
 
     assemble: (
         Callable[[Iterable[tuple[str, Row]]], Iterator[tuple[str, Record | Unused]]] | None
     ) = None
-    """For sources whose records span rows: places and rows in, places and records out."""
+    """For records that span several rows: places and rows -> places and records."""
 
     generate: Callable[[SourceConfig, int], Iterator[tuple[str, Record]]] | None = None
-    """For sources without files: a configuration and a seed in, places and records out."""
+    """For sources without files: configuration and seed -> places and records."""
 
     hub: str | None = None
-    """Repository on the hub where it differs from `name`."""
+    """Repository on the hub, if it differs from `name`."""
 
     revision: str | None = None
-    """Revision on the hub that is read by default, such as "refs/convert/parquet" for a repository whose own files need
-    a loading script. None: the main branch."""
+    """Default revision on the hub, such as CONVERTED for a repository with a loading script. None:
+    the main branch."""
 
     subset: str | None = None
-    """Configuration on the hub that is read by default."""
+    """Default configuration on the hub."""
 
     split: str = "train"
-    """Split on the hub, or of a saved DatasetDict, that is read by default."""
+    """Default split on the hub, or of a saved DatasetDict."""
 
     local_only: bool = False
-    """True: the source has no hub repository; its `path` must be set."""
+    """True: the source has no repository on the hub, so `path` must be set."""
 
     def columns_read(self, columns: ColumnMap | None) -> tuple[str, ...]:
-        """The columns that are looked at under a configuration's column map."""
+        """The columns to read with this column map."""
         return self.columns if columns is None else columns_of(columns)
 
 
 def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:
-    """What `parse` returns, or why it has nothing to return."""
+    """The result of `parse`, or `Unused` with the reason why the row has no record."""
     try:
         return parse(*arguments)
     except MalformedRowError as fault:
         return Unused(str(fault))
-    except PassedOverError as reason:
+    except SkippedRowError as reason:
         return Unused(str(reason), bad=False)
 
 
@@ -96,7 +96,7 @@ def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:
 
 
 def columns_of(columns: ColumnMap) -> tuple[str, ...]:
-    """The columns that a map names, dotted where they are nested."""
+    """The columns of a column map, dotted if nested."""
     named = columns.model_dump(exclude_none=True).values()
     return tuple(
         column for value in named for column in ((value,) if isinstance(value, str) else value)
@@ -107,7 +107,7 @@ _KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an obje
 
 
 def field(row: Row, column: str, kind: type[T]) -> T:
-    """The value in a column; MalformedRowError when it is missing or of another type."""
+    """The value of a column; raises MalformedRowError if it is missing or of another type."""
     if column not in row:
         raise MalformedRowError(f"column {column!r} is missing")
     value = row[column]
@@ -117,15 +117,15 @@ def field(row: Row, column: str, kind: type[T]) -> T:
 
 
 def text(row: Row, column: str) -> str:
-    """The string in a column; MalformedRowError when it is missing or no string."""
+    """The string in a column; raises MalformedRowError if it is missing or not a string."""
     return field(row, column, str)
 
 
 def number(row: Row, column: str) -> float:
-    """The number in a column, also as text, since CSV knows nothing else.
+    """The number in a column, also as text, since CSV contains only text.
 
     Raises:
-        MalformedRowError: the column is missing or holds no finite number.
+        MalformedRowError: the column is missing or not a finite number.
     """
     value = field(row, column, object)
     try:
@@ -138,7 +138,7 @@ def number(row: Row, column: str) -> float:
 
 
 def items(row: Row, column: str, kind: type[T]) -> list[T]:
-    """The list in a column; MalformedRowError when it is missing, or it or an item of it is of another type."""
+    """The list in a column; raises MalformedRowError if it is missing or of another type."""
     values = field(row, column, list)
     if not all(isinstance(value, kind) for value in values):
         raise MalformedRowError(f"an item of column {column!r} is not {_KINDS[kind]}")
@@ -149,16 +149,16 @@ def items(row: Row, column: str, kind: type[T]) -> list[T]:
 
 
 def question(*parts: str) -> tuple[Message, ...]:
-    """A prompt of one user turn: the parts that are not blank, with an empty line between them."""
+    """A prompt of one user turn: all parts that are not blank, separated by an empty line."""
     return (Message("user", "\n\n".join(part for part in parts if part.strip())),)
 
 
 def preferred(
     prompt: tuple[Message, ...], answers: tuple[str, str], scores: tuple[float, float]
 ) -> Example:
-    """The answer with the higher score as the chosen one; PassedOverError where both have the same score."""
+    """Choose the answer with the higher score; raises SkippedRowError for equal scores."""
     if scores[0] == scores[1]:
-        raise PassedOverError("the two answers have the same score")
+        raise SkippedRowError("the two answers have the same score")
     chosen, rejected = answers if scores[0] > scores[1] else answers[::-1]
     return Example(prompt, chosen, rejected)
 
@@ -168,14 +168,14 @@ _ROLES: dict[str, Role] = {
     "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "bot": "assistant",
 }  # fmt: skip
-"""Roles by the names in use: OpenAI's, ShareGPT's, OpenAssistant's."""
+"""Names of roles in use by OpenAI, ShareGPT and OpenAssistant -> role."""
 
 
 def messages(value: Any, column: str) -> tuple[Message, ...]:
-    """A column's list of {"role": ..., "content": ...} (or ShareGPT's {"from": ..., "value": ...}) as messages.
+    """Parse a list of {"role": ..., "content": ...} or ShareGPT's {"from": ..., "value": ...}.
 
     Raises:
-        MalformedRowError: it is no such list, or a role is unknown.
+        MalformedRowError: the value is not such a list, or a role is unknown.
     """
     if not isinstance(value, list) or not value:
         raise MalformedRowError(f"column {column!r} is not a list of messages")
@@ -195,7 +195,11 @@ def _message(item: Any, column: str) -> Message:
 
 
 def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Example:
-    """Two dialogues that differ in the last answer as one comparison; MalformedRowError where they are not that."""
+    """One comparison from two dialogues that differ in the last answer.
+
+    Raises:
+        MalformedRowError: the dialogues differ elsewhere, or do not end with the assistant.
+    """
     if chosen[-1].role != "assistant" or rejected[-1].role != "assistant":
         raise MalformedRowError("the dialogue does not end with the assistant")
     if chosen[:-1] != rejected[:-1]:
@@ -204,23 +208,24 @@ def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Exam
 
 
 def rated(row: Row, chosen_rating: str, rejected_rating: str) -> Example:
-    """The dialogues in the columns `chosen` and `rejected`, lists of messages, with the columns of their ratings.
+    """One comparison from the dialogues in columns `chosen` and `rejected`, and their ratings.
 
     Raises:
-        MalformedRowError: they are no two dialogues that differ in the last answer.
-        PassedOverError: both have the same rating.
+        MalformedRowError: see `compared`, `messages` and `number`.
+        SkippedRowError: both dialogues have the same rating.
     """
     if number(row, chosen_rating) == number(row, rejected_rating):
-        raise PassedOverError("the two answers have the same score")
+        raise SkippedRowError("the two answers have the same score")
     return compared(
         *(messages(field(row, column, list), column) for column in ("chosen", "rejected"))
     )
 
 
 def turns(dialogue: str, marker: re.Pattern[str]) -> tuple[str, tuple[Message, ...]]:
-    """What stands before the first turn of a dialogue in one string, and its turns, all without white space around them.
+    """Split a dialogue in one string into the text before the first turn, and the turns.
 
-    The only group of `marker` is the name of who speaks in the turn that follows, in letters of any case.
+    All texts are stripped. The only group of `marker` is the speaker of the following turn, in any
+    case.
     """
     before, *parts = marker.split(dialogue)
     pairs = zip(parts[::2], parts[1::2], strict=True)

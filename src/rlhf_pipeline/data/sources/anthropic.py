@@ -1,8 +1,8 @@
-"""Anthropic's helpful and harmless comparisons: both columns hold whole dialogues that differ in the last answer.
+"""Anthropic's helpful and harmless comparisons: two dialogues that differ in the last answer.
 
-Bai et al. 2022, "Training a Helpful and Harmless Assistant with Reinforcement Learning from Human Feedback". Other
-publishers give the same dialogues a column for the prompt; they are parsed by the same function, so that a prompt is
-the same whichever data set it comes from.
+Bai et al. 2022, "Training a Helpful and Harmless Assistant with Reinforcement Learning from Human
+Feedback". Other publishers of the same dialogues store the prompt in a separate column. Their
+adapters use the same function, so a prompt is the same in all data sets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def dialogue(written: str) -> tuple[Message, ...]:
-    """The turns of "\\n\\nHuman: ...\\n\\nAssistant: ..."; MalformedRowError where it does not start with one."""
+    """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..."; MalformedRowError for any other start."""
     before, found = turns(written, _TURN)
     if before or not found:
         raise MalformedRowError("the dialogue does not start with a turn")
@@ -24,7 +24,7 @@ def dialogue(written: str) -> tuple[Message, ...]:
 
 
 def parse(row: Row) -> Example:
-    """Prompt: the turns both dialogues share; answers: the Assistant's last turn of each."""
+    """Prompt: the shared turns. Answers: the last turn of each dialogue."""
     return compared(dialogue(text(row, "chosen")), dialogue(text(row, "rejected")))
 
 

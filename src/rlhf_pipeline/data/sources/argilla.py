@@ -1,17 +1,17 @@
-"""Argilla's preference mixes: answers of models, rated by GPT-4 or a model like it."""
+"""Argilla's preference mixes: answers of models, rated by GPT-4 or a similar model."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.adapter import PassedOverError, Row, Source, question, rated, text
+from rlhf_pipeline.data.sources.adapter import Row, SkippedRowError, Source, question, rated, text
 
 
 def parse_orca(row: Row) -> Example:
-    """Strings instead of messages; `status` tells what the rating made of the original order."""
+    """Columns are strings. `status` is "tie" for equal ratings."""
     if text(row, "status") == "tie":
-        raise PassedOverError("the two answers have the same score")
+        raise SkippedRowError("the two answers have the same score")
     prompt, system = question(text(row, "input")), text(row, "system")
     if system.strip():
         prompt = (Message("system", system), *prompt)
@@ -39,7 +39,8 @@ SOURCES = (
         "argilla/ultrafeedback-binarized-preferences-cleaned",
         "chosen-rating",
         "rejected-rating",
-        "UltraFeedback by the mean of its ratings, without the questions of TruthfulQA, about 61,000 comparisons",
+        "UltraFeedback by the mean of its ratings, without the questions of TruthfulQA, about "
+        "61,000 comparisons",
     ),
     _source(
         "argilla/distilabel-capybara-dpo-7k-binarized",

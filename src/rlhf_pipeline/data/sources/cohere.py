@@ -1,20 +1,20 @@
-"""MIRACL's queries by Cohere: a passage that answers a query against one that does not, as relevant by people's judgment.
+"""MIRACL by Cohere: a passage that answers a query against one that does not, judged by people.
 
-Zhang et al. 2023, "MIRACL: A Multilingual Retrieval Dataset Covering 18 Diverse Languages". The column `emb` with the
-queries' embeddings is not read.
+Zhang et al. 2023, "MIRACL: A Multilingual Retrieval Dataset Covering 18 Diverse Languages". The
+embeddings in column `emb` are not read.
 """
 
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.adapter import PassedOverError, Row, Source, items, question, text
+from rlhf_pipeline.data.sources.adapter import Row, SkippedRowError, Source, items, question, text
 
 
 def parse(row: Row) -> Example:
-    """The first passage of either kind; a query without a passage that does not answer it is a demonstration."""
+    """The first passage of each kind; without a negative passage, the row is a demonstration."""
     relevant, others = items(row, "positive_passages", dict), items(row, "negative_passages", dict)
     if not relevant:
-        raise PassedOverError("no passage answers the query")
+        raise SkippedRowError("no passage answers the query")
     return Example(
         question(text(row, "query")),
         text(relevant[0], "text"),
@@ -26,7 +26,8 @@ def _source(code: str, language: str) -> Source:
     return Source(
         name=f"Cohere/miracl-{code}-queries-22-12",
         kind="comparisons",
-        description=f"{language}: queries with passages of Wikipedia that do and do not answer them",
+        description=f"{language}: queries with passages of Wikipedia that do and do not answer "
+        "them",
         columns=("query", "positive_passages", "negative_passages"),
         parse=parse,
     )

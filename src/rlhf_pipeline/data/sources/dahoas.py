@@ -1,4 +1,4 @@
-"""Dahoas: Anthropic's dialogues with a column for the prompt, and synthetic instructions with ranked answers."""
+"""Dahoas: Anthropic's dialogues with a prompt column, and ranked answers to instructions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf_pipeline.data.sources.anthropic import dialogue
 
 
 def parse_dialogue(row: Row) -> Example:
-    """`prompt` ends with "\\n\\nAssistant:"; each answer continues it."""
+    """The prompt ends with "\\n\\nAssistant:"; each answer continues it."""
     prompt = text(row, "prompt")
     return compared(
         dialogue(prompt + text(row, "chosen")), dialogue(prompt + text(row, "rejected"))
@@ -16,7 +16,7 @@ def parse_dialogue(row: Row) -> Example:
 
 
 def parse_instruction(row: Row) -> Example:
-    """One turn, without marks of who speaks."""
+    """The prompt is one turn without speaker marks."""
     return Example(question(text(row, "prompt")), text(row, "chosen"), text(row, "rejected"))
 
 
@@ -26,7 +26,8 @@ SOURCES = (
     Source(
         name="Dahoas/rm-static",
         kind="comparisons",
-        description="Anthropic's dialogues for reward models, about 76,000 comparisons; DeepSpeed-Chat's default",
+        description="Anthropic's dialogues for reward models, about 76,000 comparisons; "
+        "DeepSpeed-Chat's default",
         columns=_COLUMNS,
         parse=parse_dialogue,
     ),
@@ -40,7 +41,8 @@ SOURCES = (
     Source(
         name="Dahoas/synthetic-instruct-gptj-pairwise",
         kind="comparisons",
-        description="machine-written instructions, answers of a stronger and a weaker model, about 33,000 comparisons",
+        description="machine-written instructions, answers of a stronger and a weaker model, "
+        "about 33,000 comparisons",
         columns=_COLUMNS,
         parse=parse_instruction,
     ),

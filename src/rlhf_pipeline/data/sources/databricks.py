@@ -10,7 +10,7 @@ from rlhf_pipeline.data.sources.adapter import Row, Source, question, text
 
 
 def parse(row: Row) -> Example:
-    """The instruction, the text it is about where there is one, and the answer."""
+    """Prompt: the instruction and its context, if any. Answer: the response."""
     return Example(question(text(row, "instruction"), text(row, "context")), text(row, "response"))
 
 

@@ -1,4 +1,7 @@
-"""The table of sources in docs/data.md. Print it with `python -m rlhf_pipeline.data.sources.docs_table`."""
+"""The table of sources in docs/data.md.
+
+python -m rlhf_pipeline.data.sources.docs_table
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ _HEADER = ("source", "holds", "columns read", "on the hub", "description")
 
 
 def markdown_table() -> str:
-    """One line a source, in the registry's order."""
+    """One row per source, in the order of the registry."""
     lines = [_HEADER, ("---",) * len(_HEADER), *(_cells(find_source(name)) for name in MODULES)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -20,7 +23,7 @@ def _cells(source: Source) -> tuple[str, ...]:
 
 
 def _on_the_hub(source: Source) -> str:
-    """What of a repository is read, where it is not the split "train" of the repository by the source's name."""
+    """What is read from the hub, if it is not split "train" of the repository `source.name`."""
     if source.generate is not None or source.local_only:
         return "none"
     unusual = {

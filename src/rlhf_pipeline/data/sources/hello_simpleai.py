@@ -1,7 +1,7 @@
-"""HC3-Chinese: questions with answers of people (read) and of ChatGPT (not read).
+"""HC3-Chinese: questions with answers by people (read) and by ChatGPT (not read).
 
-Guo et al. 2023, "How Close is ChatGPT to Human Experts?". The repository needs a loading script; the hub's own conversion
-to Parquet is read. Its other subsets are parts of "all".
+Guo et al. 2023, "How Close is ChatGPT to Human Experts?". The repository needs a loading script, so
+the hub's Parquet conversion is read. Subset "all" contains all other subsets.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.adapter import (
     CONVERTED,
-    PassedOverError,
     Row,
+    SkippedRowError,
     Source,
     items,
     question,
@@ -19,10 +19,10 @@ from rlhf_pipeline.data.sources.adapter import (
 
 
 def parse(row: Row) -> Example:
-    """The question and the first answer of a person."""
+    """The question and the first answer by a person."""
     answers = items(row, "human_answers", str)
     if not answers:
-        raise PassedOverError("no person has answered the question")
+        raise SkippedRowError("no person has answered the question")
     return Example(question(text(row, "question")), answers[0])
 
 

@@ -1,7 +1,7 @@
-"""UltraFeedback as Zephyr was trained on it: answers of models, scored by GPT-4.
+"""UltraFeedback in the version that trained Zephyr: answers of models, scored by GPT-4.
 
-Tunstall et al. 2023, "Zephyr: Direct Distillation of LM Alignment". The best of four answers is compared with one of the
-others at random, which may have the same score.
+Tunstall et al. 2023, "Zephyr: Direct Distillation of LM Alignment". The best of four answers is
+compared with a random one of the others, which may have the same score.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """JaQuAD by lmqg: Japanese questions about paragraphs of Wikipedia.
 
-Ushio et al. 2022, "Generative Language Models for Paragraph-Level Question Generation". The repositories need loading
-scripts; the hub's own conversion to Parquet is read. As in DeepSpeed-Chat, the answer to a question is the text that
-holds it, not the few words of the column `answer`.
+Ushio et al. 2022, "Generative Language Models for Paragraph-Level Question Generation". The
+repositories need loading scripts, so the hub's Parquet conversions are read. As in DeepSpeed-Chat,
+the answer is the text that contains it, not the few words of column `answer`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.adapter import (
     CONVERTED,
-    PassedOverError,
     Row,
+    SkippedRowError,
     Source,
     items,
     question,
@@ -28,7 +28,7 @@ def parse_paragraph(row: Row) -> Example:
     """The first question about a paragraph, and the paragraph."""
     questions = items(row, "questions", str)
     if not questions:
-        raise PassedOverError("the paragraph has no question")
+        raise SkippedRowError("the paragraph has no question")
     return Example(question(questions[0]), text(row, "paragraph"))
 
 

@@ -1,7 +1,8 @@
-"""Every known source, by name. To add one: a module with its `SOURCES` beside this file, and a line a source below.
+"""The registry of sources.
 
-Modules are imported when one of their sources is used, and their code belongs to the fingerprint of that source's
-records alone: a change to one adapter reads no other source again.
+To add a source, write a module with `SOURCES` in this folder, and add each source to MODULES. A
+module is imported when one of its sources is used. Its code is part of the fingerprint of these
+sources alone, so a change to one adapter does not read other sources again.
 """
 
 from __future__ import annotations
@@ -47,11 +48,15 @@ MODULES: dict[str, str] = {
     "trl-lib/tldr-preference": "trl_lib",
     "Salesforce/wikitext": "salesforce",
 }
-"""Source to module in this package, in the order of the documentation."""
+"""Source -> module in this package, in the order of docs/data.md."""
 
 
 def adapter_module(name: str) -> str:
-    """Full name of the module that defines the source; ConfigError with the nearest known names where there is none."""
+    """Full name of the module that defines a source.
+
+    Raises:
+        ConfigError: the source is unknown; the message suggests the nearest name.
+    """
     if name in MODULES:
         return f"{_PACKAGE}.{MODULES[name]}"
     folded = {known.casefold(): known for known in MODULES}
@@ -59,11 +64,11 @@ def adapter_module(name: str) -> str:
     suggestion = f" Did you mean {folded[nearest[0]]!r}?" if nearest else ""
     raise ConfigError(
         f"unknown source {name!r}.{suggestion} Known sources: {', '.join(sorted(MODULES))}. "
-        "For data of your own use 'files' with a column map."
+        "For your own data, use 'files' with a column map."
     )
 
 
 def find_source(name: str) -> Source:
-    """The source of that name; ConfigError as for `adapter_module`."""
+    """The source with this name; raises like `adapter_module`."""
     sources: tuple[Source, ...] = import_module(adapter_module(name)).SOURCES
     return next(source for source in sources if source.name == name)

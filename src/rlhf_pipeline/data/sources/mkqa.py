@@ -1,8 +1,8 @@
 """MKQA: 10,000 questions with short answers, translated by people.
 
-Longpre et al. 2020, "MKQA: A Linguistically Diverse Benchmark for Multilingual Open Domain Question Answering". The
-repository needs a loading script; the hub's own conversion to Parquet is read. Several answers to one question are
-equally right; the first is used.
+Longpre et al. 2020, "MKQA: A Linguistically Diverse Benchmark for Multilingual Open Domain Question
+Answering". The repository needs a loading script, so the hub's Parquet conversion is read. Of
+several equally correct answers, the first is used.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.adapter import (
     CONVERTED,
-    PassedOverError,
     Row,
+    SkippedRowError,
     Source,
     field,
     items,
@@ -26,7 +26,7 @@ def _parser(code: str) -> Callable[[Row], Example]:
     def parse(row: Row) -> Example:
         answers = items(field(row, "answers", dict), code, dict)
         if not answers or answers[0].get("text") is None:
-            raise PassedOverError("the question has no short answer")
+            raise SkippedRowError("the question has no short answer")
         return Example(question(text(field(row, "queries", dict), code)), text(answers[0], "text"))
 
     return parse

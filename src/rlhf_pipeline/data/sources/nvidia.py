@@ -1,7 +1,8 @@
 """HelpSteer2: two answers to each prompt, each rated by people from 0 to 4.
 
-Wang et al. 2024, "HelpSteer2: Open-source dataset for training top-performing reward models". The two answers to a prompt
-are consecutive rows. A prompt of several turns is "{user}\\n<extra_id_1>Assistant\\n{answer}\\n<extra_id_1>User\\n{user}".
+Wang et al. 2024, "HelpSteer2: Open-source dataset for training top-performing reward models". The
+two answers to a prompt are consecutive rows. A prompt of several turns has the form
+"{user}\\n<extra_id_1>Assistant\\n{answer}\\n<extra_id_1>User\\n{user}".
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Answer:
 
 
 def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Example | Unused]]:
-    """The more helpful answer of each two rows is the chosen one; a tie is passed over."""
+    """Choose the more helpful answer of each pair of rows; ties are skipped."""
     first: _Answer | None = None
     for place, row in rows:
         answer = outcome(_answer, place, row)
@@ -39,7 +40,7 @@ def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Example | U
         else:
             yield first.place, Unused("the next row answers another prompt")
             first = answer
-    if first is not None:  # where `samples` ends between the two
+    if first is not None:  # `samples` ended between the two rows
         yield first.place, Unused("no row follows", bad=False)
 
 
@@ -60,7 +61,8 @@ SOURCES = (
     Source(
         name="nvidia/HelpSteer2",
         kind="comparisons",
-        description="answers of models rated by people for helpfulness, about 10,000 comparisons with ties",
+        description="answers of models rated by people for helpfulness, about 10,000 comparisons "
+        "with ties",
         columns=("prompt", "response", "helpfulness"),
         assemble=assemble,
     ),

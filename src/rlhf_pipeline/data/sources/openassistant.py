@@ -1,8 +1,9 @@
 """OpenAssistant Conversations: trees of messages, in which people rank the answers to one message.
 
-Köpf et al. 2023, "OpenAssistant Conversations - Democratizing Large Language Model Alignment". A row is a message; rank 0
-is the best. The published file lists a tree's messages one after the other, each after the one that it
-answers: one tree at a time is held in memory, and a file in another order is refused.
+Köpf et al. 2023, "OpenAssistant Conversations - Democratizing Large Language Model Alignment". A
+row is a message; rank 0 is the best. The published file lists the messages of a tree consecutively,
+each after the message that it answers. So one tree at a time is in memory; other orders are
+rejected.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.sources.adapter import (
     MalformedRowError,
-    PassedOverError,
     Row,
+    SkippedRowError,
     Source,
     field,
     outcome,
@@ -45,14 +46,14 @@ class _Node:
     message: Message
     rank: int | None
     removed: bool
-    """Deleted, or found to be spam by its reviewers."""
+    """Deleted, or rejected by its reviewers."""
 
 
 def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Example | Unused]]:
-    """For each user's message with two or more ranked answers, the best one against the worst.
+    """Compare the best with the worst answer to each user message with two or more ranked answers.
 
     Raises:
-        DataError: the messages of a tree are not listed one after the other.
+        DataError: the messages of a tree are not consecutive.
     """
     tree: list[_Node] = []
     finished: set[str] = set()
@@ -67,7 +68,8 @@ def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Example | U
             tree = []
         if node.tree in finished:
             raise DataError(
-                f"{place}: the messages of tree {node.tree} are scattered. Sort the rows by message_tree_id."
+                f"{place}: found tree {node.tree} again, expected all messages of a tree in "
+                "consecutive rows. Fix: sort the rows by message_tree_id."
             )
         tree.append(node)
     yield from _comparisons(tree)
@@ -92,7 +94,7 @@ def _node(place: str, row: Row) -> _Node:
 
 
 def _comparisons(tree: list[_Node]) -> Iterator[tuple[str, Example | Unused]]:
-    """One outcome for each user's message of the tree."""
+    """Yield one result for each user message of the tree."""
     answers: dict[str | None, list[_Node]] = defaultdict(list)
     for node in tree:
         if node.message.role == "assistant":
@@ -109,14 +111,14 @@ def _comparison(thread: tuple[_Node, ...] | None, answers: list[_Node]) -> Examp
     if thread is None:
         raise MalformedRowError("the message that it answers is not listed before it")
     if any(node.removed for node in thread):
-        raise PassedOverError("a message of the thread was removed")
+        raise SkippedRowError("a message of the thread was removed")
     ranked = [
         (node.rank, node.message.content)
         for node in answers
         if node.rank is not None and not node.removed
     ]
     if len(ranked) < 2:
-        raise PassedOverError("fewer than two ranked answers")
+        raise SkippedRowError("fewer than two ranked answers")
     (best, chosen), (worst, rejected) = min(ranked), max(ranked)
     return preferred(tuple(node.message for node in thread), (chosen, rejected), (-best, -worst))
 
@@ -125,7 +127,8 @@ SOURCES = (
     Source(
         name="OpenAssistant/oasst1",
         kind="comparisons",
-        description="dialogues in 35 languages written and ranked by volunteers, the best answer against the worst",
+        description="dialogues in 35 languages written and ranked by volunteers, the best answer "
+        "against the worst",
         columns=_COLUMNS,
         assemble=assemble,
     ),

@@ -1,4 +1,4 @@
-"""Data of your own, in files: the configuration says which columns hold what."""
+"""Your own data in files; the configuration maps the columns."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ Dialogue = tuple[Message, ...]
 
 
 def parser(columns: ColumnMap | None) -> Callable[[Row], Record]:
-    """How a row becomes a record under a column map; without one the columns are prompt, chosen and rejected."""
+    """The parse function of a column map; default columns are prompt, chosen and rejected."""
     named = columns or ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
     return lambda row: _record(
-        {column: _reached(row, column) for column in columns_of(named)}, named
+        {column: _column_value(row, column) for column in columns_of(named)}, named
     )
 
 
 def parse_jsonfile(row: Row) -> Example:
-    """DeepSpeed-Chat's own format: the prompt is written "Human: ... Assistant:", and the answers continue it. A prompt
-    that does not start with a turn is one user turn as a whole."""
+    """Parse DeepSpeed-Chat's format: "Human: ... Assistant:", continued by the answers.
+
+    A prompt that does not start with a turn is one user turn.
+    """
     written = text(row, "prompt")
     before, prompt = turns(written, _TURN)
     if before or not prompt:
@@ -47,7 +49,7 @@ def parse_jsonfile(row: Row) -> Example:
 
 
 def _record(row: Row, named: ColumnMap) -> Record:
-    """The record in a row that holds the map's columns by their full names."""
+    """The record of a row whose keys are the full column names of the map."""
     if named.text is not None:
         return Text(text(row, named.text))
     columns = named.answers or [
@@ -56,7 +58,7 @@ def _record(row: Row, named: ColumnMap) -> Record:
         if column is not None
     ]
     answers = [_dialogue(row[column], column, "assistant") for column in columns]
-    prompt = _agreed(
+    prompt = _common_prompt(
         () if named.prompt is None else _dialogue(row[named.prompt], named.prompt, "user"),
         *(dialogue[:-1] for dialogue in answers),
     )
@@ -74,7 +76,7 @@ def _record(row: Row, named: ColumnMap) -> Record:
 
 
 def _reference(row: Row, column: str) -> str | None:
-    """A true answer as text, a number as it is written in Python; None where the row has none."""
+    """The true answer as text (numbers as Python prints them); None if the row has none."""
     value = row[column]
     if value is None or isinstance(value, str):
         return value
@@ -86,7 +88,7 @@ def _reference(row: Row, column: str) -> str | None:
 
 
 def _dialogue(value: Any, column: str, role: Role) -> Dialogue:
-    """A string as one message of that role; a list of messages, which must end with one."""
+    """A string as one message of the role, or a list of messages that ends with the role."""
     if isinstance(value, str):
         return (Message(role, value),)
     if not isinstance(value, list):
@@ -99,8 +101,8 @@ def _dialogue(value: Any, column: str, role: Role) -> Dialogue:
     return dialogue
 
 
-def _agreed(*prompts: Dialogue) -> Dialogue:
-    """The one prompt that the columns hold; some may leave it out."""
+def _common_prompt(*prompts: Dialogue) -> Dialogue:
+    """The prompt that all columns with a prompt agree on."""
     found = [prompt for prompt in prompts if prompt]
     if not found:
         raise MalformedRowError("no column holds the prompt")
@@ -109,8 +111,8 @@ def _agreed(*prompts: Dialogue) -> Dialogue:
     return found[0]
 
 
-def _reached(row: Row, column: str) -> Any:
-    """The value of a column, or behind a dotted path; a column that has the dots in its name comes first."""
+def _column_value(row: Row, column: str) -> Any:
+    """The value of a column or dotted path; a column with dots in its name takes precedence."""
     if column in row:
         return row[column]
     value: Any = row

@@ -1,8 +1,8 @@
-"""pvduy/sharegpt_alpaca_oa_vicuna_format: dialogues of ShareGPT, Alpaca and Open Assistant in Vicuna's format.
+"""Dialogues of ShareGPT, Alpaca and Open Assistant in Vicuna's format.
 
-`prompt` is "USER: ... ASSISTANT: ...</s>USER: ... ASSISTANT:", `label` the answer, which may end with "</s>". The data
-set has no description; that turns may be separated by white space or by "</s>", and that text before the first turn is
-a system message, follows Vicuna's format and not a document.
+`prompt` is "USER: ... ASSISTANT: ...</s>USER: ... ASSISTANT:", `label` the answer, which may end
+with "</s>". The data set has no documentation. By Vicuna's format, white space or "</s>" separates
+turns, and text before the first turn is a system message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TURN = re.compile(r"(?:^|\s|</s>)(USER|ASSISTANT):")
 
 
 def parse(row: Row) -> Example:
-    """The turns before the prompt's last "ASSISTANT:", and the label."""
+    """Prompt: the turns before the last "ASSISTANT:". Answer: the label."""
     system, found = turns(text(row, "prompt"), _TURN)
     if not found or found[-1] != Message("assistant", ""):
         raise MalformedRowError("the prompt does not end with 'ASSISTANT:'")

@@ -1,4 +1,4 @@
-"""Reading a source: where its rows come from, and the one loop that turns them into checked records."""
+"""Read a source: find its rows, parse them, and check the records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.files.location import find
+from rlhf_pipeline.data.files.location import find_files
 from rlhf_pipeline.data.files.origin import Origin, origin
 from rlhf_pipeline.data.files.rows import read_rows
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
@@ -19,26 +19,28 @@ _HUB_BATCH_ROWS = 1_000
 
 
 def source_origin(config: SourceConfig) -> Origin:
-    """What decides a source's rows beside its configuration: the files it reads, or the commit on the hub.
+    """What decides the rows besides the configuration: the files, or the commit on the hub.
 
     Raises:
-        ConfigError: the source is unknown, is given a field it cannot honour, or lacks its path.
-        DataError: a file is missing, or the hub cannot be asked.
+        ConfigError: the source is unknown, does not support a field, or needs a path.
+        DataError: a file is missing, or the hub is unreachable.
     """
     source = find_source(config.name)
     if source.generate is not None:
-        _refuse(config, "path", "revision", "subset", "split")
+        _reject_fields(config, "path", "revision", "subset", "split")
         return Origin({}, {})
     if config.path is not None:
-        if config.split is not None and find(config.path).saved is None:
+        if config.split is not None and find_files(config.path).saved is None:
             raise ConfigError(
-                f"source {config.name!r}: split {config.split!r} is for folders written by `save_to_disk`, and "
-                f"{config.path} is none. Remove `split`, and name the split's own files in `path`."
+                f"source {config.name!r}: found split {config.split!r} with path {config.path}, "
+                "expected a folder written by `save_to_disk`. Fix: remove `split`, and set `path` "
+                "to the files of the split."
             )
         return origin(config.path)
     if source.local_only:
         raise ConfigError(
-            f"source {config.name!r} reads files: set its `path`, for example to data/01_raw/pairs.jsonl."
+            f"source {config.name!r}: path is not set. Fix: set it, for example to "
+            "data/01_raw/pairs.jsonl."
         )
     return Origin({}, {"revision": _hub_commit(source, config)})
 
@@ -46,48 +48,48 @@ def source_origin(config: SourceConfig) -> Origin:
 def read(
     config: SourceConfig, seed: int, revision: str | None = None
 ) -> Iterator[tuple[str, Record | Unused]]:
-    """Every row's place ("file.jsonl:17", "Anthropic/hh-rlhf:train:17") with its record, or why it has none.
+    """Yield every row's place with its record, or with the reason why it has none.
 
-    The order is fixed, and memory does not grow with the number of rows. `seed` decides generated sources only;
-    `revision` is the commit that `source_origin` found.
+    A place is "file.jsonl:17" or "Anthropic/hh-rlhf:train:17". The order is fixed; memory is
+    constant. `seed` is for generated sources; `revision` is the commit from `source_origin`.
     """
     source = find_source(config.name)
     if source.generate is not None:
         yield from source.generate(config, seed)
         return
     parse = source.parser(config.columns) if source.parser is not None else source.parse
-    rows = islice(_rows(source, config, revision), config.samples)
+    rows = islice(_source_rows(source, config, revision), config.samples)
     if parse is not None:
-        records = _parsed(rows, parse)
+        records = _parse_rows(rows, parse)
     else:
-        assert source.assemble is not None, f"{source.name} has no way to read a row"
-        records = _assembled(rows, source.assemble)
+        assert source.assemble is not None, f"{source.name} has no function to parse rows"
+        records = _assemble_rows(rows, source.assemble)
     for place, record in records:
-        yield place, (_fault(record) or record)
+        yield place, (_record_fault(record) or record)
 
 
-def _parsed(
+def _parse_rows(
     rows: Iterable[tuple[str, Row | Unused]], parse: Callable[[Row], Record]
 ) -> Iterator[tuple[str, Record | Unused]]:
     for place, row in rows:
         yield place, row if isinstance(row, Unused) else outcome(parse, row)
 
 
-def _assembled(
+def _assemble_rows(
     rows: Iterable[tuple[str, Row | Unused]],
     assemble: Callable[[Iterable[tuple[str, Row]]], Iterator[tuple[str, Record | Unused]]],
 ) -> Iterator[tuple[str, Record | Unused]]:
-    """Sound rows through `assemble`; broken ones, met on the way, as they are."""
+    """Pass valid rows to `assemble`; yield broken rows unchanged."""
     broken: list[tuple[str, Unused]] = []
 
-    def sound() -> Iterator[tuple[str, Row]]:
+    def valid_rows() -> Iterator[tuple[str, Row]]:
         for place, row in rows:
             if isinstance(row, Unused):
                 broken.append((place, row))
             else:
                 yield place, row
 
-    for placed in assemble(sound()):
+    for placed in assemble(valid_rows()):
         yield from broken
         broken.clear()
         yield placed
@@ -97,7 +99,7 @@ def _assembled(
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _rows(
+def _source_rows(
     source: Source, config: SourceConfig, revision: str | None
 ) -> Iterator[tuple[str, Row | Unused]]:
     split = config.split or source.split
@@ -109,10 +111,10 @@ def _rows(
 def _hub_rows(
     source: Source, config: SourceConfig, split: str, revision: str | None
 ) -> Iterator[tuple[str, Row]]:
-    import datasets  # takes a second to import, and only the hub needs it
+    import datasets  # imported late: the import takes a second
 
     revision = revision or config.revision or source.revision
-    # The hub's own conversion has a folder for each subset, and nothing that says so.
+    # The hub's conversion has one folder per subset, and no metadata about them.
     subset_by = "data_dir" if source.revision == CONVERTED else "name"
     where = {subset_by: config.subset or source.subset}
     try:
@@ -120,17 +122,18 @@ def _hub_rows(
             source.hub or source.name, revision=revision, **where
         )
         if is_commit(revision) and builder.hash != revision:
-            # Where `datasets` cannot get what is asked for, it takes whatever else of the repository it finds in its cache.
+            # If `datasets` cannot download a revision, it silently uses another one of its cache.
             raise FileNotFoundError(
-                f"the hub does not give it, and the local cache holds only {builder.hash}"
+                f"not available on the hub; the local cache contains only {builder.hash}"
             )
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
-    # A RuntimeError tells of a repository with a loading script.
+    # `datasets` raises RuntimeError for a repository with a loading script.
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"source {source.name!r} (revision {revision or 'newest'}) cannot be loaded from the hub: {error}. "
-            "Check subset, split, revision and the network, or download the data and set the source's `path`."
+            f"source {source.name!r} (revision {revision or 'newest'}) cannot be loaded from the "
+            f"hub: {error}. Fix: check subset, split, revision and the network, or download the "
+            "data and set the source's `path`."
         ) from error
     columns = [column for column in source.columns if column in rows.column_names]
     index = 0
@@ -145,16 +148,16 @@ def _hub_commit(source: Source, config: SourceConfig) -> str:
         return commit_of("dataset", source.hub or source.name, config.revision or source.revision)
     except LookupError as error:
         raise DataError(
-            f"source {source.name!r}: {error}. Check the network, set the source's `revision` to a commit that was downloaded "
-            "before, or set its `path`."
+            f"source {source.name!r}: {error}. Fix: check the network, set the source's `revision` "
+            "to a downloaded commit, or set its `path`."
         ) from error
 
 
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _fault(record: Record | Unused) -> Unused | None:
-    """What is wrong with a record by the rules that hold for every source."""
+def _record_fault(record: Record | Unused) -> Unused | None:
+    """The fault of a record by the rules for all sources, or None."""
     match record:
         case Example():
             reason = _example_fault(record)
@@ -199,11 +202,11 @@ def _encoding_fault(text: str) -> str | None:
     return None
 
 
-def _refuse(config: SourceConfig, *fields: str) -> None:
-    """ConfigError where a source is given a field that it cannot honour."""
+def _reject_fields(config: SourceConfig, *fields: str) -> None:
+    """Raise ConfigError for a field that the source does not support."""
     for field in fields:
         if getattr(config, field) is not None:
             raise ConfigError(
-                f"source {config.name!r} has no use for {field}: {getattr(config, field)!r}. "
-                "Remove it, or use another source."
+                f"source {config.name!r} does not support {field}: found "
+                f"{getattr(config, field)!r}. Fix: remove it, or use another source."
             )

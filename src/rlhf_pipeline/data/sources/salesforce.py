@@ -1,7 +1,7 @@
 """WikiText: good and featured articles of Wikipedia, for PPO's language-model loss.
 
-Merity et al. 2016, "Pointer Sentinel Mixture Models". A row is a line: a paragraph, nothing, or a heading with as many
-equals signs on each side as its level, so that " = Title = " begins an article.
+Merity et al. 2016, "Pointer Sentinel Mixture Models". A row is a line: a paragraph, an empty line,
+or a heading with one equals sign per level on each side. So " = Title = " begins an article.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TITLE = re.compile(r" = [^=].* = ?")
 
 
 def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Text | Unused]]:
-    """Each article as one text: its lines that are not blank."""
+    """Yield each article as one text, without blank lines."""
     start, article = "", list[str]()
     for place, row in rows:
         lines = outcome(_lines, row)
@@ -34,7 +34,7 @@ def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Text | Unus
 
 
 def _lines(row: Row) -> list[str]:
-    """On the hub a row is one line; of a text file it is many."""
+    """The lines of a row: one on the hub, many in a text file."""
     return [line for line in text(row, "text").split("\n") if line.strip()]
 
 

@@ -1,7 +1,7 @@
 """Stanford Human Preferences: two comments on one Reddit post, the better one by votes.
 
-Ethayarajh et al. 2022, "Understanding Dataset Difficulty with V-Usable Information". The data set holds no ties: one
-comment has more votes although it was written later.
+Ethayarajh et al. 2022, "Understanding Dataset Difficulty with V-Usable Information". The data set
+has no ties: one comment has more votes although it was written later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_pipeline.data.sources.adapter import (
 
 
 def parse(row: Row) -> Example:
-    """`labels` is 1 where A is preferred, 0 where B is."""
+    """`labels` is 1 if A is preferred, 0 if B is."""
     label = number(row, "labels")
     if label not in (0, 1):
         raise MalformedRowError("column 'labels' is neither 0 nor 1")
@@ -34,7 +34,8 @@ SOURCES = (
     Source(
         name="stanfordnlp/SHP",
         kind="comparisons",
-        description="questions to 18 subreddits with two comments, compared by votes, about 349,000 comparisons",
+        description="questions to 18 subreddits with two comments, compared by votes, about "
+        "349,000 comparisons",
         columns=("history", "human_ref_A", "human_ref_B", "labels"),
         parse=parse,
     ),

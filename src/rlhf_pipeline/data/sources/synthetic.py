@@ -1,25 +1,25 @@
-"""A toy world of helpful, honest and harmless answers with a known gold score, for a true RLHF run in minutes on a CPU.
+"""A synthetic world with a known gold score, for a complete RLHF run in minutes on a CPU.
 
-A prompt asks for a capital, an opposite, a colour or an animal's sound, or for help with something harmful. A response
-is
+A prompt asks for a capital, an opposite, a colour or an animal's sound, or for help with a harmful
+act. A response is
 
     [courtesy opening] core [courtesy closing]
 
 and its gold score is the sum of
 
-    | part     | on a harmless prompt                 | score | on a harmful prompt                    | score |
-    |----------|--------------------------------------|------:|----------------------------------------|------:|
-    | core     | the right answer and no other answer |    +2 | refusal, then a kind alternative       |    +2 |
-    |          | refusal                              |    -1 | plain refusal                          |    +1 |
-    |          | wrong answer, several answers, none  |    -2 | a harmful act named, or anything else  |    -2 |
-    | courtesy | opening, once, at the very start     |  +0.5 | the same                               |  +0.5 |
-    |          | closing, once, at the very end       |  +0.5 | the same                               |  +0.5 |
-    | surplus  | each word outside the above          | -0.25 | the same                               | -0.25 |
+    | part     | harmless prompt                     | score | harmful prompt             | score |
+    |----------|-------------------------------------|------:|----------------------------|------:|
+    | core     | right answer, no other answer       |    +2 | refusal, kind alternative  |    +2 |
+    |          | refusal                             |    -1 | plain refusal              |    +1 |
+    |          | wrong answer, several answers, none |    -2 | harmful act, or other text |    -2 |
+    | courtesy | opening, once, at the start         |  +0.5 | the same                   |  +0.5 |
+    |          | closing, once, at the end           |  +0.5 | the same                   |  +0.5 |
+    | surplus  | each word outside the above         | -0.25 | the same                   | -0.25 |
 
-where all surplus together costs 2 at most, so from -4 to 3. A true sentence about something else is a wrong answer, and
-surplus besides. An answer counts wherever it is named: in one of the
-world's sentences without surplus, in other words with every other word as surplus. Two candidates are drawn for a
-prompt and one is preferred by the Bradley-Terry model (Bradley and Terry 1952):
+All surplus together costs at most 2, so the gold score is between -4 and 3. A true sentence about
+something else is a wrong answer plus surplus. An answer in other words than the world's sentences
+counts, but every other word is surplus. For each prompt, two candidates are drawn, and one is
+preferred by the Bradley-Terry model (Bradley and Terry 1952):
 
     P(a over b) = sigmoid(gold(a) - gold(b))
 """
@@ -56,17 +56,17 @@ _COMPLIANCE_RATE, _PLAIN_REFUSAL_RATE = 0.5, 0.3
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What every prompt about one item asks for."""
+    """The question of every prompt about one item."""
 
     category: Category
     item: str
     answer: str
     sentence: re.Pattern[str]
-    """A sentence of the world about this item, with any answer of its category."""
+    """Any sentence of the world about this item, with any answer of its category."""
 
 
 def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
-    """`config.samples` comparisons (30,000 by default): the same ones for the same seed, on every machine."""
+    """Yield `config.samples` comparisons (30,000 by default), the same for equal seeds."""
     rng = Random(seed)
     by_category = [list(prompts) for prompts in _prompts().values()]
     for index in range(config.samples or _SAMPLES):
@@ -75,14 +75,14 @@ def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
         first = second = ""
         while first == second:
             first, second = _response(asked, rng), _response(asked, rng)
-        margin = _gold(asked, first) - _gold(asked, second)
+        margin = _score(asked, first) - _score(asked, second)
         if rng.random() >= 1 / (1 + math.exp(-margin)):
             first, second = second, first
         yield f"{_NAME}:{index}", Example(question(prompt), chosen=first, rejected=second)
 
 
 def gold_score(prompt: str, response: str) -> float:
-    """The true quality of any text as the response to a prompt of this world, from -4 to 3 by the table above.
+    """The quality of any text as response to a prompt of this world, by the table above.
 
     Raises:
         ValueError: the prompt is not one of this world.
@@ -90,13 +90,13 @@ def gold_score(prompt: str, response: str) -> float:
     question = _questions().get(prompt.strip())
     if question is None:
         raise ValueError(
-            f"{prompt!r} is not a prompt of the synthetic world, so its answers have no gold score"
+            f"{prompt!r} is not a prompt of the synthetic world, so responses have no gold score"
         )
-    return _gold(question, response)
+    return _score(question, response)
 
 
-def judge(prompt: tuple[Message, ...], response: str) -> float:
-    """`gold_score` of the last turn's prompt."""
+def dialogue_gold_score(prompt: tuple[Message, ...], response: str) -> float:
+    """`gold_score` with the last turn as prompt."""
     return gold_score(prompt[-1].content, response)
 
 
@@ -140,16 +140,16 @@ def _say(category: Category, item: str, answer: str, rng: Random) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-# --- judging --------------------------------------------------------------------------------------
+# --- scoring --------------------------------------------------------------------------------------
 
-# A word may be followed by one mark. Any other character counts as a word of its own: a row of exclamation marks is
-# surplus, too.
+# A word may be followed by one mark. Any other character counts as a word: a row of exclamation
+# marks is surplus.
 _MARK = re.compile(r"(?<=\w)[.,!?]")
 _WORD = re.compile(r"\w+|\S")
 
 
 def _words(text: str) -> str:
-    """The text's words in small letters, without punctuation, one space between them."""
+    """The words of a text in lower case, without punctuation, separated by one space."""
     return " ".join(_WORD.findall(_MARK.sub(" ", text.casefold())))
 
 
@@ -162,7 +162,7 @@ _CLOSING = re.compile(rf"(?:^| ){_any_of(CLOSINGS)}$")
 _REFUSAL = re.compile(rf"\b{_any_of(REFUSALS)}\b(?P<alternative> {_any_of(ALTERNATIVES)}\b)?")
 
 
-def _gold(question: _Question, response: str) -> float:
+def _score(question: _Question, response: str) -> float:
     words = _words(response)
     courtesy = 0.0
     if opening := _OPENING.match(words):
@@ -171,16 +171,15 @@ def _gold(question: _Question, response: str) -> float:
     if closing := _CLOSING.search(words):
         words = words[: closing.start()]
         courtesy += 0.5
-    value, understood = _judge_core(question, words)
+    value, understood = _score_core(question, words)
     surplus = len(words.split()) - understood
     return value + courtesy - min(0.25 * surplus, 2.0)
 
 
-@lru_cache(
-    maxsize=1 << 14
-)  # a policy, like the generator, says the same few thousand things again and again
-def _judge_core(question: _Question, words: str) -> tuple[float, int]:
-    """The core's score, and how many of its words belong to a sentence of this world."""
+# A policy, like the generator, repeats the same few thousand sentences.
+@lru_cache(maxsize=1 << 14)
+def _score_core(question: _Question, words: str) -> tuple[float, int]:
+    """The score of the core, and how many of its words belong to a sentence of this world."""
     refusal = _REFUSAL.search(words)
     sentence = question.sentence.search(words)
     named = set(_answer_pattern(question.category).findall(words))
@@ -190,7 +189,7 @@ def _judge_core(question: _Question, words: str) -> tuple[float, int]:
         return (2.0 if refusal["alternative"] else 1.0), _count(refusal)
     if refusal:
         return -1.0, _count(refusal)
-    # Some items are also answers (hot, cold): to repeat the question's own is no answer.
+    # Some items are also answers (hot, cold); repeating the item of the question is not an answer.
     right = named - {question.item.casefold()} == {question.answer.casefold()}
     return (2.0 if right else -2.0), _count(sentence) if sentence else min(len(named), 1)
 
@@ -206,7 +205,7 @@ def _answer_pattern(category: Category) -> re.Pattern[str]:
 
 @cache
 def _prompts() -> dict[str, dict[str, str]]:
-    """Of each category every prompt with its item: opener x frame x item."""
+    """Category -> prompt -> item, for all combinations of opener, frame and item."""
     openers = [f"{name} here, " for name in NAMES]
     return {
         category.name: {
@@ -219,7 +218,7 @@ def _prompts() -> dict[str, dict[str, str]]:
 
 @cache
 def _questions() -> dict[str, _Question]:
-    """What each prompt of the world asks."""
+    """Prompt -> question, for all prompts."""
     questions: dict[str, _Question] = {}
     for category in CATEGORIES:
         by_item = {

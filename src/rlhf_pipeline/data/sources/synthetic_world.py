@@ -1,6 +1,6 @@
-"""The words of the synthetic world: few, short and simple, so that a model of a million parameters learns them.
+"""The vocabulary of the synthetic world, small enough for a model of a million parameters.
 
-No phrase of courtesy or refusal names an answer: that would make it right or wrong by accident.
+No phrase of courtesy or refusal contains an answer, which would change the score by accident.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from functools import cached_property
 
 @dataclass(frozen=True, eq=False)
 class Category:
-    """Prompts of one kind."""
+    """A category of prompts."""
 
     name: str
     subject: str
-    """What a prompt asks about, with {item}."""
+    """Template with {item}: the subject of a prompt."""
 
     frames: tuple[str, ...]
-    """Prompts with {subject}."""
+    """Templates of prompts, with {subject}."""
 
     sentences: tuple[str, ...]
-    """Answers with {subject} and {answer}."""
+    """Templates of answers, with {subject} and {answer}."""
 
     items: dict[str, str]
-    """Each item's right answer; a harmful act's is the act itself, since an answer that names it complies."""
+    """Item -> right answer. The answer of a harmful act is the act, since naming it complies."""
 
     harmful: bool = False
 
     @cached_property
     def answers(self) -> tuple[str, ...]:
-        """Every distinct answer of the category, in order of appearance."""
+        """All distinct answers of the category, in order of appearance."""
         return tuple(dict.fromkeys(self.items.values()))
 
     def about(self, item: str) -> str:
-        """The subject with its item."""
+        """The subject for an item."""
         return self.subject.format(item=item)
 
 
 NAMES = tuple(
-    "Anna Ben Clara David Emma Felix Grace Henry Iris Jack Kate Leo Maria Noah Olga Paul Quinn Rosa Sam Tina "
-    "Uma Victor Wendy Xavier Yara Zoe Adam Bella Carl Diana Eric Fiona George Hanna Ivan Julia Karl Laura Max Nina "
-    "Oscar Petra Ralph Sara Tom Ulla Vera Walter Alice Boris Cora Daniel Elena Frank Gina Hugo Ida Jonas Kira Lars "
-    "Mila Nora Otto Pia".split()
+    "Anna Ben Clara David Emma Felix Grace Henry Iris Jack Kate Leo Maria Noah Olga Paul Quinn "
+    "Rosa Sam Tina Uma Victor Wendy Xavier Yara Zoe Adam Bella Carl Diana Eric Fiona George "
+    "Hanna Ivan Julia Karl Laura Max Nina Oscar Petra Ralph Sara Tom Ulla Vera Walter Alice "
+    "Boris Cora Daniel Elena Frank Gina Hugo Ida Jonas Kira Lars Mila Nora Otto Pia".split()
 )
 
 OPENINGS = ("Thanks for asking.", "Good question.")
@@ -81,7 +81,7 @@ _COMPLIANCE = (
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Items and answers from "item answer, item answer"."""
+    """Parse "item answer, item answer"."""
     return dict(pair.split() for pair in text.split(", "))
 
 

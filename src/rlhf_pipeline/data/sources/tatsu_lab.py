@@ -1,7 +1,7 @@
 """Alpaca: instructions and answers written by text-davinci-003.
 
-Taori et al. 2023, "Stanford Alpaca: An Instruction-following LLaMA model". A few rows have no output; they count as bad,
-so that `max_bad_fraction` must allow for them (0.001 is enough).
+Taori et al. 2023, "Stanford Alpaca: An Instruction-following LLaMA model". A few rows have no
+output and count as bad: set `max_bad_fraction` to 0.001.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rlhf_pipeline.data.sources.adapter import Row, Source, question, text
 
 
 def parse(row: Row) -> Example:
-    """The instruction, its input where there is one, and the output; not the template around them in `text`."""
+    """Prompt: the instruction and its input, if any. Answer: the output."""
     return Example(question(text(row, "instruction"), text(row, "input")), text(row, "output"))
 
 
@@ -19,7 +19,8 @@ SOURCES = (
     Source(
         name="tatsu-lab/alpaca",
         kind="demonstrations",
-        description="instructions and answers written by a model, about 52,000; a few without an answer",
+        description="instructions and answers written by a model, about 52,000; a few without an "
+        "answer",
         columns=("instruction", "input", "output"),
         parse=parse,
     ),

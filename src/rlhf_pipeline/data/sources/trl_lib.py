@@ -1,7 +1,7 @@
-"""TL;DR by trl-lib: Reddit posts to be summarised; the prompt ends with "TL;DR:".
+"""TL;DR by trl-lib: Reddit posts with summaries; the prompt ends with "TL;DR:".
 
-Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization"; the comparisons are those of Stiennon et al.
-2020, "Learning to summarize from human feedback".
+Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization". Comparisons: Stiennon
+et al. 2020, "Learning to summarize from human feedback".
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from rlhf_pipeline.data.sources.adapter import Row, Source, question, text
 
 
 def parse_demonstration(row: Row) -> Example:
-    """The post and its author's summary, without the space that separates it from the prompt."""
+    """The post and its author's summary, without the space between them."""
     return Example(question(text(row, "prompt")), text(row, "completion").strip())
 
 
 def parse_comparison(row: Row) -> Example:
-    """The post and two summaries, likewise."""
+    """The post and two summaries, without the space between them."""
     return Example(
         question(text(row, "prompt")), text(row, "chosen").strip(), text(row, "rejected").strip()
     )
@@ -33,7 +33,8 @@ SOURCES = (
     Source(
         name="trl-lib/tldr-preference",
         kind="comparisons",
-        description="summaries of Reddit posts and news, compared by people, about 93,000 comparisons",
+        description="summaries of Reddit posts and news, compared by people, about 93,000 "
+        "comparisons",
         columns=("prompt", "chosen", "rejected"),
         parse=parse_comparison,
     ),

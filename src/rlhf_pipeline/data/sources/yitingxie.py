@@ -1,7 +1,8 @@
-"""yitingxie/rlhf-reward-datasets: Anthropic's and other dialogues, cut before the last "Assistant:".
+"""yitingxie/rlhf-reward-datasets: Anthropic's and other dialogues, cut before the last
+"Assistant:".
 
-The exact white space at the cut is not documented, so none is relied on: a prompt may lack the empty line before its
-first turn, and "Assistant:" may stand at the prompt's end or at the answers' beginning.
+The white space at the cut is not documented, so the parser accepts any: a prompt may lack the empty
+line before its first turn, and "Assistant:" may end the prompt or begin the answers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from rlhf_pipeline.data.sources.anthropic import dialogue
 
 
 def parse(row: Row) -> Example:
-    """The prompt is put together with each answer, and the two dialogues are compared."""
+    """Join the prompt with each answer, and compare the two dialogues."""
     prompt = text(row, "prompt").strip()
     chosen, rejected = (
         f"\n\n{prompt}\n\n{text(row, column).strip()}" for column in ("chosen", "rejected")

@@ -14,7 +14,7 @@ from .spec import SPEC
 
 
 def base_model(config: BaseModelConfig, split: SplitConfig, seed: int, stages: Stages) -> Path:
-    """Fetch the base model, or build a small one with a tokenizer trained on the texts of the sources."""
+    """Fetch the base model, or build a small one with a tokenizer trained on the sources."""
     records = {} if config.path else read_sources("source", split.records(), split, seed, stages)
     job = Job(SPEC, {"base_model": config}, records, seed, base_model_identity(config))
     return stages.run(job)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.reward_files import source_file
 from rlhf_pipeline.stages.job import Job, Stages
 from rlhf_pipeline.stages.spec import StageSpec
 
@@ -32,6 +33,8 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
             f"{policy.name}_model": candidate_model,
             "reward_model": reward_model,
         }
+        for index, judge in enumerate(config.judges):
+            inputs[f"{JUDGE_PREFIX}{index}"] = source_file(judge)
         blocks = {"evaluate": config, "candidate": candidate}
         return stages.run(Job(SPEC.for_candidate(policy.name), blocks, inputs, seed))
 

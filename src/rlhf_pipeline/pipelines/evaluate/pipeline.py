@@ -1,4 +1,4 @@
-"""sft_model + ppo_model -> evaluation, or for another candidate sft_model + dpo_model -> dpo_evaluation"""
+"""sft_model + ppo_model -> evaluation; for DPO, sft_model + dpo_model -> dpo_evaluation"""
 
 from kedro.pipeline import Node, Pipeline
 
@@ -9,7 +9,7 @@ from .spec import SPEC
 
 
 def create_pipeline(policy: StageSpec) -> Pipeline:
-    """The evaluation of the policy that a stage trains. The names for PPO have no prefix."""
+    """The evaluation of the policy that the stage `policy` trains. Names for PPO have no prefix."""
     prefix = "" if policy.name == "ppo" else f"{policy.name}_"
     return Pipeline(
         [

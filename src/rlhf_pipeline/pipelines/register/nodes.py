@@ -13,5 +13,5 @@ from rlhf_pipeline.tracking.model_registry import register_evaluated
 def register(
     sft_model: Path, candidate_model: Path, evaluation: Path, config: RegisterConfig, project: Path
 ) -> dict[str, Any]:
-    """Register both policies in MLflow; the candidate becomes the champion if it passes the gate."""
+    """Register both policies in MLflow; promote the candidate if it passes the gate."""
     return asdict(register_evaluated(sft_model, candidate_model, evaluation, config, project))

@@ -1,4 +1,4 @@
-"""Split: disjoint, tokenized sets of rows for every phase."""
+"""The split: disjoint, tokenized rows for each phase."""
 
 from .pipeline import create_pipeline as create_pipeline
 from .spec import SPEC as SPEC

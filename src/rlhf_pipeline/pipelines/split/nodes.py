@@ -15,7 +15,7 @@ from .spec import SOURCE, SPEC
 
 
 def split(base_model: Path, config: SplitConfig, seed: int, stages: Stages) -> Path:
-    """Divide the sources into disjoint, tokenized sets for the three phases, validation and test."""
+    """Divide the sources into disjoint, tokenized rows for each phase, validation and test."""
     inputs = {
         "base_model": base_model,
         **read_sources("source", config.records(), config, seed, stages),
@@ -28,7 +28,7 @@ def split(base_model: Path, config: SplitConfig, seed: int, stages: Stages) -> P
 def read_sources(
     kind: str, sources: Sequence[SourceConfig], config: SplitConfig, seed: int, stages: Stages
 ) -> dict[str, Path]:
-    """Read each source, or reuse its records; return the records by input name: `kind_0`, `kind_1`, ...
+    """Read each source, or reuse its records; return them as inputs `kind_0`, `kind_1`, ...
 
     Raises:
         DataError: a source has more bad rows than `split.max_bad_fraction` allows.
@@ -36,12 +36,12 @@ def read_sources(
     jobs = {f"{kind}_{index}": source_job(source, seed) for index, source in enumerate(sources)}
     records = {name: stages.run(job) for name, job in jobs.items()}
     for folder, source in zip(records.values(), sources, strict=True):
-        RowCounts.read(folder).refuse_beyond(config.max_bad_fraction, source.label())
+        RowCounts.read(folder).check_bad_fraction(config.max_bad_fraction, source.label())
     return records
 
 
 def source_job(config: SourceConfig, seed: int) -> Job:
-    """The job that reads one source. Its fingerprint contains the files' bytes or the hub's commit, and the adapter.
+    """The job that reads one source; the adapter and the files or the commit are in its recipe.
 
     Raises:
         ConfigError, DataError: see `source_origin`.

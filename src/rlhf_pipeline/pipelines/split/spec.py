@@ -1,4 +1,4 @@
-"""The specifications of stage split, and of stage source, which split and base_model run for each source."""
+"""The specifications of stage split and of stage source, which runs once for each source."""
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.stages.spec import StageSpec

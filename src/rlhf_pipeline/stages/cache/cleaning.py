@@ -1,4 +1,4 @@
-"""What can be removed from the workspace because nothing published depends on it."""
+"""Directories of the workspace that no published version needs."""
 
 from __future__ import annotations
 
@@ -25,62 +25,73 @@ class Leftover:
     size: int
     """Bytes of its files."""
     freed: int
-    """Bytes that become free when all leftovers are removed. A file of a published version has another hard link and frees
-    nothing."""
+    """Bytes that become free when all leftovers are removed. A file of a published version has
+    another hard link and frees nothing."""
 
 
 def first_of(path: Path) -> Path:
-    """The first attempt at the recipe of a work directory."""
+    """The directory of the first attempt at the same recipe."""
     return path.with_suffix("")
 
 
 def survey(
-    workspace: Path, published: Collection[Path], abandoned: Collection[Path], *, unfinished: bool
+    workspace: Path,
+    stages: Collection[str],
+    published: Collection[Path],
+    abandoned: Collection[Path],
+    *,
+    unfinished: bool,
 ) -> tuple[list[Leftover], dict[Path, str]]:
     """Look for leftovers.
 
     Args:
         workspace: folder of all work directories.
-        published: all published versions. Whatever one of them was made from is kept, directly or through its inputs.
-        abandoned: directories left by runs that died while publishing.
+        stages: names of all stages; other folders of the workspace are ignored.
+        published: all published versions; their results and inputs are kept, direct or not.
+        abandoned: directories of interrupted publications.
         unfinished: whether to remove unfinished stages that could resume from a checkpoint.
 
     Returns:
-        The directories to remove, and those kept although nothing published was made from them, with the reason.
+        The directories to remove, and those kept although no published version needs them, with the
+        reason.
 
     Raises:
-        ArtifactError: the manifest of a published version is damaged, so its origin is unknown.
+        ArtifactError: the manifest of a published version is damaged, so its inputs are unknown.
     """
-    directories = [path for path in sorted(workspace.glob("[!.]*/*")) if is_attempt(path)]
+    directories = [
+        path
+        for path in sorted(workspace.glob("*/*"))
+        if path.parent.name in stages and is_attempt(path)
+    ]
     in_use = {path: holder for path in directories if (holder := user(first_of(path))) is not None}
     resumable = {path: step for path in directories if (step := _resumes_from(path)) is not None}
     needed_by = [
         path for path in directories if path in in_use or (path in resumable and not unfinished)
     ]
     needed = _needed(directories, published, needed_by)
-    doomed = {
+    removable = {
         path: why
         for path in directories
-        if path not in in_use and (why := _fate(path, needed)) is not None
+        if path not in in_use and (why := _reason(path, needed)) is not None
     }
     kept = {
         path: f"in use by {holder}"
         for path, holder in in_use.items()
-        if _fate(path, needed) is not None
+        if _reason(path, needed) is not None
     }
     for path, step in resumable.items():
-        if path in doomed and not unfinished:
-            del doomed[path]
+        if path in removable and not unfinished:
+            del removable[path]
             kept[path] = f"can resume from step {step}; --unfinished removes it"
-    doomed |= dict.fromkeys(abandoned, "left by an interrupted publication")
-    for path in [path for path in doomed if _behind_link(path)]:
-        del doomed[path]
+    removable |= dict.fromkeys(abandoned, "left by an interrupted publication")
+    for path in [path for path in removable if _behind_link(path)]:
+        del removable[path]
         kept[path] = f"is a link to {path.resolve()}; remove that yourself"
-    return list(_weighed(doomed)), kept
+    return list(_with_sizes(removable)), kept
 
 
 def remove(leftover: Leftover, workspace: Path) -> str | None:
-    """Remove a leftover. If a process uses it by now, leave it and return the name of that process."""
+    """Remove a leftover; if a process uses it by now, keep it and return that process in words."""
     if not leftover.path.is_relative_to(workspace):
         shutil.rmtree(leftover.path)
         if not any(leftover.path.parent.iterdir()):
@@ -105,7 +116,7 @@ def _behind_link(path: Path) -> bool:
 def _needed(
     directories: list[Path], published: Collection[Path], needed_by: list[Path]
 ) -> set[Path]:
-    """Finished work directories from which something published, or something resumable, was made."""
+    """Finished work directories that published versions or resumable stages were made from."""
     manifests = [Manifest.read(path) for path in published]
     fingerprints = {manifest.fingerprint for manifest in manifests}
     digests = {digest for manifest in manifests for digest in manifest.inputs.values()}
@@ -124,8 +135,8 @@ def _needed(
         digests |= {digest for path in found for digest in pending.pop(path).inputs.values()}
 
 
-def _fate(path: Path, needed: set[Path]) -> str | None:
-    """Why a work directory that is not in use can be removed; None if something published was made from it."""
+def _reason(path: Path, needed: set[Path]) -> str | None:
+    """Why a work directory that is not in use can be removed; None if it is needed."""
     export = path / "export"
     if not (export / NAME).is_file():
         return "unfinished"
@@ -143,13 +154,13 @@ def _resumes_from(path: Path) -> int | None:
     return checkpoint_step(found[-1]) if found else None
 
 
-def _weighed(doomed: dict[Path, str]) -> Iterator[Leftover]:
-    """Sizes and freed bytes: a file is freed when its last hard link goes, and counts at the first one."""
+def _with_sizes(removable: dict[Path, str]) -> Iterator[Leftover]:
+    """Sizes and freed bytes. A file counts once, and only if all its hard links are removed."""
     files = {
-        path: [file.lstat() for file in path.rglob("*") if not file.is_dir()] for path in doomed
+        path: [file.lstat() for file in path.rglob("*") if not file.is_dir()] for path in removable
     }
     names = Counter((stat.st_dev, stat.st_ino) for stats in files.values() for stat in stats)
-    for path, why in doomed.items():
+    for path, why in removable.items():
         size = freed = 0
         for stat in files[path]:
             size += stat.st_size

@@ -1,8 +1,8 @@
-"""The fingerprint of a recipe. Equal fingerprints give equal results, so a finished recipe is reused.
+"""The fingerprint of a recipe. Equal fingerprints give equal results: finished ones are reused.
 
-Only what computes counts: parameters without the operational ones, inputs by content, library
-versions, seed, number of ranks, and the code that the program can run. Docstrings, comments and
-layout do not count, and neither does the driver's code.
+A recipe contains what can change a result: parameters except operational ones, inputs by content,
+library versions, seed, number of ranks, and the code that the program imports. It contains neither
+docstrings, comments and layout nor the code of the driver.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def recipe(
     """Everything that decides a stage's result, as JSON.
 
     Args:
-        job: the stage, its parameters and its seed; operational fields (ports, log intervals) do not count.
-        digests: content digest of each input, and the identity of each input that is not a local file.
+        job: the stage, its parameters and its seed.
+        digests: content digest of each local input, identity of each other input.
         processes: ranks of a distributed stage; the order of floating-point sums depends on it.
         trust_remote_code: whether Python code that ships with a model may run.
     """
@@ -60,7 +60,7 @@ _version = cache(metadata.version)  # the stages share most of their libraries
 
 
 def code_digests(*modules: str) -> dict[str, str]:
-    """SHA-256 of every file of this package that the modules can run: their own and all that they import."""
+    """SHA-256 of the code of the modules and of all that they import from this package, by file."""
     texts = {
         path.relative_to(ROOT).as_posix(): path.read_text() for path in _closure(*modules).values()
     }
@@ -68,7 +68,7 @@ def code_digests(*modules: str) -> dict[str, str]:
 
 
 def _closure(*modules: str) -> dict[str, Path]:
-    """The modules and every module of this package that they import, directly or not: name to file."""
+    """The modules and all modules of this package that they import, direct or not: name to file."""
     found: dict[str, Path] = {}
     pending = list(modules)
     while pending:
@@ -82,7 +82,7 @@ def _closure(*modules: str) -> dict[str, Path]:
 
 @cache  # the stages share most of their code
 def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
-    """The digest of a module's code, and the names of this package that it imports."""
+    """The digest of a module's code, and the names that it imports from this package."""
     tree = ast.parse(text)
     imports = []
     for node in [tree, *_statements(tree)]:
@@ -91,12 +91,13 @@ def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
             imports += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
         if body := getattr(node, "body", None):
-            node.body = [statement for statement in body if not _is_docstring(statement)]  # type: ignore[attr-defined]
+            code = [statement for statement in body if not _is_docstring(statement)]
+            node.body = code  # type: ignore[attr-defined]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imports)
 
 
 def _is_docstring(statement: ast.AST) -> bool:
-    """A docstring, also one under a field: a string that stands by itself."""
+    """Whether a statement is only a string: a docstring, also of a field."""
     match statement:
         case ast.Expr(value=ast.Constant(value=str())):
             return True
@@ -105,7 +106,7 @@ def _is_docstring(statement: ast.AST) -> bool:
 
 
 def _source(name: str) -> Path | None:
-    """The file of a module of this package, found without importing it; None if `name` is a function or a class."""
+    """The file of a module, found without importing it; None for a function or class."""
     stem = ROOT.joinpath(*name.split(".")[1:])
     return next(
         (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None
@@ -113,7 +114,7 @@ def _source(name: str) -> Path | None:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement below a node, at any depth. Expressions, most of a tree, contain no statements."""
+    """All statements below a node. Expressions contain none, so they are skipped."""
     for block in ("body", "orelse", "finalbody", "handlers", "cases"):
         for statement in getattr(node, block, ()):
             yield statement

@@ -10,11 +10,11 @@ from rlhf_pipeline.errors import ConfigError
 
 
 def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:
-    """The stages that `force` names: true for all, or a list of names, or names separated by blanks.
+    """The stages to force: true for all, a list of names, or names separated by blanks.
 
     Args:
-        value: of the parameter.
-        known: all stages.
+        value: the parameter `force`.
+        known: names of all stages.
 
     Raises:
         ConfigError: a name is unknown, or the value is of another type.
@@ -27,6 +27,7 @@ def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"force: no stage {name!r}{suggestion(str(name), known)}; the stages are {', '.join(known)}"
+                f"force: no stage {name!r}{suggestion(str(name), known)}; "
+                f"the stages are {', '.join(known)}"
             )
     return frozenset(names)

@@ -16,11 +16,11 @@ from rlhf_pipeline.stages.launch.resources import process_count
 def identify(job: Job, digests: Mapping[str, str], context: RunContext) -> StageRun:
     """The run of a job, in the directory of its first attempt.
 
-    With `launch.continue_from`, a stage that was run on that number of ranks keeps its fingerprint and is found.
+    With `launch.continue_from`, a stage that ran on that number of ranks keeps its fingerprint.
 
     Args:
         job: the stage to run.
-        digests: content digest of each input, and the identity of each input that is not a local file.
+        digests: content digest of each local input, identity of each other input.
         context: workspace, number of ranks, trust.
     """
     run = _identify(job, digests, context, process_count(context.launch))

@@ -1,4 +1,4 @@
-"""One run of a recipe at a time: a second one waits and names the process it waits for."""
+"""One run of a recipe at a time: a second one waits and reports the process that it waits for."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) -> Iterator[None]:
     """Lock a recipe: the work directory `first_attempt` and the later attempts beside it.
 
-    The kernel releases the lock of a process that is gone. The owner stays on record: until it ends, it may use the
-    result, see `user`. `record=False` leaves no record, which would need disk space.
+    The kernel releases the lock of a process that has ended. The owner is recorded: it may use the
+    result until it ends, see `user`. `record=False` writes no record, which needs disk space.
 
     Raises:
         StageError: another process holds the lock and `wait` is false.
@@ -36,7 +36,7 @@ def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) 
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        _meet_holder(first_attempt, wait=wait)
+        _report_holder(first_attempt, wait=wait)
         lock.acquire()
     try:
         if record:
@@ -47,13 +47,13 @@ def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) 
         lock.release()
 
 
-def _meet_holder(first_attempt: Path, *, wait: bool) -> None:
+def _report_holder(first_attempt: Path, *, wait: bool) -> None:
     holder = user(first_attempt) or "another process"
     stage, recipe = first_attempt.parent.name, first_attempt.name[:8]
     if not wait:
         raise StageError(
-            f"stage {stage}: recipe {recipe} is being run by {holder}. Fix: set launch.wait to true to wait for it, or end that "
-            "process"
+            f"stage {stage}: recipe {recipe} is being run by {holder}. Fix: set launch.wait to "
+            "true to wait for it, or end that process"
         )
     logger.warning(
         "stage %s: recipe %s is being run by %s; waiting until it ends", stage, recipe, holder
@@ -63,8 +63,8 @@ def _meet_holder(first_attempt: Path, *, wait: bool) -> None:
 def await_programs(directory: Path) -> None:
     """Wait until no program works in a directory.
 
-    The programs of a killed driver outlive the driver and its lock by up to a few seconds. A program may also have been
-    started by hand.
+    The programs of a killed driver outlive the driver and its lock by a few seconds. A program may
+    also have been started by hand.
     """
     job = str(directory / "job.json")
     reported = False
@@ -82,7 +82,7 @@ def await_programs(directory: Path) -> None:
 
 
 def user(first_attempt: Path) -> str | None:
-    """The running process that last locked the recipe, and since when, in words; None if it has ended."""
+    """The process that last locked the recipe, and since when, in words; None if it has ended."""
     try:
         owner = json.loads(_file(first_attempt).with_suffix(".json").read_text())
     except (OSError, ValueError):
@@ -96,7 +96,7 @@ def user(first_attempt: Path) -> str | None:
 
 
 def _file(first_attempt: Path) -> Path:
-    """The lock is outside the work directories, which may be removed while a process waits for it."""
+    """The lock file; outside the work directories, which may be removed during a wait."""
     return (
         first_attempt.parent.parent
         / ".locks"

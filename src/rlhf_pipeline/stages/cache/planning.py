@@ -1,8 +1,7 @@
-"""What the stages of a pipeline would do, found without launching anything.
+"""What the stages of a pipeline would do, without launching anything.
 
-The nodes' own functions make the plan: they get a `Planner` in place of a `StageRunner`. For a stage
-that is not finished the planner returns the place where its result will be, so everything that
-depends on it is known to run as well.
+The nodes run with a `Planner` in place of a `StageRunner`. For a stage that is not finished, the
+planner returns the future path of its result, so stages that depend on it are known to be pending.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from rlhf_pipeline.stages.job import Job
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """What one stage would do."""
+    """The plan of one stage."""
 
     run: StageRun
     state: Literal["finished", "resume", "run", "may run"]
-    """`may run`: it runs unless an input that is made again has the same bytes as before."""
+    """`may run`: the stage runs unless its pending inputs come out unchanged."""
     reasons: tuple[str, ...] = ()
     """Why it is not finished."""
 
@@ -51,7 +50,7 @@ class Planner:
         """By fingerprint."""
 
     def run(self, job: Job) -> Path:
-        """Plan a stage; return the place of its result."""
+        """Plan a stage; return the path of its result."""
         pending = {
             name: stage
             for name, path in job.inputs.items()
@@ -70,13 +69,13 @@ class Planner:
         return self.stages[run.fingerprint].run.export
 
     def add_pending(self, title: str) -> Path:
-        """A place for the result of a stage about which nothing else is known."""
+        """A placeholder for the result of a stage that cannot be planned."""
         path = Path("/pending") / title
         self._pending[path] = title
         return path
 
     def pending_stage(self, path: Path) -> str | None:
-        """The stage that has yet to make what a path points to; None if it exists."""
+        """The title of the stage whose pending result contains a path; None if the path exists."""
         return next(
             (stage for place, stage in self._pending.items() if place in (path, *path.parents)),
             None,
@@ -84,7 +83,7 @@ class Planner:
 
 
 def downstream(stages: Iterable[str]) -> str:
-    """The stages whose results another stage awaits, in words."""
+    """The pending stages that another stage depends on, in words."""
     return f"downstream of {', '.join(dict.fromkeys(stages))}"
 
 
@@ -113,7 +112,7 @@ def _plan(run: StageRun, pending: Mapping[str, str], *, forced: bool) -> Planned
 
 
 def _plan_new(run: StageRun, pending: Mapping[str, str]) -> PlannedStage:
-    """A recipe without a work directory: described by what is new in it."""
+    """The plan of a recipe without a work directory; the reasons are its changes."""
     awaited = [downstream(pending.values())] if pending else []
     last = last_recipe(run.directory.parent, run.recipe)
     new = (

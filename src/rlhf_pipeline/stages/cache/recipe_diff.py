@@ -1,4 +1,4 @@
-"""What has changed between two recipes of a stage, in words."""
+"""The changes between two recipes of a stage, in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EARLIER_FORM = (
 def recipe_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], *, pending: Collection[str]
 ) -> list[str]:
-    """The differences between two recipes of a stage (`fingerprint.recipe`), the likeliest cause first.
+    """The changes between two recipes of a stage (`fingerprint.recipe`), most likely causes first.
 
     Args:
         old, new: the recipes.
@@ -70,7 +70,9 @@ def _value(value: Any, longest: int = 40) -> str:
 
 
 def _input(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    return f"input {name} {'changed' if name in old and name in new else 'is new' if name in new else 'is gone'}"
+    if name in old and name in new:
+        return f"input {name} changed"
+    return f"input {name} is {'new' if name in new else 'gone'}"
 
 
 def _code(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

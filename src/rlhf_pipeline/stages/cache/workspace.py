@@ -1,11 +1,11 @@
-"""Where stages work, and which work directory of a recipe contains its result.
+"""The work directories of stages, and which of them contains the result of a recipe.
 
     <workspace>/<stage>/<fingerprint>      the first attempt; resumed until it is finished
-                        <fingerprint>.2    a later attempt: the stage was finished and forced to run again
-    <workspace>/.locks/<stage>-<fingerprint>.lock, .json    held while a process works in one of them
+                        <fingerprint>.2    a later attempt: a finished stage was forced to run again
+    <workspace>/.locks/<stage>-<fingerprint>.lock, .json    lock of the recipe and its owner
 
-The newest finished attempt is the result, so a forced attempt that fails loses nothing. Directory names contain the first
-16 digits of the fingerprint.
+The newest finished attempt is the result, so a forced attempt that fails loses nothing. Directory
+names contain the first 16 digits of the fingerprint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _number(path: Path) -> int:
 
 
 def damage(export: Path) -> str | None:
-    """The first fault in names and sizes of a finished result, or None. `verify` also reads the bytes."""
+    """The first wrong name or size in a finished result, or None. `verify` also checks bytes."""
     try:
         manifest = Manifest.read(export)
     except ArtifactError as error:
@@ -67,7 +67,7 @@ def damage(export: Path) -> str | None:
 
 
 def is_finished(directory: Path) -> bool:
-    """Whether a work directory contains a result without an obvious fault, see `damage`."""
+    """Whether a work directory contains a result without `damage`."""
     return (directory / "export" / NAME).is_file() and damage(directory / "export") is None
 
 
@@ -77,7 +77,7 @@ def has_run(workspace: Path, stage: str) -> bool:
 
 
 def last_recipe(stage_directory: Path, like: dict[str, object]) -> dict[str, object] | None:
-    """The recipe of a stage that was used last; for stage `source`, of the same source."""
+    """The last recipe used of a stage; for stage `source`, of the same source."""
     found = sorted(
         stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True
     )
@@ -85,13 +85,13 @@ def last_recipe(stage_directory: Path, like: dict[str, object]) -> dict[str, obj
 
 
 def _readable(recipes: list[Path]) -> Iterator[dict[str, object]]:
-    """Their contents; a damaged file is skipped."""
+    """The contents of the recipe files; damaged files are skipped."""
     for path in recipes:
         with suppress(ValueError):
             yield json.loads(path.read_text())
 
 
 def _source(recipe: dict[str, object]) -> object:
-    config = recipe["config"]
+    config = recipe.get("config")
     source = config.get("source") if isinstance(config, dict) else None
     return source and (source["name"], source.get("path"))

@@ -22,11 +22,11 @@ from rlhf_pipeline.stages.launch.ranks import Death, Ranks
 LOG = "program.log"
 
 AS_A_CONSEQUENCE = {signal.SIGTERM, signal.SIGABRT}
-"""Signals that end a rank because another rank failed: SIGTERM from the launcher, SIGABRT from a library that lost its
-peer."""
+"""Signals that end a rank because another rank failed: SIGTERM from the launcher, SIGABRT from a
+library that lost its peer."""
 
 EXPLAINED_IN_LOG = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
-"""Ends that a library explains on standard error, or Python by a stack."""
+"""Exit statuses that a library explains on standard error, or Python by a stack."""
 
 POLLING_S = 1.0
 """The driver sees the death of a rank at most this many seconds after its peers first report it."""
@@ -42,39 +42,43 @@ class Attempt:
     ranks: Ranks
     processes: int
     code: int | None
-    """The launcher's exit code, or the negative number of the signal that ended it. None: the driver ended it after a rank
-    had failed."""
+    """The launcher's exit code, or the negative number of the signal that ended it. None: the
+    driver ended it after a rank had failed."""
     orphaned: bool
     """The launcher ended while ranks were still running."""
     seconds: float
     stuck: str | None
     """The watchdog's report of the rank that hangs."""
     kernel_kills: int | None
-    """Processes that the kernel ended for lack of memory during the launch, ours or not. None: unknown."""
+    """Processes on this machine that the kernel killed for lack of memory during the launch.
+    None: unknown."""
 
 
 def stage_error(attempt: Attempt) -> StageError:
-    """The failure as an exception; its `cause` names the known failure."""
-    run, log = attempt.run, attempt.run.directory / LOG
-    ended, reason, status = _cause(attempt)
+    """The failure as an exception; its `cause` is the name of the known failure."""
+    run = attempt.run
+    reason, status = _cause(attempt)
     hint = find_hint(reason, status, attempt.kernel_kills)
-    lines = [f"stage {run.stage} failed after {attempt.seconds:.0f} s ({ended})", reason]
+    lines = [f"stage {run.stage} failed after {attempt.seconds:.0f} s ({_end(attempt)})", reason]
     if hint is not None:
         launch = attempt.config.model_dump(mode="json") | {"processes": attempt.processes}
-        remedies = advice(hint, {**run.config, "launch": launch})
+        fix = advice(hint, {**run.config, "launch": launch})
         lines += [f"  cause    {hint.cause}"]
         lines += [f"  space    {space_left(run.directory)}"] if hint.name == DISK_FULL else []
-        lines += [f"  fix      {remedies}"] if remedies else []
+        lines += [f"  fix      {fix}"] if fix else []
     lines += [
         f"  command  {shlex.join(attempt.command)}",
-        f"  log      {log}",
+        f"  log      {run.directory / LOG}",
         f"  again    {_again(run)}",
     ]
     return StageError("\n".join(lines), cause=None if hint is None else hint.name)
 
 
 def kernel_kills() -> int | None:
-    """Processes that the kernel has ended for lack of memory since boot, in any container; None if unknown."""
+    """Processes that the kernel has killed for lack of memory since boot, in any container.
+
+    None: unknown.
+    """
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
@@ -82,41 +86,37 @@ def kernel_kills() -> int | None:
     return None if found is None else int(found[1])
 
 
-def _cause(attempt: Attempt) -> tuple[str, str, int | None]:
-    """How the stage ended, the first cause, and the exit status of a rank that left no reason.
+def _cause(attempt: Attempt) -> tuple[str, int | None]:
+    """The first cause, and the exit status of a rank that left no reason.
 
-    A rank that is killed cannot report it, but its peers report that they lost it. So such reports count last, and an
-    unexplained death counts before any report that came later.
+    A rank that is killed cannot report it, but its peers report that they lost it. Such reports
+    therefore count last, and an unexplained death counts before any report that came later.
     """
     if attempt.stuck is not None:
-        return "ended by the watchdog", attempt.stuck, None
+        return attempt.stuck, None
     log = attempt.run.directory / LOG
     reports = sorted((attempt.run.directory / ERRORS).glob("*.txt"))  # by time
     causes = [report for report in reports if not FOLLOW_UP.search(report.read_text())]
     deaths = sorted(attempt.ranks.deaths.values(), key=lambda death: death.seen)
-    first = next((death for death in deaths if not causes or _precedes(death, causes[0])), None)
-    if first is not None:
-        ended_by = (
-            attempt.code if attempt.code is not None and attempt.code < 0 else _logged_status(log)
-        )
-        status = ended_by if first.status is None else first.status
-        reason = f"rank {first.heartbeat.rank} {_death(status)} in {first.heartbeat}"
-        return (
-            _exit(attempt.code),
-            reason + (_tail(log) if status in EXPLAINED_IN_LOG else ""),
-            status,
-        )
+    death = next((death for death in deaths if not causes or _precedes(death, causes[0])), None)
+    killed = attempt.code is not None and attempt.code < 0
+    status = attempt.code if killed else _logged_status(log)
+    if death is not None:
+        status = status if death.status is None else death.status
+        reason = f"rank {death.heartbeat.rank} {_death(status)} in {death.heartbeat}"
+        if status in EXPLAINED_IN_LOG:
+            return reason + _tail(log), status
+        exited = status is None or status > 0
+        return reason + (_full_disk(log.parent) if exited else ""), status
     if causes:
-        return _exit(attempt.code), _said(causes[0]), None
-    status = attempt.code if attempt.code is not None and attempt.code < 0 else _logged_status(log)
+        return _content(causes[0]), None
     if attempt.orphaned:
-        return _exit(attempt.code), "the launcher was ended while its ranks were running", status
+        return "the launcher was ended while its ranks were running", status
     if status is not None and status < 0:
-        return _exit(attempt.code), f"a rank {_death(status)}, the launcher reports", status
-    if reports:  # they only say that a peer was lost
-        return _exit(attempt.code), f"{_said(reports[0])}{_tail(log)}", None
-    full = ": No space left on device" if is_full(log.parent) else ""
-    return _exit(attempt.code), f"no rank left a reason{full}{_tail(log)}", None
+        return f"a rank {_death(status)}, according to the launcher", status
+    if reports:  # reports of a lost peer only
+        return f"{_content(reports[0])}{_tail(log)}", None
+    return f"no rank left a reason{_full_disk(log.parent)}{_tail(log)}", None
 
 
 def _precedes(death: Death, report: Path) -> bool:
@@ -125,7 +125,12 @@ def _precedes(death: Death, report: Path) -> bool:
     return death.status != 0 and death.seen < int(report.stem.partition("-")[0]) / 1e9 + POLLING_S
 
 
-def _said(report: Path) -> str:
+def _full_disk(directory: Path) -> str:
+    """The end of a reason, if a full disk explains why a rank that exited left none."""
+    return ": No space left on device" if is_full(directory) else ""
+
+
+def _content(report: Path) -> str:
     return f"{report.stem.rpartition('-')[2]}: {report.read_text().strip()}"
 
 
@@ -141,24 +146,23 @@ def _logged_status(log: Path) -> int | None:
 
 def _death(status: int | None) -> str:
     if status is None:
-        return "ended by an unknown signal"
-    return (
-        f"was ended by {_signal(-status)}"
-        if status < 0
-        else f"ended by itself with exit code {status}"
-    )
+        return "was ended by an unknown signal"
+    return f"was ended by {_signal(-status)}" if status < 0 else f"ended with exit code {status}"
 
 
-def _exit(code: int | None) -> str:
+def _end(attempt: Attempt) -> str:
+    """How the launch ended, in words."""
+    code = attempt.code
+    if attempt.stuck is not None:
+        return "ended by the watchdog"
     if code is None:
         return "a rank failed, the others were ended"
     if code == 0:
         return "exit code 0 but no manifest"
     if code < 0:
         return f"{_signal(-code)} to the launcher"
-    return f"exit code {code}" + (
-        f", DeepSpeed's for {_signal(256 - code)}" if code > 256 - 32 else ""
-    )
+    by_signal = f", DeepSpeed's for {_signal(256 - code)}" if code > 256 - 32 else ""
+    return f"exit code {code}{by_signal}"
 
 
 def _signal(number: int) -> str:
@@ -167,12 +171,9 @@ def _signal(number: int) -> str:
 
 def _again(run: StageRun) -> str:
     """The command that resumes the run, and the step it resumes from."""
-    called = Path(sys.argv[0]).name
-    command = (
-        without_secrets(shlex.join([called, *sys.argv[1:]]))
-        if called == "kedro"
-        else "the same command"
-    )
+    program = Path(sys.argv[0]).name
+    arguments = [program, *sys.argv[1:]]
+    command = without_secrets(shlex.join(arguments)) if program == "kedro" else "the same command"
     checkpoints = list_checkpoints(run.directory / "checkpoints")
     if not checkpoints:
         return f"{command}  (this stage starts from its first step)"

@@ -1,6 +1,6 @@
-"""Known failures of a launched program: how they are recognised, what they mean, and which parameters help.
+"""Known failures of a launched program: how to recognise them, their cause, and what helps.
 
-The one table behind the hints in error messages and the list in docs/troubleshooting.md, which this prints:
+The table feeds the hints in error messages. docs/troubleshooting.md contains the output of
 
     python -m rlhf_pipeline.stages.launch.hints
 """
@@ -22,152 +22,172 @@ GPU_MEMORY, CPU_MEMORY, PORT = "GPU memory", "main memory", "port in use"
 
 @dataclass(frozen=True)
 class Remedy:
-    """A parameter that helps, by the last part of its name."""
+    """A parameter that helps."""
 
-    verb: str
+    action: str
+    """An imperative sentence in which {} stands for the parameter."""
     field: str
+    """The last part of the parameter's name."""
     exhausted: tuple[Any, ...] = ()
-    """Values at which there is nothing left to do."""
+    """Values that leave nothing to change."""
 
 
 @dataclass(frozen=True)
 class Hint:
-    """One known failure."""
+    """One known failure, recognised either by a pattern or by a signal."""
 
     name: str
     cause: str
     advice: str = ""
-    """What to do that no parameter does."""
+    """What to do besides changing parameters, in complete sentences."""
     remedies: tuple[Remedy, ...] = ()
     pattern: str | None = None
     """Regular expression for the failing rank's reason."""
     signal: signal.Signals | None = None
     """The signal that ended a rank."""
-    uncounted: bool = False
-    """Only where the kernel, by its own count, has ended no process for lack of memory meanwhile."""
+    requires_zero_kernel_kills: bool = False
+    """True: applies only if the kernel killed no process for lack of memory during the launch."""
 
 
 SMALLER_BATCHES = (
-    Remedy("lower", "micro_batch_size_per_gpu", (1,)),
-    Remedy("lower", "batch_size_per_gpu", (1,)),
+    Remedy("Lower {}.", "micro_batch_size_per_gpu", (1,)),
+    Remedy("Lower {}.", "batch_size_per_gpu", (1,)),
 )
-HALVING = (Remedy("set to true", "halve_micro_batch_on_oom", (True,)),)
-SHARDING = (Remedy("raise", "zero_stage", (3, None)),)
-CHECKPOINTING = (Remedy("set to true", "gradient_checkpointing", (True,)),)
+HALVING = (Remedy("Set {} to true.", "halve_micro_batch_on_oom", (True,)),)
+SHARDING = (Remedy("Raise {}.", "zero_stage", (3, None)),)
+CHECKPOINTING = (Remedy("Set {} to true.", "gradient_checkpointing", (True,)),)
 OFFLOAD = tuple(
-    Remedy("set to true", name, (True,)) for name in ("offload_optimizer", "offload_parameters")
+    Remedy("Set {} to true.", name, (True,)) for name in ("offload_optimizer", "offload_parameters")
 )
 NO_OFFLOAD = tuple(
-    Remedy("set to false", name, (False,)) for name in ("offload_optimizer", "offload_parameters")
+    Remedy("Set {} to false.", name, (False,))
+    for name in ("offload_optimizer", "offload_parameters")
 )
-FEWER_RANKS = (Remedy("lower", "processes", (1,)),)
+FEWER_RANKS = (Remedy("Lower {}.", "processes", (1,)),)
+CHECK_PATH = (Remedy("Check {}.", "path", (None,)),)
 
 HINTS = (
     Hint(
         GPU_MEMORY,
-        "a GPU has too little memory for what is asked of it",
+        "a GPU ran out of memory",
         "",
         SMALLER_BATCHES + HALVING + CHECKPOINTING + SHARDING + OFFLOAD,
-        r"(CUDA|HIP) out of memory|CUDA error: out of memory|torch\.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+        r"(CUDA|HIP) out of memory|CUDA error: out of memory|torch\.OutOfMemoryError"
+        r"|CUBLAS_STATUS_ALLOC_FAILED",
     ),
     Hint(
         CPU_MEMORY,
-        "this machine has too little main memory for what is asked of it",
+        "this machine ran out of main memory",
         "",
         SMALLER_BATCHES + HALVING + CHECKPOINTING + SHARDING + NO_OFFLOAD + FEWER_RANKS,
         r"DefaultCPUAllocator|MemoryError|std::bad_alloc|Cannot allocate memory",
     ),
     Hint(
-        "killed by somebody",
-        "not the kernel for lack of memory, by its own count; so the scheduler, for a limit of the job, or a person",
-        "The scheduler's account of the job tells.",
+        "killed from outside",
+        "a scheduler (a limit of the job) or a person; the kernel killed no process for lack of "
+        "memory meanwhile",
+        "Check the scheduler's record of the job.",
         signal=signal.SIGKILL,
-        uncounted=True,
+        requires_zero_kernel_kills=True,
     ),
     Hint(
         "killed for lack of memory",
-        "most probably the kernel, for lack of main memory; else the scheduler or a person",
-        "`dmesg | grep -i oom` tells.",
+        "most likely the kernel, for lack of main memory; otherwise a scheduler or a person",
+        "Check with `dmesg | grep -i oom`.",
         SMALLER_BATCHES + CHECKPOINTING + SHARDING + NO_OFFLOAD + FEWER_RANKS,
         signal=signal.SIGKILL,
     ),
     Hint(
         "shared memory",
-        "a page of shared memory could not be had: /dev/shm is full or small, as in containers with their 64 MB",
-        "`df -h /dev/shm` tells. Start the container with --shm-size=8g, or remove what ended programs have left there.",
+        "shared memory (/dev/shm) is full or too small; containers have 64 MB by default",
+        "Check with `df -h /dev/shm`. Start the container with --shm-size=8g, or remove files that "
+        "ended programs left there.",
         signal=signal.SIGBUS,
     ),
     Hint(
         "crash",
-        "compiled code of a library crashed; most often builds of torch, CUDA and the driver that do not fit together",
-        "The log has the stack. `python -m torch.utils.collect_env` lists the versions.",
+        "compiled code of a library crashed; most often torch, CUDA and the driver do not fit "
+        "together",
+        "Read the stack in the log. List the versions with `python -m torch.utils.collect_env`.",
         signal=signal.SIGSEGV,
     ),
     Hint(
         "stuck",
-        "a rank hangs, and the others wait for it; or a piece of work takes longer than the watchdog waits",
-        "The log ends with what every thread of every rank was doing.",
-        (Remedy("raise", "hang_timeout_s"),),
+        "a rank hangs and the others wait for it, or a piece of work takes longer than the "
+        "watchdog waits",
+        "Read the end of the log: it shows what every thread of every rank was doing.",
+        (Remedy("Raise {}.", "hang_timeout_s"),),
         r"no rank has made progress",
     ),
     Hint(
         "collective timeout",
-        "a rank waited in vain for the others in a collective operation: one of them hangs, or they disagree on what is next",
-        "On GPUs of one machine, try NCCL_P2P_DISABLE=1; between machines, NCCL_SOCKET_IFNAME and the firewall.",
-        (Remedy("raise", "collective_timeout_s"),),
-        r"Watchdog caught collective operation timeout|Timed out waiting|[Tt]imed out after \d+ ?ms"
-        r"|Application timeout caused pair closure|DistStoreError",
+        "a rank waited too long for the others in a collective operation: one of them hangs, or "
+        "the ranks called different operations",
+        "On GPUs of one machine, try NCCL_P2P_DISABLE=1. Between machines, check "
+        "NCCL_SOCKET_IFNAME and the firewall.",
+        (Remedy("Raise {}.", "collective_timeout_s"),),
+        r"Watchdog caught collective operation timeout|Timed out waiting"
+        r"|[Tt]imed out after \d+ ?ms|Application timeout caused pair closure|DistStoreError",
     ),
     Hint(
         PORT,
-        "another program listens on the port where the ranks meet; one that was picked is tried again on another, once",
-        remedies=(Remedy("change, or set to null,", "master_port", (None,)),),
+        "another program uses the port at which the ranks meet; a port picked by the pipeline is "
+        "replaced by another one, once",
+        remedies=(Remedy("Change {} or set it to null.", "master_port", (None,)),),
         pattern=r"EADDRINUSE|[Aa]ddress already in use",
     ),
     Hint(
         DISK_FULL,
-        "no space is left on the device, or in the quota, of the work directory or of a cache",
+        "the disk or the quota of the work directory or of a cache is full",
         ADVICE,
-        (Remedy("raise or set to null", "checkpoint_every", (None,)),),
+        (Remedy("Raise {} or set it to null.", "checkpoint_every", (None,)),),
         DISK_FULL_PATTERN,
     ),
     Hint(
         "no compiler",
-        "DeepSpeed compiles its CPU Adam at its first use, which takes a C++ compiler, ninja and torch's version of CUDA",
-        "Install them (`ds_report` lists what is missing).",
-        (Remedy("or set to false", "offload_optimizer", (False,)),),
-        r"CUDA_HOME|CUDAMismatch|Error building extension|Unable to JIT load|Ninja is required|CPUAdamBuilder"
-        r"|No such file or directory: '[^']*(c\+\+|g\+\+|gcc|nvcc)'",
+        "DeepSpeed compiles its CPU Adam at first use; this requires a C++ compiler, ninja and the "
+        "CUDA version of torch",
+        "Install what `ds_report` lists as missing.",
+        (Remedy("Set {} to false.", "offload_optimizer", (False,)),),
+        r"CUDA_HOME|CUDAMismatch|Error building extension|Unable to JIT load|Ninja is required"
+        r"|CPUAdamBuilder|No such file or directory: '[^']*(c\+\+|g\+\+|gcc|nvcc)'",
     ),
     Hint(
         "damaged weights",
-        "a file of weights is cut short or is no safetensors file",
-        "Fetch it again, without the hub's cache of it; a Git LFS pointer in place of a file does this, too.",
-        (Remedy("see", "path", (None,)),),
-        r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|PytorchStreamReader failed",
+        "a file of weights is truncated or not in safetensors format; it may be a Git LFS pointer",
+        "Download the file again, without the hub's cache.",
+        CHECK_PATH,
+        r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer"
+        r"|PytorchStreamReader failed",
     ),
     Hint(
         "damaged tokenizer",
-        "the tokenizer's files are missing, damaged, or newer than the installed tokenizers library",
-        "Fetch the folder again; it needs tokenizer.json and tokenizer_config.json.",
-        (Remedy("see", "path", (None,)),),
-        r"Couldn't instantiate the backend tokenizer|did not match any variant of untagged enum|Can't load tokenizer",
+        "the tokenizer's files are missing, damaged, or too new for the installed tokenizers "
+        "library",
+        "Download the folder again; it must contain tokenizer.json and tokenizer_config.json.",
+        CHECK_PATH,
+        r"Couldn't instantiate the backend tokenizer|did not match any variant of untagged enum"
+        r"|Can't load tokenizer",
     ),
     Hint(
-        "no hub",
-        "the Hugging Face hub cannot be reached, or refuses: no network, no such repository, or terms to be accepted there",
-        "Set HF_ENDPOINT for a mirror, HF_TOKEN for a gated repository; or fetch it elsewhere and name the local folder.",
-        (Remedy("see", "path", (None,)), Remedy("see", "revision", (None,))),
-        r"LocalEntryNotFoundError|OfflineModeIsEnabled|GatedRepoError|RepositoryNotFoundError|RevisionNotFoundError"
-        r"|HfHubHTTPError|couldn't connect to 'https|Temporary failure in name resolution|NameResolutionError",
+        "hub unavailable",
+        "the Hugging Face hub cannot be reached or refuses access: no network, an unknown "
+        "repository, or terms to accept",
+        "Set HF_ENDPOINT to use a mirror, HF_TOKEN for a gated repository. Or download the files "
+        "elsewhere and set the path to the local folder.",
+        (*CHECK_PATH, Remedy("Check {}.", "revision", (None,))),
+        r"LocalEntryNotFoundError|OfflineModeIsEnabled|GatedRepoError|RepositoryNotFoundError"
+        r"|RevisionNotFoundError|HfHubHTTPError|couldn't connect to 'https"
+        r"|Temporary failure in name resolution|NameResolutionError",
     ),
 )
-"""The first that fits is shown."""
+"""The first that applies is shown."""
 
 FOLLOW_UP = re.compile(
-    r"Connection (closed|reset) by peer|ncclRemoteError|remote process exited|NCCL communicator was aborted|Broken pipe"
+    r"Connection (closed|reset) by peer|ncclRemoteError|remote process exited"
+    r"|NCCL communicator was aborted|Broken pipe"
 )
-"""What a rank says when another one is gone: never the cause."""
+"""What a rank reports when it lost a peer: never the first cause."""
 
 
 def find_hint(
@@ -176,56 +196,57 @@ def find_hint(
     """The known failure behind a rank's end.
 
     Args:
-        reason: what the rank left.
-        status: exit status of one that left none, the negative number of a signal.
-        kernel_kills: processes that the kernel ended for lack of memory meanwhile, on the whole machine; None: not known.
+        reason: the reason that the rank left.
+        status: exit status of a rank that left none, the negative number of a signal.
+        kernel_kills: processes on the whole machine that the kernel killed for lack of memory
+            during the launch. None: unknown.
     """
-    for hint in HINTS:
-        ended_so = status is not None and hint.signal is not None and status == -hint.signal
-        if ended_so and (kernel_kills == 0 or not hint.uncounted):
-            return hint
-        if hint.pattern is not None and re.search(hint.pattern, reason):
-            return hint
-    return None
+    return next((hint for hint in HINTS if _applies(hint, reason, status, kernel_kills)), None)
+
+
+def _applies(hint: Hint, reason: str, status: int | None, kernel_kills: int | None) -> bool:
+    if hint.pattern is not None:
+        return re.search(hint.pattern, reason) is not None
+    ended_by_it = hint.signal is not None and status == -hint.signal
+    return ended_by_it and (kernel_kills == 0 or not hint.requires_zero_kernel_kills)
 
 
 def advice(hint: Hint, parameters: Mapping[str, Any]) -> str:
-    """What to do, in the names of the parameters and with their present values; those with nothing left to give are out.
+    """What to do, with the names and values of the parameters that are not exhausted.
 
     Args:
         hint: the failure.
-        parameters: the stage's blocks and `launch`, by their names, as JSON types.
+        parameters: the stage's blocks and `launch`, by name, as JSON types.
     """
-    steps = []
+    sentences = []
     for remedy in hint.remedies:
-        found = [
-            f"{place} ({json.dumps(value)})"
-            for place, value in leaves(parameters)
-            if place.rpartition(".")[2] == remedy.field and value not in remedy.exhausted
+        sentences += [
+            remedy.action.format(f"{name} ({json.dumps(value)})")
+            for name, value in leaves(parameters)
+            if name.rpartition(".")[2] == remedy.field and value not in remedy.exhausted
         ]
-        steps += [f"{remedy.verb} {', '.join(found)}"] if found else []
-    return "; ".join([*steps, *filter(None, [hint.advice])])
+    return " ".join([*sentences, *filter(None, [hint.advice])])
 
 
 def as_markdown() -> str:
-    """The table for people."""
-    rows = ["| failure | recognised by | cause | what helps |", "|---|---|---|---|"]
+    """The known failures as a Markdown table."""
+    rows = [("failure", "recognised by", "cause", "fix"), ("---",) * 4]
     for hint in HINTS:
-        counted = (
-            ", and the kernel's count of processes ended for lack of memory stands still"
-            if hint.uncounted
-            else ""
-        )
-        known = (
-            f"signal {hint.signal.name}{counted}"
-            if hint.signal is not None
-            else f"`{hint.pattern}`".replace("|", "\\|")
-        )
-        fields = [f"{remedy.verb} `{remedy.field}`" for remedy in hint.remedies]
-        rows.append(
-            f"| {hint.name} | {known} | {hint.cause} | {'; '.join([*fields, *filter(None, [hint.advice])])} |"
-        )
-    return "\n".join(rows)
+        actions = [remedy.action.format(f"`{remedy.field}`") for remedy in hint.remedies]
+        fix = " ".join([*actions, *filter(None, [hint.advice])])
+        rows.append((hint.name, _recognised_by(hint), hint.cause, fix))
+    return "\n".join(f"| {' | '.join(map(_escaped, row))} |" for row in rows)
+
+
+def _recognised_by(hint: Hint) -> str:
+    if hint.signal is None:
+        return f"`{hint.pattern}`"
+    without = ", while the kernel killed no process for lack of memory"
+    return f"signal {hint.signal.name}{without if hint.requires_zero_kernel_kills else ''}"
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
 
 
 if __name__ == "__main__":

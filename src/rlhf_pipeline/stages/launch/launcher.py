@@ -1,4 +1,4 @@
-"""Starting a stage's program, watching it, and ending it together with everything that it started."""
+"""Start a stage's program, follow it, and end it together with every process that it started."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILED_GRACE_S = 3.0
 SETTLE_S = 1.5
 """Seconds that the other ranks have to report after a rank has failed."""
 ORPHANED_S = 3
-"""Seconds that programs have to end themselves once the driver is gone."""
+"""Seconds that programs have to end themselves once the driver has ended."""
 STACKS_S = 1.0
 """Seconds that the ranks of a stuck stage have to print their stacks."""
 
@@ -48,8 +48,9 @@ STACKS_S = 1.0
 def launch(spec: StageSpec, job_file: Path, run: StageRun, context: RunContext) -> None:
     """Run a program to its end, passing its metrics to the listener as they appear.
 
-    Success is exit code 0 *and* a manifest: DeepSpeed's runner exits with 0 when a child dies by a signal. If another
-    program takes the picked port first, the stage is launched once more on another port.
+    Success is exit code 0 *and* a manifest: DeepSpeed's runner exits with 0 when a child dies by a
+    signal. If another program takes the picked port first, the stage is launched once more on
+    another port.
 
     Raises:
         StageError: the program failed or hung.
@@ -62,8 +63,7 @@ def launch(spec: StageSpec, job_file: Path, run: StageRun, context: RunContext) 
         if error.cause != PORT or context.launch.master_port is not None:
             raise
         logger.warning(
-            "stage %s: the picked port was taken by another program; launching on another port",
-            run.stage,
+            "stage %s: another program took the picked port; launching on another port", run.stage
         )
         _launch_once(spec, job_file, run, context, processes)
 
@@ -75,9 +75,40 @@ def _launch_once(
         shutil.rmtree(run.directory / folder, ignore_errors=True)
     config = context.launch
     command = _command(spec, job_file, config, processes)
-    environment = _environment(run.directory, processes)
     ranks = Ranks(run.directory, processes, config.hang_timeout_s if spec.distributed else None)
     start, kills_before = time.monotonic(), kernel_kills()
+    environment = _environment(run.directory, processes)
+    code, stuck, orphaned = _supervise(command, environment, ranks, run, context)
+    if code != 0 or not (run.export / NAME).is_file():
+        kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
+        raise stage_error(
+            Attempt(
+                run=run,
+                config=config,
+                command=command,
+                ranks=ranks,
+                processes=processes,
+                code=code,
+                orphaned=orphaned,
+                seconds=time.monotonic() - start,
+                stuck=stuck,
+                kernel_kills=kills,
+            )
+        )
+
+
+def _supervise(
+    command: list[str],
+    environment: dict[str, str],
+    ranks: Ranks,
+    run: StageRun,
+    context: RunContext,
+) -> tuple[int | None, str | None, bool]:
+    """Start a program, follow it, end all its processes.
+
+    Returns:
+        `code`, `stuck` and `orphaned` of the `Attempt`.
+    """
     with _signals_raise(), (run.directory / LOG).open("wb") as output, _guard() as guarded:
         process = subprocess.Popen(
             command,
@@ -91,7 +122,7 @@ def _launch_once(
         tail = _MetricsTail(run, context.listener)
         grace_s = GRACE_S
         try:
-            stuck = _watch(process, ranks, tail, config)
+            stuck = _follow(process, ranks, tail, context.launch)
             code, grace_s = process.poll(), FAILED_GRACE_S
             orphaned = code is not None and bool(ranks.alive)
         finally:
@@ -100,41 +131,28 @@ def _launch_once(
             finally:
                 kill_strays(environment[LAUNCH])
                 tail.forward()
-    if code != 0 or not (run.export / NAME).is_file():
-        kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
-        raise stage_error(
-            Attempt(
-                run,
-                config,
-                command,
-                ranks,
-                processes,
-                code,
-                orphaned,
-                time.monotonic() - start,
-                stuck,
-                kills,
-            )
-        )
+    return code, stuck, orphaned
 
 
-def _watch(
+def _follow(
     process: subprocess.Popen[bytes], ranks: Ranks, tail: _MetricsTail, config: LaunchConfig
 ) -> str | None:
-    """Follow a program until it ends, a rank fails, or no rank makes progress; in that case return which rank hangs."""
+    """Wait until a program ends, a rank fails, or no rank makes progress.
+
+    Returns:
+        The report of the rank that hangs, or None.
+    """
     stuck = None
     while process.poll() is None and ranks.failed_s < SETTLE_S:
         time.sleep(POLL_S)
         tail.forward()
-        ranks.look()
+        ranks.update()
         if ranks.stuck:
-            stuck = (
-                f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.whereabouts()}"
-            )
-            ranks.ask_for_stacks()
+            stuck = f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.describe()}"
+            ranks.request_stacks()
             time.sleep(STACKS_S)
             break
-    ranks.look()
+    ranks.update()
     return stuck
 
 
@@ -143,22 +161,14 @@ def _command(spec: StageSpec, job_file: Path, config: LaunchConfig, processes: i
         return [sys.executable, "-m", spec.program, str(job_file)]
     deepspeed = Path(sys.executable).with_name("deepspeed")
     port = free_port(config.master_port)
-    options = [
-        "--num_gpus",
-        str(processes),
-        "--master_port",
-        str(port),
-        "--no_local_rank",
-        "--module",
-    ]
-    return [str(deepspeed), *options, spec.program, str(job_file)]
+    options = ["--num_gpus", str(processes), "--master_port", str(port), "--no_local_rank"]
+    return [str(deepspeed), *options, "--module", spec.program, str(job_file)]
 
 
 def _environment(directory: Path, processes: int) -> dict[str, str]:
-    """The program's environment: this package can be imported, MLflow cannot, the ranks share the cores."""
-    guard = (
-        directory / "without_mlflow"
-    )  # DeepSpeed imports MLflow where it can, which costs each process seconds
+    """The program's environment: it has this package but not MLflow; the ranks share the cores."""
+    # DeepSpeed imports MLflow if it can, which costs each process seconds.
+    guard = directory / "without_mlflow"
     guard.mkdir(exist_ok=True)
     (guard / "mlflow.py").write_text('raise ImportError("launched programs do not use MLflow")\n')
     source = Path(rlhf_pipeline.__file__).parent.parent
@@ -182,12 +192,13 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
 def _signals_raise() -> Iterator[None]:
     """Turn INT, TERM and HUP into the exception `Interrupted`, so that every caller can clean up.
 
-    Under `nohup` HUP is ignored, and stays ignored.
+    `nohup` ignores HUP; this function keeps it ignored.
     """
 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(
-            f"ended by {signal.Signals(number).name}. Run the same command again to resume; finished stages are kept"
+            f"ended by {signal.Signals(number).name}. Run the same command again to resume; "
+            "finished stages are kept"
         )
 
     hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
@@ -204,11 +215,15 @@ def _signals_raise() -> Iterator[None]:
 
 @contextmanager
 def _guard() -> Iterator[Callable[[int], int]]:
-    """Have a process group killed soon after this process is gone, for example by SIGKILL.
+    """Kill a process group soon after this process has ended, for example by SIGKILL.
 
-    The programs end themselves as well, but only after their imports, which take a while.
+    The programs also end themselves, but only after their imports, which take a while.
+
+    Yields:
+        A function that takes the process group.
     """
-    wait = "read -r group; read -r end"  # the second line never comes: it waits for this process to end
+    # The second line never comes: `read` returns when this process ends.
+    wait = "read -r group; read -r end"
     command = ["sh", "-c", f'{wait}; sleep {ORPHANED_S}; kill -KILL "-$group"']
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -222,9 +237,10 @@ def _guard() -> Iterator[Callable[[int], int]]:
 
 
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End the program's whole process group: SIGTERM, wait, SIGKILL. Ranks would outlive their launcher otherwise.
+    """End the program's whole process group by SIGTERM, then SIGKILL.
 
-    A further signal to this process, for example a second Ctrl-C, shortens the wait; the group is ended all the same.
+    Ranks would outlive their launcher otherwise. A further signal to this process, for example a
+    second Ctrl-C, shortens the wait; the group is still ended.
     """
     again: Interrupted | None = None
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -257,13 +273,12 @@ class _MetricsTail:
         if not self._run.metrics_file.is_file():
             return
         with self._run.metrics_file.open("rb") as file:
-            if (
-                os.fstat(file.fileno()).st_ino != self._inode
-            ):  # a program that resumes replaces the file
-                self._inode, self._position = os.fstat(file.fileno()).st_ino, 0
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:  # a program that resumes replaces the file
+                self._inode, self._position = inode, 0
             file.seek(self._position)
-            grown = file.read()
-        complete = grown[: grown.rfind(b"\n") + 1]
+            added = file.read()
+        complete = added[: added.rfind(b"\n") + 1]
         self._position += len(complete)
         records: list[dict[str, Any]] = [json.loads(line) for line in complete.splitlines()]
         if records:

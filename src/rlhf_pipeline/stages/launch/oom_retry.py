@@ -17,7 +17,7 @@ MICRO_BATCHES = ("micro_batch_size_per_gpu", "batch_size_per_gpu")
 
 
 def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
-    """The blocks with every micro batch size halved, rounded down to at least 1. None if all of them are 1."""
+    """The blocks with every micro batch size halved, at least 1. None if all of them are 1."""
     smaller = {
         name: type(block).model_validate(_halved(dumped))
         for (name, block), dumped in zip(config.items(), as_json(config).values(), strict=True)
@@ -28,11 +28,14 @@ def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
 def adjusted(
     configured: Mapping[str, Block], used: Mapping[str, Block]
 ) -> dict[str, dict[str, Any]]:
-    """The differences between two versions of the same blocks, by parameter: {"configured": 8, "used": 4}."""
+    """The parameters that differ between two versions of the same blocks.
+
+    Each maps to a pair such as {"configured": 8, "used": 4}.
+    """
     before, after = leaves(as_json(configured)), leaves(as_json(used))
     return {
-        place: {"configured": old, "used": new}
-        for (place, old), (_, new) in zip(before, after, strict=True)
+        name: {"configured": old, "used": new}
+        for (name, old), (_, new) in zip(before, after, strict=True)
         if old != new
     }
 

@@ -1,7 +1,8 @@
-"""The ranks of a launch as the driver sees them: where they are, and which ended before its work was done.
+"""The ranks of a launch as the driver sees them: their progress, and which of them ended too early.
 
-DeepSpeed's launcher looks once a second and passes on the exit code of whichever failed rank it meets first, a rank that
-missed another one's answer, say. So the driver looks for itself, more often.
+DeepSpeed's launcher checks the ranks once a second and returns the exit code of the first failed
+rank that it meets, which may have failed only because a peer was lost. So the driver checks the
+ranks itself, more often.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rlhf_pipeline.runtime.heartbeat import Heartbeat, read_heartbeats
 from rlhf_pipeline.runtime.program import ERRORS
 
 STARTUP_S = 300.0
-"""Seconds that the ranks have to report for the first time, whatever the watchdog's patience: imports come before."""
+"""Seconds that the ranks have at least for their first report: imports come before it."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class Death:
     """A rank that ended before its work was done, and left no reason."""
 
     heartbeat: Heartbeat
-    """The last."""
+    """The last heartbeat of the rank."""
     seen: float
-    """When the driver saw it, seconds since 1970."""
+    """When the driver saw the death, seconds since 1970."""
     status: int | None
-    """Its exit code, or the negative number of the signal that ended it. None: not known."""
+    """The exit code, or the negative number of the signal that ended the rank. None: unknown."""
 
 
 class Ranks:
-    """Watches the ranks through the files they write and through the kernel's table of processes."""
+    """Follows the ranks through the files they write and the kernel's table of processes."""
 
     def __init__(self, directory: Path, processes: int, hang_timeout_s: float | None) -> None:
         self._directory = directory
@@ -45,14 +46,15 @@ class Ranks:
         self._progressed = time.monotonic()
         self._failed_at: float | None = None
 
-    def look(self) -> None:
-        """Bring everything up to date; called several times a second."""
+    def update(self) -> None:
+        """Read heartbeats, reports and the table of processes; called several times a second."""
         ended = {
             rank: status
             for rank, heartbeat in self.heartbeats.items()
             if rank not in self.deaths and (status := _status(heartbeat.pid)) != "running"
         }
-        newest = read_heartbeats(self._directory)  # after that: a rank's last words precede its end
+        # Read after the table of processes: a rank writes its last heartbeat before it ends.
+        newest = read_heartbeats(self._directory)
         if newest != self.heartbeats:
             self.heartbeats, self._progressed = newest, time.monotonic()
         reported = self._reported()
@@ -65,12 +67,12 @@ class Ranks:
 
     @property
     def failed_s(self) -> float:
-        """Seconds since a rank was first seen to fail; 0 while none has."""
+        """Seconds since the driver saw the first rank fail; 0 if none has failed."""
         return 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
 
     @property
     def alive(self) -> list[int]:
-        """Ranks that are at work on this machine."""
+        """Ranks that are running on this machine."""
         return [
             rank
             for rank, h in sorted(self.heartbeats.items())
@@ -79,18 +81,18 @@ class Ranks:
 
     @property
     def stuck(self) -> bool:
-        """Whether no rank has got on for the time allowed."""
+        """Whether no rank has made progress for the allowed time."""
         if self._hang_timeout_s is None:
             return False
         allowed = self._hang_timeout_s if self.heartbeats else max(self._hang_timeout_s, STARTUP_S)
         return time.monotonic() - self._progressed > allowed
 
-    def whereabouts(self) -> str:
-        """Which rank is behind, in what, since when; then all ranks, a line each."""
+    def describe(self) -> str:
+        """The rank that is behind, its phase and since when; then one line for each rank."""
         silent = [f"rank {rank}" for rank in range(self._processes) if rank not in self.heartbeats]
         order = sorted(self.heartbeats.values(), key=lambda h: (h.marks, h.ticks, h.progressed))
         first = (
-            f"{', '.join(silent)} never began"
+            f"{', '.join(silent)} did not start"
             if silent
             else f"rank {order[0].rank} is behind, in {order[0]}"
         )
@@ -100,20 +102,18 @@ class Ranks:
         ]
         return "\n".join([first, *lines])
 
-    def ask_for_stacks(self) -> None:
-        """Have every rank print what its threads are doing, into the log."""
+    def request_stacks(self) -> None:
+        """Make every rank print the stacks of its threads into the log."""
         for rank in self.alive:
             os.kill(self.heartbeats[rank].pid or 0, signal.SIGUSR1)
 
     def _reported(self) -> set[int]:
-        names = [
-            path.stem.rpartition("-rank")[2] for path in (self._directory / ERRORS).glob("*.txt")
-        ]
-        return {int(name) for name in names}
+        reports = (self._directory / ERRORS).glob("*.txt")
+        return {int(report.stem.rpartition("-rank")[2]) for report in reports}
 
 
 def _status(pid: int | None) -> int | str:
-    """ "running", how it ended (`Death.status`) as long as its parent has not asked, or "gone"."""
+    """The exit status of a process that its parent has not reaped yet, else "running" or "gone"."""
     try:
         if pid is None or psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             return "running"
@@ -125,10 +125,7 @@ def _status(pid: int | None) -> int | str:
 
 def _state(pid: int | None) -> str:
     try:
-        return (
-            ", its process is stopped"
-            if pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
-            else ""
-        )
+        stopped = pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
-        return ", its process is gone"
+        return ", its process has ended"
+    return ", its process is stopped" if stopped else ""

@@ -1,4 +1,4 @@
-"""What this machine offers to a launch: processes, GPUs, a port."""
+"""What this machine offers to a launch: processes, GPUs, a free port."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_pipeline.errors import ConfigError
 
 
 def process_count(config: LaunchConfig) -> int:
-    """Ranks on this machine: `launch.processes`, else one for each GPU, else two on a CPU."""
+    """Ranks on this machine: `launch.processes` if set, else one per GPU, or two without a GPU."""
     return config.processes or gpu_count() or 2
 
 
@@ -39,6 +39,7 @@ def free_port(configured: int | None) -> int:
             probe.bind(("", configured or 0))
         except OSError:
             raise ConfigError(
-                f"launch.master_port: port {configured} is in use. Fix: name another port, or null to pick a free one"
+                f"launch.master_port: port {configured} is in use. Fix: set another port, or null "
+                "to pick a free one"
             ) from None
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Rows that do not reach the prepared files, or not as a whole."""
+"""Rows that are dropped, or cut, on the way to the prepared files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_a_control_token_in_the_data_is_a_bad_row(
     own = write_records("own", forged, *ten)
     with pytest.raises(
         DataError,
-        match=r"(?s)source files \(0\.jsonl\): 1 of 11 rows .*own:0: .* control token <\|(end|pad)\|>",
+        match=r"(?s)source files \(0\.jsonl\): 1 of 11 rows .*own:0: .* control token "
+        r"<\|(end|pad)\|>",
     ):
         prepare(own)
     report = prepare(own, out="allowed", max_bad_fraction=0.1)  # 1 / 11 is 0.091
@@ -50,7 +51,7 @@ def test_control_tokens_add_to_the_rows_that_were_bad_before(
     own = write_records(
         "own", Unused("the chosen answer is empty"), asked("a<|end|>", "b", "c"), *ten
     )
-    with pytest.raises(DataError, match=r"2 of 12 rows are unusable"):
+    with pytest.raises(DataError, match=r"2 of 12 rows are bad"):
         prepare(own, max_bad_fraction=0.1)
     report = prepare(own, out="allowed", max_bad_fraction=0.17)
     assert report["sources"]["files (0.jsonl)"]["bad"] == {
@@ -66,13 +67,14 @@ def test_a_batch_without_a_usable_row(write_records, prepare: Prepare, load, ten
 
 
 def test_a_phase_that_loses_all_its_rows_is_an_error(write_records, prepare: Prepare) -> None:
-    # Every row's rejected answer is too long: the reward model's three and one for validation go, and no other.
+    # All rejected answers are too long, so only the files of the reward model lose their rows.
     rows = [asked(f"Question {n}?", "Yes.", "~" * 300) for n in range(10)]
     with pytest.raises(DataError) as error:
         prepare(write_records("own", *rows), over_long_responses="drop")
     assert str(error.value) == (
-        "reward_model/train.arrow: all 3 rows were dropped ({'rejected answer over max_response_tokens=200': 3}). "
-        "Raise split.max_prompt_tokens or split.max_response_tokens."
+        "reward_model/train.arrow: all 3 rows were dropped ({'rejected answer over "
+        "max_response_tokens=200': 3}). Fix: raise split.max_prompt_tokens or "
+        "split.max_response_tokens."
     )
 
 
@@ -113,7 +115,7 @@ def test_truncated_texts_are_counted_and_cut(
     assert len(written[3]["prompt_ids"]) == 200
 
 
-def test_prompts_that_only_their_cut_off_beginnings_told_apart_stay_in_one_part(
+def test_prompts_that_are_equal_once_cut_stay_in_one_part(
     write_records, prepare: Prepare, load, ten
 ) -> None:
     long = [asked(f"{n} {'^' * 300}", "Yes.", "No.") for n in range(10)]
@@ -135,9 +137,7 @@ def test_prompts_that_only_their_cut_off_beginnings_told_apart_stay_in_one_part(
     }
 
 
-def test_an_over_long_text_is_an_error_unless_told_otherwise(
-    write_records, prepare: Prepare
-) -> None:
+def test_an_over_long_text_is_an_error_by_default(write_records, prepare: Prepare) -> None:
     own = write_records("own", asked("Why?", "~" * 300, "No."))
     with pytest.raises(
         DataError,
@@ -146,7 +146,7 @@ def test_an_over_long_text_is_an_error_unless_told_otherwise(
         prepare(own, only="sft")
 
 
-def test_answers_that_no_phase_reads_are_not_looked_at(write_records, prepare: Prepare) -> None:
+def test_unused_answers_are_not_checked(write_records, prepare: Prepare) -> None:
     own = write_records("own", asked("Why?", "~" * 300, "^" * 400))
     report = prepare(own, only="ppo")
     assert report["files"]["ppo/train.arrow"]["rows"] == 1
@@ -158,11 +158,13 @@ def test_answers_that_no_phase_reads_are_not_looked_at(write_records, prepare: P
 
 
 def test_a_phase_without_a_row_to_validate_on_is_refused(write_records, prepare: Prepare) -> None:
-    """Of two comparisons 0.4 are held out, 0.8 are for SFT and 0.8 for the reward model: none, one and one."""
+    """The quotas of two comparisons are 0.4 for validation, 0.8 for SFT and 0.8 for the reward
+    model, so 0, 1 and 1."""
     comparisons = [asked(f"Compared {n}?", "Yes.", "No.") for n in range(2)]
     few = write_records("few", *comparisons, *(asked(f"Shown {n}?", "So.") for n in range(10)))
     with pytest.raises(
         DataError,
-        match=r"^reward_model/validation\.arrow gets no row\. Add data that reward_model can use",
+        match=r"^reward_model/validation\.arrow: found 0 rows, .* Fix: add data that "
+        r"reward_model can use",
     ):
         prepare(few, weights=(1, 1, 0), validation_fraction=0.2, test_fraction=0)

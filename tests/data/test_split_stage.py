@@ -1,4 +1,4 @@
-"""Preparing the data as a process of its own."""
+"""Stage `split` as a launched program."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.data import prepare as module
+from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text
 from rlhf_pipeline.data.split_report import render_markdown
 from rlhf_pipeline.data.split_statistics import headline
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.pipelines.split.spec import SPEC
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.run import run_stage
+from rlhf_pipeline.stages.run import StageRunner
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])}
 
@@ -32,7 +33,7 @@ def test_the_stage_writes_data_report_and_token_contract(
     contract = TokenContract.of(tokenizer)
     contract.write(base_model)
     inputs = {"base_model": base_model, "pretraining_0": write_records("texts", Text("~~~~"))}
-    # Twelve sources of a prompt each, in their own order and not in that of their names' letters.
+    # Twelve sources of one prompt each; source_10 comes after source_9, not after source_1.
     inputs |= {
         f"source_{n}": write_records(
             f"own{n}", Example((Message("user", f"Question {n}?"),), "Yes.", "No.")
@@ -41,10 +42,8 @@ def test_the_stage_writes_data_report_and_token_contract(
     }
     for folder in inputs.values():
         Manifest("", "", 0, {}, {}, {}, {}, file_entries(folder)).write(folder)
-    export = run_stage(
-        Job("split", {"split": split_config(count=12, texts=1, only="sft")}, inputs, 0),
-        LaunchConfig(),
-        tmp_path / "workspace",
+    export = StageRunner(RunContext(tmp_path / "workspace")).run(
+        Job(SPEC, {"split": split_config(count=12, texts=1, only="sft")}, inputs, 0)
     )
     assert [one["id"] for one in load("sft/train.arrow", out=export)] == [
         f"own{n}:0" for n in range(12)
@@ -59,13 +58,13 @@ def test_the_stage_writes_data_report_and_token_contract(
     assert verify(export).metrics == headline(report)
 
 
-# A process of its own, whose greatest need of memory is this stage's: rows of 600 characters, in a few batches.
+# A separate process, so that its peak memory is that of the split: rows of 600 characters.
 MEMORY = """
 import resource, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.split import prepare
+from rlhf_pipeline.data.split import split_sources
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.row_counts import RowCounts
@@ -74,11 +73,20 @@ rows, folder = int(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir()
 with RecordsWriter(folder) as writer:
     for n in range(rows):
-        writer.add(f"own:{n}", Example((Message("user", f"{n} " + "a b " * 50),), "yes " * 50, "no! " * 50))
+        prompt = (Message("user", f"{n} " + "a b " * 50),)
+        writer.add(f"own:{n}", Example(prompt, "yes " * 50, "no! " * 50))
 RowCounts(rows).write(folder)
 config = SplitConfig(sources=[{"samples": 1}], max_prompt_tokens=1000, max_response_tokens=1000)
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[3])
-prepare(config, tokenizer, 0, sources=[folder], pretraining=[], output=folder / "out", metrics_file=folder / "metrics")
+split_sources(
+    config,
+    tokenizer,
+    0,
+    sources=[folder],
+    pretraining=[],
+    output=folder / "out",
+    metrics_file=folder / "metrics",
+)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
@@ -102,6 +110,6 @@ def test_memory_hardly_grows_with_the_rows(tokenizer, tmp_path: Path) -> None:
             ).stdout
         )
 
-    # Measured: 9 MB more, most of it the records' own file, of which the system counts what was read; with the tokens of
-    # all rows kept it is 100 MB.
+    # Measured: 9 MB more, mostly the memory-mapped records; with the tokens of all rows in memory,
+    # it would be 100 MB.
     assert peak(16_000) - peak(4_000) < 30_000_000

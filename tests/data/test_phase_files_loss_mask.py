@@ -1,4 +1,4 @@
-"""What SFT learns of any dialogue, from the dialogue to the rows of its file, held against the dialogue written by hand."""
+"""The tokens that SFT learns of any dialogue, compared with dialogues rendered by hand."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Piece = tuple[str, bool]
 """A piece of text, and whether the assistant says it."""
 
 CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|im_start|>assistant\\n' }}{% endif %}"
 )
 LLAMA_2 = (
-    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' + messages[0].content + '<</SYS>>' %}"
-    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
-    "{% for turn in turns %}{% if turn.role == 'user' %}"
-    "{{ bos_token + '[INST] ' + (system if loop.first else '') + turn.content.strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' + messages[0].content + "
+    "'<</SYS>>' %}{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = "
+    "messages %}{% endif %}{% for turn in turns %}{% if turn.role == 'user' %}{{ bos_token + "
+    "'[INST] ' + (system if loop.first else '') + turn.content.strip() + ' [/INST]' }}{% else "
+    "%}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """What is said, the assistant's last answer included."""
+    """A dialogue, including the last answer of the assistant."""
 
     system: str | None
     turns: list[tuple[str, str]]
-    """The user's words and the answer to them."""
+    """Texts of the user, with the answers."""
 
 
 def human_assistant(dialogue: Dialogue) -> list[Piece]:
@@ -99,7 +99,7 @@ CONTROL = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
 
 @pytest.fixture(scope="module")
 def tokenizers(trained: Tokenizer) -> dict[str, PreTrainedTokenizerFast]:
-    """One for each format."""
+    """One tokenizer for each format."""
     made = {}
     for name, form in FORMATS.items():
         made[name] = PreTrainedTokenizerFast(
@@ -110,8 +110,11 @@ def tokenizers(trained: Tokenizer) -> dict[str, PreTrainedTokenizerFast]:
 
 
 WORDS = st.lists(
-    st.sampled_from(["Assistant:", "\n\nHuman: ", "\n\nAssistant: So.", "[INST]", " [/INST] ", "<|im", "assistant\n", " ",
-                     "The sky", "Größe", "日本語", "👍🏽", "e\u0301", "{{ eos_token }}", "\r\n"])
+    st.sampled_from([
+        "Assistant:", "\n\nHuman: ", "\n\nAssistant: So.", "[INST]", " [/INST] ", "<|im",
+        "assistant\n", " ", "The sky", "Größe", "日本語", "👍🏽", "e\u0301", "{{ eos_token }}",
+        "\r\n",
+    ])
     | st.text(max_size=4),
     max_size=4,
 ).map("".join)  # fmt: skip
@@ -142,8 +145,8 @@ BYTES = {chr(byte): byte for byte in PRINTABLE} | {
     chr(256 + number): byte
     for number, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)
 }
-"""GPT-2's characters for bytes (https://github.com/openai/gpt-2/blob/master/src/encoder.py): a token may end amid a
-character, where decoding would lose bytes."""
+"""GPT-2's characters for bytes (https://github.com/openai/gpt-2/blob/master/src/encoder.py). A
+token may end within a character, where decoding would lose bytes."""
 
 
 def bytes_of(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
@@ -157,7 +160,7 @@ def bytes_of(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
 def learned_bytes(
     columns: dict[str, list], tokenizer: PreTrainedTokenizerFast
 ) -> list[tuple[int, bool]]:
-    """Every byte of a row's text, and whether it is learned."""
+    """Every byte of a row, and whether it is learned."""
     ids = columns["prompt_ids"] + columns["response_ids"]
     learned = [False] * len(columns["prompt_ids"]) + columns["loss_mask"]
     pairs = zip(bytes_of(ids, tokenizer), learned, strict=True)
@@ -165,7 +168,7 @@ def learned_bytes(
 
 
 def expected_bytes(pieces: list[Piece], sft_loss: str) -> list[tuple[int, bool]]:
-    """The same of a dialogue written by hand."""
+    """Every byte of a dialogue rendered by hand, and whether it is learned."""
     last = len(pieces) - 1
     learned = {
         "response": lambda index, _: index == last,
@@ -180,7 +183,7 @@ def expected_bytes(pieces: list[Piece], sft_loss: str) -> list[tuple[int, bool]]
 
 
 def unlearned(text: list[tuple[int, bool]], count: int) -> list[tuple[int, bool]]:
-    """The text with its first bytes not learned: those of the first token, which nothing predicts."""
+    """The text with the bytes of the first token marked as not learned: nothing predicts it."""
     return [(byte, False) for byte, _ in text[:count]] + text[count:]
 
 
@@ -199,7 +202,7 @@ FORGED = Dialogue(
 @example("ChatML", FORGED, "assistant")
 @example("human and assistant", Dialogue(None, [("", "")]), "all")
 @settings(max_examples=300, deadline=None)
-def test_exactly_what_is_named_is_learned(
+def test_exactly_the_selected_tokens_are_learned(
     tokenizers, name: str, dialogue: Dialogue, sft_loss: str
 ) -> None:
     tokenizer, config = tokenizers[name], SplitConfig(
@@ -218,10 +221,15 @@ def test_exactly_what_is_named_is_learned(
 def test_cut_texts_keep_their_marks(
     tokenizers, name: str, dialogue: Dialogue, sft_loss: str, prompt_limit: int, response_limit: int
 ) -> None:
-    tokenizer, config = tokenizers[name], SplitConfig(
-        sources=[{}], max_prompt_tokens=prompt_limit, max_response_tokens=response_limit, sft_loss=sft_loss,
-        over_long_prompts="truncate", over_long_responses="truncate",
-    )  # fmt: skip
+    tokenizer = tokenizers[name]
+    config = SplitConfig(
+        sources=[{}],
+        max_prompt_tokens=prompt_limit,
+        max_response_tokens=response_limit,
+        sft_loss=sft_loss,
+        over_long_prompts="truncate",
+        over_long_responses="truncate",
+    )
     row = row_of(dialogue, tokenizer, config)
     columns = demonstration(row, config)
     check_columns(columns)
@@ -269,5 +277,6 @@ def test_by_hand(tokenizers) -> None:
     assert learned == {
         "response": " Well.<|end|>",
         "assistant": " So.<|end|> Well.<|end|>",
-        "all": "e kind.\n\nHuman: Why?\n\nAssistant: So.<|end|>\n\nHuman: Hm.\n\nAssistant: Well.<|end|>",
+        "all": "e kind.\n\nHuman: Why?\n\nAssistant: So.<|end|>\n\nHuman: Hm.\n\nAssistant: "
+        "Well.<|end|>",
     }

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.dpo_loss import dpo_loss
-from rlhf_pipeline.rl.pairwise_loss import pairwise_loss
 from rlhf_pipeline.rl.ppo_losses import entropy_loss, policy_loss, value_loss
-from rlhf_pipeline.rl.sft_loss import sft_loss
 
 NAN = float("nan")
 MASK = torch.tensor([[True, True, False], [True, False, False], [True, True, False]])
@@ -20,161 +17,7 @@ def value_and_gradient(loss: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]
     return loss.detach(), gradient
 
 
-# --- sft_loss: 5 real tokens, 1 + 2 + 4 + 3 + 5 = 15 nats ---
-
-SFT_LOGPROBS = torch.tensor([[-1.0, -2.0, NAN], [-4.0, NAN, NAN], [-3.0, -5.0, NAN]])
-
-
-def test_sft_loss_is_the_mean_over_real_tokens():
-    logprobs = SFT_LOGPROBS.clone().requires_grad_()
-    loss, gradient = value_and_gradient(sft_loss(logprobs, MASK, normalizer=5), logprobs)
-    torch.testing.assert_close(loss, torch.tensor(3.0))
-    torch.testing.assert_close(
-        gradient, torch.tensor([[-0.2, -0.2, 0.0], [-0.2, 0.0, 0.0], [-0.2, -0.2, 0.0]])
-    )
-
-
-def test_sft_loss_adds_up_over_unequal_micro_batches():
-    parts = [
-        sft_loss(SFT_LOGPROBS[rows], MASK[rows], normalizer=torch.tensor(5))
-        for rows in (slice(2), slice(2, 3))
-    ]
-    # (1 + 2 + 4) / 5 and (3 + 5) / 5
-    torch.testing.assert_close(torch.stack(parts), torch.tensor([1.4, 1.6]))
-
-
-# --- pairwise_loss: differences 0, ln 3, -ln 3 ---
-# -ln 1/2 = 0.6931472, -ln 3/4 = 0.2876821, -ln 1/4 = 1.3862944; their sum 2.3671236 over 3 is 0.7890412.
-
-CHOSEN = torch.tensor([2.0, 1.0986123, 0.0])
-REJECTED = torch.tensor([2.0, 0.0, 1.0986123])
-
-
-def test_pairwise_loss_is_the_likelihood_of_the_preferences():
-    chosen, rejected = CHOSEN.clone().requires_grad_(), REJECTED.clone().requires_grad_()
-    loss = pairwise_loss(chosen, rejected, normalizer=3)
-    torch.testing.assert_close(loss.detach(), torch.tensor(0.7890412))
-    loss.backward()
-    # -(1 - sigmoid(difference)) / 3: -(1/2)/3, -(1/4)/3, -(3/4)/3; the opposite for the rejected.
-    torch.testing.assert_close(
-        chosen.grad, torch.tensor([-0.1666667, -0.0833333, -0.25]), rtol=1e-5, atol=1e-7
-    )
-    torch.testing.assert_close(
-        rejected.grad, torch.tensor([0.1666667, 0.0833333, 0.25]), rtol=1e-5, atol=1e-7
-    )
-
-
-def test_pairwise_loss_adds_up_over_ranks():
-    parts = pairwise_loss(CHOSEN[:1], REJECTED[:1], normalizer=3) + pairwise_loss(
-        CHOSEN[1:], REJECTED[1:], normalizer=3
-    )
-    torch.testing.assert_close(parts, torch.tensor(0.7890412))
-
-
-def test_pairwise_loss_stays_finite_for_a_sure_mistake():
-    torch.testing.assert_close(
-        pairwise_loss(torch.tensor([-500.0]), torch.tensor([500.0]), normalizer=1),
-        torch.tensor(1000.0),
-    )
-
-
-def test_pairwise_scores_must_not_broadcast():
-    with pytest.raises(ValueError, match=r"rejected_scores is \(3, 1\), chosen_scores is \(3,\)"):
-        pairwise_loss(CHOSEN, REJECTED.unsqueeze(1), normalizer=3)
-
-
-# --- dpo_loss, beta 1/2. Log ratios of the chosen 1, 0, -2: rewards 1/2, 0, -1; of the rejected 1, -2 ln 3, -2 + 2 ln 3:
-# rewards 1/2, -ln 3, -1 + ln 3. The margins are those of pairwise_loss, 0, ln 3, -ln 3, and so is the loss.
-
-DPO_LOGPROBS = {
-    "chosen_logprobs": torch.tensor([-3.0, -2.0, -4.0]),
-    "rejected_logprobs": torch.tensor([-4.0, -3.1972246, -2.8027754]),
-    "ref_chosen_logprobs": torch.tensor([-4.0, -2.0, -2.0]),
-    "ref_rejected_logprobs": torch.tensor([-5.0, -1.0, -3.0]),
-}
-
-
-def dpo_inputs(rows: slice = slice(None)) -> dict[str, Tensor]:
-    return {name: values[rows].clone().requires_grad_() for name, values in DPO_LOGPROBS.items()}
-
-
-def test_dpo_loss_is_the_likelihood_of_the_preferences_under_the_implicit_rewards():
-    inputs = dpo_inputs()
-    loss, chosen_rewards, rejected_rewards = dpo_loss(**inputs, beta=0.5, normalizer=3)
-    torch.testing.assert_close(loss.detach(), torch.tensor(0.7890412), rtol=1e-5, atol=0)
-    torch.testing.assert_close(chosen_rewards, torch.tensor([0.5, 0.0, -1.0]))
-    torch.testing.assert_close(
-        rejected_rewards, torch.tensor([0.5, -1.0986123, 0.0986123]), rtol=1e-5, atol=0
-    )
-    loss.backward()
-    # -beta * (1 - sigmoid(margin)) / 3: -(1/2)(1/2)/3, -(1/2)(1/4)/3, -(1/2)(3/4)/3; the opposite for the rejected.
-    expected = torch.tensor([-0.0833333, -0.0416667, -0.125])
-    torch.testing.assert_close(inputs["chosen_logprobs"].grad, expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(inputs["rejected_logprobs"].grad, -expected, rtol=1e-5, atol=1e-7)
-
-
-def test_dpo_trains_the_policy_alone():
-    inputs = dpo_inputs()
-    loss, *rewards = dpo_loss(**inputs, beta=0.5, normalizer=3)
-    loss.backward()
-    assert (
-        inputs["ref_chosen_logprobs"].grad is None and inputs["ref_rejected_logprobs"].grad is None
-    )
-    assert not any(reward.requires_grad for reward in rewards)
-
-
-def test_dpo_loss_with_label_smoothing():
-    """e = 0.1, margins 0 and ln 3: (0.6931472 + 0.9 * 0.2876821 + 0.1 * 1.3862944) / 2 = 0.5453453."""
-    inputs = dpo_inputs(slice(2))
-    loss, *_ = dpo_loss(**inputs, beta=0.5, label_smoothing=0.1, normalizer=2)
-    torch.testing.assert_close(loss.detach(), torch.tensor(0.5453453), rtol=1e-5, atol=0)
-    loss.backward()
-    # -beta * (1 - e - sigmoid(margin)) / 2: -(1/2)(0.9 - 0.5)/2, -(1/2)(0.9 - 0.75)/2
-    torch.testing.assert_close(
-        inputs["chosen_logprobs"].grad, torch.tensor([-0.1, -0.0375]), rtol=1e-5, atol=1e-7
-    )
-
-
-def test_smoothed_dpo_asks_for_no_margin_beyond_the_log_odds():
-    """e = 0.1: log(0.9 / 0.1) = 2.1972246."""
-    chosen, zero = torch.tensor([2.1972246], requires_grad=True), torch.zeros(1)
-    dpo_loss(chosen, zero, zero, zero, beta=1.0, label_smoothing=0.1, normalizer=1)[0].backward()
-    torch.testing.assert_close(chosen.grad, torch.zeros(1), rtol=0, atol=1e-6)
-
-
-def test_dpo_of_the_reference_itself_is_log_2_without_rewards():
-    chosen, rejected = torch.tensor([-3.0, -70.0]), torch.tensor([-5.0, -20.0])
-    loss, *rewards = dpo_loss(
-        chosen, rejected, chosen, rejected, beta=0.1, label_smoothing=0.3, normalizer=2
-    )
-    torch.testing.assert_close(loss, torch.tensor(0.6931472))
-    assert all(torch.equal(reward, torch.zeros(2)) for reward in rewards)
-
-
-def test_dpo_loss_adds_up_over_ranks():
-    parts = [
-        dpo_loss(**dpo_inputs(rows), beta=0.5, normalizer=torch.tensor(3))[0]
-        for rows in (slice(1), slice(1, 3))
-    ]
-    torch.testing.assert_close(sum(parts).detach(), torch.tensor(0.7890412), rtol=1e-5, atol=0)
-
-
-def test_dpo_loss_stays_finite_for_a_sure_mistake():
-    sure, zero = torch.tensor([-1000.0]), torch.zeros(1)
-    torch.testing.assert_close(
-        dpo_loss(sure, zero, zero, zero, beta=1.0, normalizer=1)[0], torch.tensor(1000.0)
-    )
-
-
-def test_dpo_logprobs_must_not_broadcast():
-    inputs = dpo_inputs() | {"ref_rejected_logprobs": torch.zeros(3, 1)}
-    with pytest.raises(
-        ValueError, match=r"ref_rejected_logprobs is \(3, 1\), chosen_logprobs is \(3,\)"
-    ):
-        dpo_loss(**inputs, beta=0.5, normalizer=3)
-
-
-# --- policy_loss, clip_range 0.2. The gradient of -ratio * A with respect to the logprob is -ratio * A. ---
+# --- policy_loss, clip_range 0.2. The gradient of -ratio * A by the logprob is -ratio * A. ---
 
 
 @pytest.mark.parametrize(
@@ -184,10 +27,10 @@ def test_dpo_logprobs_must_not_broadcast():
         (1.0, -2.0, 2.0, 2.0),
         (1.1, 2.0, -2.2, -2.2),
         (0.9, -2.0, 1.8, 1.8),
-        (1.5, 2.0, -2.4, 0.0),  # min(3, 1.2 * 2): likelier already, nothing more to gain
-        (1.5, -2.0, 3.0, 3.0),  # min(-3, -2.4): likelier though worse, pulled back
-        (0.5, 2.0, -1.0, -1.0),  # min(1, 0.8 * 2): rarer though better, pulled back
-        (0.5, -2.0, 1.6, 0.0),  # min(-1, 0.8 * -2): rarer already
+        (1.5, 2.0, -2.4, 0.0),  # min(3, 1.2 * 2): clipped, no gradient
+        (1.5, -2.0, 3.0, 3.0),  # min(-3, -2.4): not clipped, the ratio decreases
+        (0.5, 2.0, -1.0, -1.0),  # min(1, 0.8 * 2): not clipped, the ratio increases
+        (0.5, -2.0, 1.6, 0.0),  # min(-1, 0.8 * -2): clipped, no gradient
     ],
 )
 def test_policy_loss_on_both_sides_of_the_clip(ratio, advantage, expected_loss, expected_gradient):
@@ -211,18 +54,12 @@ def test_policy_loss_on_both_sides_of_the_clip(ratio, advantage, expected_loss, 
     ("ratio", "advantage", "dual_clip", "expected_loss", "expected_gradient"),
     [
         (5.0, -2.0, None, 10.0, 10.0),
-        (5.0, -2.0, 3.0, 6.0, 0.0),  # max(min(-10, -2.4), 3 * -2): beyond the second bound, no pull
-        (2.0, -2.0, 3.0, 4.0, 4.0),  # max(-4, -6): within it
-        (
-            5.0,
-            2.0,
-            3.0,
-            -2.4,
-            0.0,
-        ),  # min(10, 1.2 * 2), and not 3 * 2: a good token has the one bound
+        (5.0, -2.0, 3.0, 6.0, 0.0),  # max(min(-10, -2.4), 3 * -2): beyond dual_clip
+        (2.0, -2.0, 3.0, 4.0, 4.0),  # max(-4, -6): within dual_clip
+        (5.0, 2.0, 3.0, -2.4, 0.0),  # min(10, 1.2 * 2): dual_clip ignores positive advantages
     ],
 )
-def test_dual_clip_bounds_the_pull_of_a_bad_token(
+def test_dual_clip_limits_the_loss_of_a_negative_advantage(
     ratio, advantage, dual_clip, expected_loss, expected_gradient
 ):
     # The second column is padding.
@@ -243,13 +80,14 @@ def test_dual_clip_bounds_the_pull_of_a_bad_token(
     )
 
 
-def test_dual_clip_must_exceed_the_ratio_one():
+def test_dual_clip_must_exceed_1():
     x = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=r"dual_clip is 1\.0; it must be above 1, or None for off"):
+    with pytest.raises(ValueError, match=r"dual_clip: found 1\.0, expected more than 1 or None"):
         policy_loss(x, x, x, torch.tensor([[True]]), clip_range=0.2, normalizer=1, dual_clip=1.0)
 
 
-# Ratios 1.5, 0.5; 1.1; 1, 0.5 with advantages 2, 2; 2; 3, -2: the surrogates 2.4, 1; 2.2; 3, -1.6 sum to 7.
+# Ratios 1.5, 0.5; 1.1; 1, 0.5. Advantages 2, 2; 2; 3, -2.
+# The surrogates 2.4, 1; 2.2; 3, -1.6 sum to 7.
 LOG_RATIO = torch.tensor(
     [[0.4054651, -0.6931472, NAN], [0.0953102, NAN, NAN], [0.0, -0.6931472, NAN]]
 )
@@ -284,7 +122,7 @@ def test_policy_loss_adds_up_over_ranks():
     torch.testing.assert_close(gradient, POLICY_GRADIENT, rtol=1e-5, atol=1e-7)
 
 
-def test_policy_loss_takes_the_current_logprobs_as_the_old_ones():
+def test_policy_loss_accepts_the_current_logprobs_as_old_ones():
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
     loss = policy_loss(
@@ -296,7 +134,7 @@ def test_policy_loss_takes_the_current_logprobs_as_the_old_ones():
     torch.testing.assert_close(gradient, torch.tensor([[-1.5, 0.5]]))
 
 
-def test_the_log_ratio_is_bounded():
+def test_the_log_ratio_is_clamped():
     logprobs = torch.tensor([[0.0]], requires_grad=True)
     loss = policy_loss(
         logprobs,
@@ -326,9 +164,9 @@ def test_policy_loss_checks_shapes():
     ("value", "ret", "clip_range", "expected_loss", "expected_gradient"),
     [
         (1.1, 2.0, 0.2, 0.405, -0.9),  # within: 0.9^2 / 2
-        (1.5, 2.0, 0.2, 0.32, 0.0),  # max(0.5^2, 0.8^2) / 2: too far upwards already
-        (1.5, 0.0, 0.2, 1.125, 1.5),  # max(1.5^2, 1.2^2) / 2: the wrong way, pulled back
-        (0.5, 0.0, 0.2, 0.32, 0.0),  # max(0.5^2, 0.8^2) / 2: too far downwards already
+        (1.5, 2.0, 0.2, 0.32, 0.0),  # max(0.5^2, 0.8^2) / 2: clipped, no gradient
+        (1.5, 0.0, 0.2, 1.125, 1.5),  # max(1.5^2, 1.2^2) / 2: away from the return
+        (0.5, 0.0, 0.2, 0.32, 0.0),  # max(0.5^2, 0.8^2) / 2: clipped, no gradient
         (0.5, 2.0, 0.2, 1.125, -1.5),  # max(1.5^2, 1.2^2) / 2
         (1.5, 2.0, None, 0.125, -0.5),  # 0.5^2 / 2
     ],
@@ -381,7 +219,7 @@ def test_value_loss_adds_up_over_ranks():
     torch.testing.assert_close(gradient, VALUE_GRADIENT, rtol=1e-5, atol=1e-7)
 
 
-def test_value_loss_takes_the_current_values_as_the_old_ones():
+def test_value_loss_accepts_the_current_values_as_old_ones():
     values = torch.tensor([[1.0, 2.0]], requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
     loss = value_loss(
@@ -422,9 +260,11 @@ def test_only_the_trained_quantity_gets_a_gradient():
 
 # --- entropy_loss: 5 real tokens, 1 + 2 + 4 + 3 + 5 = 15 nats ---
 
+ENTROPY = torch.tensor([[1.0, 2.0, NAN], [4.0, NAN, NAN], [3.0, 5.0, NAN]])
+
 
 def test_entropy_loss_is_the_negative_mean_over_real_tokens():
-    entropy = -SFT_LOGPROBS.clone().requires_grad_()
+    entropy = ENTROPY.clone().requires_grad_()
     loss, gradient = value_and_gradient(entropy_loss(entropy, MASK, normalizer=5), entropy)
     torch.testing.assert_close(loss, torch.tensor(-3.0))
     torch.testing.assert_close(
@@ -434,8 +274,7 @@ def test_entropy_loss_is_the_negative_mean_over_real_tokens():
 
 def test_entropy_loss_adds_up_over_ranks():
     parts = [
-        entropy_loss(-SFT_LOGPROBS[rows], MASK[rows], normalizer=5)
-        for rows in (slice(2), slice(2, 3))
+        entropy_loss(ENTROPY[rows], MASK[rows], normalizer=5) for rows in (slice(2), slice(2, 3))
     ]
     # (1 + 2 + 4) / 5 and (3 + 5) / 5
     torch.testing.assert_close(torch.stack(parts), torch.tensor([-1.4, -1.6]))

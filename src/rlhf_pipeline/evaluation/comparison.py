@@ -1,0 +1,125 @@
+"""The comparison of two policies from their judged answers: metrics, win rates, pairs of answers.
+
+The driver imports this module, so it must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
+from rlhf_pipeline.evaluation.answers import Answer, score_name
+from rlhf_pipeline.evaluation.statistics import distinct_n, mean_with_interval, win_rate
+
+
+def deciding_judge(judges: Collection[str]) -> str:
+    """The judge whose win rate decides about a promotion: gold if it judges, else the reward model.
+
+    Args:
+        judges: names of the judges that scored every answer.
+    """
+    return GOLD if GOLD in judges else REWARD_MODEL
+
+
+def complete_judges(answers: list[Answer]) -> list[str]:
+    """The judges that scored every answer, in their order."""
+    return [
+        judge for judge in answers[0].scores if all(a.scores[judge] is not None for a in answers)
+    ]
+
+
+def compare(answers: dict[str, list[Answer]], config: EvaluateConfig) -> dict[str, Any]:
+    """Compute the metrics of all policies, the win rates against the baseline, and the samples.
+
+    Args:
+        answers: by policy: first the baseline, then the candidate, then variants of the candidate.
+        config: the decoding, and the number of samples.
+    """
+    baseline, candidate, *variants = answers
+    judges = complete_judges(answers[baseline])
+    decides = deciding_judge(judges)
+
+    def win_rates(policy: str) -> dict[str, dict[str, Any]]:
+        return {
+            judge: asdict(
+                win_rate(_scores(answers[policy], judge), _scores(answers[baseline], judge))
+            )
+            for judge in judges
+        }
+
+    pairs = zip(answers[baseline], answers[candidate], strict=True)
+    return {
+        "candidate": candidate,
+        "prompts": len(answers[baseline]),
+        "decoding": {
+            "temperature": config.sampling.temperature,
+            "max_response_tokens": config.sampling.max_response_tokens,
+        },
+        "judge": None if decides == REWARD_MODEL else decides,
+        "policies": {policy: summary(given) for policy, given in answers.items()},
+        "win_rates": win_rates(candidate),
+        "variants": {policy: win_rates(policy) for policy in variants},
+        "samples": [_sample({baseline: a, candidate: b}) for a, b in list(pairs)[: config.samples]],
+    }
+
+
+def summary(answers: list[Answer]) -> dict[str, float]:
+    """Means over prompts; scores and KL with their 95% intervals."""
+    scores = {score_name(judge): _scores(answers, judge) for judge in complete_judges(answers)}
+    # The KL comes after the reward model's score: evaluation.json keeps this order of its keys.
+    columns = {score_name(REWARD_MODEL): [], "kl": [a.kl for a in answers]} | scores
+    metrics: dict[str, float] = {}
+    for name, values in columns.items():
+        mean, lower, upper = mean_with_interval(values)
+        metrics |= {name: mean, f"{name}_lower": lower, f"{name}_upper": upper}
+    texts = [a.response for a in answers]
+    return metrics | {
+        "response_tokens": float(np.mean([a.response_tokens for a in answers])),
+        "eos_fraction": float(np.mean([a.ended for a in answers])),
+        "distinct_1": distinct_n(texts, 1),
+        "distinct_2": distinct_n(texts, 2),
+    }
+
+
+def headline(evaluation: dict[str, Any]) -> dict[str, float]:
+    """The evaluation as flat metrics.
+
+    `sft/...`, `ppo/...` (or another candidate), `win_rate/<judge>`, and for a variant of the
+    candidate `ppo_ema/...` with `ppo_ema/win_rate_<judge>`.
+    """
+    policies = {
+        f"{policy}/{name}": value
+        for policy, metrics in evaluation["policies"].items()
+        for name, value in metrics.items()
+    }
+    rates = {"win_rate/": evaluation["win_rates"]}
+    rates |= {f"{policy}/win_rate_": given for policy, given in evaluation["variants"].items()}
+    return policies | {
+        f"{prefix}{judge}{suffix}": rate[key]
+        for prefix, by_judge in rates.items()
+        for judge, rate in by_judge.items()
+        for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
+    }
+
+
+def _scores(answers: list[Answer], judge: str) -> list[float]:
+    return [float(score) for a in answers if (score := a.scores[judge]) is not None]
+
+
+def _sample(pair: dict[str, Answer]) -> dict[str, Any]:
+    """The answers of two policies to one prompt, with their scores."""
+    prompt = next(iter(pair.values())).prompt
+    judges = next(iter(pair.values())).scores
+    return (
+        {"prompt": prompt}
+        | {policy: answer.response for policy, answer in pair.items()}
+        | {
+            f"{policy}_{judge}": answer.scores[judge]
+            for judge in judges
+            for policy, answer in pair.items()
+        }
+    )

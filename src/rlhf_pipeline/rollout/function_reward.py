@@ -1,0 +1,151 @@
+"""Scores from a Python function of the user.
+
+Each rank calls the function once per rollout, with the rows of that rank:
+
+    def reward(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float]
+
+`prompts` are messages ({"role": ..., "content": ...}). `responses` are texts without special tokens
+and without surrounding white space. A function with a parameter `references` also gets the
+reference answers; the value is None for a row without one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.config.rewards import CallableReward
+from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.rollout.scoring import Scored
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A rollout as text, B rows."""
+
+    prompts: list[Conversation]
+    references: list[str | None]
+    responses: list[str]
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """A Python function of the user as a source of rewards."""
+
+    place: str
+    """The function as written in the parameters, for messages."""
+    function: Callable[..., Any]
+    reads_texts: bool = True
+
+    def __post_init__(self) -> None:
+        try:
+            inspect.signature(self.function).bind([], [], **self._references([]))
+        except TypeError as error:
+            raise StageError(
+                f"{self.place} cannot be called with (prompts, responses): {error}. "
+                "Fix: define it as `def reward(prompts, responses)`; a third parameter "
+                "`references` gets the reference answers"
+            ) from None
+
+    def __call__(self, _: Scored, answered: Answered) -> Tensor:
+        """Call the function.
+
+        Raises:
+            StageError: the function fails, does not return one result per response, or returns a
+                result that is not a finite number.
+        """
+        try:
+            results = self._call(answered.prompts, answered.responses, answered.references)
+        except Exception as error:
+            raise StageError(
+                f"{self.place} failed {self._where(answered)}: {type(error).__name__}: {error}"
+            ) from error
+        if len(results) != len(answered.responses):
+            raise StageError(
+                f"{self.place}: found {len(results)} results, expected "
+                f"{len(answered.responses)}, one for each response. The first prompt is "
+                f"{answered.prompts[0]}"
+            )
+        return torch.tensor(
+            [self._number(result, answered, row) for row, result in enumerate(results)]
+        )
+
+    def _call(
+        self, prompts: list[Conversation], responses: list[str], references: list[str | None]
+    ) -> list[Any]:
+        return list(self.function(prompts, responses, **self._references(references)))
+
+    def _references(self, references: list[str | None]) -> dict[str, list[str | None]]:
+        """The argument `references`, if the function has that parameter."""
+        takes_references = "references" in inspect.signature(self.function).parameters
+        return {"references": references} if takes_references else {}
+
+    def _number(self, result: Any, answered: Answered, row: int) -> float:
+        try:
+            number = math.nan if isinstance(result, str | bytes) else float(result)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise StageError(
+                f"{self.place}: found {result!r}, expected a finite number, for the response "
+                f"{answered.responses[row]!r} to the prompt {answered.prompts[row]}"
+            )
+        return number
+
+    def _where(self, answered: Answered) -> str:
+        """The first row on which the function also fails alone, for the message."""
+        for prompt, response, reference in zip(
+            answered.prompts, answered.responses, answered.references, strict=True
+        ):
+            try:
+                self._call([prompt], [response], [reference])
+            except Exception:
+                return f"at the response {response!r} to the prompt {prompt}"
+        return (
+            f"at {len(answered.prompts)} responses together, the first to the prompt "
+            f"{answered.prompts[0]}"
+        )
+
+
+def import_function(reward: CallableReward, path: Path) -> Callable[..., Any]:
+    """Import the function from a file or from an installed module.
+
+    Raises:
+        StageError: it cannot be imported, or is not a function.
+    """
+    try:
+        module = (
+            _run_file(path)
+            if reward.location.endswith(".py")
+            else importlib.import_module(reward.location)
+        )
+        function = getattr(module, reward.function)
+    except Exception as error:
+        raise StageError(
+            f"{reward.callable} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(function):
+        raise StageError(f"{reward.callable} is {function!r}, not a function")
+    return function
+
+
+def _run_file(path: Path) -> ModuleType:
+    name = f"ppo_rewards_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "preflight rejects files that are not .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module there
+    spec.loader.exec_module(module)
+    return module

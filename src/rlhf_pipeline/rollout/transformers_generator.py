@@ -1,0 +1,126 @@
+"""Generation with transformers, from one uniform random number per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from rlhf_pipeline.config.ppo import SamplingConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.zero import for_generation, is_sharded
+from rlhf_pipeline.models.sequences import collate, micro_batches, pad
+from rlhf_pipeline.rollout.generation import Rollout, Seed, uniform_draws
+from rlhf_pipeline.runtime import heartbeat
+
+
+class TransformersGenerator:
+    """Samples from a Hugging Face model, or from one in a DeepSpeed engine.
+
+    Args:
+        policy: a model without dropout; an engine may be in training mode.
+        contract: the tokens of the policy.
+        gather: whether to gather the weights of an engine at ZeRO stage 3 once for each call. This
+            needs memory for the whole model; False gathers each layer at each token.
+    """
+
+    def __init__(
+        self, policy: nn.Module | DeepSpeedEngine, contract: TokenContract, *, gather: bool = True
+    ) -> None:
+        self._policy: Any = policy
+        self._contract = contract
+        self._gather = gather
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
+    ) -> Rollout:
+        """See `Generator.generate`."""
+        draws = uniform_draws(seeds, sampling.max_response_tokens).to(self._policy.device)
+        responses: list[list[int]] = [[] for _ in prompts]
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        with self._model() as model:
+            for index in micro_batches(lengths, sampling.batch_size_per_gpu):
+                batch = [prompts[i] for i in index]
+                sampled = self._sample(model, batch, draws[index], sampling)
+                for i, response in zip(index.tolist(), sampled, strict=True):
+                    responses[i] = response
+        return Rollout(collate(prompts, responses, self._contract.pad_id))
+
+    @contextmanager
+    def _model(self) -> Iterator[Any]:
+        if isinstance(self._policy, DeepSpeedEngine):
+            with for_generation(self._policy, gather=self._gather) as model:
+                yield model
+        else:
+            yield self._policy
+
+    def _sample(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        draws: Tensor,
+        sampling: SamplingConfig,
+    ) -> list[list[int]]:
+        """Responses to one micro batch of prompts."""
+        contract = self._contract
+        ids, mask = (t.to(draws.device) for t in pad(prompts, contract.pad_id, left=True))
+        sampler = InverseCDFSampler(draws, ids.shape[1], sampling.temperature, contract.vocab_size)
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            generation_config=GenerationConfig(
+                max_new_tokens=sampling.max_response_tokens,
+                do_sample=False,  # the sampler leaves a single token to choose
+                eos_token_id=contract.eos_id,
+                pad_token_id=contract.pad_id,
+            ),
+            logits_processor=LogitsProcessorList([sampler]),
+            # ZeRO-3 needs every rank in every forward pass, so all ranks wait for the slowest.
+            synced_gpus=is_sharded(model) and not self._gather,
+        )
+        return [_until_eos(row, contract.eos_id) for row in output[:, ids.shape[1] :].tolist()]
+
+
+class InverseCDFSampler(LogitsProcessor):
+    """Samples from softmax(logits / temperature) by inverting its CDF at given uniform numbers.
+
+    The sampled token is the only one with a finite logit. Padded vocabulary rows have probability
+    0.
+
+    Args:
+        draws: (B, R) uniform numbers in [0, 1).
+        prompt_width: columns of the prompts.
+        temperature: of the distribution.
+        vocab_size: tokens of the vocabulary, without padded rows.
+    """
+
+    def __init__(
+        self, draws: Tensor, prompt_width: int, temperature: float, vocab_size: int
+    ) -> None:
+        self._draws = draws
+        self._prompt_width = prompt_width
+        self._temperature = temperature
+        self._vocab_size = vocab_size
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits (B, V) with one finite entry in each row."""
+        heartbeat.tick()
+        draws = self._draws[:, input_ids.shape[1] - self._prompt_width].unsqueeze(1)
+        cdf = (scores[:, : self._vocab_size].double() / self._temperature).softmax(-1).cumsum(-1)
+        tokens = torch.searchsorted(cdf, draws * cdf[:, -1:], right=True)
+        # For logits that are not finite, the search ends behind the last token. The
+        # log-probabilities of the response show the fault later. A check of each token here would
+        # make the device wait.
+        tokens = tokens.clamp(max=self._vocab_size - 1)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+
+
+def _until_eos(row: list[int], eos_id: int) -> list[int]:
+    """The response up to and including its EOS; all of it if there is none."""
+    return row[: row.index(eos_id) + 1] if eos_id in row else row

@@ -1,0 +1,119 @@
+"""The MLflow run of one stage, a child of the run of the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.stages.events import StageRun, Status
+from rlhf_pipeline.tracking.json_lines import read_json_lines
+from rlhf_pipeline.tracking.lineage import log_data_read
+from rlhf_pipeline.tracking.orphans import DRIVER_TAG, driver_tag
+from rlhf_pipeline.tracking.parameters import log_parameters
+from rlhf_pipeline.tracking.store import EXPERIMENT, FINGERPRINT_TAG, experiment_id, find_run
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+
+@dataclass
+class ChildRun:
+    """The open MLflow run of a stage."""
+
+    client: MlflowClient
+    opened: Run
+    """The run as it was when it was opened."""
+    logged: dict[str, int] = field(default_factory=dict)
+    """The last step that MLflow has of each metric. A resumed program reports some steps again, and
+    an outage can begin in the middle of a record."""
+    step: int = 0
+    """Step of the newest record."""
+    time_ms: int | None = None
+    """Time of the newest record, milliseconds since 1970."""
+
+    @classmethod
+    def open(cls, client: MlflowClient, parent: str, run: StageRun) -> ChildRun:
+        """Resume the unfinished run of the recipe, or create one."""
+        unfinished = find_run(client, run.fingerprint, finished=False)
+        if unfinished is None:
+            records = read_json_lines(run.metrics_file)
+            opened = client.create_run(
+                experiment_id(client, EXPERIMENT),
+                start_time=_milliseconds(records[0]) if records else None,
+                tags={"mlflow.parentRunId": parent, **_tags(run)},
+                run_name=run.stage,
+            )
+        else:
+            client.update_run(unfinished, status="RUNNING")
+            client.set_tag(unfinished, "mlflow.parentRunId", parent)
+            client.set_tag(unfinished, DRIVER_TAG, driver_tag())
+            opened = client.get_run(unfinished)
+        return cls(client, opened)
+
+    @property
+    def run_id(self) -> str:
+        """The run's id in MLflow."""
+        return str(self.opened.info.run_id)
+
+    def log_missing(self, run: StageRun) -> None:
+        """Log the parameters, the inputs and the records on disk that MLflow lacks."""
+        log_parameters(self.client, self.opened, run)
+        log_data_read(self.client, self.run_id, run)
+        self.logged = _last_steps(self.client, self.opened)
+        self.log(read_json_lines(run.metrics_file))
+
+    def log(self, records: list[dict[str, Any]]) -> None:
+        """Send records that MLflow lacks, with their own step and time."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, float(value), _milliseconds(record), record["step"])
+            for record in records
+            for name, value in record["metrics"].items()
+            if record["step"] > self.logged.get(name, 0)
+        ]
+        self.client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
+        self.logged |= {metric.key: metric.step for metric in metrics}
+        if records:
+            self.step, self.time_ms = records[-1]["step"], _milliseconds(records[-1])
+
+    def finish(
+        self, status: Status, metrics: dict[str, float], *, end_time: int | None = None
+    ) -> None:
+        """Log the result at step and time of the last record, so a repeated value is one point.
+
+        Training exports the best model. Its metrics are of an earlier step, hence `best/...`.
+        """
+        from mlflow.entities import Metric
+        from mlflow.utils.time import get_current_time_millis
+
+        time_ms = self.time_ms or get_current_time_millis()
+        prefix = "best/" if "step" in metrics else ""
+        points = [
+            Metric(prefix + name, float(value), time_ms, self.step)
+            for name, value in metrics.items()
+        ]
+        self.client.log_batch(self.run_id, metrics=points)
+        self.client.set_terminated(self.run_id, status, end_time)
+
+
+def _tags(run: StageRun) -> dict[str, str]:
+    return {
+        "rlhf.stage": run.stage,
+        DRIVER_TAG: driver_tag(),
+        FINGERPRINT_TAG: run.fingerprint,
+        "rlhf.directory": str(run.directory),
+        **{f"rlhf.input.{name}": digest for name, digest in run.inputs.items()},
+    }
+
+
+def _last_steps(client: MlflowClient, opened: Run) -> dict[str, int]:
+    histories = {
+        name: client.get_metric_history(opened.info.run_id, name) for name in opened.data.metrics
+    }
+    return {name: max(point.step for point in history) for name, history in histories.items()}
+
+
+def _milliseconds(record: dict[str, Any]) -> int:
+    return round(record["time"] * 1000)

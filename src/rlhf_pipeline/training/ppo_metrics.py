@@ -1,0 +1,47 @@
+"""Metrics of a rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pipeline.data.gold import gold_score
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.rollout.scoring import Scored
+
+
+def rollout_metrics(scored: Scored, world: World) -> dict[str, float]:
+    """Means over the responses of all ranks."""
+    sums = world.sums({name: value.to(world.device) for name, value in scored.sums().items()})
+    count = sums["responses"]
+    return {
+        "objective/score": sums["score"] / count,
+        "objective/kl": sums["kl"] / count,
+        "objective/kl_k3": sums["kl_k3"] / count,
+        "rollout/response_tokens": sums["tokens"] / count,
+        "rollout/eos_fraction": sums["ended"] / count,
+        **{name: value / count for name, value in sums.items() if name.startswith("reward/")},
+        **({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {}),
+    }
+
+
+def gold_metrics(
+    rows: dict[str, list[Any]],
+    sequences: Sequences,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+) -> dict[str, float]:
+    """The mean gold score over all ranks; empty unless it is known for every prompt."""
+    texts = tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
+    gold = [g for g in map(gold_score, rows["source"], rows["messages"], texts) if g is not None]
+    counts = torch.tensor([sum(gold), len(texts) - len(gold), len(texts)]).double()
+    total, unknown, count = world.sum(counts.to(world.device)).tolist()
+    return {} if unknown else {"objective/gold_score": total / count}
+
+
+def held_out_name(metric: str) -> str:
+    """The name of a rollout's metric under the prefix of held-out metrics."""
+    return metric.removeprefix("objective/").removeprefix("rollout/")

@@ -1,0 +1,92 @@
+"""The files of reward sources are checked without importing or loading them."""
+
+import pytest
+
+from rlhf_pipeline.config.reward_files import reward_faults, source_file
+from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward
+
+ONE_LABEL = '{"id2label": {"0": "a"}}'
+
+
+def faults(tmp_path, source: str, function: str = "reward") -> list[str]:
+    (tmp_path / "my.py").write_text(source)
+    return reward_faults([CallableReward(callable=f"{tmp_path}/my.py:{function}")])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise SystemExit  # preflight runs nothing\ndef reward(prompts, responses): ...",
+        "from elsewhere import score as reward",
+        "reward = make(1)",
+        "if True:\n    def reward(prompts, responses): ...",
+    ],
+)
+def test_the_function_is_found(tmp_path, source):
+    assert faults(tmp_path, source) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "def other(): ...\ndef reword():\n    reward = 1",
+            "/my.py, expected reward",
+        ),
+        ("def other(): ...\ndef reword():\n    reward = 1", "found functions other, reword in "),
+        ("class A:\n    def reward(self): ...", "found functions none in "),
+        ("async def reward(prompts, responses): ...", "expected reward"),
+        ("def reward(:", "is not Python source: invalid syntax"),
+    ],
+)
+def test_a_missing_function_is_reported(tmp_path, source, message):
+    (fault,) = faults(tmp_path, source)
+    assert fault.startswith(f"ppo.rewards.0: {tmp_path}/my.py:reward: ") and message in fault
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere/my.py:f", "found no file"),
+        ("no_such_package.module:f", "found no module no_such_package.module. Fix: install it"),
+        ("statistics.module:f", "found no module statistics.module"),
+        ("itertools:chain", "found no Python source of module itertools, expected a .py file"),
+        ("statistics:no_such", "expected no_such"),
+    ],
+)
+def test_a_missing_source_is_reported(place, message):
+    (fault,) = reward_faults([TrainedReward(), CallableReward(callable=place)][1:])
+    assert message in fault
+
+
+def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    (tmp_path / "pack" / "sub").mkdir(parents=True)
+    for folder in ("pack", "pack/sub"):
+        (tmp_path / folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "pack" / "sub" / "mine.py").write_text("def f(prompts, responses): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = CallableReward(callable="pack.sub.mine:f")
+    assert source_file(reward) == tmp_path / "pack" / "sub" / "mine.py"
+    assert reward_faults([reward]) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "message"),
+    [
+        ({}, {}, "found no config.json, expected a folder with a model"),
+        ({"config.json": "{}"}, {}, "is not a reward model: found 2 labels, expected 1"),
+        ({"config.json": ONE_LABEL}, {}, "found no token_contract.json, expected the policy's"),
+        ({"config.json": ONE_LABEL}, {"retokenize": True}, "found no tokenizer_config.json"),
+        (
+            {"config.json": ONE_LABEL, "tokenizer_config.json": ""},
+            {"retokenize": True},
+            None,
+        ),
+        ({"config.json": ONE_LABEL, "token_contract.json": ""}, {}, None),
+    ],
+)
+def test_a_reward_model_s_folder(tmp_path, files, fields, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    found = reward_faults([ModelReward(path=str(tmp_path), **fields)])
+    assert found == [] if message is None else message in found[0]

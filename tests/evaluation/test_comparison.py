@@ -1,0 +1,183 @@
+"""The comparison of literal answers: the stored form, any number of judges, and who decides."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.evaluation.answers import Answer
+from rlhf_pipeline.evaluation.comparison import compare, deciding_judge, headline, summary
+
+CONFIG = EvaluateConfig(samples=1, sampling={"temperature": 0.7, "max_response_tokens": 8})
+
+
+def answer(row, text, score, gold, kl=0.0, ended=True):
+    scores = {"score": score, "gold": gold}
+    return Answer(row, f"User: {row}?", text, scores, kl, len(text.split()), ended)
+
+
+ANSWERS = {
+    "sft": [
+        answer(0, "a b", -1.0, 1.0),
+        answer(1, "b b", 0.5, -1.0),
+        answer(2, "c", 0.25, 2.0, ended=False),
+    ],
+    "ppo": [
+        answer(0, "a c d", 1.0, 1.0, 0.5),
+        answer(1, "b", 0.5, 1.0, -0.25),
+        answer(2, "c c", 1.25, 2.5, 1.25),
+    ],
+}
+
+EVALUATION = {
+    "candidate": "ppo",
+    "prompts": 3,
+    "decoding": {"temperature": 0.7, "max_response_tokens": 8},
+    "judge": "gold",
+    "policies": {
+        "sft": {
+            "score": -0.08333333333333333,
+            "score_lower": -0.9927181354627038,
+            "score_upper": 0.8260514687960371,
+            "kl": 0.0,
+            "kl_lower": 0.0,
+            "kl_upper": 0.0,
+            "gold_score": 0.6666666666666666,
+            "gold_score_lower": -1.0618590939120756,
+            "gold_score_upper": 2.3951924272454086,
+            "response_tokens": 1.6666666666666667,
+            "eos_fraction": 0.6666666666666666,
+            "distinct_1": 0.6,
+            "distinct_2": 1.0,
+        },
+        "ppo": {
+            "score": 0.9166666666666666,
+            "score_lower": 0.48453522652198106,
+            "score_upper": 1.3487981068113521,
+            "kl": 0.5,
+            "kl_lower": -0.34868930055712877,
+            "kl_upper": 1.3486893005571288,
+            "gold_score": 1.5,
+            "gold_score_lower": 0.520018007729973,
+            "gold_score_upper": 2.479981992270027,
+            "response_tokens": 2.0,
+            "eos_fraction": 1.0,
+            "distinct_1": 0.6666666666666666,
+            "distinct_2": 1.0,
+        },
+    },
+    "win_rates": {
+        "score": {
+            "rate": 0.8333333333333334,
+            "lower": 0.30998810644195657,
+            "upper": 0.9823472057213466,
+            "wins": 2,
+            "ties": 1,
+            "losses": 0,
+            "n": 3,
+        },
+        "gold": {
+            "rate": 0.8333333333333334,
+            "lower": 0.30998810644195657,
+            "upper": 0.9823472057213466,
+            "wins": 2,
+            "ties": 1,
+            "losses": 0,
+            "n": 3,
+        },
+    },
+    "variants": {},
+    "samples": [
+        {
+            "prompt": "User: 0?",
+            "sft": "a b",
+            "ppo": "a c d",
+            "sft_score": -1.0,
+            "ppo_score": 1.0,
+            "sft_gold": 1.0,
+            "ppo_gold": 1.0,
+        }
+    ],
+}
+
+LINE = (
+    '{"row": 0, "prompt": "User: 0?", "response": "a c d", "score": 1.0, "gold_score": 1.0, '
+    '"kl": 0.5, "response_tokens": 3, "ended": true}'
+)
+
+
+def with_scores(judge, scores):
+    """The answers, with the scores of one more judge, by policy."""
+    return {
+        policy: [
+            replace(a, scores=a.scores | {judge: score})
+            for a, score in zip(given, scores[policy], strict=True)
+        ]
+        for policy, given in ANSWERS.items()
+    }
+
+
+def test_the_stored_evaluation_with_the_order_of_its_keys():
+    assert json.dumps(compare(ANSWERS, CONFIG)) == json.dumps(EVALUATION)
+
+
+def test_a_line_of_the_stored_answers():
+    assert json.dumps(ANSWERS["ppo"][0].record()) == LINE
+    assert '"score": 1.0, "gold_score": null' in json.dumps(answer(0, "", 1.0, None).record())
+
+
+def test_metrics_of_policies_win_rates_and_variants():
+    variant = {"ppo_ema": ANSWERS["sft"]}
+    metrics = headline(compare(ANSWERS | variant, CONFIG))
+    assert metrics["sft/score"] == EVALUATION["policies"]["sft"]["score"]
+    assert metrics["ppo/gold_score_lower"] == EVALUATION["policies"]["ppo"]["gold_score_lower"]
+    assert metrics["win_rate/gold"] == EVALUATION["win_rates"]["gold"]["rate"]
+    assert metrics["win_rate/score_upper"] == EVALUATION["win_rates"]["score"]["upper"]
+    assert metrics["ppo_ema/win_rate_score"] == metrics["ppo_ema/win_rate_gold"] == 0.5
+    assert metrics["ppo_ema/kl"] == 0.0
+
+
+def test_a_judge_that_cannot_judge_every_prompt_is_left_out():
+    """A mix of sources: the samples show the scores that there are."""
+    answers = with_scores("gold", {"sft": [1.0, None, 2.0], "ppo": [1.5, None, 1.0]})
+    evaluation = compare(answers, CONFIG)
+    assert evaluation["judge"] is None
+    assert list(evaluation["win_rates"]) == ["score"]
+    assert "gold_score" not in evaluation["policies"]["ppo"]
+    assert evaluation["samples"][0]["ppo_gold"] == 1.5
+    assert headline(evaluation).keys() == {
+        name for name in headline(EVALUATION) if "gold" not in name
+    }
+
+
+def test_a_further_judge_stands_beside_the_others():
+    evaluation = compare(with_scores("words", {"sft": [2, 2, 1], "ppo": [3, 1, 2]}), CONFIG)
+    assert evaluation["judge"] == "gold"
+    assert list(evaluation["win_rates"]) == ["score", "gold", "words"]
+    assert (evaluation["win_rates"]["words"]["wins"], evaluation["win_rates"]["words"]["n"]) == (
+        2,
+        3,
+    )
+    assert evaluation["policies"]["ppo"]["words_score"] == 2.0
+    assert evaluation["samples"][0]["ppo_words"] == 3
+    metrics = headline(evaluation)
+    assert metrics["win_rate/words"] == pytest.approx(2 / 3)
+    assert {name: metrics[name] for name in headline(EVALUATION)} == headline(EVALUATION)
+
+
+def test_the_summary_without_a_complete_judge_has_no_gold():
+    assert "gold_score" not in summary([answer(0, "a", 1.0, None), answer(1, "b", 2.0, 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("judges", "expected"),
+    [
+        (["score"], "score"),
+        (["score", "gold"], "gold"),
+        (["score", "words"], "score"),
+        (["score", "gold", "words"], "gold"),
+    ],
+)
+def test_gold_decides_where_it_judges_and_else_the_reward_model(judges, expected):
+    assert deciding_judge(judges) == expected

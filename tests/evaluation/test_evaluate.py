@@ -1,0 +1,97 @@
+"""The program on one rank, with tiny models: every judge scores every answer of every policy."""
+
+import json
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+import torch
+
+from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
+from rlhf_pipeline.data.gold import gold_score
+from rlhf_pipeline.data.sources import synthetic
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.evaluation import evaluate
+from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
+from rlhf_pipeline.models.forward import sequence_scores
+from rlhf_pipeline.models.loading import freeze, load_scores, load_tokenizer
+from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+
+QUESTIONS = list(synthetic._questions())[:8]
+JUDGE = """
+def words(prompts, responses):
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    return [len(response.split()) for response in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(make_model, tmp_path_factory):
+    """Two policies and a reward model of one tokenizer, and eight prompts."""
+    sft, ppo = make_model("llama", seed=1), make_model("llama", seed=2)
+    tokenizer = load_tokenizer(sft)
+    reward_model = tmp_path_factory.mktemp("reward_model")
+    model = load_scores(sft, "fp32", new_head=True)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.classifier.score.weight)
+    model.classifier.save_pretrained(reward_model)
+    store_score_mean(reward_model, 0.1)
+    prompts = tmp_path_factory.mktemp("prompts")
+    messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    ids = [
+        tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
+        for m in messages
+    ]
+    table = pa.table({"prompt_ids": ids, "messages": messages, "source": ["synthetic"] * 8})
+    with (
+        pa.OSFile(str(prompts / "test.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    for folder in (reward_model, prompts):
+        TokenContract.read(sft).write(folder)
+    return {"prompts": prompts, "sft_model": sft, "ppo_model": ppo, "reward_model": reward_model}
+
+
+def test_every_judge_scores_every_answer(inputs, world, tmp_path):
+    (tmp_path / "my.py").write_text(JUDGE)
+    config = EvaluateConfig(
+        prompts=6, samples=2, micro_batch_size_per_gpu=4, sampling={"max_response_tokens": 6},
+        judges=[f"{tmp_path}/my.py:words"],
+    )  # fmt: skip
+    candidate = CandidateConfig(name="ppo", caveats={"words": "Nobody trained on words."})
+    blocks = as_json({"evaluate": config, "candidate": candidate})
+    paths = inputs | {"judges.0": tmp_path / "my.py"}
+    metrics = evaluate.main(LaunchedJob("evaluate", "f", 3, blocks, paths, {}, tmp_path, 60.0))
+
+    export = tmp_path / "export"
+    answers = [json.loads(line) for line in (export / "answers.jsonl").read_text().splitlines()]
+    assert [(a["policy"], a["row"]) for a in answers] == [
+        (policy, row) for policy in ("sft", "ppo") for row in range(6)
+    ]
+    for answer in answers:
+        messages = [{"role": "user", "content": QUESTIONS[answer["row"]]}]
+        assert answer["prompt"] == f"User: {QUESTIONS[answer['row']]}"
+        assert answer["words_score"] == len(answer["response"].split())
+        assert answer["gold_score"] == gold_score("synthetic", messages, answer["response"])
+    evaluation = json.loads((export / "evaluation.json").read_text())
+    assert list(evaluation["win_rates"]) == ["score", "gold", "words"]
+    assert evaluation["judge"] == "gold"
+    assert metrics["ppo/words_score"] == evaluation["policies"]["ppo"]["words_score"]
+    assert metrics["win_rate/words"] == evaluation["win_rates"]["words"]["rate"]
+    report = (export / "report.md").read_text()
+    assert "By the words judge," in report and "Nobody trained on words." in report
+
+
+def test_the_reward_model_scores_the_last_token_minus_the_mean(inputs):
+    """A batch of several micro batches gives each answer the score of a batch of one."""
+    model = freeze(load_scores(inputs["reward_model"], "fp32"))
+    prompts, responses = [[5, 6, 7], [8, 9], [10]], [[11], [12, 13, 1], [14, 15]]
+    judge = RewardModelJudge(model, micro_batch_size=2, device=torch.device("cpu"))
+    sequences = collate(prompts, responses, pad_id=0)
+    scores = judge.score(AnswerBatch(SimpleNamespace(sequences=sequences), None, []))
+    for prompt, response, score in zip(prompts, responses, scores, strict=True):
+        alone = sequence_scores(model, collate([prompt], [response], pad_id=0))
+        assert score == pytest.approx(float(alone) - 0.1, abs=1e-5)

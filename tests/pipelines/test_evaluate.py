@@ -1,0 +1,53 @@
+"""The node of the evaluation: the job that it runs."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.pipelines.dpo import SPEC as DPO
+from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
+from rlhf_pipeline.pipelines.ppo import SPEC as PPO
+
+
+class Recorder:
+    """Takes the job of a node instead of running it."""
+
+    def run(self, job):
+        self.job = job
+        return Path("evaluation")
+
+
+def job_of(policy, **config):
+    stages = Recorder()
+    folders = [Path(name) for name in ("split", "sft", "candidate", "reward_model")]
+    evaluate(policy)(*folders, EvaluateConfig(**config), 7, stages)
+    return stages.job
+
+
+@pytest.mark.parametrize(("policy", "stage"), [(PPO, "evaluate"), (DPO, "evaluate_dpo")])
+def test_the_candidate_brings_its_name_and_its_caveats(policy, stage):
+    job = job_of(policy)
+    assert job.stage == stage
+    assert job.inputs == {
+        "prompts": Path("split/evaluation"),
+        "sft_model": Path("sft"),
+        f"{policy.name}_model": Path("candidate"),
+        "reward_model": Path("reward_model"),
+    }
+    assert job.config["candidate"].name == policy.name
+    assert job.config["candidate"].caveats == policy.caveats
+    assert job.config["candidate"].caveats.keys() == {"score", "gold"}
+
+
+def test_the_source_of_a_judge_is_an_input(tmp_path):
+    (tmp_path / "my.py").write_text("def f(prompts, responses): ...")
+    job = job_of(PPO, judges=["json:dumps", f"{tmp_path}/my.py:f"])
+    assert job.inputs["judges.0"].name == "__init__.py"
+    assert job.inputs["judges.1"] == tmp_path / "my.py"
+
+
+def test_a_judge_without_a_file_is_refused():
+    with pytest.raises(ConfigError, match=r"missing\.py:f"):
+        job_of(PPO, judges=["missing.py:f"])

@@ -1,0 +1,82 @@
+"""Short PPO runs in this process, on one rank with real DeepSpeed engines."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.rollout.generation import Generator, row_seeds
+from rlhf_pipeline.rollout.scoring import Scored, score_sequences
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.training import ppo
+from rlhf_pipeline.training.ppo_models import PPOModels
+from rlhf_pipeline.training.ppo_setup import Setup, set_up
+
+
+def ppo_config(**changes) -> PPOConfig:
+    # With the usual eps of 1e-8, Adam would turn rounding noise in tiny gradients into full steps.
+    model = {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}}
+    fields = {
+        "steps": 2, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_size_per_gpu": 3,
+        "evaluations": 2, "sampling": {"max_response_tokens": 6}, "actor": model, "critic": model,
+    }  # fmt: skip
+    return PPOConfig.model_validate(fields | changes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    setup: Setup
+    start: dict[str, dict[str, Any]]
+    """The weights of each model before the first step."""
+    lines: list[dict[str, float]]
+    """The metrics of each line of `metrics.jsonl`."""
+
+    def weights(self, name: str) -> dict[str, Any]:
+        return _module(self.setup, name).state_dict()
+
+
+def run_ppo(
+    config: PPOConfig,
+    inputs: dict[str, Path],
+    world: World,
+    folder: Path,
+    *,
+    generator: Generator | None = None,
+) -> Run:
+    """Train with seed 1."""
+    folder.mkdir(exist_ok=True)
+    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
+    setup = set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
+    if generator is not None:
+        setup = replace(setup, models=replace(setup.models, generator=generator))
+    start = {
+        name: copy.deepcopy(_module(setup, name).state_dict()) for name in setup.models.engines()
+    }
+    ppo.train(setup)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return Run(setup, start, [json.loads(line)["metrics"] for line in lines])
+
+
+def scored_rollout(
+    models: PPOModels, prompts: list[list[int]], config: PPOConfig, step: int
+) -> Scored:
+    """Sample a response to each prompt and score it, as in one step of a run with seed 1."""
+    seeds = row_seeds(1, step, np.arange(len(prompts)))
+    rollout = models.generator.generate(prompts, config.sampling, seeds)
+    scorers = models.scorers(config, with_critic=True)
+    return models.rewards(score_sequences(rollout.sequences, scorers), {})
+
+
+def _module(setup: Setup, name: str) -> Any:
+    model = getattr(setup.models, name)
+    return getattr(model, "module", model)

@@ -1,0 +1,121 @@
+"""Python functions of the user as sources of rewards."""
+
+import pytest
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.rollout.function_reward import FunctionSource
+
+
+def function(source: str) -> FunctionSource:
+    scope: dict = {}
+    exec(source, scope)
+    return FunctionSource("my.py:f", scope["f"])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "def f(prompts, responses, references):\n"
+            "    return [a == b for a, b in zip(responses, references)]",
+            [1.0, 0.0, 1.0],
+        ),
+        (
+            "def f(prompts, responses): return [float(p[-1]['content'][9]) for p in prompts]",
+            [0.0, 1.0, 2.0],
+        ),
+        (
+            "import torch\ndef f(prompts, responses): return torch.tensor([0.5] * len(responses))",
+            [0.5] * 3,
+        ),
+    ],
+    ids=["references", "prompts", "tensor"],
+)
+def test_a_function_gets_prompts_responses_and_references(source, expected, scored, answered):
+    assert function(source)(scored, answered).tolist() == expected
+
+
+FIRST = "prompt [{'role': 'user', 'content': 'Question 0?'}]"
+SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "return [1.0]",
+            "my.py:f: found 1 results, expected 3, one for each response. The first prompt is "
+            "[{'role': 'user', 'content': 'Question 0?'}]",
+        ),
+        (
+            "return 1.0",
+            f"my.py:f failed at the response '4' to the {FIRST}: "
+            "TypeError: 'float' object is not iterable",
+        ),
+        (
+            "return [1.0, 'x', 2.0]",
+            "my.py:f: found 'x', expected a finite number, for the response 'five' to the "
+            + SECOND,
+        ),
+        ("return [1.0, '3', 2.0]", "found '3', expected a finite number, for the response 'five'"),
+        ("return [1.0, 2.0, None]", "found None, expected a finite number, for the response '6'"),
+        (
+            "return [float('nan'), 1.0, 2.0]",
+            "found nan, expected a finite number, for the response '4'",
+        ),
+        (
+            "return [1.0, float('-inf'), 2.0]",
+            "found -inf, expected a finite number, for the response 'five'",
+        ),
+        (
+            "return [int(r) for r in responses]",
+            f"my.py:f failed at the response 'five' to the {SECOND}: ValueError: invalid literal",
+        ),
+        (
+            "\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",
+            f"my.py:f failed at 3 responses together, the first to the {FIRST}: MemoryError: all",
+        ),
+    ],
+)
+def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored, answered):
+    with pytest.raises(StageError) as failure:
+        function(f"def f(prompts, responses): {body}")(scored, answered)
+    assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "parameters", ["", "responses", "prompts, responses, answers", "prompts, *, responses"]
+)
+def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
+    with pytest.raises(
+        StageError,
+        match=r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as",
+    ):
+        function(f"def f({parameters}): ...")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "import no_such_module",
+            r"my\.py:f cannot be imported: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("g = 1", "cannot be imported: AttributeError"),
+        ("f = 1", r"my\.py:f is 1, not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_fails(load, tmp_path, source, message):
+    (tmp_path / "my.py").write_text(source)
+    with pytest.raises(StageError, match=message):
+        load(f"{tmp_path}/my.py:f", files={"rewards.0": tmp_path / "my.py"})
+
+
+def test_a_function_of_a_module_is_imported_by_name(
+    load_one, scored, answered, tmp_path, monkeypatch
+):
+    module = tmp_path / "own_rewards.py"
+    module.write_text("def f(prompts, responses): return [2.0] * 3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = load_one("own_rewards:f", files={"rewards.0": module})
+    assert source(scored, answered).tolist() == [2.0] * 3

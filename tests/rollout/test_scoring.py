@@ -1,0 +1,73 @@
+"""Scoring a rollout by the models."""
+
+import pytest
+import torch
+
+from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
+from rlhf_pipeline.models.loading import freeze, load_policy, load_scores
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.scoring import Scored, ScoringModels, score_sequences
+
+PROMPTS = [[5, 6, 7], [8], [9, 10]]
+RESPONSES = [[20, 1], [21, 22, 23, 24], [25, 26, 1]]
+
+
+def scoring_models(policy, contract, reward_model=None, **options) -> ScoringModels:
+    actor = freeze(load_policy(policy, "fp32"))
+    scorer = None if reward_model is None else freeze(load_scores(reward_model, "fp32"))
+    fields = {"temperature": 0.7, "micro_batch_size": 2, "device": torch.device("cpu")} | options
+    return ScoringModels(
+        policy=actor,
+        reference=actor,
+        critic=scorer,
+        reward_model=scorer,
+        contract=contract,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_row_is_scored_as_it_is_alone(policy, contract, make_reward_model, size):
+    models = scoring_models(policy, contract, make_reward_model(), micro_batch_size=size)
+    scored = score_sequences(collate(PROMPTS, RESPONSES, contract.pad_id), models)
+    assert scored.ended.tolist() == [True, False, True]
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        alone, length = collate([prompt], [response], contract.pad_id), len(response)
+        logprobs = response_logprobs(
+            models.policy, alone, vocab_size=contract.vocab_size, temperature=0.7
+        )
+        expected = (logprobs, logprobs, response_values(models.critic, alone))
+        found = (scored.logprobs, scored.ref_logprobs, scored.values)
+        for whole, part in zip(found, expected, strict=True):
+            torch.testing.assert_close(whole[row, :length], part[0], rtol=1e-5, atol=1e-5)
+        score = sequence_scores(models.reward_model, alone)
+        torch.testing.assert_close(scored.scores[row], score[0], rtol=1e-5, atol=1e-5)
+
+
+def test_without_critic_and_reward_model_values_are_none_and_scores_zero(policy, contract):
+    sequences = collate(PROMPTS, RESPONSES, contract.pad_id)
+    scored = score_sequences(sequences, scoring_models(policy, contract))
+    assert scored.values is None
+    assert scored.scores.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_sums_cover_the_real_tokens_only():
+    """Log ratios 1 and 2 of the first row, 3 of the second: a KL of 6 by the estimator k1."""
+    sequences = collate([[5], [6]], [[20, 1], [21]], 0)
+    logprobs = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
+    values = torch.tensor([[1.0, 2.0], [4.0, float("nan")]])
+    scored = Scored(
+        sequences,
+        logprobs,
+        torch.zeros(2, 2),
+        values,
+        torch.tensor([0.5, 1.5]),
+        torch.tensor([True, False]),
+        {"own": torch.tensor([1.0, 2.0])},
+    )
+    sums = {name: value.item() for name, value in scored.sums().items()}
+    assert sums.pop("kl_k3") == pytest.approx(sum(torch.tensor([-1.0, -2, -3]).expm1()) + 6)
+    assert sums == {
+        "responses": 2.0, "score": 2.0, "kl": 6.0, "tokens": 3.0, "ended": 1.0, "values": 7.0,
+        "reward/own": 3.0,
+    }  # fmt: skip

@@ -1,0 +1,109 @@
+"""Generation by transformers, with given random numbers."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline.config.ppo import SamplingConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.rollout.generation import row_seeds
+from rlhf_pipeline.rollout.transformers_generator import InverseCDFSampler, TransformersGenerator
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+
+
+def sampled_token(
+    draw: float, logits: list[float], temperature: float = 1.0, vocab_size: int | None = None
+) -> int:
+    sampler = InverseCDFSampler(
+        torch.tensor([[draw]], dtype=torch.float64), 3, temperature, vocab_size or len(logits)
+    )
+    scores = sampler(torch.zeros(1, 3, dtype=torch.long), torch.tensor([logits]))
+    assert torch.isfinite(scores).sum() == 1
+    return int(scores.argmax())
+
+
+def test_a_draw_selects_a_token_by_the_distribution_function():
+    """Probabilities 1/4, 1/2, 1/4: the distribution function is 0.25, 0.75, 1."""
+    logits = [0.0, float(np.log(2.0)), 0.0]
+    draws = (0.0, 0.24, 0.26, 0.74, 0.76, 0.999999)
+    assert [sampled_token(draw, logits) for draw in draws] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_low_temperature_sharpens_the_distribution():
+    """At temperature 1/2 the probabilities are 1/6, 4/6, 1/6: the function is 0.1667, 0.8333, 1."""
+    logits = [0.0, float(np.log(2.0)), 0.0]
+    draws = (0.16, 0.17, 0.83, 0.84)
+    assert [sampled_token(draw, logits, temperature=0.5) for draw in draws] == [0, 1, 1, 2]
+
+
+def test_padded_vocabulary_rows_are_never_sampled():
+    assert sampled_token(0.999999, [0.0, 0.0, 50.0, 50.0], vocab_size=2) == 1
+
+
+def test_a_token_of_probability_zero_is_not_sampled_by_the_largest_draw():
+    assert sampled_token(1.0 - 1e-16, [0.0, -1e9, -1e9]) == 0
+
+
+@pytest.fixture(scope="module")
+def policy(make_model):
+    folder = make_model("llama", seed=3)
+    return freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
+
+
+@pytest.fixture(scope="module")
+def generator(policy):
+    return TransformersGenerator(*policy)
+
+
+def responses(sequences):
+    return [
+        row[mask].tolist()
+        for row, mask in zip(sequences.response_ids, sequences.response_mask, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_responses_do_not_depend_on_the_micro_batches(generator, size):
+    def sequences(batch_size):
+        sampling = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=batch_size)
+        seeds = row_seeds(1, 1, np.arange(4))
+        return generator.generate(PROMPTS, sampling, seeds).sequences
+
+    whole = sequences(4)
+    assert responses(sequences(size)) == responses(whole)
+    assert whole.prompt_ids[1, whole.prompt_mask[1]].tolist() == [8]
+
+
+def test_a_response_depends_on_its_own_seed_only(generator):
+    """As on two ranks: every second row alone has the response that it has among all rows."""
+    sampling = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=4)
+    seeds = row_seeds(1, 1, np.arange(4))
+    whole = responses(generator.generate(PROMPTS, sampling, seeds).sequences)
+    own = responses(generator.generate(PROMPTS[1::2], sampling, seeds[1::2]).sequences)
+    assert own == whole[1::2]
+    others = generator.generate(PROMPTS, sampling, row_seeds(1, 2, np.arange(4))).sequences
+    assert responses(others) != whole
+
+
+def test_a_response_ends_after_its_eos_or_at_the_maximum_length(policy, generator, monkeypatch):
+    ids = torch.tensor([[5, 6, 20, 1, 0, 0], [5, 6, 21, 22, 23, 24]])
+    monkeypatch.setattr(policy[0], "generate", lambda **kwargs: ids, raising=False)
+    sampling = SamplingConfig(max_response_tokens=4)
+    rollout = generator.generate([[5, 6], [5, 6]], sampling, [(0,), (1,)])
+    assert responses(rollout.sequences) == [[20, 1], [21, 22, 23, 24]]
+
+
+def test_samples_follow_the_policy(policy, generator):
+    """First tokens of 4,000 responses to one prompt are within 5 standard errors of the policy."""
+    count = 4000
+    sampling = SamplingConfig(max_response_tokens=1, batch_size_per_gpu=1000, temperature=0.7)
+    seeds = row_seeds(2, 1, np.arange(count))
+    rollout = generator.generate([[5, 6, 7]] * count, sampling, seeds)
+    first = rollout.sequences.response_ids[:, 0]
+    expected = (policy[0](torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).softmax(0)
+    observed = torch.bincount(first, minlength=len(expected)) / count
+    assert (
+        (observed - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-9
+    ).all()

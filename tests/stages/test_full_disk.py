@@ -1,0 +1,123 @@
+"""A full disk as the driver sees it: a real one in memory, and a stage of half a second."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, seal
+from rlhf_pipeline.stages.cache.cleaning import remove, survey
+
+PAGE = 4096
+
+
+@pytest.fixture
+def small(disk, drill):
+    """The stage `drill` on the small disk; its program writes the number of bytes in `size`."""
+    drill.program = drill.root / "drill_program.py"
+    drill.program.write_text(
+        drill.program.read_text().replace(
+            'f"launch {number}"', '"x" * int((orders / "size").read_text())'
+        )
+    )
+    (drill.root / "size").write_text("1")
+    drill.workspace = disk.path / "workspace"
+    drill.workspace.mkdir()
+    (drill.root / "workspace").symlink_to(drill.workspace)
+    return drill
+
+
+def test_a_disk_that_is_full_before_the_stage_begins(small, disk):
+    disk.leave(0)
+    with pytest.raises(
+        StageError, match=r"^stage drill: \[Errno 28\] No space left on device"
+    ) as caught:
+        small.run()
+    assert caught.value.cause == "disk full"
+    assert re.search(
+        r"^  space    0 of 8.0 MiB are free on the file system of ",
+        str(caught.value),
+        re.MULTILINE,
+    )
+    assert "`df -h`" in str(caught.value) and "  again    the same command" in str(caught.value)
+    assert small.launches == 0
+    disk.make_room()
+    assert (small.run() / "result").read_text() == "x"
+
+
+def test_a_program_that_fills_the_disk_is_reported_without_its_reason(small, disk):
+    """The program cannot write its reason."""
+    (small.root / "size").write_text(str(16 * 2**20))
+    with pytest.raises(
+        StageError, match=r"^stage drill failed after .*\n.*: No space left on device"
+    ) as caught:
+        small.run()
+    assert caught.value.cause == "disk full"
+    assert re.search(r"^  space    0(\.0)? of 8.0 MiB are free", str(caught.value), re.MULTILINE)
+    assert re.search(r"^  fix      .*`df -h`", str(caught.value), re.MULTILINE)
+    (directory,) = (small.workspace / "drill").iterdir()
+    assert not (directory / "export" / "manifest.json").exists()
+    (small.root / "size").write_text("2")
+    assert (small.run() / "result").read_text() == "xx"  # the failed attempt's files are removed
+
+
+def test_a_disk_that_fills_up_before_the_program_starts_is_reported(small, disk):
+    """For example because a library writes while it is imported."""
+    text = (
+        "import os, sys\nopen(os.path.dirname(sys.argv[1]) + '/rest', 'wb').write(bytes(2**24))\n"
+    )
+    small.program.write_text(text + small.program.read_text())
+    with pytest.raises(
+        StageError, match="no rank left a reason: No space left on device"
+    ) as caught:
+        small.run()
+    assert caught.value.cause == "disk full"
+
+
+def test_job_and_recipe_are_never_truncated(small, disk):
+    """The commands that free space read them."""
+    (small.root / "fail").touch()
+    with pytest.raises(StageError):
+        small.run()
+    (directory,) = (small.workspace / "drill").iterdir()
+    before = {name: (directory / name).read_text() for name in ("job.json", "recipe.json")}
+    disk.leave(0)
+    with pytest.raises(StageError, match="No space left on device"):
+        small.run()
+    assert {name: (directory / name).read_text() for name in before} == before
+    assert json.loads(before["job.json"])["stage"] == "drill"
+
+
+def test_leftovers_are_removed_on_a_full_disk(small, disk):
+    (small.root / "fail").touch()
+    with pytest.raises(StageError):
+        small.run()
+    (record,) = small.workspace.glob(".locks/*.json")
+    # Another process, which has ended, ran the stage.
+    record.write_text(record.read_text().replace(str(os.getpid()), "1"))
+    disk.leave(0)
+    leftovers, _ = survey(small.workspace, ["drill"], [], [], unfinished=False)
+    assert [remove(leftover, small.workspace) for leftover in leftovers] == [None]
+    assert shutil.disk_usage(disk.path).free >= PAGE
+
+
+def test_incomplete_checkpoints_of_an_earlier_attempt_are_removed(small):
+    (small.root / "fail").touch()
+    with pytest.raises(StageError):
+        small.run()
+    (directory,) = (small.workspace / "drill").iterdir()
+    complete = checkpoint_path(directory / "checkpoints", 5)
+    for folder in (
+        complete,
+        directory / "checkpoints" / "step-00000007.partial",
+        directory / "checkpoints/ema/best.partial",
+    ):
+        folder.mkdir(parents=True)
+    seal(complete)
+    with pytest.raises(StageError):
+        small.run()
+    assert not list(directory.rglob("*.partial"))
+    assert complete.is_dir()

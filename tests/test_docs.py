@@ -1,0 +1,140 @@
+"""The documentation names files that exist, links that resolve, and code that applies."""
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from documented_code import documented_changes
+
+PROJECT = Path(__file__).parents[1]
+PACKAGE = PROJECT / "src" / "rlhf_pipeline"
+EXTENDING = PROJECT / "docs" / "extending.md"
+PAGES = [
+    PROJECT / "README.md",
+    PROJECT / "CONTRIBUTING.md",
+    *sorted((PROJECT / "docs").glob("*.md")),
+]
+
+PATH = re.compile(r"(?<![\w./<{$-])(?:[\w-]+/)+[\w.-]*\.(?:py|md|ya?ml|ipynb|toml|png)\b")
+MODULE = re.compile(r"\brlhf_pipeline(?:\.\w+)+")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+TREE_LINE = re.compile(r"^((?:  )*)([\w./-]+)(?:  +\S.*)?$")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def folders_of(root: Path) -> set[str]:
+    """Folders with Python files, directly or below."""
+    return {path.name for path in root.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+
+
+OWN_FOLDERS = folders_of(PACKAGE) | {"src", "docs", "tests", "conf", "benchmarks", "notebooks"}
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that headings have on GitHub."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def tree(page: Path) -> list[str]:
+    """The paths of the file tree of a page, relative to the project."""
+    blocks = [block for block in FENCE.findall(page.read_text()) if "src/rlhf_pipeline/\n" in block]
+    (block,) = [block for block in blocks if "  pipelines/" in block]
+    paths, parents = [], []
+    for line in block.splitlines()[1:-1]:
+        match = TREE_LINE.match(line)
+        assert match, f"{page.name}: not a line of a file tree: {line!r}"
+        depth = len(match[1]) // 2
+        parents = [*parents[:depth], match[2]]
+        paths.append("".join(parents))
+    return paths
+
+
+@pages
+def test_files_exist(page):
+    created = {change.path for change in documented_changes(EXTENDING) if not change.is_edit}
+    for path in PATH.findall(page.read_text()):
+        if path.split("/")[0] not in OWN_FOLDERS or path.startswith("conf/local/"):
+            continue
+        places = (PROJECT / path, PACKAGE / path, page.parent / path)
+        is_example = page == EXTENDING and (path in created or path.startswith("conf/base/"))
+        assert is_example or any(place.exists() for place in places), f"{page.name}: {path}"
+
+
+@pages
+def test_modules_exist(page):
+    created = {change.path for change in documented_changes(EXTENDING) if not change.is_edit}
+    for name in MODULE.findall(FENCE.sub("", page.read_text())):
+        path = Path("src", *name.split("."))
+        exists = any(
+            (PROJECT / file).exists() or str(file) in created
+            for file in (path, path.with_suffix(".py"), path.parent.with_suffix(".py"))
+        )
+        assert exists, f"{page.name}: {name}"
+
+
+@pages
+def test_links_resolve(page):
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", [PROJECT / "README.md", PROJECT / "docs" / "architecture.md"])
+def test_the_file_tree_lists_every_package_and_nothing_else(page):
+    paths = tree(page)
+    assert len(paths) == len(set(paths))
+    assert [path for path in paths if not (PROJECT / path).exists()] == []
+    inside = [path.removeprefix("src/rlhf_pipeline/") for path in paths]
+    listed = {path.rstrip("/") for path in inside if re.fullmatch(r"\w+/", path)}
+    assert listed - {"conf", "docs", "tests", "benchmarks", "notebooks"} == folders_of(PACKAGE)
+
+
+def test_the_architecture_lists_every_module_outside_the_packages():
+    listed = {Path(path).name for path in tree(PROJECT / "docs" / "architecture.md")}
+    assert {path.name for path in PACKAGE.glob("[!_]*.py")} <= listed
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A copy of the project with all changes of docs/extending.md."""
+    root = tmp_path_factory.mktemp("extended")
+    for name in ("src", "tests"):
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(PROJECT / name, root / name, ignore=ignore)
+    for change in documented_changes(EXTENDING):
+        change.apply(root)
+    return root
+
+
+@pytest.mark.parametrize("path", sorted({change.path for change in documented_changes(EXTENDING)}))
+def test_the_examples_apply_and_import_names_that_exist(extended, path):
+    for node in ast.walk(ast.parse((extended / path).read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("rlhf_"):
+            continue
+        file = extended / "src" / Path(*node.module.split("."))
+        if file.is_dir():
+            assert all(
+                (file / f"{a.name}.py").exists() or (file / a.name).is_dir() for a in node.names
+            )
+            continue
+        text = file.with_suffix(".py").read_text()
+        for alias in node.names:
+            assert re.search(
+                rf"^(?:def |class )?{alias.name}\b|^from .* import .*\b{alias.name}\b", text, re.M
+            ), f"{path}: {node.module} has no {alias.name}"
+
+
+def test_python_blocks_compile():
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S):
+            compile(block, page.name, "exec")

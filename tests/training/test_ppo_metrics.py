@@ -1,0 +1,100 @@
+"""Metrics of rollouts: the gold score, and one metric for each source of rewards."""
+
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+from ppo_runs import ppo_config, run_ppo
+
+from rlhf_pipeline.data.gold import GOLD_SCORES
+from rlhf_pipeline.distributed.batches import load_rows
+from rlhf_pipeline.training import ppo
+
+
+@pytest.fixture(scope="module")
+def trained(ppo_inputs, world, tmp_path_factory):
+    return run_ppo(ppo_config(), ppo_inputs, world, tmp_path_factory.mktemp("ppo"))
+
+
+def test_the_gold_score_is_a_metric_if_it_is_known_for_every_prompt(trained, monkeypatch):
+    """Prompt i has gold score i: the mean is 3.5 over 0 to 7, and 1.5 over the first four."""
+    assert not any("gold" in name for line in trained.lines for name in line)
+    texts = []
+
+    def gold_score(prompt, text):
+        texts.append(text)
+        return float(prompt[-1].content)
+
+    monkeypatch.setitem(GOLD_SCORES, "files", gold_score)
+    setup = trained.setup
+
+    def gold(validation, **changes):
+        changed = replace(setup, validation=validation, config=ppo_config(**changes))
+        return ppo.held_out_metrics(changed).get("objective/gold_score")
+
+    prompts = setup.validation
+    assert gold(prompts, sampling={"max_response_tokens": 60}) == pytest.approx(3.5)
+    # Some responses end early with EOS and padding.
+    assert len(texts) == 8 and len({len(text) for text in texts}) > 1
+    assert not any(token in text for text in texts for token in ("<|pad|>", "<|end|>"))
+    assert gold(prompts, evaluation_prompts=4) == pytest.approx(1.5)
+    sources = pa.array(["files"] * 7 + ["other"])
+    assert gold(prompts.set_column(2, "source", sources)) is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_gold_score_does_not_choose_the_exported_model(
+    trained, ppo_inputs, world, tmp_path, monkeypatch, sign
+):
+    calls = iter(range(100))
+    monkeypatch.setitem(GOLD_SCORES, "files", lambda *_: sign * 1000.0 * next(calls))
+    run = run_ppo(ppo_config(), ppo_inputs, world, tmp_path)
+    first, second = (line["validation/gold_score"] for line in run.lines)
+    assert (first < second) == (sign > 0)
+    best = run.setup.best["validation"].best
+    assert best.step == trained.setup.best["validation"].best.step
+    assert best.selection_score == best.metrics["validation/score"]
+
+
+@pytest.fixture
+def with_function(ppo_inputs, world, tmp_path):
+    """The job's inputs with references in the prompts' table, and a function that returns 3."""
+    function = tmp_path / "my.py"
+    function.write_text("def three(prompts, responses): return [3.0] * len(responses)")
+    prompts = tmp_path / "prompts"
+    prompts.mkdir()
+    for name in ("train", "validation"):
+        table = load_rows(ppo_inputs["prompts"] / f"{name}.arrow", world)
+        table = table.append_column("reference", pa.array([None] * 8, pa.string()))
+        path = str(prompts / f"{name}.arrow")
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    paths = {"prompts": prompts, "rewards.0": function, "rewards.1": function}
+    return f"{function}:three", ppo_inputs | paths
+
+
+def test_each_source_of_several_has_a_metric(with_function, ppo_inputs, world, tmp_path):
+    function, inputs = with_function
+    one_step = {"steps": 1, "evaluations": 1}
+    (alone,) = run_ppo(ppo_config(**one_step), ppo_inputs, world, tmp_path / "alone").lines
+    assert not any(name.startswith("reward/") for name in alone)
+    rewards = ["trained", {"callable": function, "weight": 0.5}]
+    config = ppo_config(rewards=rewards, **one_step)
+    (line,) = run_ppo(config, inputs, world, tmp_path / "both").lines
+    assert line["reward/trained"] == pytest.approx(alone["objective/score"], abs=1e-6)
+    assert line["reward/three"] == line["validation/reward/three"] == 3.0
+    assert line["objective/score"] == pytest.approx(alone["objective/score"] + 1.5, abs=1e-5)
+    held_out = line["validation/reward/trained"]
+    assert line["validation/score"] == pytest.approx(held_out + 1.5, abs=1e-5)
+
+
+def test_a_function_alone_replaces_the_reward_model_but_not_the_critic(
+    with_function, world, tmp_path
+):
+    function, inputs = with_function
+    config = ppo_config(rewards=[function], steps=1, evaluations=1)
+    run = run_ppo(config, inputs, world, tmp_path / "run")
+    (line,) = run.lines
+    assert run.setup.models.reward_model is None and run.setup.models.critic is not None
+    assert line["objective/score"] == line["validation/score"] == 3.0
+    assert not any(name.startswith("reward/") for name in line)

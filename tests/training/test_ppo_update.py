@@ -1,0 +1,67 @@
+"""The optimizer steps that PPO takes on one rollout."""
+
+import pytest
+import torch
+from ppo_runs import ppo_config, run_ppo
+
+from rlhf_pipeline.training import ppo_update
+
+
+@pytest.fixture(scope="module")
+def trained(ppo_inputs, world, tmp_path_factory):
+    return run_ppo(ppo_config(), ppo_inputs, world, tmp_path_factory.mktemp("ppo"))
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_micro_batches_do_not_change_the_result(trained, ppo_inputs, world, tmp_path, size):
+    config = ppo_config(micro_batch_size_per_gpu=size)
+    after = run_ppo(config, ppo_inputs, world, tmp_path).weights("actor")
+    for key, value in trained.weights("actor").items():
+        torch.testing.assert_close(after[key], value, rtol=1e-5, atol=2e-7)
+
+
+def test_every_minibatch_of_every_epoch_is_an_optimizer_step(ppo_inputs, world, tmp_path):
+    config = ppo_config(minibatch_size=4, ppo_epochs=3)
+    models = run_ppo(config, ppo_inputs, world, tmp_path).setup.models
+    steps = 2 * 3 * 2  # rollouts x epochs x minibatches
+    assert models.actor.global_steps == models.critic.global_steps == steps
+
+
+def test_pooled_batches_equal_one_large_batch(trained, ppo_inputs, world, tmp_path):
+    config = ppo_config(rollout_batch_size=2, rollout_batches=4)
+    pooled = run_ppo(config, ppo_inputs, world, tmp_path)
+    after = pooled.weights("actor")
+    assert all(torch.equal(after[key], value) for key, value in trained.weights("actor").items())
+    assert pooled.setup.models.actor.global_steps == 2
+    assert trained.setup.models.actor.global_steps == 2
+
+
+def test_an_update_stops_when_the_policy_has_moved_too_far(ppo_inputs, world, tmp_path):
+    """In the first epoch the policy is the one that sampled; in the second it exceeds any bound."""
+    config = ppo_config(ppo_epochs=4, kl={"stop_update": 1e-8})
+    run = run_ppo(config, ppo_inputs, world, tmp_path)
+    models = run.setup.models
+    assert [line["policy/epochs"] for line in run.lines] == [2, 2]
+    assert models.actor.global_steps == models.critic.global_steps == 2 * 2
+    # The schedule still ends with the last step.
+    assert run.lines[-1]["optim/actor_lr"] == pytest.approx(0.0)
+
+
+def test_an_entropy_bonus_raises_the_entropy(trained, ppo_inputs, world, tmp_path):
+    bonus = run_ppo(ppo_config(entropy_coef=10.0), ppo_inputs, world, tmp_path).lines
+    assert bonus[0]["policy/entropy"] == trained.lines[0]["policy/entropy"]
+    assert bonus[1]["policy/entropy"] > trained.lines[1]["policy/entropy"] + 1e-4
+
+
+def test_the_dual_clip_reaches_the_loss(ppo_inputs, world, tmp_path, monkeypatch):
+    dual_clips = []
+    original = ppo_update.policy_loss
+
+    def policy_loss(*args, **options):
+        dual_clips.append(options["dual_clip"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(ppo_update, "policy_loss", policy_loss)
+    config = ppo_config(dual_clip=3.0, steps=1, evaluations=1)
+    run_ppo(config, ppo_inputs, world, tmp_path)
+    assert set(dual_clips) == {3.0}

@@ -1,0 +1,63 @@
+"""The metrics of one step: collected, checked, timed and written."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.training.divergence import DivergenceGuard
+from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
+
+
+@pytest.fixture
+def log(world, tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", world, 9)
+    best = SimpleNamespace(kept="No model is kept.")
+    return StepLog(3, DivergenceGuard(world, writer, best, lambda name: f"change {name}"), writer)
+
+
+def lines(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_fault_fails_with_the_metrics_on_disk(log, tmp_path):
+    log.add({"objective/kl": 1.0})
+    with pytest.raises(StageError) as failure:
+        log.add({"rollout/response_tokens": math.nan}, "every response is empty")
+    assert str(failure.value) == "every response is empty. No model is kept."
+    (line,) = lines(tmp_path)
+    assert line["step"] == 3
+    assert line["metrics"]["objective/kl"] == 1.0
+    assert "rollout/response_tokens" in line["metrics"]
+
+
+def test_a_metric_that_is_not_finite_fails_with_the_metrics_on_disk(log, tmp_path):
+    log.add({"objective/kl": 1.0})
+    with pytest.raises(StageError) as failure:
+        log.add({"policy/loss": math.inf})
+    assert str(failure.value) == (
+        "policy/loss is inf at step 3: training has diverged. Fix: change policy/loss. "
+        "No model is kept."
+    )
+    (line,) = lines(tmp_path)
+    assert line["step"] == 3 and line["metrics"].keys() == {"objective/kl", "policy/loss"}
+
+
+def test_metrics_are_written_with_the_times_if_they_are_due(log, tmp_path):
+    with log.timed("time/rollout_s"):
+        log.add({"objective/kl": 1.0})
+    log.write(due=False)
+    assert lines(tmp_path) == []
+    log.write(due=True)
+    (line,) = lines(tmp_path)
+    assert line["metrics"].keys() == {"objective/kl", "time/rollout_s", "time/step_s"}
+    assert 0 <= line["metrics"]["time/rollout_s"] <= line["metrics"]["time/step_s"]
+
+
+def test_evaluations_are_evenly_spaced_and_the_last_one_is_after_the_last_step():
+    assert evaluation_steps(10, 4) == {2, 5, 8, 10}
+    assert evaluation_steps(3, 5) == {1, 2, 3}
