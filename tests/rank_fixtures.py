@@ -147,8 +147,8 @@ def ppo_inputs(make_model, tmp_path_factory):
     """A policy, a reward model with a random head, and eight prompts."""
     import torch
 
-    from rlhf_pipeline.models.loading import load_scores, load_tokenizer
-    from rlhf_pipeline.models.scalar_head import store_score_mean
+    from rlhf_pipeline.models.loading import load_tokenizer
+    from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 
     sft = make_model("llama", seed=1)
     reward = tmp_path_factory.mktemp("reward")

@@ -1,5 +1,8 @@
 """Errors shown to the user: what is wrong, the value found, and the fix, without a traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 import click
 
 
@@ -39,3 +42,9 @@ class StageError(PipelineError):
 
 class Interrupted(PipelineError):  # noqa: N818 - not an error
     """The user or the scheduler ended the stage by a signal."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean NAME?)" with the nearest known name; empty if none is near."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.architecture import suggestion
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block, leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
@@ -16,7 +15,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.sources.lookup import find_source
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.forcing import forced_stages

@@ -14,8 +14,8 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.evaluation import evaluate
 from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
 from rlhf_pipeline.models.forward import sequence_scores
-from rlhf_pipeline.models.loading import freeze, load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.loading import freeze, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 

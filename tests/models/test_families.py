@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_pipeline.config.ppo import SamplingConfig
+from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.models.forward import (
@@ -22,9 +22,9 @@ from rlhf_pipeline.models.loading import (
     assert_no_dropout,
     freeze,
     load_policy,
-    load_scores,
     load_tokenizer,
 )
+from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.rollout.generation import row_seeds, uniform_draws

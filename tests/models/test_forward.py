@@ -5,8 +5,8 @@ import torch
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
-from rlhf_pipeline.models.loading import freeze, load_policy, load_scores
-from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.models.loading import freeze, load_policy, load_scores
+from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.lora import (
     WithoutAdapters,
     add_adapters,
@@ -19,6 +19,7 @@ from rlhf_pipeline.models.lora import (
     trained_names,
     write_adapter,
 )
+from rlhf_pipeline.models.scalar_head import load_scores
 
 IDS = torch.tensor([[5, 6, 7, 20, 21, 1], [8, 9, 10, 11, 23, 24]])
 CONFIG = LoRAConfig(rank=4, alpha=6.0)

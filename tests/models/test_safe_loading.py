@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models import base_model
-from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.serving import _load_pyfunc
 

@@ -5,8 +5,8 @@ import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.models.loading import load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.function_reward import Answered
 from rlhf_pipeline.rollout.reward_sources import load_rewards

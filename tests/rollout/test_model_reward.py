@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.models.loading import freeze, load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.loading import freeze, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 
 
 def test_a_model_of_the_policys_tokens_scores_as_it_does_row_by_row(

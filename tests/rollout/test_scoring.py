@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
-from rlhf_pipeline.models.loading import freeze, load_policy, load_scores
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.scoring import Scored, ScoringModels, score_sequences
 

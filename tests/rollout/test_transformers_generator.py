@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pipeline.config.ppo import SamplingConfig
+from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.rollout.generation import row_seeds

@@ -115,7 +115,7 @@ def sft_steps(size, policy, world):
     engine = train_engine(partial(load_policy, policy), config, total_steps=5)
     setup = Setup(
         engine=engine, task=SFTTask(TokenContract.read(policy)), config=config, training=table,
-        validation=table, world=world, seed=1, writer=None, best=None, guard=None,
+        validation=table, world=world, seed=1, best=None, guard=None,
         checkpoints=None, done=0,
     )  # fmt: skip
     for step in range(1, 6):

@@ -20,8 +20,8 @@ from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.distributed.optimizer_step import grad_norm
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models.loading import freeze, load_policy, load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.pipelines.ppo.spec import SPEC as PPO
 from rlhf_pipeline.pipelines.sft.spec import SPEC as SFT
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -176,7 +176,6 @@ def fit_stage(stage, folder, world, policy, config_fields, damage=None):
         validation=TABLE,
         world=world,
         seed=1,
-        writer=writer,
         best=best,
         guard=DivergenceGuard(world, writer, best, lambda metric: advice),
         checkpoints=Checkpoints(job.checkpoints, world, {stage: engine}, keep=2),

@@ -14,8 +14,8 @@ from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.model_files import save_model
-from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.experience import make_experience
 from rlhf_pipeline.training.ppo_metrics import rollout_metrics
@@ -61,7 +61,7 @@ def setup_of(engine, task, config, rows, world):
     table = pa.table(rows)
     return Setup(
         engine=engine, task=task, config=config, training=table, validation=table, world=world,
-        seed=1, writer=None, best=None, guard=None, checkpoints=None, done=0,
+        seed=1, best=None, guard=None, checkpoints=None, done=0,
     )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
-from rlhf_pipeline.models.loading import load_policy, load_scores
+from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -294,7 +295,7 @@ def setup_of(engine, task, config, world):
     table = pa.table(ROWS)
     return Setup(
         engine=engine, task=task, config=config.model_copy(update={"micro_batch_size_per_gpu": 2}),
-        training=table, validation=table, world=world, seed=1, writer=None, best=None, guard=None,
+        training=table, validation=table, world=world, seed=1, best=None, guard=None,
         checkpoints=None, done=0,
     )  # fmt: skip
 

@@ -15,8 +15,8 @@ from rlhf_pipeline.distributed.batches import load_rows
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import store_score_mean
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo

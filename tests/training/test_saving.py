@@ -14,8 +14,8 @@ from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.loading import load_policy, load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import pretrained
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, pretrained
 
 IDS = torch.arange(5, 17).view(2, 6)
 

@@ -16,7 +16,7 @@ from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 def log(world, tmp_path):
     writer = MetricsWriter(tmp_path / "metrics.jsonl", world, 9)
     best = SimpleNamespace(kept="No model is kept.")
-    return StepLog(3, DivergenceGuard(world, writer, best, lambda name: f"change {name}"), writer)
+    return StepLog(3, DivergenceGuard(world, writer, best, lambda name: f"change {name}"))
 
 
 def lines(folder):

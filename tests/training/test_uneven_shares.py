@@ -57,7 +57,7 @@ def evaluate_sft(model, paths, contract, table, world) -> dict[str, float]:
     engine = train_engine(partial(load_policy, paths["sft_model"]), config, 1)
     setup = Setup(
         engine=engine, task=SFTTask(contract), config=config, training=table, validation=table,
-        world=world, seed=1, writer=None, best=None, guard=None, checkpoints=None, done=0,
+        world=world, seed=1, best=None, guard=None, checkpoints=None, done=0,
     )  # fmt: skip
     return evaluate(setup)
 

@@ -7,13 +7,14 @@ transformers would take two seconds on every command; parsing the source takes m
 from __future__ import annotations
 
 import ast
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from rlhf_pipeline.errors import suggestion
 
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 """Fields of every family that the tokenizer determines."""
@@ -122,9 +123,3 @@ def _literal(node: ast.expr | None) -> Any:
         return None if node is None else ast.literal_eval(node)
     except ValueError:
         return None
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean NAME?)" with the nearest known name; empty if none is near."""
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
-from rlhf_pipeline.config.ppo import SamplingConfig
+from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.rewards import CallableReward
-from rlhf_pipeline.config.training import Precision
+from rlhf_pipeline.config.sampling import SamplingConfig
 
 REWARD_MODEL = "score"
 """Name of the judge that is the reward model; its scores are called `score`."""

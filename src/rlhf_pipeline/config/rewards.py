@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.training import Precision
+from rlhf_pipeline.config.precision import Precision
 
 INPUT_PREFIX = "rewards."
 """Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""

@@ -7,9 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_pipeline.config.block import Block, operational
-
-Precision = Literal["fp32", "bf16", "fp16"]
-Quantization = Literal["nf4"]
+from rlhf_pipeline.config.precision import Precision, Quantization
 
 
 class OptimizerConfig(Block):

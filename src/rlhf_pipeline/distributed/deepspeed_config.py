@@ -11,7 +11,8 @@ import json
 import os
 from typing import Any
 
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, Precision, TrainedModelConfig
+from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 BUCKET = 50_000_000

@@ -12,12 +12,14 @@ from deepspeed import DeepSpeedEngine
 from torch import nn
 from transformers import get_scheduler
 
-from rlhf_pipeline.config.training import FrozenModelConfig, Precision, TrainedModelConfig
+from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import sharded_loading
-from rlhf_pipeline.models.loading import enable_checkpointing, freeze
+from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.lora import add_adapters
+from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
 
 M = TypeVar("M", bound=nn.Module)
@@ -40,7 +42,7 @@ def train_engine(
     if config.lora is not None:
         add_adapters(model, config.lora)
     if config.gradient_checkpointing:
-        enable_checkpointing(model)
+        _checkpoint_activations(model)
     optimizer = _optimizer(model, config)
     schedule = get_scheduler(
         "constant_with_warmup"
@@ -95,6 +97,16 @@ def _loaded(
         model = load(precision)
     heartbeat.tick()
     return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu)
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    """Keep one activation per layer and recompute the others in the backward pass.
+
+    The reentrant method breaks ZeRO-2 and 3 when two forward passes precede one backward pass.
+    """
+    pretrained(model).activation_checkpointing_enable(
+        activation_checkpointing_kwargs={"use_reentrant": False}
+    )
 
 
 def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Optimizer:

@@ -98,9 +98,7 @@ def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
     """
     match engine.zero_optimization_stage():
         case 0:
-            return [
-                parameter for parameter in engine.module.parameters() if parameter.requires_grad
-            ]
+            return [p for p in engine.module.parameters() if p.requires_grad]
         case 3:
             return list(engine.optimizer.fp32_partitioned_groups_flat)
         case _:
@@ -129,10 +127,7 @@ def pieces(engine: DeepSpeedEngine) -> list[list[Piece]]:
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     match engine.zero_optimization_stage():
         case 0:
-            trained = [
-                parameter for parameter in engine.module.parameters() if parameter.requires_grad
-            ]
-            return [[Piece(names[id(parameter)], 0, parameter.numel(), 0)] for parameter in trained]
+            return [[Piece(names[id(p)], 0, p.numel(), 0)] for p in fp32_shards(engine)]
         case 3:
             return [_stage3_pieces(group, names) for group in engine.optimizer.fp16_groups]
         case _:

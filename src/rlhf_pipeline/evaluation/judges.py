@@ -15,8 +15,8 @@ import torch
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.models.forward import sequence_scores
-from rlhf_pipeline.models.loading import freeze, load_scores
-from rlhf_pipeline.models.scalar_head import TokenScores
+from rlhf_pipeline.models.loading import freeze
+from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.rollout.function_reward import Answered, FunctionSource, import_function
 from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches
 from rlhf_pipeline.runtime.job import LaunchedJob

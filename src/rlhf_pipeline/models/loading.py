@@ -9,20 +9,19 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from rlhf_pipeline.config.training import Precision, Quantization
+from rlhf_pipeline.config.precision import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
-from rlhf_pipeline.models.scalar_head import HEAD, TokenScores, pretrained
 
 M = TypeVar("M", bound=nn.Module)
+HEAD = "score"
+"""Attribute of a sequence classifier: the layer from hidden states to scalars."""
 DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -37,13 +36,14 @@ def load_policy(
     quantize: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model: SFT model, actor or reference. Arguments: see `load_scores`."""
+    """Load a causal language model: SFT model, actor or reference. Arguments: see
+    `rlhf_pipeline.models.scalar_head.load_scores`."""
     with explain_loading_errors(checkpoint):
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=DTYPES[precision],
             **loading_arguments(checkpoint, trust_remote_code=trust_remote_code),
-            **_quantized(quantize, precision),
+            **quantization(quantize, precision),
         )
     contract = TokenContract.read(checkpoint)
     # A hub model's generation settings (top-k, repetition penalty) would change the sampled
@@ -51,56 +51,7 @@ def load_policy(
     model.generation_config = GenerationConfig(
         eos_token_id=contract.eos_id, pad_token_id=contract.pad_id
     )
-    return _without_dropout(model)
-
-
-def load_scores(
-    checkpoint: Path,
-    precision: Precision,
-    *,
-    new_head: bool = False,
-    foreign: bool = False,
-    quantize: Quantization | None = None,
-    trust_remote_code: bool = False,
-) -> TokenScores:
-    """Load a model with one scalar per token: the reward model or the critic.
-
-    Args:
-        checkpoint: folder of a reward model, or of a language model if `new_head` is true.
-        precision: precision of weights and activations.
-        new_head: give the scalar head random weights if the checkpoint has none.
-        foreign: the model has another tokenizer than the policy and needs no token contract.
-        quantize: storage of the weight matrices; None = `precision`.
-        trust_remote_code: whether Python code that ships with the model may run.
-
-    Raises:
-        ArtifactError: the checkpoint has no trained scalar head and `new_head` is false, or a
-            foreign model has no head `score`.
-    """
-    with explain_loading_errors(checkpoint):
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            checkpoint,
-            num_labels=1,
-            dtype=DTYPES[precision],
-            output_loading_info=True,
-            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code),
-            **_quantized(quantize, precision),
-        )
-    if missing := [
-        name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))
-    ]:
-        raise ArtifactError(
-            f"{checkpoint} is not a reward model: it has no weights for "
-            f"{', '.join(sorted(missing))}"
-        )
-    if not foreign:
-        model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
-    if foreign and not isinstance(getattr(model, "score", None), nn.Linear):
-        raise ArtifactError(
-            f"{checkpoint}: found a {type(model).__name__} without a linear head `score`, expected "
-            "a sequence classifier with one. Fix: use another reward model"
-        )
-    return TokenScores(_without_dropout(model))
+    return without_dropout(model)
 
 
 def load_tokenizer(
@@ -118,23 +69,13 @@ def freeze(model: M) -> M:
     return model.eval().requires_grad_(False)
 
 
-def enable_checkpointing(model: nn.Module) -> None:
-    """Keep one activation per layer and recompute the others in the backward pass.
-
-    The reentrant method breaks ZeRO-2 and 3 when two forward passes precede one backward pass.
-    """
-    pretrained(model).activation_checkpointing_enable(
-        activation_checkpointing_kwargs={"use_reentrant": False}
-    )
-
-
 def assert_no_dropout(model: nn.Module) -> None:
     """Raise `AssertionError` if dropout is active; policy ratios would not start at 1."""
     active = [f"{path}.{name}" for path, _, name in _dropout_rates(model)]
     assert not active, f"dropout is active in {', '.join(active)}"
 
 
-def _quantized(quantize: Quantization | None, precision: Precision) -> dict[str, Any]:
+def quantization(quantize: Quantization | None, precision: Precision) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for 4-bit matrices; heads are not quantized."""
     if quantize is None:
         return {}
@@ -151,7 +92,8 @@ def _quantized(quantize: Quantization | None, precision: Precision) -> dict[str,
     }
 
 
-def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Set every dropout rate to 0, and return the model."""
     for _, module, name in _dropout_rates(model):
         setattr(module, name, 0.0)
     return model

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_pipeline.config.architecture import suggestion
 from rlhf_pipeline.config.training import LoRAConfig
-from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.models.scalar_head import HEAD, TokenScores, pretrained
+from rlhf_pipeline.errors import ArtifactError, ConfigError, suggestion
+from rlhf_pipeline.models.loading import HEAD
+from rlhf_pipeline.models.scalar_head import TokenScores, pretrained
 
 if TYPE_CHECKING:
     from peft import LoraConfig, LoraModel

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import cast
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-HEAD = "score"
-"""Attribute of a sequence classifier: the layer from hidden states to scalars."""
+from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.loading import DTYPES, HEAD, quantization, without_dropout
+from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 
 
 class TokenScores(nn.Module):
@@ -41,6 +44,55 @@ class TokenScores(nn.Module):
         """Return the scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32."""
         hidden = self.classifier.base_model(**inputs, use_cache=False)[0]
         return self.head(hidden[:, -scores_to_keep:]).squeeze(-1).float()
+
+
+def load_scores(
+    checkpoint: Path,
+    precision: Precision,
+    *,
+    new_head: bool = False,
+    foreign: bool = False,
+    quantize: Quantization | None = None,
+    trust_remote_code: bool = False,
+) -> TokenScores:
+    """Load a model with one scalar per token: the reward model or the critic.
+
+    Args:
+        checkpoint: folder of a reward model, or of a language model if `new_head` is true.
+        precision: precision of weights and activations.
+        new_head: give the scalar head random weights if the checkpoint has none.
+        foreign: the model has another tokenizer than the policy and needs no token contract.
+        quantize: storage of the weight matrices; None = `precision`.
+        trust_remote_code: whether Python code that ships with the model may run.
+
+    Raises:
+        ArtifactError: the checkpoint has no trained scalar head and `new_head` is false, or a
+            foreign model has no head `score`.
+    """
+    with explain_loading_errors(checkpoint):
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            checkpoint,
+            num_labels=1,
+            dtype=DTYPES[precision],
+            output_loading_info=True,
+            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code),
+            **quantization(quantize, precision),
+        )
+    if missing := [
+        name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))
+    ]:
+        raise ArtifactError(
+            f"{checkpoint} is not a reward model: it has no weights for "
+            f"{', '.join(sorted(missing))}"
+        )
+    if not foreign:
+        model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
+    if foreign and not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ArtifactError(
+            f"{checkpoint}: found a {type(model).__name__} without a linear head `score`, expected "
+            "a sequence classifier with one. Fix: use another reward model"
+        )
+    return TokenScores(without_dropout(model))
 
 
 def pretrained(model: nn.Module) -> PreTrainedModel:

@@ -16,8 +16,8 @@ from rlhf_pipeline.data.tokenization import encode
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.forward import sequence_scores
-from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import TokenScores
+from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
+from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.rollout.function_reward import Answered
 from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches

@@ -11,7 +11,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from rlhf_pipeline.config.ppo import SamplingConfig
+from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.models.sequences import collate, micro_batches, pad

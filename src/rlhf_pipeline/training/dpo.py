@@ -22,7 +22,7 @@ from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences
@@ -101,16 +101,14 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("dpo", DPOConfig)
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    sft_model = job.inputs["sft_model"]
-    trust = job.trust_remote_code
-    load = partial(load_policy, sft_model, trust_remote_code=trust)
     reference = None
     if not config.is_own_reference:
+        load = partial(
+            load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code
+        )
         reference = frozen_model(load, config.reference, config, world)
     task = DPOTask(contract, reference, config.beta, config.label_smoothing)
-    tokenizer = load_tokenizer(sft_model, trust_remote_code=trust)
-    rows = job.inputs["comparisons"]
-    metrics = train(job, config, task, load, world, rows=rows, tokenizer=tokenizer)
+    metrics = train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
     if world.rank == 0:
         write_mlmodel(job.export)
     return metrics

@@ -65,7 +65,7 @@ def train(setup: Setup) -> None:
     config, kl_coef = setup.config, setup.kl_coef
     evaluated = evaluation_steps(config.steps, config.evaluations)
     for step in range(setup.done + 1, config.steps + 1):
-        log = StepLog(step, setup.guard, setup.writer)
+        log = StepLog(step, setup.guard)
         with log.timed("time/rollout_s"):
             rows, seeds = training_prompts(setup, step)
             rollout = roll_out(setup, rows, seeds, step)

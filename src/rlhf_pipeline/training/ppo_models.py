@@ -17,8 +17,9 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.ema import EMA
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_scores, load_tokenizer
+from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
+from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.rollout.generation import Generator
 from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.rollout.scoring import ScoringModels

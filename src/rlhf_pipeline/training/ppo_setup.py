@@ -40,7 +40,6 @@ class Setup:
     """For `ppo.ptx`; None if it is off."""
     world: World
     seed: int
-    writer: MetricsWriter
     best: dict[str, BestModels]
     """By prefix of the metrics: one for each policy of `policies`."""
     guard: DivergenceGuard
@@ -98,7 +97,6 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
         text=text,
         world=world,
         seed=job.seed,
-        writer=writer,
         best=best,
         guard=DivergenceGuard(world, writer, best[VALIDATION], partial(ppo_advice, config=config)),
         checkpoints=checkpoints,

@@ -6,21 +6,20 @@ deepspeed --module rlhf_pipeline.training.reward_model job.json
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.training import Precision, Quantization, RewardModelConfig
+from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.models.forward import sequence_scores
-from rlhf_pipeline.models.loading import load_scores, load_tokenizer
-from rlhf_pipeline.models.scalar_head import TokenScores, store_score_mean
+from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, store_score_mean
 from rlhf_pipeline.rl.pairwise_loss import pairwise_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
@@ -76,12 +75,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("reward_model", RewardModelConfig)
     task = RewardModelTask(common_contract(job.inputs))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    sft_model = job.inputs["sft_model"]
-    trust = job.trust_remote_code
-    load = partial(untrained, sft_model, trust_remote_code=trust)
-    tokenizer = load_tokenizer(sft_model, trust_remote_code=trust)
-    rows = job.inputs["comparisons"]
-    metrics = train(job, config, task, load, world, rows=rows, tokenizer=tokenizer)
+    metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences, collate, pad
 from rlhf_pipeline.rl.masking import masked_sum
@@ -95,12 +94,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("sft", SFTConfig)
     task = SFTTask(common_contract(job.inputs))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    base_model = job.inputs["base_model"]
-    trust = job.trust_remote_code
-    load = partial(load_policy, base_model, trust_remote_code=trust)
-    tokenizer = load_tokenizer(base_model, trust_remote_code=trust)
-    rows = job.inputs["demonstrations"]
-    metrics = train(job, config, task, load, world, rows=rows, tokenizer=tokenizer)
+    metrics = train(
+        job, config, task, load_policy, world, start="base_model", rows="demonstrations"
+    )
     if world.rank == 0:
         write_mlmodel(job.export)
     return metrics

@@ -6,18 +6,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
 from rlhf_pipeline.training.divergence import DivergenceGuard
 
 
 class StepLog:
     """One step. All ranks make the same calls."""
 
-    def __init__(self, step: int, guard: DivergenceGuard, writer: MetricsWriter) -> None:
+    def __init__(self, step: int, guard: DivergenceGuard) -> None:
         self.step = step
         self.metrics: dict[str, float] = {}
         self._guard = guard
-        self._writer = writer
         self._start = time.monotonic()
 
     def add(self, metrics: Mapping[str, float], fault: str | None = None) -> None:
@@ -42,7 +40,7 @@ class StepLog:
         """Write the metrics with the time of the whole step, if it is due."""
         self.metrics["time/step_s"] = time.monotonic() - self._start
         if due:
-            self._writer.write(self.step, self.metrics)
+            self._guard.writer.write(self.step, self.metrics)
 
 
 def evaluation_steps(steps: int, evaluations: int) -> set[int]:

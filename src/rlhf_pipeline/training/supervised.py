@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -17,7 +16,6 @@ import pyarrow as pa
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, step_rows
@@ -33,6 +31,7 @@ from rlhf_pipeline.distributed.optimizer_step import (
     optimizer_step,
 )
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -90,7 +89,6 @@ class Setup:
     validation: pa.Table
     world: World
     seed: int
-    writer: MetricsWriter
     best: BestModels
     guard: DivergenceGuard
     checkpoints: Checkpoints
@@ -105,25 +103,29 @@ def train(
     load: Callable[..., nn.Module],
     world: World,
     *,
-    rows: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    start: str,
+    rows: str,
 ) -> dict[str, float]:
     """Train the model on prepared rows; export the evaluated model with the best selection score.
 
     Args:
-        job: contains the seed and the places of metrics and checkpoints.
+        job: contains the seed, the inputs, and the places of metrics and checkpoints.
         config: the parameters of the stage.
         task: the loss and its metrics.
-        load: reads the model that training starts from, see `train_engine`.
+        load: loads the model from a folder, for example `load_policy`.
         world: the ranks.
-        rows: folder with `train.arrow` and `validation.arrow`.
-        tokenizer: saved with each model.
+        start: the input that training starts from; its tokenizer is saved with each model.
+        rows: the input with `train.arrow` and `validation.arrow`.
 
     Returns:
         The metrics of the exported model's step.
     """
-    training = load_rows(rows / "train.arrow", world)
-    validation = load_rows(rows / "validation.arrow", world)
+    trust = job.trust_remote_code
+    load = partial(load, job.inputs[start], trust_remote_code=trust)
+    tokenizer = load_tokenizer(job.inputs[start], trust_remote_code=trust)
+    training, validation = (
+        load_rows(job.inputs[rows] / f"{part}.arrow", world) for part in ("train", "validation")
+    )
     steps = optimizer_steps(config, training.num_rows)
     engine = train_engine(load, config, steps)
     store_settings({task.name: engine.config}, job)
@@ -142,7 +144,6 @@ def train(
         validation=validation,
         world=world,
         seed=job.seed,
-        writer=writer,
         best=best,
         guard=DivergenceGuard(world, writer, best, lambda metric: advice),
         checkpoints=checkpoints,
@@ -169,7 +170,7 @@ def fit(setup: Setup) -> None:
     evaluated = evaluation_steps(total, config.evaluations)
     for step in range(setup.done + 1, total + 1):
         heartbeat.at("update", step)
-        log = StepLog(step, setup.guard, setup.writer)
+        log = StepLog(step, setup.guard)
         log.add(train_step(setup, step))
         if step in evaluated:
             held_out = evaluate(setup)

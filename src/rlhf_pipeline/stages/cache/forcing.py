@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from rlhf_pipeline.config.architecture import suggestion
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, suggestion
 
 
 def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:
