@@ -144,6 +144,20 @@ def test_training_stops_beyond_the_kl_bound_and_exports_no_later_model(ppo_input
     assert run.setup.best["validation"].best.metrics["validation/kl"] <= 0.05
 
 
+def test_training_without_an_evaluated_model_within_the_kl_bound_fails(
+    ppo_inputs, world, tmp_path
+):
+    """Training stops at the bound, before its only evaluation."""
+    config = ppo_config(
+        steps=50, evaluations=1, kl={"coef": 0.0, "maximum": 0.05}, missing_eos_score=None
+    )
+    run = run_ppo(config, ppo_inputs, world, tmp_path)
+    assert run.setup.best["validation"].best is None
+    expected = r"no evaluated actor was within 0\.05 nats .*Fix: .*ppo\.evaluations"
+    with pytest.raises(StageError, match=expected):
+        ppo.export(run.setup)
+
+
 @pytest.mark.parametrize("decay", [1e-6, 1 - 1e-9])
 def test_the_average_of_the_weights_is_evaluated_and_exported(
     trained, ppo_inputs, world, tmp_path, decay
