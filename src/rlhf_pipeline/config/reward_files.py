@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import symtable
 import sys
 from collections.abc import Sequence
+from importlib.util import decode_source
 from pathlib import Path
 
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, RewardSource
@@ -62,37 +64,22 @@ def _check_defined(reward: CallableReward) -> None:
     """Raise ConfigError if the source cannot be parsed, or does not define the function."""
     path = source_file(reward)
     try:
-        tree = ast.parse(path.read_bytes())
+        source = decode_source(path.read_bytes())
+        tree = ast.parse(source)
+        module = symtable.symtable(source, str(path), "exec")
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{reward.callable}: {path} is not Python source: {error}") from None
-    bound = set(_bound(tree))
+    bound = {
+        symbol.get_name()
+        for symbol in module.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported()
+    } - {node.name for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
     if reward.function not in bound:
-        functions = ", ".join(
-            sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-        )
+        functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
         raise ConfigError(
-            f"{reward.callable}: found functions {functions or 'none'} in {path}, "
+            f"{reward.callable}: found functions {', '.join(functions) or 'none'} in {path}, "
             f"expected {reward.function}"
         )
-
-
-def _bound(tree: ast.Module) -> list[str]:
-    """Return the names bound at the top level, including those in `if` and `try`."""
-    names: list[str] = []
-    pending: list[ast.AST] = list(tree.body)
-    while pending:
-        match node := pending.pop():
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                names.append(name)
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                names += [alias.asname or alias.name.partition(".")[0] for alias in aliases]
-            case ast.Name(id=name, ctx=ast.Store()):
-                names.append(name)
-            case ast.AsyncFunctionDef() | ast.Lambda():
-                pass
-            case _:
-                pending += ast.iter_child_nodes(node)
-    return names
 
 
 def _check_model(reward: ModelReward) -> None:
