@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.dpo import DPOConfig
-from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
@@ -30,31 +29,22 @@ from rlhf_pipeline.rl.dpo_loss import dpo_loss
 from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
+from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.supervised import train
 
 
 @dataclass(frozen=True)
-class DPOTask:
+class DPOTask(PairTask):
     """Bradley-Terry loss on implicit rewards.
 
     reward(answer) = beta * (log pi(answer) - log pi_ref(answer))
     """
 
-    contract: TokenContract
     reference: nn.Module | None
     """The frozen start of the policy. None: the policy itself with its adapters off."""
     beta: float
     label_smoothing: float
     name: str = "dpo"
-
-    def collate(self, rows: dict[str, list[Any]]) -> Pairs:
-        """Comparisons as a batch."""
-        return Pairs.collate(rows, self.contract.pad_id)
-
-    def weight(self, batch: Pairs) -> Tensor:
-        """Number of comparisons."""
-        return torch.tensor(len(batch), dtype=torch.float64)
 
     def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
         """Mean negative log-likelihood of the preferences, over the global batch."""
@@ -90,10 +80,6 @@ class DPOTask:
             "chosen_reward": sums["chosen"] / pairs,
             "rejected_reward": sums["rejected"] / pairs,
         }
-
-    def selection_score(self, metrics: dict[str, float]) -> float:
-        """Lower held-out loss is better: unlike accuracy, it also punishes confident errors."""
-        return -metrics["loss"]
 
 
 def main(job: LaunchedJob) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.models.sequences import Sequences, collate
 
@@ -45,6 +46,25 @@ class Pairs:
     def to(self, device: torch.device) -> Pairs:
         """The same pairs on another device."""
         return Pairs(self.answers.to(device))
+
+
+@dataclass(frozen=True)
+class PairTask:
+    """What the supervised tasks on comparisons share, see `training.supervised.Task`."""
+
+    contract: TokenContract
+
+    def collate(self, rows: dict[str, list[Any]]) -> Pairs:
+        """Comparisons as a batch."""
+        return Pairs.collate(rows, self.contract.pad_id)
+
+    def weight(self, batch: Pairs) -> Tensor:
+        """Number of comparisons."""
+        return torch.tensor(len(batch), dtype=torch.float64)
+
+    def selection_score(self, metrics: dict[str, float]) -> float:
+        """Lower held-out loss is better: unlike accuracy, it also punishes confident errors."""
+        return -metrics["loss"]
 
 
 def chosen_and_rejected(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.precision import Precision, Quantization
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import gathered
@@ -23,24 +21,15 @@ from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, store_sco
 from rlhf_pipeline.rl.pairwise_loss import pairwise_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.pairs import Pairs, chosen_and_rejected, ranking_sums
+from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.supervised import train
 
 
 @dataclass(frozen=True)
-class RewardModelTask:
+class RewardModelTask(PairTask):
     """Bradley-Terry loss on the scores of two answers, each at the last token of its answer."""
 
-    contract: TokenContract
     name: str = "reward_model"
-
-    def collate(self, rows: dict[str, list[Any]]) -> Pairs:
-        """Comparisons as a batch."""
-        return Pairs.collate(rows, self.contract.pad_id)
-
-    def weight(self, batch: Pairs) -> Tensor:
-        """Number of comparisons."""
-        return torch.tensor(len(batch), dtype=torch.float64)
 
     def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
         """Mean negative log-likelihood of the preferences, over the global batch."""
@@ -64,10 +53,6 @@ class RewardModelTask:
             "chosen_score_mean": mean,
             "chosen_score_std": variance**0.5,
         }
-
-    def selection_score(self, metrics: dict[str, float]) -> float:
-        """Lower held-out loss is better: unlike accuracy, it also punishes confident errors."""
-        return -metrics["loss"]
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
