@@ -30,6 +30,6 @@ def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str 
         return str(ask(repository, revision=revision).sha)
     except Exception as error:  # the hub and the HTTP library have no common base class
         raise LookupError(
-            f"the hub did not return the commit of {repository!r} at {revision or 'its newest'}: "
-            f"{error}"
+            f"the hub did not return the commit of {repository!r} "
+            f"at {revision or 'its default branch'}: {error}"
         ) from error

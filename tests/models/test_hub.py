@@ -72,7 +72,7 @@ def test_a_moved_branch_is_another_base_model(make_model, tmp_path):
         )
         assert all(found[name].equal(value) for name, value in expected.items())
     assert missing.startswith(
-        "error: base_model.path: the hub does not tell which commit the newest of 'lab/none' is"
+        "error: base_model.path: the hub did not return the commit of 'lab/none' at its default "
     )
     nowhere = "http://127.0.0.1:9"
     (unreached,) = fetch(nowhere, tmp_path, {"path": "lab/tiny"})

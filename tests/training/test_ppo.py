@@ -144,9 +144,7 @@ def test_training_stops_beyond_the_kl_bound_and_exports_no_later_model(ppo_input
     assert run.setup.best["validation"].best.metrics["validation/kl"] <= 0.05
 
 
-def test_training_without_an_evaluated_model_within_the_kl_bound_fails(
-    ppo_inputs, world, tmp_path
-):
+def test_training_without_an_evaluated_model_within_the_kl_bound_fails(ppo_inputs, world, tmp_path):
     """Training stops at the bound, before its only evaluation."""
     config = ppo_config(
         steps=50, evaluations=1, kl={"coef": 0.0, "maximum": 0.05}, missing_eos_score=None
