@@ -90,7 +90,8 @@ def test_the_reward_of_a_function_rises_and_its_source_is_part_of_the_recipe(art
     source.write_text(SHORT.replace("-len(response) / 10", "float('nan')"))
     with pytest.raises(
         StageError,
-        match=r"my_rewards.py:short returned nan for the response '.*' to the prompt \[\{'role'",
+        match=r"my_rewards.py:short: found nan, expected a finite number, for the response '.*' "
+        r"to the prompt \[\{'role'",
     ):
         run()
     source.write_text(SHORT)

@@ -189,7 +189,7 @@ def test_an_unreachable_hub(tmp_path: Path) -> None:
     assert error == "DataError"
     assert message.startswith(
         "source 'tatsu-lab/alpaca': the hub did not return the commit of "
-        "'tatsu-lab/alpaca' at its newest: "
+        "'tatsu-lab/alpaca' at its default branch: "
     )
 
 
