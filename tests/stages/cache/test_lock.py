@@ -5,7 +5,9 @@ import re
 import signal
 import threading
 import time
+from contextlib import contextmanager, suppress
 
+import psutil
 import pytest
 
 from rlhf_pipeline.errors import StageError
@@ -13,11 +15,31 @@ from rlhf_pipeline.stages.cache.lock import user
 from rlhf_pipeline.stages.cache.workspace import attempts
 
 
-def until(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
+def until(condition):
+    """Wait for a condition. The deadline is only for a program that hangs."""
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@contextmanager
+def once(condition, action):
+    """Perform an action as soon as a condition holds, at the latest when the block ends."""
+    ended = threading.Event()
+
+    def perform():
+        with suppress(AssertionError):  # the test's own assertions fail
+            until(lambda: ended.is_set() or condition())
+        action()
+
+    thread = threading.Thread(target=perform)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def first_attempt(drill):
@@ -35,10 +57,17 @@ def held(drill):
     process.wait()
 
 
+def reports(caplog, words):
+    return any(words in message for message in caplog.messages)
+
+
 def test_the_second_run_waits_and_reports_for_whom(drill, held, caplog):
-    threading.Timer(1.0, lambda: drill.order("hold", given=False)).start()
-    export = drill.run()
-    assert held.communicate(timeout=60)[0].strip() == str(export)
+    with once(
+        lambda: reports(caplog, "waiting until it ends"),
+        lambda: drill.order("hold", given=False),
+    ):
+        export = drill.run()
+    assert held.communicate(timeout=600)[0].strip() == str(export)
     assert (drill.launches, (export / "result").read_text()) == (1, "launch 1")
     pattern = (
         rf"stage drill: recipe {export.parent.name[:8]} is being run by process {held.pid} since "
@@ -57,23 +86,30 @@ def test_without_waiting_the_second_run_fails(drill, held):
 
 
 def test_another_recipe_does_not_wait(drill, held):
-    threading.Timer(1.0, lambda: drill.order("hold", given=False)).start()
-    mine = drill.run(value=2, wait=False)
-    theirs = held.communicate(timeout=60)[0].strip()
+    with once(lambda: drill.launches == 2, lambda: drill.order("hold", given=False)):
+        mine = drill.run(value=2, wait=False)
+    theirs = held.communicate(timeout=600)[0].strip()
     assert str(mine) != theirs
 
 
 def test_the_lock_of_a_killed_process_is_free(drill, held, caplog):
     assert user(first_attempt(drill)).startswith(f"process {held.pid} since ")
-    os.kill(held.pid, signal.SIGKILL)
-    held.wait()
-    assert user(first_attempt(drill)) is None
     # The program outlives its driver; the next run waits for it, as both write into one directory.
-    threading.Timer(3.0, lambda: drill.order("hold", given=False)).start()
-    start = time.monotonic()
-    export = drill.run(wait=False)
-    assert time.monotonic() - start < 30
+    # While they are stopped, neither the program nor the driver's guard can end the program.
+    orphans = psutil.Process(held.pid).children()
+    with once(
+        lambda: reports(caplog, "still works in"),
+        lambda: [orphan.kill() for orphan in orphans],
+    ):
+        for orphan in orphans:
+            orphan.suspend()
+        until(lambda: {orphan.status() for orphan in orphans} == {psutil.STATUS_STOPPED})
+        os.kill(held.pid, signal.SIGKILL)
+        held.wait()
+        assert user(first_attempt(drill)) is None
+        drill.order("hold", given=False)
+        export = drill.run(wait=False)
     assert attempts(export.parent) == [export.parent]
     assert (drill.launches, (export / "result").read_text()) == (2, "launch 2")
-    assert any("still works in" in message for message in caplog.messages)
+    assert reports(caplog, "still works in")
     assert user(export.parent).startswith(f"process {os.getpid()} since ")
