@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import once, wait_until
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -40,6 +39,7 @@ class ToyConfig(Block):
 
 PROGRAM = """
 import json, os, sys, time
+from pathlib import Path
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.checkpoint_files import seal
 from rlhf_pipeline.runtime.program import run_program
@@ -70,8 +70,9 @@ def main(job):
         os._exit(0)
     if action == "sleep":
         import subprocess
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        time.sleep(60)
+        mark = str(Path(__file__).with_name("child"))
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)", mark])
+        time.sleep(900)
     job.export.mkdir()
     (job.export / "result").write_text("done")
     return {"loss": 0.25}
@@ -172,25 +173,26 @@ def test_other_failures_are_not_retried(toy, tmp_path):
     assert len(next((tmp_path / "ws" / "toy").glob("*/launches")).read_text().splitlines()) == 1
 
 
-def test_a_signal_ends_the_program_and_its_children(toy, recorder):
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+def test_a_signal_ends_the_program_and_its_children(toy, recorder, tmp_path):
+    mark = str(tmp_path / "child")
+
+    def children():
+        """Those of this test: other tests run beside it."""
+        processes = psutil.process_iter(["cmdline"])
+        return [process for process in processes if mark in (process.info["cmdline"] or [])]
 
     def interrupt():
-        while not {c.pid for c in psutil.Process().children(recursive=True)} - before:
-            time.sleep(0.05)
-        time.sleep(2.0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if children():  # else nothing would turn the signal into an exception
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(Interrupted, match="SIGTERM"):
-        toy("sleep", recorder)
-    assert recorder.heard[-1] == ("KILLED", {})
-    sleepers = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "import time; time.sleep(60)" in (p.info["cmdline"] or [])
-    ]
-    assert sleepers == []
+    try:
+        with once(children, interrupt), pytest.raises(Interrupted, match="SIGTERM"):
+            toy("sleep", recorder)
+        assert recorder.heard[-1] == ("KILLED", {})
+        wait_until(lambda: not children())
+    finally:
+        for child in children():
+            child.kill()
 
 
 def test_the_driver_imports_neither_torch_nor_mlflow():

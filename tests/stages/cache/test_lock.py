@@ -3,43 +3,14 @@
 import os
 import re
 import signal
-import threading
-import time
-from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
+from waiting import HANGS_S, once, wait_until
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.cache.lock import user
 from rlhf_pipeline.stages.cache.workspace import attempts
-
-
-def until(condition):
-    """Wait for a condition. The deadline is only for a program that hangs."""
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@contextmanager
-def once(condition, action):
-    """Perform an action as soon as a condition holds, at the latest when the block ends."""
-    ended = threading.Event()
-
-    def perform():
-        with suppress(AssertionError):  # the test's own assertions fail
-            until(lambda: ended.is_set() or condition())
-        action()
-
-    thread = threading.Thread(target=perform)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def first_attempt(drill):
@@ -51,7 +22,7 @@ def held(drill):
     """Another process that is running the stage."""
     drill.order("hold")
     process = drill.run_elsewhere()
-    until(lambda: drill.launches == 1)
+    wait_until(lambda: drill.launches == 1)
     yield process
     process.kill()
     process.wait()
@@ -67,7 +38,7 @@ def test_the_second_run_waits_and_reports_for_whom(drill, held, caplog):
         lambda: drill.order("hold", given=False),
     ):
         export = drill.run()
-    assert held.communicate(timeout=600)[0].strip() == str(export)
+    assert held.communicate(timeout=HANGS_S)[0].strip() == str(export)
     assert (drill.launches, (export / "result").read_text()) == (1, "launch 1")
     pattern = (
         rf"stage drill: recipe {export.parent.name[:8]} is being run by process {held.pid} since "
@@ -88,7 +59,7 @@ def test_without_waiting_the_second_run_fails(drill, held):
 def test_another_recipe_does_not_wait(drill, held):
     with once(lambda: drill.launches == 2, lambda: drill.order("hold", given=False)):
         mine = drill.run(value=2, wait=False)
-    theirs = held.communicate(timeout=600)[0].strip()
+    theirs = held.communicate(timeout=HANGS_S)[0].strip()
     assert str(mine) != theirs
 
 
@@ -103,7 +74,7 @@ def test_the_lock_of_a_killed_process_is_free(drill, held, caplog):
     ):
         for orphan in orphans:
             orphan.suspend()
-        until(lambda: {orphan.status() for orphan in orphans} == {psutil.STATUS_STOPPED})
+        wait_until(lambda: {orphan.status() for orphan in orphans} == {psutil.STATUS_STOPPED})
         os.kill(held.pid, signal.SIGKILL)
         held.wait()
         assert user(first_attempt(drill)) is None
