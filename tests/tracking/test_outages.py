@@ -11,22 +11,23 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from ports import reserved_port
 
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking import runs
 from rlhf_pipeline.tracking.orphans import driver_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import connect, experiment_id, request_limits
 
 SOURCE = Path(runs.__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 
 
 def stage_run(workspace, stage, steps=0):
@@ -92,8 +93,9 @@ def warnings(caplog):
 class Server:
     """A real tracking server at one address that tests start and kill."""
 
-    def __init__(self, folder: Path, database: str) -> None:
-        self.port, self.folder, self.database = free_port(None), folder, database
+    def __init__(self, folder: Path, database: str, port: int) -> None:
+        self.port, self.folder, self.database = port, folder, database
+        self.process: subprocess.Popen | None = None
         self.uri = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -119,10 +121,10 @@ class Server:
         while True:
             assert self.process.poll() is None, (self.folder / "server.log").read_text()
             try:
-                with urllib.request.urlopen(f"{self.uri}/health", timeout=1):
+                with urllib.request.urlopen(f"{self.uri}/health", timeout=10):
                     return
             except OSError:
-                continue
+                time.sleep(0.1)
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -131,10 +133,11 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path, uri):
-    server = Server(tmp_path, uri)
-    yield server
-    if server.process.poll() is None:
-        server.kill()
+    with reserved_port() as port:  # also while the server is down
+        server = Server(tmp_path, uri, port)
+        yield server
+        if server.process is not None and server.process.poll() is None:
+            server.kill()
 
 
 @pytest.fixture
@@ -148,6 +151,8 @@ def full_disk(disk, empty_database):
 def test_a_server_that_is_killed_during_a_stage_and_starts_again(
     server, client, tmp_path, monkeypatch, caplog
 ):
+    monkeypatch.setattr(runs, "RETRY_S", 3600.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "600")  # a server that starts is slow
     server.start()
     tracker, sft, ppo = (
         started(server.uri, tmp_path),
@@ -185,23 +190,25 @@ def test_a_server_that_is_killed_during_a_stage_and_starts_again(
 
 @contextmanager
 def silent_server():
-    """Accepts connections, never answers, and counts them."""
-    with socket.socket() as listener:
+    """Accepts connections and never answers; yields its address and a function that counts them.
+
+    The system accepts a connection before the request is sent, so the count is never late.
+    """
+    with socket.socket() as listener, ExitStack() as taken:
         listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        taken = []
+        listener.listen(100)
+        listener.setblocking(False)
+        asked = 0
 
-        def accept():
-            while True:
-                try:
-                    taken.append(listener.accept()[0])
-                except OSError:
-                    return
+        def connections():
+            nonlocal asked
+            with suppress(BlockingIOError):
+                while True:
+                    taken.enter_context(listener.accept()[0])
+                    asked += 1
+            return asked
 
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", taken
-        for connection in taken:
-            connection.close()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", connections
 
 
 @pytest.mark.long
@@ -211,14 +218,14 @@ def test_a_silent_server_gets_three_requests_and_then_one_for_each_stage(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with silent_server() as (uri, asked):
         tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
-        assert len(asked) == 3
+        assert asked() == 3
         tracker.stage_started(sft)
-        assert len(asked) == 4
+        assert asked() == 4
         for step in range(1, 9):
             tracker.stage_metrics(sft, write(sft, step))
-        assert len(asked) == 4
+        assert asked() == 4
         tracker.stage_ended(sft, "FINISHED", {})
-        assert len(asked) == 5
+        assert asked() == 5
     assert len(warnings(caplog)) == 1
 
 
@@ -306,7 +313,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def driver(uri, folder, *orders):
     """The tracking of another `kedro run`, which ends by SIGKILL."""
     command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), uri, str(folder), *orders]
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    environment = os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=environment, text=True, **pipes)
     assert process.stdout.readline() == "at work\n"

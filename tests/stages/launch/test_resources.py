@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from ports import reserved_port
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
@@ -19,8 +20,9 @@ def test_a_port_in_use_is_reported():
 
 
 def test_a_configured_port_is_used_and_any_other_is_free():
-    port = free_port(None)
-    assert free_port(port) == port
+    with reserved_port() as port:  # no other program takes it meanwhile
+        assert free_port(port) == port
+        assert free_port(None) not in (0, port)
 
 
 def test_gpus_are_those_that_the_environment_shows(monkeypatch):
