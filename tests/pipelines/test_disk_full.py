@@ -5,13 +5,14 @@ artifacts stay intact, and unfinished ones are not taken for finished. With spac
 command gives the same result as a run that was never interrupted.
 """
 
+import json
 import re
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import pytest
+from rank_fixtures import pause_before_checkpoint
+from waiting import once
 
 from rlhf_pipeline.runtime.manifest import content_digest, verify
 
@@ -129,20 +130,24 @@ def test_from_the_beginning(project, disk, stage, kib, message):
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_after_the_first_checkpoint(project, disk, stage):
+def test_after_the_first_checkpoint(project, disk, stage, tmp_path, monkeypatch):
     """No file can be written any more, not even a log; the stage resumes from the checkpoint."""
     small = Small(project, disk, stage, f"{stage}.checkpoint_every=1")
+    pause = tmp_path / "pause"
+    pause.touch()
+    pause_before_checkpoint(2, tmp_path, pause)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def fill():
-        while not list(disk.path.glob(FIRST_CHECKPOINT)):
-            time.sleep(0.001)
-        disk.leave(0)
+        try:
+            if any(disk.path.glob(FIRST_CHECKPOINT)):
+                disk.leave(0)
+        finally:
+            pause.unlink()
 
-    filling = threading.Thread(target=fill, daemon=True)
-    filling.start()
-    message = small.fails()
-    filling.join()
-    assert "(this stage resumes after step " in message
+    with once(lambda: any(disk.path.glob(FIRST_CHECKPOINT)), fill):
+        message = small.fails()
+    assert "(this stage resumes after step 1)" in message
     small.succeeds_with_space()
     (log,) = disk.path.glob(f"07_workspace/{stage}/*/job.json")
-    assert re.search(r'"resume_from": [1-9]', log.read_text())
+    assert json.loads(log.read_text())["resume_from"] == 1
