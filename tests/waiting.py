@@ -16,7 +16,7 @@ def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + HANGS_S
     while not condition():
         assert time.monotonic() < deadline, f"not fulfilled within {HANGS_S} s"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 @contextmanager

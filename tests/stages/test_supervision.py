@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from rlhf_pipeline.stages import run
 
@@ -49,6 +50,9 @@ class Toy(Block):
 def main(job):
     rank = int(os.environ["RANK"])
     act = job.config["toy"]["ranks"][rank]
+    nothing = heartbeat.Heartbeat(-1, None)
+    def known(rank):
+        return heartbeat.read_heartbeats(job.directory).get(rank, nothing)
     if act == "listen":
         if rank == 0:
             socket.socket().bind(("", int(os.environ["MASTER_PORT"])))
@@ -66,12 +70,16 @@ def main(job):
     if act == "raise":
         raise ValueError("the cause")
     if act == "stop":
-        time.sleep(2 * heartbeat.WRITE_EVERY_S)
+        while [known(each).step for each in (rank, 1 - rank)] != [7, 8]:  # both are written
+            time.sleep(0.01)
+            heartbeat.tick()
         os.kill(os.getpid(), signal.SIGSTOP)
     heartbeat.at("update", 8)
     other = None
     while True:
         time.sleep(0.01)
+        if other is None:  # until then this rank waits for its start, and does not hang
+            heartbeat.tick()
         other = other or heartbeat.read_heartbeats(job.directory).get(1 - rank)
         if act == "report" and other and process_identity(other.pid) is None:
             raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
@@ -106,7 +114,7 @@ CASES = {
     "launcher": (("wait", "parent"), {}, "deepspeed.launcher.launch", signal.SIGKILL),
     "rank": (("report", "parent"), {}, "1", signal.SIGKILL),
     "raise": (("ignore", "raise"), {}, "report", None),
-    "hang": (("wait", "stop"), {"hang_timeout_s": 4.0}, None, None),
+    "hang": (("wait", "stop"), {"hang_timeout_s": 30.0}, None, None),
     "twice": (("ignore", "ignore"), {}, "driver", (signal.SIGINT, signal.SIGINT)),
     "start": (("import", "import"), {}, "importing", signal.SIGKILL),
     "hook": (("measure", "parent"), {}, None, None),
@@ -135,14 +143,14 @@ class Ended:
                 command, env=environment, stdout=output, stderr=output, start_new_session=True
             )
         if receiver == "importing":
-            self.wait_for(
+            wait_until(
                 lambda: sum("RANK" in self.environment(process) for process in self.left()) == 2
             )
             driver.send_signal(number)
         elif receiver == "report":
-            self.wait_for(lambda: any(self.directory.glob("errors/*.txt")))
+            wait_until(lambda: any(self.directory.glob("errors/*.txt")))
         elif receiver is not None:
-            self.wait_for(lambda: len(self.running()) == 2)
+            wait_until(lambda: len(self.running()) == 2)
             family = psutil.Process(driver.pid).children(recursive=True)
             named = [
                 p
@@ -154,7 +162,7 @@ class Ended:
                 os.kill(driver.pid if receiver == "driver" else named[0].pid, each)
                 time.sleep(1)
         else:
-            self.wait_for(lambda: driver.poll() is not None)
+            wait_until(lambda: driver.poll() is not None)
         ended = time.monotonic()
         while time.monotonic() < ended + 20 and (driver.poll() is None or self.left()):
             time.sleep(0.1)
@@ -183,13 +191,6 @@ class Ended:
             return process.environ()
         except psutil.Error:
             return {}
-
-    @staticmethod
-    def wait_for(condition, seconds=240):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -247,13 +248,13 @@ def test_a_rank_that_raises_is_the_cause(ended):
 def test_a_hang_is_reported_with_the_rank_that_is_behind(ended):
     output = ended["hang"].output
     assert (
-        "no rank has made progress for 4 s: rank 1 is behind, in update of step 7 since " in output
+        "no rank has made progress for 30 s: rank 1 is behind, in update of step 7 since " in output
     )
     assert re.search(r"  rank 0: update of step 8 since [\d:]+$", output, re.MULTILINE)
     assert re.search(
         r"  rank 1: update of step 7 since [\d:]+, its process is stopped$", output, re.MULTILINE
     )
-    assert "Raise launch.hang_timeout_s (4.0)." in output
+    assert "Raise launch.hang_timeout_s (30.0)." in output
     assert 'toy_program.py", line' in ended["hang"].log  # the stack of the rank that waits
 
 
