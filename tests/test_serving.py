@@ -146,7 +146,7 @@ def test_mlflow_serves_the_directory(policy, served, start_server):
     request = urllib.request.Request(
         f"{address}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         answer = json.load(response)
     assert answer == {"predictions": served.predict(prompts("a b c"), {"max_new_tokens": 5})}
     port = int(address.rpartition(":")[2])

@@ -209,7 +209,7 @@ class TestOneAhead:
                 yield item
 
         def function(item: int) -> int:
-            assert free.acquire(timeout=10)
+            assert free.acquire(timeout=600)
             done.append(item)
             return item
 

@@ -15,7 +15,7 @@ def test_the_notebook_runs_and_draws(project, monkeypatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
         notebook,
-        timeout=300,
+        timeout=1800,
         kernel_name="python3",
         resources={"metadata": {"path": str(NOTEBOOK.parent)}},
     ).execute()

@@ -17,7 +17,7 @@ def start():
 
     def start(launch):
         process = subprocess.Popen(
-            [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+            [sys.executable, "-c", "import time; print(flush=True); time.sleep(900)"],
             stdout=subprocess.PIPE,
             env=os.environ | {LAUNCH: launch},
             start_new_session=True,
@@ -51,5 +51,5 @@ def test_a_process_that_ended_has_no_identity(start):
 def test_only_processes_of_the_launch_are_killed(start):
     stray, group, other = start("one"), start("one"), start("two")
     kill_strays("one", except_group=os.getpgid(group.pid))
-    assert stray.wait(timeout=10) == -signal.SIGKILL
+    assert stray.wait(timeout=600) == -signal.SIGKILL
     assert group.poll() is None and other.poll() is None

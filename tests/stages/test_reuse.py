@@ -83,15 +83,15 @@ def test_two_processes_with_one_recipe_launch_it_once(drill, recorder):
     at_once, answers = fork.Barrier(2), fork.Queue()
 
     def run():
-        at_once.wait(timeout=60)
+        at_once.wait(timeout=600)
         answers.put((str(drill.run(listener=recorder)), *recorder.heard[0]))
 
     processes = [fork.Process(target=run) for _ in range(2)]
     for process in processes:
         process.start()
-    found = sorted(answers.get(timeout=60) for _ in processes)
+    found = sorted(answers.get(timeout=600) for _ in processes)
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=600)
     (directory,) = (drill.root / "workspace" / "drill").iterdir()
     export = directory / "export"
     assert found == [(str(export), "started", False), (str(export), "started", True)]

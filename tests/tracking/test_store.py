@@ -71,7 +71,7 @@ def test_processes_can_open_an_empty_database_at_once(tmp_path):
         )
         for _ in range(3)
     ]
-    finished = [(process.communicate(timeout=120), process.returncode) for process in processes]
+    finished = [(process.communicate(timeout=600), process.returncode) for process in processes]
     assert [code for _, code in finished] == [0, 0, 0], finished[0][0][1]
     assert [out for (out, _), _ in finished] == ["1\n", "1\n", "1\n"]  # 0 is MLflow's "Default"
 

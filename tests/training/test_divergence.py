@@ -372,7 +372,7 @@ def test_equal_returns_are_not_a_fault(world, policy, reward_model, rows, tmp_pa
 
 def launch(spec, config, inputs: dict[str, Path], folder: Path) -> tuple[str, Path]:
     """The message of a stage that must fail on two ranks, and its work directory."""
-    runner = StageRunner(RunContext(folder, LaunchConfig(processes=2, collective_timeout_s=60.0)))
+    runner = StageRunner(RunContext(folder, LaunchConfig(processes=2, collective_timeout_s=600.0)))
     with pytest.raises(StageError) as failure:
         runner.run(Job(spec, {spec.name: config}, inputs, 1))
     (work,) = (folder / spec.name).iterdir()

@@ -95,7 +95,7 @@ def main(inputs: dict[str, str], folder: Path) -> None:
             torch.save(live, directory / f"live-{self.export.name}.pt")
         return exported(self, last)
 
-    world = join(1, timeout_s=60)
+    world = join(1, timeout_s=600)
     exported, BestModels.finish = BestModels.finish, finish
     for name, (stage, model) in SETTINGS.items():
         directory = folder / name
@@ -116,7 +116,7 @@ def main(inputs: dict[str, str], folder: Path) -> None:
             paths,
             {},
             directory,
-            60.0,
+            600.0,
         )
         {"sft": sft, "reward_model": reward_model, "ppo": ppo}[stage].main(job)
 
@@ -367,7 +367,7 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
 
     paths = {name: inputs[name] for name in ("prompts", "sft_model", "reward_model")}
     config = block("ppo", {"deepspeed": {"zero_stage": 1}})
-    job = LaunchedJob("ppo", "f", 1, {}, paths, {}, tmp_path, 60.0)
+    job = LaunchedJob("ppo", "f", 1, {}, paths, {}, tmp_path, 600.0)
     models = load_ppo_models(job, config, common_contract(paths), world)
     assert isinstance(models.reference, WithoutAdapters)
     assert models.reference.trained is models.actor
@@ -417,7 +417,7 @@ def test_adapters_trained_on_a_4_bit_base_are_merged_into_the_whole_base(
     task = SFTTask(TokenContract.read(checkpoint))
     _, changed = train_one_step(setup_of(engine, task, config, world))
     assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
-    job = LaunchedJob("sft", "f", 1, {}, {"base_model": checkpoint}, {}, tmp_path, 60.0)
+    job = LaunchedJob("sft", "f", 1, {}, {"base_model": checkpoint}, {}, tmp_path, 600.0)
     best = BestModels(job, world, load_tokenizer(checkpoint), config, read)
     best.offer(engine, 1, 1.0, {})
     best.finish(engine)

@@ -27,7 +27,7 @@ def sleeper():
     started = []
 
     def start():
-        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)"])
         started.append(process)
         return process
 
