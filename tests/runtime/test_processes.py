@@ -11,15 +11,15 @@ from rlhf_pipeline.runtime.processes import LAUNCH, kill_strays, process_identit
 
 
 @pytest.fixture
-def start():
-    """Starts a sleeping process of a launch, in its own session."""
+def start(tmp_path):
+    """Starts a sleeping process of a launch of this test, in its own session."""
     started = []
 
     def start(launch):
         process = subprocess.Popen(
             [sys.executable, "-c", "import time; print(flush=True); time.sleep(900)"],
             stdout=subprocess.PIPE,
-            env=os.environ | {LAUNCH: launch},
+            env=os.environ | {LAUNCH: f"{tmp_path} {launch}"},
             start_new_session=True,
         )
         process.stdout.readline()  # the environment can be read
@@ -48,8 +48,8 @@ def test_a_process_that_ended_has_no_identity(start):
     assert process_identity(process.pid) is None
 
 
-def test_only_processes_of_the_launch_are_killed(start):
+def test_only_processes_of_the_launch_are_killed(start, tmp_path):
     stray, group, other = start("one"), start("one"), start("two")
-    kill_strays("one", except_group=os.getpgid(group.pid))
+    kill_strays(f"{tmp_path} one", except_group=os.getpgid(group.pid))
     assert stray.wait(timeout=600) == -signal.SIGKILL
     assert group.poll() is None and other.poll() is None
