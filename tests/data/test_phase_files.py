@@ -210,24 +210,16 @@ class TestPhaseFile:
             "rejected_ids": [[1]],
         }
 
-    def test_ppo(self, tmp_path) -> None:
+    @pytest.mark.parametrize("path", ["ppo/train.arrow", "evaluation/test.arrow"])
+    def test_ppo_and_the_evaluation(self, tmp_path, path) -> None:
         solved = replace(row("own:2", Limited([7])), reference="4")
-        _, columns = self.write(tmp_path, "ppo/train.arrow", [row()], [], [solved])
+        _, columns = self.write(tmp_path, path, [row()], [], [solved])
         assert columns == {
             "id": ["own:1", "own:2"],
             "prompt_ids": [[5, 6], [7]],
             "source": ["own"] * 2,
             "messages": [QUESTION] * 2,
             "reference": [None, "4"],
-        }
-
-    def test_the_evaluation_file(self, tmp_path) -> None:
-        _, columns = self.write(tmp_path, "evaluation/test.arrow", [row()])
-        assert columns == {
-            "id": ["own:1"],
-            "prompt_ids": [[5, 6]],
-            "source": ["own"],
-            "messages": [QUESTION],
         }
 
     def test_dropped_rows_are_counted_once_by_their_first_fault(self, tmp_path) -> None:

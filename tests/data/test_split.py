@@ -70,11 +70,14 @@ def test_files_and_columns(
                         "rejected_ids": f" Wrong {n}.<|end|>",
                     }
                     assert others == {"id": f"own:{n}"}
-                case phase:
-                    messages = [{"role": "user", "content": f"Question {n}?"}]
-                    told = {"id": f"own:{n}", "source": "files", "messages": messages}
-                    told |= {"reference": None} if phase == "ppo" else {}
-                    assert (texts, others) == (prompt, told)
+                case _:
+                    assert texts == prompt
+                    assert others == {
+                        "id": f"own:{n}",
+                        "source": "files",
+                        "messages": [{"role": "user", "content": f"Question {n}?"}],
+                        "reference": None,
+                    }
         seen[file] = set(numbers)
     assert (
         seen["sft/validation.arrow"]

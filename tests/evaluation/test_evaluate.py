@@ -20,10 +20,14 @@ from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 
 QUESTIONS = list(synthetic._questions())[:8]
+REFERENCES = ["a", None, "bb", "ccc", "dddd", "eeeee", "f", "g"]
 JUDGE = """
-def words(prompts, responses):
+def words(prompts, responses, references):
     assert all(prompt[-1]["role"] == "user" for prompt in prompts)
-    return [len(response.split()) for response in responses]
+    return [
+        len(response.split()) + len(reference or "")
+        for response, reference in zip(responses, references, strict=True)
+    ]
 """
 
 
@@ -44,7 +48,8 @@ def inputs(make_model, tmp_path_factory):
         tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
         for m in messages
     ]
-    table = pa.table({"prompt_ids": ids, "messages": messages, "source": ["synthetic"] * 8})
+    columns = {"prompt_ids": ids, "messages": messages, "source": ["synthetic"] * 8}
+    table = pa.table(columns | {"reference": REFERENCES})
     with (
         pa.OSFile(str(prompts / "test.arrow"), "wb") as sink,
         pa.ipc.new_stream(sink, table.schema) as writer,
@@ -74,7 +79,8 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     for answer in answers:
         messages = [{"role": "user", "content": QUESTIONS[answer["row"]]}]
         assert answer["prompt"] == f"User: {QUESTIONS[answer['row']]}"
-        assert answer["words_score"] == len(answer["response"].split())
+        reference = REFERENCES[answer["row"]] or ""
+        assert answer["words_score"] == len(answer["response"].split()) + len(reference)
         assert answer["gold_score"] == gold_score("synthetic", messages, answer["response"])
     evaluation = json.loads((export / "evaluation.json").read_text())
     assert list(evaluation["win_rates"]) == ["score", "gold", "words"]

@@ -49,9 +49,8 @@ class EvaluateConfig(Block):
 
     judges: tuple[Annotated[CallableReward, BeforeValidator(_short_form)], ...] = ()
     """Python functions that also score the answers: FILE.py:FUNCTION, or a block with `callable`
-    and `name`; see `rlhf_pipeline.rollout.function_reward`. The split stores no true answers of
-    held-out prompts, so `references` are None. The reward model always judges; the gold score
-    judges if the source of every prompt has one."""
+    and `name`; see `rlhf_pipeline.rollout.function_reward`. The reward model always judges;
+    the gold score judges if the source of every prompt has one."""
 
     @field_validator("judges")
     @classmethod

@@ -48,8 +48,9 @@ class ColumnMap(Block):
     """A list of messages. The last one, by the assistant, is the demonstration."""
 
     reference: str | None = None
-    """The true answer, for rewards that check responses (`ppo.rewards`). Allowed with all columns
-    except `text`. No phase trains on it. Null: the row has none."""
+    """The true answer, for rewards and judges that check responses (`ppo.rewards`,
+    `evaluate.judges`). Allowed with all columns except `text`. No phase trains on it. Null: the row
+    has none."""
 
     text: str | None = None
     """A document, for `split.pretraining`."""

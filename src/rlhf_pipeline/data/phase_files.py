@@ -101,14 +101,12 @@ class PhaseFile:
                 return prompted | {
                     f"{answer}_ids": row.answers[answer].ids for answer in self.table.answers
                 }
-            case "ppo":
+            case "ppo" | None:
                 return prompted | {
                     "source": row.source,
                     "messages": row.messages,
                     "reference": row.reference,
                 }
-            case None:
-                return prompted | {"source": row.source, "messages": row.messages}
 
 
 @dataclass(frozen=True, slots=True)

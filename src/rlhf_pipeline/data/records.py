@@ -33,7 +33,7 @@ class Example:
     rejected: str | None = None
 
     reference: str | None = None
-    """The true answer, for rewards that check responses. No phase trains on it."""
+    """The true answer, for rewards and judges that check responses. No phase trains on it."""
 
 
 @dataclass(frozen=True, slots=True)

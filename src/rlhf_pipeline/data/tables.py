@@ -47,8 +47,11 @@ class Table:
 
 _DEMONSTRATION = _PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())}
 _COMPARISON = _PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS}
-_TEST = _PROMPT | {"source": pa.string(), "messages": pa.list_(MESSAGE)}
-_REWARDED = _TEST | {"reference": pa.string()}
+_REWARDED = _PROMPT | {
+    "source": pa.string(),
+    "messages": pa.list_(MESSAGE),
+    "reference": pa.string(),
+}
 
 TABLES = (
     Table("sft/train.arrow", "sft", "sft", ("chosen",), _DEMONSTRATION),
@@ -69,7 +72,7 @@ TABLES = (
     ),
     Table("ppo/train.arrow", "ppo", "ppo", (), _REWARDED),
     Table("ppo/validation.arrow", "validation", "ppo", (), _REWARDED),
-    Table("evaluation/test.arrow", "test", None, (), _TEST),
+    Table("evaluation/test.arrow", "test", None, (), _REWARDED),
 )
 PRETRAINING = "pretraining/train.arrow"
 

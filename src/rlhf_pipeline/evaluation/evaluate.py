@@ -143,8 +143,8 @@ def judge_answers(scored: Scored, setup: Setup) -> list[Answer]:
     """Let every judge score the answers."""
     sequences, prompts = scored.sequences, setup.prompts
     texts = setup.tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
-    references = prompts.get("reference", [None] * len(texts))
-    text = Answered(prompts["messages"], references, [text.strip() for text in texts])
+    responses = [text.strip() for text in texts]
+    text = Answered(prompts["messages"], prompts["reference"], responses)
     batch = AnswerBatch(scored, text, prompts["source"])
     scores = {judge.name: judge.score(batch) for judge in setup.judges}
     log_ratios = torch.where(
