@@ -213,12 +213,9 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
             source.write("\n_CHANGED = True\n")
         return {name for name, now in keys().items() if now != before[name]}
 
-    assert changed("data/sources/tatsu_lab.py") == {"tatsu-lab/alpaca"}
+    assert changed("data/sources/demonstrations.py") == {"tatsu-lab/alpaca"}
     assert changed("data/sources/synthetic_world.py") == {"synthetic"}
-    assert changed("data/sources/anthropic.py") == {
-        "Anthropic/hh-rlhf",
-        "Dahoas/rm-static",
-    }  # which imports it
+    assert changed("data/sources/dialogues.py") == {"Anthropic/hh-rlhf", "Dahoas/rm-static"}
     assert changed("data/sources/read_rows.py") == set(keys())
     assert changed("data/split.py") == set()
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_pipeline.data.records import Example, Message, Unused, normalized_prompt
 from rlhf_pipeline.data.sources.adapter import MalformedRowError
-from rlhf_pipeline.data.sources.anthropic import parse
+from rlhf_pipeline.data.sources.dialogues import parse_anthropic as parse
 
 REAL = (
     Path(__file__).parents[3] / ".." / "shared" / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"

@@ -1,3 +1,8 @@
+"""The table of sources in docs/data.md. To print it:
+
+python tests/data/sources/test_docs_table.py
+"""
+
 from __future__ import annotations
 
 import re
@@ -5,10 +10,35 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_pipeline.data.sources.docs_table import markdown_table
-from rlhf_pipeline.data.sources.lookup import MODULES
+from rlhf_pipeline.data.sources.adapter import Source
+from rlhf_pipeline.data.sources.lookup import MODULES, find_source
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
+HEADER = ("source", "holds", "columns read", "on the hub", "description")
+
+
+def markdown_table() -> str:
+    """One row per source, in the order of the registry."""
+    lines = [HEADER, ("---",) * len(HEADER), *(cells(find_source(name)) for name in MODULES)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cells(source: Source) -> tuple[str, ...]:
+    columns = ", ".join(f"`{column}`" for column in source.columns)
+    return f"`{source.name}`", source.kind, columns, on_the_hub(source), source.description
+
+
+def on_the_hub(source: Source) -> str:
+    """What is read from the hub, if it is not split "train" of the repository `source.name`."""
+    if source.generate is not None or source.local_only:
+        return "none"
+    unusual = {
+        "repository": source.hub,
+        "revision": source.revision,
+        "subset": source.subset,
+        "split": source.split if source.split != "train" else None,
+    }
+    return ", ".join(f"{word} `{value}`" for word, value in unusual.items() if value is not None)
 
 
 def test_the_documentation_contains_exactly_the_table() -> None:
@@ -17,7 +47,7 @@ def test_the_documentation_contains_exactly_the_table() -> None:
     )
     assert found is not None
     assert found[1] == markdown_table(), (
-        "print the table with python -m rlhf_pipeline.data.sources.docs_table"
+        "print the table with python tests/data/sources/test_docs_table.py"
     )
 
 
@@ -49,8 +79,9 @@ def test_a_line_contains_what_is_unusual_on_the_hub() -> None:
 
 
 def test_it_prints_the_table() -> None:
-    command = [sys.executable, "-m", "rlhf_pipeline.data.sources.docs_table"]
-    assert (
-        subprocess.run(command, capture_output=True, check=True, text=True).stdout
-        == markdown_table() + "\n"
-    )
+    printed = subprocess.run([sys.executable, __file__], capture_output=True, check=True, text=True)
+    assert printed.stdout == markdown_table() + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown_table())

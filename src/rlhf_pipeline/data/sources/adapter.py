@@ -207,20 +207,6 @@ def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Exam
     return Example(chosen[:-1], chosen[-1].content, rejected[-1].content)
 
 
-def rated(row: Row, chosen_rating: str, rejected_rating: str) -> Example:
-    """One comparison from the dialogues in columns `chosen` and `rejected`, and their ratings.
-
-    Raises:
-        MalformedRowError: see `compared`, `messages` and `number`.
-        SkippedRowError: both dialogues have the same rating.
-    """
-    if number(row, chosen_rating) == number(row, rejected_rating):
-        raise SkippedRowError("the two answers have the same score")
-    return compared(
-        *(messages(field(row, column, list), column) for column in ("chosen", "rejected"))
-    )
-
-
 def turns(dialogue: str, marker: re.Pattern[str]) -> tuple[str, tuple[Message, ...]]:
     """Split a dialogue in one string into the text before the first turn, and the turns.
 
