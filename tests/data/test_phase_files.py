@@ -183,7 +183,8 @@ class TestPhaseFile:
     def write(
         tmp_path, path: str, *batches: list[Row], config: SplitConfig | None = None
     ) -> tuple[PhaseFile, dict]:
-        file = PhaseFile.open(TABLE[path], tmp_path, duplicates_merged=3)
+        wanted = np.arange(100) % 10 == 0
+        file = PhaseFile.open(TABLE[path], tmp_path, wanted, duplicates_merged=3)
         start = 0
         for rows in batches:
             file.add(rows, np.arange(start, start + len(rows)) * 10, config or limits())

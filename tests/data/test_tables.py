@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from rlhf_pipeline.data.tables import TableWriter
+from rlhf_pipeline.data.record_files import ArrowWriter
 
 SCHEMA = pa.schema([("id", pa.string()), ("prompt_ids", pa.list_(pa.int32()))])
 
 
 def write(path, *batches: dict[str, list]) -> bytes:
-    writer = TableWriter(path, SCHEMA)
+    writer = ArrowWriter(path, SCHEMA)
     for batch in batches:
         writer.write(batch)
     writer.close()

@@ -14,8 +14,7 @@ from rlhf_pipeline.data.tokenization import (
     Rendered,
     Tokenized,
     encode,
-    limited_answer,
-    limited_prompt,
+    limited,
     newest_values,
     one_ahead,
     render,
@@ -245,9 +244,9 @@ class TestOneAhead:
 
 class TestLimits:
     def test_prompt_at_the_limit_passes_and_one_above_fails(self) -> None:
-        assert limited_prompt("own:7", [5, 6, 7], limits(prompt=3), None) == Limited([5, 6, 7])
+        assert limited("own:7", "prompt", [5, 6, 7], limits(prompt=3), None) == Limited([5, 6, 7])
         with pytest.raises(DataError) as error:
-            limited_prompt("own:7", [5, 6, 7], limits(prompt=2), None)
+            limited("own:7", "prompt", [5, 6, 7], limits(prompt=2), None)
         assert str(error.value) == (
             "own:7: the prompt has 3 tokens, more than split.max_prompt_tokens=2. "
             "Fix: raise split.max_prompt_tokens, or set split.over_long_prompts to 'drop' or "
@@ -255,11 +254,9 @@ class TestLimits:
         )
 
     def test_answer_at_the_limit_passes_and_one_above_fails(self) -> None:
-        assert limited_answer("own:7", "chosen", [5, 6, 1], limits(response=3)) == Limited(
-            [5, 6, 1]
-        )
+        assert limited("own:7", "chosen", [5, 6, 1], limits(response=3)) == Limited([5, 6, 1])
         with pytest.raises(DataError) as error:
-            limited_answer("own:7", "rejected", [5, 6, 1], limits(response=2))
+            limited("own:7", "rejected", [5, 6, 1], limits(response=2))
         assert str(error.value) == (
             "own:7: the rejected answer has 3 tokens, more than split.max_response_tokens=2. "
             "Fix: raise split.max_response_tokens, or set split.over_long_responses to 'drop' or "
@@ -269,31 +266,31 @@ class TestLimits:
     @pytest.mark.parametrize("over_long", ["drop", "truncate"])
     def test_texts_within_the_limit_are_unchanged(self, over_long: str) -> None:
         config = limits(2, 2, over_long_prompts=over_long, over_long_responses=over_long)
-        assert limited_prompt("own:7", [5, 6], config, 5) == Limited([5, 6])
-        assert limited_answer("own:7", "chosen", [6, 1], config) == Limited([6, 1])
+        assert limited("own:7", "prompt", [5, 6], config, 5) == Limited([5, 6])
+        assert limited("own:7", "chosen", [6, 1], config) == Limited([6, 1])
 
     def test_over_long_texts_are_dropped(self) -> None:
         config = limits(2, 2, over_long_prompts="drop", over_long_responses="drop")
         assert (
-            limited_prompt("own:7", [5, 6, 7], config, None).dropped
+            limited("own:7", "prompt", [5, 6, 7], config, None).dropped
             == "prompt over max_prompt_tokens=2"
         )
-        answer = limited_answer("own:7", "rejected", [5, 6, 1], config)
+        answer = limited("own:7", "rejected", [5, 6, 1], config)
         assert answer.dropped == "rejected answer over max_response_tokens=2"
         assert answer.cut is None
 
     def test_prompts_and_answers_have_separate_settings(self) -> None:
         config = limits(1, 1, over_long_prompts="drop")
-        assert limited_prompt("own:7", [5, 6], config, None).dropped
+        assert limited("own:7", "prompt", [5, 6], config, None).dropped
         with pytest.raises(DataError, match="over_long_responses"):
-            limited_answer("own:7", "chosen", [5, 6], config)
+            limited("own:7", "chosen", [5, 6], config)
 
     def test_a_cut_prompt_keeps_its_end_and_a_cut_answer_its_beginning(self) -> None:
         config = limits(2, 2, over_long_prompts="truncate", over_long_responses="truncate")
-        assert limited_prompt("own:7", [5, 6, 7, 8], config, None) == Limited(
+        assert limited("own:7", "prompt", [5, 6, 7, 8], config, None) == Limited(
             [7, 8], cut="prompts cut to max_prompt_tokens=2"
         )
-        assert limited_answer("own:7", "chosen", [5, 6, 7, 1], config) == Limited(
+        assert limited("own:7", "chosen", [5, 6, 7, 1], config) == Limited(
             [5, 6], cut="chosen answers cut to max_response_tokens=2, which lost their EOS"
         )
 
@@ -311,7 +308,8 @@ class TestLimits:
     )
     def test_bos_stays(self, ids: list[int], limit: int, kept: list[int]) -> None:
         assert (
-            limited_prompt("own:7", ids, limits(limit, over_long_prompts="truncate"), 9).ids == kept
+            limited("own:7", "prompt", ids, limits(limit, over_long_prompts="truncate"), 9).ids
+            == kept
         )
 
     def test_newest_chooses_values_by_their_tokens(self) -> None:
@@ -324,6 +322,6 @@ class TestLimits:
 # more (" ~" is no merge either) and <|end|> another: n + 2.
 def test_eos_counts_as_a_token(tokenizer) -> None:
     (one,) = tokens(tokenizer, ("Why?", "~" * 8, None))
-    assert limited_answer(one.id, "chosen", one.chosen, limits(response=10)).ids == one.chosen
+    assert limited(one.id, "chosen", one.chosen, limits(response=10)).ids == one.chosen
     with pytest.raises(DataError, match="the chosen answer has 10 tokens"):
-        limited_answer(one.id, "chosen", one.chosen, limits(response=9))
+        limited(one.id, "chosen", one.chosen, limits(response=9))

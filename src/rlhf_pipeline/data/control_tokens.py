@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from rlhf_pipeline.data.record_files import example_batch
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.row_counts import RowCounts
 
@@ -37,34 +37,15 @@ class ControlTokenFilter:
 
     def usable_rows(self, source: int, examples: pa.Table) -> np.ndarray:
         """The examples without a control token, as (N,) bool; raises like `accepts`."""
-        batches = (self._usable_rows_of_batch(source, batch) for batch in examples.to_batches())
-        return np.concatenate([np.empty(0, bool), *batches])
-
-    def _usable_rows_of_batch(self, source: int, batch: pa.RecordBatch) -> np.ndarray:
-        contents = batch.column("prompt").flatten().field("content")
-        row_of_content = np.repeat(np.arange(len(batch)), batch.column("prompt").value_lengths())
-        suspect = np.union1d(
-            row_of_content[self._contains_control_token(contents)],
-            np.flatnonzero(
-                self._contains_control_token(batch.column("chosen"))
-                | self._contains_control_token(batch.column("rejected"))
-            ),
-        )
-        usable = np.ones(len(batch), bool)
-        for row, example in zip(suspect, batch.take(pa.array(suspect)).to_pylist(), strict=True):
-            texts = [
-                *(message["content"] for message in example["prompt"]),
-                example["chosen"],
-                example["rejected"],
-            ]
-            usable[row] = self.accepts(
-                source, example["id"], [text for text in texts if text is not None]
-            )
-        return usable
-
-    def _contains_control_token(self, texts: pa.Array) -> np.ndarray:
-        found = pc.match_substring_regex(texts, self._pattern.pattern)
-        return found.fill_null(False).to_numpy(zero_copy_only=False)
+        usable = []
+        for batch in map(example_batch, examples.to_batches()):
+            for name, prompt, *answers in zip(
+                batch.ids, batch.prompts, batch.chosen, batch.rejected, strict=True
+            ):
+                texts = [message["content"] for message in prompt]
+                texts += [answer for answer in answers if answer is not None]
+                usable.append(self.accepts(source, name, texts))
+        return np.array(usable, bool)
 
     def accepts(self, source: int, place: str, texts: Sequence[str]) -> bool:
         """Whether the texts of a record contain no control token.

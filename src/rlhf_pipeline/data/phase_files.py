@@ -12,16 +12,10 @@ import numpy as np
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.parts import Part
+from rlhf_pipeline.data.record_files import ArrowWriter
 from rlhf_pipeline.data.records import Conversation
-from rlhf_pipeline.data.tables import Table, TableWriter
-from rlhf_pipeline.data.tokenization import (
-    Answer,
-    Limited,
-    Tokenized,
-    limited_answer,
-    limited_prompt,
-    newest_values,
-)
+from rlhf_pipeline.data.tables import Table
+from rlhf_pipeline.data.tokenization import Answer, Limited, Tokenized, limited, newest_values
 from rlhf_pipeline.errors import DataError
 
 
@@ -30,7 +24,9 @@ class PhaseFile:
     """One file being written."""
 
     table: Table
-    writer: TableWriter
+    writer: ArrowWriter
+    wanted: np.ndarray
+    """(N,) bool: the rows of the blend that belong to the file."""
     duplicates_merged: int
     """Rows left out because the file already contains their prompt."""
     rows: int = 0
@@ -44,16 +40,23 @@ class PhaseFile:
     """Positions in the blend of the rows that were written."""
 
     @classmethod
-    def open(cls, table: Table, output: Path, duplicates_merged: int) -> PhaseFile:
+    def open(
+        cls, table: Table, output: Path, wanted: np.ndarray, duplicates_merged: int
+    ) -> PhaseFile:
         """Create the file of a table in `output`."""
-        return cls(table, TableWriter(output / table.path, table.schema), duplicates_merged)
+        writer = ArrowWriter(output / table.path, table.schema)
+        return cls(table, writer, wanted, duplicates_merged)
 
     def add(self, rows: list[Row], numbers: np.ndarray, config: SplitConfig) -> None:
-        """Append the rows that fit the limits; `numbers` are their positions in the blend."""
-        self.candidates += len(rows)
+        """Append the rows that belong to the file and fit the limits.
+
+        `numbers` are the positions of the rows in the blend.
+        """
         kept: list[int] = []
-        columns: dict[str, list[Any]] = {name: [] for name in self.table.columns}
-        for index, row in enumerate(rows):
+        columns: dict[str, list[Any]] = {name: [] for name in self.table.schema.names}
+        for index in np.flatnonzero(self.wanted[numbers]).tolist():
+            row = rows[index]
+            self.candidates += 1
             prompt = row.dialogue if self.table.phase == "sft" else row.prompt
             parts = [prompt, *(row.answers[answer] for answer in self.table.answers)]
             if reason := next((part.dropped for part in parts if part.dropped), None):
@@ -61,8 +64,9 @@ class PhaseFile:
                 continue
             self.cut.update(part.cut for part in parts if part.cut)
             kept.append(index)
-            for name, value in self._values(row, config).items():
-                columns[name].append(value)
+            values = self._values(row, config)
+            for name, column in columns.items():
+                column.append(values[name])
         if kept:
             self.writer.write(columns)
             self.rows += len(kept)
@@ -92,21 +96,16 @@ class PhaseFile:
         }
 
     def _values(self, row: Row, config: SplitConfig) -> dict[str, Any]:
-        named = {"id": row.id}
-        prompted = named | {"prompt_ids": row.prompt.ids}
-        match self.table.phase:
-            case "sft":
-                return named | demonstration(row, config)
-            case "reward_model":
-                return prompted | {
-                    f"{answer}_ids": row.answers[answer].ids for answer in self.table.answers
-                }
-            case "ppo" | None:
-                return prompted | {
-                    "source": row.source,
-                    "messages": row.messages,
-                    "reference": row.reference,
-                }
+        """Column -> value, for the columns of this file and others."""
+        values = {
+            "id": row.id,
+            "prompt_ids": row.prompt.ids,
+            "source": row.source,
+            "messages": row.messages,
+            "reference": row.reference,
+            **{f"{answer}_ids": text.ids for answer, text in row.answers.items()},
+        }
+        return values | demonstration(row, config) if self.table.phase == "sft" else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +142,22 @@ class RowMaker:
         reference: str | None = None,
     ) -> Row:
         """The example as a row; raises DataError if it is too long and `over_long_*` is "error"."""
-        prompt = self._keep_apart(
-            limited_prompt(tokens.id, tokens.prompt, self._config, self._bos_id), part
-        )
-        wanted: dict[Answer, list[int] | None] = {
+        config, bos_id = self._config, self._bos_id
+        prompt = self._keep_apart(limited(tokens.id, "prompt", tokens.prompt, config, bos_id), part)
+        given: dict[Answer, list[int] | None] = {
             "chosen": tokens.chosen,
             "rejected": tokens.rejected,
         }
         answers = {
-            answer: limited_answer(tokens.id, answer, ids, self._config)
-            for answer, ids in wanted.items()
+            answer: limited(tokens.id, answer, ids, config)
+            for answer, ids in given.items()
             if ids is not None
         }
         dialogue, spoken = prompt, [False] * len(prompt.ids)
         if tokens.turns is not None and not prompt.dropped:
             ids, by_assistant = tokens.turns
-            dialogue = limited_prompt(tokens.id, ids, self._config, self._bos_id)
-            spoken = newest_values(ids, by_assistant, len(dialogue.ids), self._bos_id)
+            dialogue = limited(tokens.id, "prompt", ids, config, bos_id)
+            spoken = newest_values(ids, by_assistant, len(dialogue.ids), bos_id)
         return Row(tokens.id, source, messages, prompt, answers, dialogue, spoken, reference)
 
     def _keep_apart(self, prompt: Limited, part: Part) -> Limited:

@@ -5,7 +5,7 @@ Source: Ouyang et al. 2022, equation 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.data.control_tokens import ControlTokenFilter
-from rlhf_pipeline.data.record_files import texts
-from rlhf_pipeline.data.tables import PRETRAINING, TableWriter
+from rlhf_pipeline.data.record_files import ArrowWriter, texts
+from rlhf_pipeline.data.tables import PRETRAINING
 from rlhf_pipeline.data.tokenization import encode, one_ahead
 from rlhf_pipeline.errors import DataError
 
@@ -44,7 +44,7 @@ def pack(
     """
     documents, tokens, blocks = 0, 0, 0
     rest = np.empty(0, np.int32)
-    writer = TableWriter(output / PRETRAINING, _SCHEMA)
+    writer = ArrowWriter(output / PRETRAINING, _SCHEMA)
     batches = (
         [
             text
@@ -56,9 +56,9 @@ def pack(
     )
     for batch, ids in one_ahead(batches, lambda batch: encode(batch, tokenizer)):
         documents += len(batch)
-        joined = np.fromiter(_with_ends(ids, int(tokenizer.eos_token_id)), np.int32)
+        joined = [token for document in ids for token in (*document, tokenizer.eos_token_id)]
         tokens += len(joined)
-        rest = np.concatenate([rest, joined])
+        rest = np.concatenate([rest, np.array(joined, np.int32)])
         full = len(rest) // block_tokens
         if full:
             writer.write(
@@ -79,9 +79,3 @@ def pack(
         "blocks": blocks,
         "tokens_left_out": len(rest),
     }
-
-
-def _with_ends(documents: list[list[int]], eos_id: int) -> Iterator[int]:
-    for document in documents:
-        yield from document
-        yield eos_id

@@ -5,7 +5,7 @@ Examples and texts have a file each. A source contains one kind; the file of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -47,12 +47,31 @@ class ExampleBatch:
     reference: list[str | None]
 
 
+class ArrowWriter:
+    """Writes an Arrow IPC stream in batches. The same batches give the same bytes."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._schema = schema
+        self._file = pa.OSFile(str(path), "wb")
+        self._stream = pa.ipc.new_stream(self._file, schema)
+
+    def write(self, columns: Mapping[str, Any]) -> None:
+        """Append a batch by columns: lists or Arrow arrays."""
+        self._stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=self._schema))
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._stream.close()
+        self._file.close()
+
+
 class RecordsWriter:
     """Context manager that writes records to a folder in batches."""
 
     def __init__(self, folder: Path) -> None:
-        self._examples = _Stream(folder / "examples.arrow", _EXAMPLES, _example_columns)
-        self._texts = _Stream(folder / "texts.arrow", _TEXTS, _text_columns)
+        self._examples = _RowsWriter(folder / "examples.arrow", _EXAMPLES, _example_columns)
+        self._texts = _RowsWriter(folder / "texts.arrow", _TEXTS, _text_columns)
 
     def __enter__(self) -> RecordsWriter:
         return self
@@ -72,11 +91,12 @@ class RecordsWriter:
         self._texts.close()
 
 
-class _Stream:
-    def __init__(self, path: Path, schema: pa.Schema, columns: Any) -> None:
-        self._schema, self._columns = schema, columns
-        self._file = pa.OSFile(str(path), "wb")
-        self._writer = pa.ipc.new_stream(self._file, schema)
+class _RowsWriter(ArrowWriter):
+    def __init__(
+        self, path: Path, schema: pa.Schema, columns: Callable[[list[Any]], dict[str, Any]]
+    ) -> None:
+        super().__init__(path, schema)
+        self._columns = columns
         self._rows: list[tuple[str, Any]] = []
         self._characters = 0
 
@@ -88,19 +108,17 @@ class _Stream:
 
     def close(self) -> None:
         self._flush()
-        self._writer.close()
-        self._file.close()
+        super().close()
 
     def _flush(self) -> None:
         if self._rows:
-            self._writer.write_batch(
-                pa.record_batch(self._columns(self._rows), schema=self._schema)
-            )
+            self.write(self._columns(self._rows))
             self._rows, self._characters = [], 0
 
 
-def _example_columns(rows: list[tuple[str, Example]]) -> list[pa.Array]:
-    prompts = [example.prompt for _, example in rows]
+def _example_columns(rows: list[tuple[str, Example]]) -> dict[str, Any]:
+    places, examples = zip(*rows, strict=True)
+    prompts = [example.prompt for example in examples]
     # Flat lists build the nested column twenty times faster than a list of dicts.
     messages = pa.StructArray.from_arrays(
         [
@@ -110,36 +128,24 @@ def _example_columns(rows: list[tuple[str, Example]]) -> list[pa.Array]:
         fields=list(MESSAGE),
     )
     offsets = np.cumsum([0, *(len(prompt) for prompt in prompts)], dtype=np.int32)
-    normalized = [normalized_prompt(prompt) for prompt in prompts]
-    return [
-        pa.array([place for place, _ in rows]),
-        pa.ListArray.from_arrays(offsets, messages),
-        pa.array([example.chosen for _, example in rows], pa.string()),
-        pa.array([example.rejected for _, example in rows], pa.string()),
-        pa.array([example.reference for _, example in rows], pa.string()),
-        pa.array([key(prompt) for prompt in normalized], _KEY),
-        pa.array(
-            [
-                _example_key(*pair)
-                for pair in zip(normalized, (row[1] for row in rows), strict=True)
-            ],
-            _KEY,
-        ),
-    ]
+    answers = [(example.chosen, example.rejected) for example in examples]
+    identities = [normalized_prompt(prompt) for prompt in prompts]
+    return {
+        "id": places,
+        "prompt": pa.ListArray.from_arrays(offsets, messages),
+        "chosen": [chosen for chosen, _ in answers],
+        "rejected": [rejected for _, rejected in answers],
+        "reference": [example.reference for example in examples],
+        "prompt_key": [key(identity) for identity in identities],
+        "example_key": [
+            key(identity, *((answer or "").strip() for answer in pair))
+            for identity, pair in zip(identities, answers, strict=True)
+        ],
+    }
 
 
-def _example_key(prompt: str, example: Example) -> bytes:
-    return key(
-        prompt,
-        *(
-            "" if answer is None else answer.strip()
-            for answer in (example.chosen, example.rejected)
-        ),
-    )
-
-
-def _text_columns(rows: list[tuple[str, Text]]) -> list[pa.Array]:
-    return [pa.array([place for place, _ in rows]), pa.array([text.text for _, text in rows])]
+def _text_columns(rows: list[tuple[str, Text]]) -> dict[str, Any]:
+    return {"id": [place for place, _ in rows], "text": [text.text for _, text in rows]}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -158,11 +164,8 @@ def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
 
 def keys(table: pa.Table, column: str) -> np.ndarray:
     """A column of keys as (N, 16) uint8."""
-    parts = [
-        np.frombuffer(chunk.buffers()[1], np.uint8).reshape(-1, 16)
-        for chunk in table.column(column).chunks
-    ]
-    return np.concatenate(parts) if parts else np.empty((0, 16), np.uint8)
+    chunks = (chunk.buffers()[1] for chunk in table.column(column).chunks)
+    return np.frombuffer(b"".join(chunks), np.uint8).reshape(-1, 16)
 
 
 def serves(table: pa.Table) -> np.ndarray:
@@ -172,14 +175,8 @@ def serves(table: pa.Table) -> np.ndarray:
     """
     has_chosen = table.column("chosen").is_valid().to_numpy()
     has_rejected = table.column("rejected").is_valid().to_numpy()
-    comparison, demonstration, prompt = (
-        phase_bits(PHASES),
-        phase_bits(("sft",)),
-        phase_bits(("ppo",)),
-    )
-    return np.where(has_rejected, comparison, np.where(has_chosen, demonstration, prompt)).astype(
-        np.uint8
-    )
+    demonstration_or_prompt = np.where(has_chosen, phase_bits(["sft"]), phase_bits(["ppo"]))
+    return np.where(has_rejected, phase_bits(PHASES), demonstration_or_prompt).astype(np.uint8)
 
 
 def phase_bits(phases: Iterable[Phase]) -> int:

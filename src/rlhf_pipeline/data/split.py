@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
@@ -19,8 +21,7 @@ from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.parts import PARTS
 from rlhf_pipeline.data.phase_files import PhaseFile, Row, RowMaker
 from rlhf_pipeline.data.pretraining import pack
-from rlhf_pipeline.data.record_files import examples
-from rlhf_pipeline.data.row_batches import Batch, needed_batches
+from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
 from rlhf_pipeline.data.split_statistics import Lengths, build_report, headline
@@ -89,18 +90,13 @@ def split_sources(
     control_tokens = ControlTokenFilter(tokenizer, labels, counts, config.max_bad_fraction)
     usable = [control_tokens.usable_rows(index, table) for index, table in enumerate(tables)]
     plan = blend(config, tables, usable, seed)
-    chosen = {table.path: plan.rows(table) for table in TABLES}
-    files = {table.path: PhaseFile.open(table, output, chosen[table.path][1]) for table in TABLES}
-    batches = needed_batches(
-        config, tables, plan, {path: rows for path, (rows, _) in chosen.items()}
-    )
+    files = {table.path: PhaseFile.open(table, output, *plan.rows(table)) for table in TABLES}
+    batches = _needed_batches(config, tables, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths = Lengths()
     for batch, tokenized, rows in _make_rows(config, tokenizer, batches, plan.parts):
-        for path, mask in batch.chosen.items():
-            files[path].add(
-                [rows[index] for index in np.flatnonzero(mask)], batch.numbers[mask], config
-            )
+        for file in files.values():
+            file.add(rows, batch.numbers, config)
         lengths.add(tokenized)
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
@@ -113,12 +109,58 @@ def split_sources(
     return report
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Rows of one source that a file needs."""
+
+    source: int
+    numbers: np.ndarray
+    """Positions of the rows in the blend."""
+    examples: ExampleBatch
+    """Answers that no file needs are None."""
+    turns: list[bool] | None
+    """The rows whose earlier assistant turns SFT learns; None: none."""
+
+
+def _needed_batches(
+    config: SplitConfig, tables: Sequence[pa.Table], files: Sequence[PhaseFile]
+) -> Iterator[_Batch]:
+    """Yield the rows that a file needs, in the order of the sources."""
+    needed = _wanted(files)
+    chosen = _wanted(file for file in files if "chosen" in file.table.answers)
+    rejected = _wanted(file for file in files if "rejected" in file.table.answers)
+    sft = _wanted(file for file in files if file.table.phase == "sft")
+    start = 0
+    for source, table in enumerate(tables):
+        for records in table.to_batches():
+            numbers = start + np.flatnonzero(needed[start : start + len(records)])
+            batch = example_batch(records.take(pa.array(numbers - start)))
+            start += len(records)
+            if len(numbers):
+                batch = replace(
+                    batch,
+                    chosen=_only(batch.chosen, chosen[numbers]),
+                    rejected=_only(batch.rejected, rejected[numbers]),
+                )
+                turns = sft[numbers].tolist() if config.sft_loss == "assistant" else None
+                yield _Batch(source, numbers, batch, turns)
+
+
+def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:
+    """(N,) bool: the rows that belong to one of the files."""
+    return np.logical_or.reduce([file.wanted for file in files])
+
+
+def _only(answers: list[str | None], wanted: np.ndarray) -> list[str | None]:
+    return [answer if want else None for answer, want in zip(answers, wanted, strict=True)]
+
+
 def _make_rows(
     config: SplitConfig,
     tokenizer: PreTrainedTokenizerBase,
-    batches: Iterable[Batch],
+    batches: Iterable[_Batch],
     parts: np.ndarray,
-) -> Iterator[tuple[Batch, list[Tokenized], list[Row]]]:
+) -> Iterator[tuple[_Batch, list[Tokenized], list[Row]]]:
     """Yield each batch, tokenized and as rows; the next batch is tokenized meanwhile."""
     maker = RowMaker(config, tokenizer.bos_token_id)
     rendered = ((batch, render(batch.examples, tokenizer, turns=batch.turns)) for batch in batches)

@@ -1,4 +1,4 @@
-"""The prepared files: their rows, their columns, and their writer.
+"""The prepared files: their rows and their columns.
 
 The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps without a copy.
 """
@@ -6,8 +6,6 @@ The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -18,6 +16,11 @@ from rlhf_pipeline.data.tokenization import Answer
 
 _IDS = pa.list_(pa.int32())
 _PROMPT = {"id": pa.string(), "prompt_ids": _IDS}
+_DEMONSTRATION = pa.schema(_PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())})
+_COMPARISON = pa.schema(_PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS})
+_REWARDED = pa.schema(
+    _PROMPT | {"source": pa.string(), "messages": pa.list_(MESSAGE), "reference": pa.string()}
+)
 
 
 @dataclass(frozen=True)
@@ -26,71 +29,26 @@ class Table:
 
     path: str
     """Relative to the folder of all prepared files."""
-
     part: Part
     """The part whose prompts it contains."""
-
     phase: Phase | None
     """The file contains only rows that this phase can use; None: all rows."""
-
     answers: tuple[Answer, ...]
     """The answers that its rows need. Without answers, it contains each distinct prompt once."""
-
-    columns: dict[str, pa.DataType]
-    """Names and types."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The columns as an Arrow schema."""
-        return pa.schema(list(self.columns.items()))
+    schema: pa.Schema
 
 
-_DEMONSTRATION = _PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())}
-_COMPARISON = _PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS}
-_REWARDED = _PROMPT | {
-    "source": pa.string(),
-    "messages": pa.list_(MESSAGE),
-    "reference": pa.string(),
-}
+def _of_phase(phase: Phase, answers: tuple[Answer, ...], schema: pa.Schema) -> tuple[Table, Table]:
+    return (
+        Table(f"{phase}/train.arrow", phase, phase, answers, schema),
+        Table(f"{phase}/validation.arrow", "validation", phase, answers, schema),
+    )
+
 
 TABLES = (
-    Table("sft/train.arrow", "sft", "sft", ("chosen",), _DEMONSTRATION),
-    Table("sft/validation.arrow", "validation", "sft", ("chosen",), _DEMONSTRATION),
-    Table(
-        "reward_model/train.arrow",
-        "reward_model",
-        "reward_model",
-        ("chosen", "rejected"),
-        _COMPARISON,
-    ),
-    Table(
-        "reward_model/validation.arrow",
-        "validation",
-        "reward_model",
-        ("chosen", "rejected"),
-        _COMPARISON,
-    ),
-    Table("ppo/train.arrow", "ppo", "ppo", (), _REWARDED),
-    Table("ppo/validation.arrow", "validation", "ppo", (), _REWARDED),
+    *_of_phase("sft", ("chosen",), _DEMONSTRATION),
+    *_of_phase("reward_model", ("chosen", "rejected"), _COMPARISON),
+    *_of_phase("ppo", (), _REWARDED),
     Table("evaluation/test.arrow", "test", None, (), _REWARDED),
 )
 PRETRAINING = "pretraining/train.arrow"
-
-
-class TableWriter:
-    """Writes rows to a file in batches. The same batches give the same bytes."""
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._schema = schema
-        self._file = pa.OSFile(str(path), "wb")
-        self._stream = pa.ipc.new_stream(self._file, schema)
-
-    def write(self, columns: dict[str, list[Any]]) -> None:
-        """Append a batch by columns."""
-        self._stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=self._schema))
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._stream.close()
-        self._file.close()

@@ -43,7 +43,38 @@ def render_prompts(
     Raises:
         ArtifactError: the tokenizer has no chat template, or its template rejects a dialogue.
     """
-    return _apply_template(tokenizer, ids, prompts, add_generation_prompt=True)
+    return render_dialogues(tokenizer, ids, prompts, add_generation_prompt=True)
+
+
+def render_dialogues(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[str],
+    dialogues: Sequence[Conversation],
+    *,
+    add_generation_prompt: bool = False,
+) -> list[str]:
+    """Render whole dialogues, including the last answer; raises like `render_prompts`."""
+    if not tokenizer.chat_template:
+        raise ArtifactError(
+            "the tokenizer has no chat template. Fix: set its `chat_template`, for example to "
+            "HUMAN_ASSISTANT_TEMPLATE."
+        )
+    if not dialogues:
+        return []
+    try:
+        return tokenizer.apply_chat_template(
+            list(dialogues), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except TemplateError as error:
+        if len(dialogues) > 1:  # find the first one that fails
+            for name, dialogue in zip(ids, dialogues, strict=True):
+                render_dialogues(
+                    tokenizer, [name], [dialogue], add_generation_prompt=add_generation_prompt
+                )
+        roles = ", ".join(message["role"] for message in dialogues[0])
+        raise ArtifactError(
+            f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}"
+        ) from error
 
 
 def render_responses(
@@ -75,7 +106,7 @@ def render_responses(
     for name, start, dialogue in zip(
         ids,
         prompt_texts,
-        _apply_template(tokenizer, ids, dialogues, add_generation_prompt=False),
+        render_dialogues(tokenizer, ids, dialogues),
         strict=True,
     ):
         if not dialogue.startswith(start):
@@ -87,13 +118,6 @@ def render_responses(
         answer, found, _ = dialogue[len(start) :].rpartition(eos)
         texts.append(answer + eos if found else dialogue[len(start) :] + eos)
     return texts
-
-
-def render_dialogues(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[str], dialogues: Sequence[Conversation]
-) -> list[str]:
-    """Render whole dialogues, including the last answer; raises like `render_prompts`."""
-    return _apply_template(tokenizer, ids, dialogues, add_generation_prompt=False)
 
 
 def render_turns(
@@ -128,33 +152,3 @@ def render_turns(
 def plain_text(messages: Conversation) -> str:
     """Render messages by HUMAN_ASSISTANT_TEMPLATE without special tokens, to train a tokenizer."""
     return _PLAIN.render(messages=messages, eos_token="")
-
-
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    ids: Sequence[str],
-    conversations: Sequence[Conversation],
-    *,
-    add_generation_prompt: bool,
-) -> list[str]:
-    if not tokenizer.chat_template:
-        raise ArtifactError(
-            "the tokenizer has no chat template. Fix: set its `chat_template`, for example to "
-            "HUMAN_ASSISTANT_TEMPLATE."
-        )
-    if not conversations:
-        return []
-    try:
-        return tokenizer.apply_chat_template(
-            list(conversations), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
-        if len(conversations) > 1:  # find the first one that fails
-            for name, conversation in zip(ids, conversations, strict=True):
-                _apply_template(
-                    tokenizer, [name], [conversation], add_generation_prompt=add_generation_prompt
-                )
-        roles = ", ".join(message["role"] for message in conversations[0])
-        raise ArtifactError(
-            f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}"
-        ) from error

@@ -119,7 +119,12 @@ def tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Tok
         for answer in [*answers, *(piece for piece, own in earlier or () if own)]:
             if answer is not None:
                 _check_end(name, answer, tokenizer)
-    turns = [_join_pieces(row) if row is not None else None for row in pieces]
+    turns = [
+        None
+        if row is None
+        else ([one for ids, _ in row for one in ids], [own for ids, own in row for _ in ids])
+        for row in pieces
+    ]
     return [
         Tokenized(*fields)
         for fields in zip(rendered.ids, prompts, chosen, rejected, turns, strict=True)
@@ -153,38 +158,35 @@ def one_ahead(items: Iterable[A], function: Callable[[A], B]) -> Iterator[tuple[
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def limited_prompt(name: str, ids: list[int], config: SplitConfig, bos_id: int | None) -> Limited:
-    """Limit a prompt to `config.max_prompt_tokens`; a cut keeps BOS and the newest tokens.
+def limited(
+    name: str,
+    text: Literal["prompt"] | Answer,
+    ids: list[int],
+    config: SplitConfig,
+    bos_id: int | None = None,
+) -> Limited:
+    """Apply the limit of prompts or responses.
+
+    A cut prompt keeps BOS and the newest tokens; a cut answer keeps its beginning, without EOS.
 
     Raises:
-        DataError: the prompt is longer, and `config.over_long_prompts` is "error".
+        DataError: the text is longer, and `over_long_*` is "error".
     """
-    limit = config.max_prompt_tokens
+    kind, what = ("prompt", "prompt") if text == "prompt" else ("response", f"{text} answer")
+    key, setting = f"max_{kind}_tokens", f"over_long_{kind}s"
+    limit, action = getattr(config, key), getattr(config, setting)
     if len(ids) <= limit:
         return Limited(ids)
-    if config.over_long_prompts == "truncate":
-        return Limited(
-            newest_values(ids, ids, limit, bos_id), cut=f"prompts cut to max_prompt_tokens={limit}"
-        )
-    return _handle_over_long(name, "prompt", ids, "max_prompt_tokens", "over_long_prompts", config)
-
-
-def limited_answer(name: str, answer: Answer, ids: list[int], config: SplitConfig) -> Limited:
-    """Limit an answer to `config.max_response_tokens`; a cut keeps the beginning, without EOS.
-
-    Raises:
-        DataError: the answer is longer, and `config.over_long_responses` is "error".
-    """
-    limit = config.max_response_tokens
-    if len(ids) <= limit:
-        return Limited(ids)
-    if config.over_long_responses == "truncate":
-        return Limited(
-            ids[:limit],
-            cut=f"{answer} answers cut to max_response_tokens={limit}, which lost their EOS",
-        )
-    return _handle_over_long(
-        name, f"{answer} answer", ids, "max_response_tokens", "over_long_responses", config
+    if action == "drop":
+        return Limited(ids, dropped=f"{what} over {key}={limit}")
+    if action == "truncate":
+        cut = f"{what}s cut to {key}={limit}"
+        if text == "prompt":
+            return Limited(newest_values(ids, ids, limit, bos_id), cut=cut)
+        return Limited(ids[:limit], cut=f"{cut}, which lost their EOS")
+    raise DataError(
+        f"{name}: the {what} has {len(ids)} tokens, more than split.{key}={limit}. Fix: raise "
+        f"split.{key}, or set split.{setting} to 'drop' or 'truncate'."
     )
 
 
@@ -197,22 +199,6 @@ def newest_values(ids: list[int], values: list[A], limit: int, bos_id: int | Non
         return values
     leading = 1 if ids[0] == bos_id and limit > 1 else 0
     return values[:leading] + values[len(values) - limit + leading :]
-
-
-def _handle_over_long(
-    name: str, what: str, ids: list[int], key: str, setting: str, config: SplitConfig
-) -> Limited:
-    limit = getattr(config, key)
-    if getattr(config, setting) == "drop":
-        return Limited(ids, dropped=f"{what} over {key}={limit}")
-    raise DataError(
-        f"{name}: the {what} has {len(ids)} tokens, more than split.{key}={limit}. Fix: raise "
-        f"split.{key}, or set split.{setting} to 'drop' or 'truncate'."
-    )
-
-
-def _join_pieces(pieces: list[tuple[list[int], bool]]) -> tuple[list[int], list[bool]]:
-    return [one for ids, _ in pieces for one in ids], [own for ids, own in pieces for _ in ids]
 
 
 def _check_end(name: str, response_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
