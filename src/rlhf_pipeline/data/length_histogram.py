@@ -1,12 +1,13 @@
-"""Histogram of lengths in tokens, with their limit."""
+"""Percentiles of lengths in tokens, and their histogram with the limit."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,14 +18,24 @@ _BARS = 48
 _COLORS = {"within": "#4477aa", "over": "#ee7733"}  # safe for colour blindness
 
 
-def draw(axes: Axes, name: str, counts: dict[int, int], limit: int) -> None:
+def summary(counts: Mapping[int, int]) -> dict[str, int]:
+    """Total, maximum and percentiles of lengths; `counts` maps a length to its number of texts.
+
+    Percentiles are nearest rank: the smallest length that at least p percent do not exceed.
+    """
+    ordered = sorted(counts.items())
+    ranks = np.cumsum([rows for _, rows in ordered])
+    described = {"total": sum(length * rows for length, rows in ordered), "max": ordered[-1][0]}
+    for percent in (50, 90, 99):
+        rank = -(-int(ranks[-1]) * percent // 100)
+        described[f"p{percent}"] = ordered[int(np.searchsorted(ranks, rank))][0]
+    return described
+
+
+def draw(axes: Axes, name: str, counts: Mapping[int, int], limit: int) -> None:
     """Draw the distribution of lengths, and how many exceed the limit.
 
-    Args:
-        axes: the axes to draw on.
-        name: kind of the texts, in the singular.
-        counts: length in tokens -> number of texts.
-        limit: the longest allowed length.
+    `name` is the kind of the texts, in the singular.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -75,15 +86,13 @@ def draw(axes: Axes, name: str, counts: dict[int, int], limit: int) -> None:
     )
 
 
-def histogram(counts: dict[int, int], limit: int) -> tuple[int, dict[int, int]]:
+def histogram(counts: Mapping[int, int], limit: int) -> tuple[int, dict[int, int]]:
     """Count lengths in bars of equal width; return (width, first length of a bar -> number).
 
     No bar contains lengths on both sides of the limit. The bars cover 99% of the lengths, and the
     limit if it is near or exceeded; one more bar contains the rest of the tail.
     """
-    end = next(
-        length for length, below in _cumulated(counts) if below >= 0.99 * sum(counts.values())
-    )
+    end = summary(counts)["p99"]
     if max(counts) > limit or limit <= 3 * end:
         end = max(end, limit)
     width = ceil(end / _BARS)
@@ -97,9 +106,3 @@ def histogram(counts: dict[int, int], limit: int) -> tuple[int, dict[int, int]]:
 def _first(length: int, width: int, limit: int) -> int:
     """The first length of the bar that contains `length`."""
     return limit + 1 + (length - limit - 1) // width * width
-
-
-def _cumulated(counts: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield each length with the number of texts of at most that length."""
-    lengths = sorted(counts)
-    return zip(lengths, accumulate(counts[length] for length in lengths), strict=True)

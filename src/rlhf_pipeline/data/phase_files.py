@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.data.length_histogram import summary
 from rlhf_pipeline.data.parts import Part
 from rlhf_pipeline.data.record_files import ArrowWriter
 from rlhf_pipeline.data.records import Conversation
@@ -190,17 +191,3 @@ def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
     learned = [False, *learned[1:], *([True] * len(response))]
     ids, start = prompt + response, learned.index(True)
     return {"prompt_ids": ids[:start], "response_ids": ids[start:], "loss_mask": learned[start:]}
-
-
-def summary(lengths: Counter[int]) -> dict[str, int]:
-    """Total, maximum and percentiles of lengths.
-
-    Percentiles are nearest rank: the smallest length that at least p percent do not exceed.
-    """
-    ordered = sorted(lengths.items())
-    ranks = np.cumsum([rows for _, rows in ordered])
-    described = {"total": sum(length * rows for length, rows in ordered), "max": ordered[-1][0]}
-    for percent in (50, 90, 99):
-        rank = -(-int(ranks[-1]) * percent // 100)
-        described[f"p{percent}"] = ordered[int(np.searchsorted(ranks, rank))][0]
-    return described

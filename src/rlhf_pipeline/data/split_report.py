@@ -6,7 +6,7 @@ The report is a dict of JSON types, stored as `report.json`:
                       duplicates_merged; parts -> rows
     distinct_prompts  part -> number
     files             path -> rows; duplicates_merged; dropped and truncated by reason;
-                      tokens: column -> total, max, p50, p90, p99
+                      tokens: column -> total, max, p50, p90, p99; in the order of the phases
     overlap           "test and validation" -> number of prompts in both
     lengths           "prompt" and "response" -> limit; counts: length in tokens, before the
                       limit -> number
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ FIGURE = "lengths.png"
 """File name of the figure, in the folder of the page."""
 
 _PARTS = (*PHASES, "validation", "test")
-_FOLDERS = (*PHASES, "evaluation", "pretraining")
 
 _LEARNED = {
     "response": "the tokens of the final response",
@@ -100,7 +100,9 @@ def _parts_section(report: dict[str, Any]) -> Iterator[str]:
         f"The weights {weights} divide all prompts outside validation and test. Shares differ from "
         "the requested ones if some prompts cannot serve every phase.\n"
     )
-    yield _overlap_line(report["overlap"])
+    yield (
+        f"No prompt is in two parts: all {len(report['overlap'])} pairs of parts were compared.\n"
+    )
     yield "Rows of each source and part:\n"
     yield from _table_with_sums(
         ("source", *_PARTS),
@@ -121,15 +123,8 @@ def _requested_shares(settings: dict[str, Any]) -> dict[str, float]:
     } | held_out
 
 
-def _overlap_line(overlap: dict[str, int]) -> str:
-    shared = [f"{pair} share {count:,}" for pair, count in overlap.items() if count]
-    if shared:
-        return f"**Some prompts are in two parts:** {'; '.join(shared)}.\n"
-    return f"No prompt is in two parts: all {len(overlap)} pairs of parts were compared.\n"
-
-
 def _files_section(report: dict[str, Any]) -> Iterator[str]:
-    files = _in_phase_order(report["files"])
+    files = report["files"]
     yield "## Files of each phase\n"
     yield from _table(
         ("file", "rows", "merged", "dropped", "cut"),
@@ -154,13 +149,6 @@ def _rows_written(file: dict[str, Any]) -> tuple[int, ...]:
     """Rows of a file, and the number of merged, dropped and cut rows."""
     dropped, cut = (sum(file[kind].values()) for kind in ("dropped", "truncated"))
     return file["rows"], file["duplicates_merged"], dropped, cut
-
-
-def _in_phase_order(files: dict[str, Any]) -> dict[str, Any]:
-    """The files in the order of the phases."""
-    return dict(
-        sorted(files.items(), key=lambda item: (_FOLDERS.index(item[0].partition("/")[0]), item[0]))
-    )
 
 
 def _lengths_section(report: dict[str, Any]) -> Iterator[str]:
@@ -254,24 +242,17 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
     table.add_column("")
     for name in ("rows", "validation rows", "merged", "dropped", "cut"):
         table.add_column(name, justify="right", no_wrap=True)
-    for folder, files in _by_folder(report["files"]).items():
+    for folder, group in groupby(report["files"].items(), lambda item: item[0].partition("/")[0]):
+        files = dict(group)
         rows, merged, dropped, cut = (
             sum(column) for column in zip(*map(_rows_written, files.values()), strict=True)
         )
-        validation = files["validation.arrow"]["rows"] if "validation.arrow" in files else 0
+        validation = files.get(f"{folder}/validation.arrow", {"rows": 0})["rows"]
         table.add_row(
             folder,
             *(f"{count:,}" for count in (rows - validation, validation, merged, dropped, cut)),
         )
     console.print(table)
-
-
-def _by_folder(files: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    folders: dict[str, dict[str, Any]] = {}
-    for path, file in _in_phase_order(files).items():
-        folder, _, name = path.partition("/")
-        folders.setdefault(folder, {})[name] = file
-    return folders
 
 
 # --- the figure -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from rlhf_pipeline.data.sources.adapter import Row
 
 _CHUNK = 2**20
 _BOM = b"\xef\xbb\xbf"
-_BLANKS = re.compile(r"[ \t\r\n]*")
+_NOT_BLANK = re.compile(r"[^ \t\r\n]")
 
 _loads = json.JSONDecoder().decode
 _scan = json.JSONDecoder().raw_decode
@@ -145,11 +145,10 @@ class _Window:
     def peek(self) -> str:
         """The next character that is not blank; empty at the end of the file."""
         while True:
-            blanks = _BLANKS.match(self.text, self.at)
-            assert blanks is not None, "the pattern matches the empty string"
-            self.advance(blanks.end())
-            if self.at < len(self.text):
-                return self.text[self.at]
+            if found := _NOT_BLANK.search(self.text, self.at):
+                self.advance(found.start())
+                return found[0]
+            self.advance(len(self.text))
             if not self.extend():
                 return ""
 

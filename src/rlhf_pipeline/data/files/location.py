@@ -1,4 +1,4 @@
-"""Find data files: local, or in any store that fsspec supports.
+"""Find and identify data files: local, or in any store that fsspec supports.
 
 Stores read their settings from the environment, so that a configuration never contains a secret:
 
@@ -30,6 +30,8 @@ from rlhf_pipeline.redaction import without_secrets
 
 Format = Literal["jsonl", "json", "csv", "parquet", "txt"]
 
+_CHECKSUMS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
+"""Fields in which stores report the identity of a file's bytes, best first."""
 _QUERY_VARIABLE = re.compile(r"(https?://[^?]*\?)\$(\w+)")
 
 
@@ -89,6 +91,17 @@ class Location:
     """The folder, if `save_to_disk` of the datasets library wrote it; `files` are all its files."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The files at a path, by name (`File.name`)."""
+
+    files: dict[str, Path]
+    """Local files. Their bytes are their identity."""
+
+    identities: dict[str, str]
+    """Remote files, with the identity that the store reports. Nothing is downloaded."""
+
+
 def find_files(path: str) -> Location:
     """Find the files at a path: a file, a glob, or a folder written by `save_to_disk`.
 
@@ -116,6 +129,20 @@ def find_files(path: str) -> Location:
     for file in files:
         _ = file.format  # raises before any file is read
     return Location(files)
+
+
+def origin(path: str) -> Origin:
+    """The files at a path.
+
+    Raises:
+        DataError: no file was found, a file has an unknown format, the store is unreachable, or the
+            store reports no identity.
+    """
+    files = find_files(path).files
+    return Origin(
+        {file.name: file.local for file in files if file.local is not None},
+        {file.name: _identity(file) for file in files if file.local is None},
+    )
 
 
 @contextmanager
@@ -173,6 +200,21 @@ def _explain(error: Exception, details: str) -> str:
                 f"cannot be read ({details}). Fix: check the path; for a remote store also "
                 "endpoint, credentials and network."
             )
+
+
+def _identity(file: File) -> str:
+    with explain_store_errors(file.url):
+        info = file.store.info(file.path)
+        for name in _CHECKSUMS:
+            if info.get(name):
+                checksum = str(info[name]).strip('"')  # S3 quotes it in some responses only
+                return f"{name} {checksum}, {info['size']} bytes"
+        if "url" in info:  # HTTP: `ukey` does not depend on the content
+            raise DataError(
+                f"{file.display_name}: the server sends no ETag, checksum or date, so a changed "
+                "file would not be noticed. Fix: download the file, and set `path` to the copy."
+            )
+        return str(file.store.ukey(file.path))
 
 
 def _file_infos(store: fsspec.AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:

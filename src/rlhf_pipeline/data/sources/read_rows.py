@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.files.location import find_files
-from rlhf_pipeline.data.files.origin import Origin, origin
+from rlhf_pipeline.data.files.location import Origin, find_files, origin
 from rlhf_pipeline.data.files.rows import read_rows
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Row, Source, outcome
@@ -27,7 +26,12 @@ def source_origin(config: SourceConfig) -> Origin:
     """
     source = find_source(config.name)
     if source.generate is not None:
-        _reject_fields(config, "path", "revision", "subset", "split")
+        for field in ("path", "revision", "subset", "split"):
+            if (found := getattr(config, field)) is not None:
+                raise ConfigError(
+                    f"source {config.name!r} does not support {field}: found {found!r}. Fix: "
+                    "remove it, or use another source."
+                )
         return Origin({}, {})
     if config.path is not None:
         if config.split is not None and find_files(config.path).saved is None:
@@ -58,7 +62,13 @@ def read(
         yield from source.generate(config, seed)
         return
     parse = source.parser(config.columns) if source.parser is not None else source.parse
-    rows = islice(_source_rows(source, config, revision), config.samples)
+    split = config.split or source.split
+    rows = islice(
+        _hub_rows(source, config, split, revision)
+        if config.path is None
+        else read_rows(config.path, source.columns_read(config.columns), split),
+        config.samples,
+    )
     if parse is not None:
         records = _parse_rows(rows, parse)
     else:
@@ -97,15 +107,6 @@ def _assemble_rows(
 
 
 # --- rows -----------------------------------------------------------------------------------------
-
-
-def _source_rows(
-    source: Source, config: SourceConfig, revision: str | None
-) -> Iterator[tuple[str, Row | Unused]]:
-    split = config.split or source.split
-    if config.path is not None:
-        return read_rows(config.path, source.columns_read(config.columns), split)
-    return _hub_rows(source, config, split, revision)
 
 
 def _hub_rows(
@@ -200,13 +201,3 @@ def _encoding_fault(text: str) -> str | None:
     except UnicodeEncodeError:
         return "half a surrogate pair, which is no character"
     return None
-
-
-def _reject_fields(config: SourceConfig, *fields: str) -> None:
-    """Raise ConfigError for a field that the source does not support."""
-    for field in fields:
-        if getattr(config, field) is not None:
-            raise ConfigError(
-                f"source {config.name!r} does not support {field}: found "
-                f"{getattr(config, field)!r}. Fix: remove it, or use another source."
-            )

@@ -68,7 +68,10 @@ class _Question:
 def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
     """Yield `config.samples` comparisons (30,000 by default), the same for equal seeds."""
     rng = Random(seed)
-    by_category = [list(prompts) for prompts in _prompts().values()]
+    by_category = [
+        [prompt for prompt, asked in _questions().items() if asked.category is category]
+        for category in CATEGORIES
+    ]
     for index in range(config.samples or _SAMPLES):
         prompt = rng.choice(rng.choice(by_category))
         asked = _questions()[prompt]
@@ -204,27 +207,16 @@ def _answer_pattern(category: Category) -> re.Pattern[str]:
 
 
 @cache
-def _prompts() -> dict[str, dict[str, str]]:
-    """Category -> prompt -> item, for all combinations of opener, frame and item."""
-    openers = [f"{name} here, " for name in NAMES]
-    return {
-        category.name: {
-            opener + frame.format(subject=category.about(item)): item
-            for opener, frame, item in product(openers, category.frames, category.items)
-        }
-        for category in CATEGORIES
-    }
-
-
-@cache
 def _questions() -> dict[str, _Question]:
-    """Prompt -> question, for all prompts."""
+    """Prompt -> question, for all combinations of opener, frame and item."""
     questions: dict[str, _Question] = {}
     for category in CATEGORIES:
         by_item = {
             item: _question(category, item, answer) for item, answer in category.items.items()
         }
-        questions |= {prompt: by_item[item] for prompt, item in _prompts()[category.name].items()}
+        for name, frame, item in product(NAMES, category.frames, category.items):
+            prompt = f"{name} here, {frame.format(subject=category.about(item))}"
+            questions[prompt] = by_item[item]
     return questions
 
 
