@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from rlhf_pipeline.data.gold import GOLD_SCORES, gold_score
-from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.data.sources.lookup import MODULES
 
-ASKED = Message("user", "Where?")
+ASKED = [{"role": "user", "content": "Where?"}]
 
 
 def test_each_gold_score_belongs_to_a_source() -> None:
@@ -12,7 +11,7 @@ def test_each_gold_score_belongs_to_a_source() -> None:
 
 
 def test_the_gold_score_of_the_synthetic_source() -> None:
-    prompt = (Message("user", "Anna here, what is the capital of France?"),)
+    prompt = [{"role": "user", "content": "Anna here, what is the capital of France?"}]
     assert GOLD_SCORES["synthetic"](prompt, "The capital of France is Paris.") == 2
     assert GOLD_SCORES["synthetic"](prompt, "The capital of France is Rome.") == -2
 
@@ -21,9 +20,8 @@ def test_the_gold_score_of_a_response_depends_on_its_source(monkeypatch) -> None
     monkeypatch.setitem(
         GOLD_SCORES,
         "exact",
-        lambda prompt, response: float((prompt, response) == ((ASKED,), "Paris.")),
+        lambda prompt, response: float((prompt, response) == (ASKED, "Paris.")),
     )
-    prompt = [{"role": "user", "content": "Where?"}]
-    assert gold_score("exact", prompt, " Paris.\n") == 1
-    assert gold_score("exact", prompt, "Paris") == 0
-    assert gold_score("files", prompt, "Paris.") is None
+    assert gold_score("exact", ASKED, " Paris.\n") == 1
+    assert gold_score("exact", ASKED, "Paris") == 0
+    assert gold_score("files", ASKED, "Paris.") is None

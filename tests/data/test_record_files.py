@@ -74,7 +74,7 @@ def test_a_source_without_records(write_records) -> None:
 
 
 def test_some_rows_of_a_batch(write_records) -> None:
-    # Like `needed_batches`; the prompts have different lengths.
+    # Like the split; the prompts have different lengths.
     folder = write_records(
         "some", asked("a"), Example(DIALOGUE, "b"), asked("c", "d", "e"), asked("f", "g")
     )

@@ -43,12 +43,7 @@ def assign(
     serve. A change of the weights moves at most one or two prompts of a class into or out of the
     held-out parts. Changes to other classes move none.
 
-    Args:
-        keys: (N, 16) uint8.
-        serves: (N,) uint8; bit i is set if the row can serve PHASES[i].
-        seed: decides the order.
-        weights: of sft, reward_model and ppo.
-        validation_fraction, test_fraction: shares of the distinct prompts.
+    `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i].
 
     Returns:
         (N,) int8: index into PARTS.

@@ -90,16 +90,13 @@ def common_contract(models: dict[str, Path]) -> TokenContract:
     """
     (first, contract), *others = [(name, TokenContract.read(path)) for name, path in models.items()]
     for name, other in others:
-        differing = [
-            field for field, value in asdict(contract).items() if asdict(other)[field] != value
-        ]
-        if differing:
-            field = differing[0]
-            raise ArtifactError(
-                f"{first} and {name} use different tokenizers: {field} is "
-                f"{asdict(contract)[field]} in {models[first]} and {asdict(other)[field]} in "
-                f"{models[name]}. Fix: train both from the same base_model."
-            )
+        for field, value in asdict(contract).items():
+            if (found := getattr(other, field)) != value:
+                raise ArtifactError(
+                    f"{first} and {name} use different tokenizers: {field} is {value} in "
+                    f"{models[first]} and {found} in {models[name]}. Fix: train both from the same "
+                    "base_model."
+                )
     return contract
 
 

@@ -178,7 +178,8 @@ def test_other_prompts_have_no_gold_score() -> None:
 def test_the_gold_score_of_a_dialogue_uses_the_last_turn() -> None:
     assert (
         dialogue_gold_score(
-            (Message("system", "Be kind."), Message("user", CAPITAL)), " The answer is Paris."
+            [{"role": "system", "content": "Be kind."}, {"role": "user", "content": CAPITAL}],
+            " The answer is Paris.",
         )
         == 2
     )
@@ -255,11 +256,14 @@ def test_categories_are_even(samples: list[Example]) -> None:
 
 def test_preferences_follow_bradley_terry(samples: list[Example]) -> None:
     margins = [
-        abs(dialogue_gold_score(r.prompt, r.chosen) - dialogue_gold_score(r.prompt, r.rejected))
+        abs(
+            gold_score(r.prompt[-1].content, r.chosen)
+            - gold_score(r.prompt[-1].content, r.rejected)
+        )
         for r in samples
     ]
     agree = [
-        dialogue_gold_score(r.prompt, r.chosen) > dialogue_gold_score(r.prompt, r.rejected)
+        gold_score(r.prompt[-1].content, r.chosen) > gold_score(r.prompt[-1].content, r.rejected)
         for r in samples
     ]
     expected = [1 / (1 + math.exp(-margin)) for margin in margins if margin]
@@ -273,7 +277,8 @@ def test_equal_gold_scores_are_a_coin_flip(samples: list[Example]) -> None:
     ties = [
         r.chosen < r.rejected
         for r in samples
-        if dialogue_gold_score(r.prompt, r.chosen) == dialogue_gold_score(r.prompt, r.rejected)
+        if gold_score(r.prompt[-1].content, r.chosen)
+        == gold_score(r.prompt[-1].content, r.rejected)
     ]
     assert len(ties) > 2_000
     assert abs(sum(ties) - len(ties) / 2) < 4 * math.sqrt(len(ties)) / 2
@@ -294,7 +299,7 @@ def test_rates_of_the_candidates(samples: list[Example]) -> None:
             for phrase in (*OPENINGS, *CLOSINGS):
                 bare = bare.replace(phrase, "").strip()
             kinds = {-2.0: "bad", -1.0: "refused", 1.0: "plain", 2.0: "good"}
-            seen[harmful][kinds.get(dialogue_gold_score(record.prompt, bare), "off topic")] += (
+            seen[harmful][kinds.get(gold_score(record.prompt[-1].content, bare), "off topic")] += (
                 1  # below -2 for its surplus words
             )
     for harmful, rates in (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,13 +55,9 @@ def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:
 
 
 def _number_rows(
-    batches: Iterator[pa.RecordBatch | pa.Table],
+    batches: Iterable[pa.RecordBatch | pa.Table],
 ) -> Iterator[tuple[int, Row | Unused]]:
-    number = 0
-    for batch in batches:
-        for row in _rows_of_batch(batch):
-            number += 1
-            yield number, row
+    return enumerate(chain.from_iterable(map(_rows_of_batch, batches)), start=1)
 
 
 def _rows_of_batch(batch: pa.RecordBatch | pa.Table) -> list[Row | Unused]:
