@@ -11,7 +11,10 @@ def test_each_gold_score_belongs_to_a_source() -> None:
 
 
 def test_the_gold_score_of_the_synthetic_source() -> None:
-    prompt = [{"role": "user", "content": "Anna here, what is the capital of France?"}]
+    prompt = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Anna here, what is the capital of France?"},
+    ]
     assert GOLD_SCORES["synthetic"](prompt, "The capital of France is Paris.") == 2
     assert GOLD_SCORES["synthetic"](prompt, "The capital of France is Rome.") == -2
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data import record_files
-from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.records import Text
-from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import DataError
 
 END = 1
@@ -22,11 +21,11 @@ def packed(tokenizer, tmp_path: Path) -> Callable[..., dict[str, int]]:
     """Packs folders of texts into blocks."""
 
     def packed(*sources: Path, block_tokens: int, max_bad_fraction: float = 0.0) -> dict[str, int]:
-        counts = [RowCounts.read(source) for source in sources]
-        screen = ControlTokenFilter(
-            tokenizer, [source.name for source in sources], counts, max_bad_fraction
-        )
-        return pack(sources, tokenizer, block_tokens, tmp_path, screen)
+        texts = {"sources": [{"name": "files", "path": "a.txt"}], "block_tokens": block_tokens}
+        config = SplitConfig(sources=[{}], pretraining=texts, max_bad_fraction=max_bad_fraction)
+        report = pack(config, [source.name for source in sources], tokenizer, sources, tmp_path)
+        del report["sources"]
+        return report
 
     return packed
 
@@ -89,9 +88,9 @@ def test_less_text_than_a_block_is_an_error(write_records, packed) -> None:
         "Fix: add text, or lower split.pretraining.block_tokens."
     )
     with pytest.raises(
-        DataError, match="found 0 tokens in 0 texts, expected at least block_tokens=1"
+        DataError, match="found 0 tokens in 0 texts, expected at least block_tokens=2"
     ):
-        packed(write_records("empty"), block_tokens=1)
+        packed(write_records("empty"), block_tokens=2)
 
 
 def test_a_text_with_a_control_token_is_a_bad_row(

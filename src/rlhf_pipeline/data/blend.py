@@ -67,13 +67,21 @@ def blend(
         DataError: a part gets no prompt, or some prompts serve only phases of weight 0.
     """
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
-    prompts, bits = _all_keys(sources, "prompt_key"), _phases_of_rows(config, sources)
-    within_fraction = _rows_within_fraction(config, sources, seed)
+    prompt_keys = [keys(table, "prompt_key") for table in sources]
+    prompts = np.concatenate(prompt_keys)
+    configured = list(zip(config.sources, sources, prompt_keys, strict=True))
+    bits = np.concatenate(
+        [serves(table) & phase_bits(source.phases or PHASES) for source, table, _ in configured]
+    )
+    within_fraction = np.concatenate(
+        [fraction_of(own_keys, source.fraction, seed) for source, _, own_keys in configured]
+    )
     allowed = within_fraction & np.concatenate(usable)
     used = allowed & (bits > 0)
     candidates = np.flatnonzero(used)
+    example_keys = np.concatenate([keys(table, "example_key") for table in sources])
     own_start = np.repeat(starts[:-1], np.diff(starts))[candidates]
-    earliest = candidates[first_rows(_all_keys(sources, "example_key")[candidates])]
+    earliest = candidates[first_rows(example_keys[candidates])]
     repeated = candidates[earliest < own_start]
     used[repeated] = False
     np.bitwise_or.at(bits, earliest, bits[candidates])
@@ -97,34 +105,6 @@ def blend(
     )
 
 
-def _phases_of_rows(config: SplitConfig, sources: Sequence[pa.Table]) -> np.ndarray:
-    """(N,) uint8: the phases that the answers of a row and `phases` of its source both allow."""
-    allowed = [
-        phase_bits(PHASES if source.phases is None else source.phases) for source in config.sources
-    ]
-    return np.concatenate(
-        [serves(table) & bits for table, bits in zip(sources, allowed, strict=True)]
-    )
-
-
-def _rows_within_fraction(
-    config: SplitConfig, sources: Sequence[pa.Table], seed: int
-) -> np.ndarray:
-    """(N,) bool: the rows within their source's fraction."""
-    return np.concatenate(
-        [
-            fraction_of(keys(table, "prompt_key"), source.fraction, seed)
-            if source.fraction < 1
-            else np.ones(table.num_rows, bool)
-            for source, table in zip(config.sources, sources, strict=True)
-        ]
-    )
-
-
 def _count_per_source(rows: np.ndarray, starts: np.ndarray) -> list[int]:
     """How many of these rows belong to each source."""
     return np.diff(np.searchsorted(rows, starts)).tolist()
-
-
-def _all_keys(sources: Sequence[pa.Table], column: str) -> np.ndarray:
-    return np.concatenate([keys(table, column) for table in sources])

@@ -8,7 +8,7 @@ from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.sources import synthetic
 
 GOLD_SCORES: dict[str, Callable[[Conversation, str], float]] = {
-    "synthetic": synthetic.dialogue_gold_score
+    "synthetic": lambda prompt, response: synthetic.gold_score(prompt[-1]["content"], response)
 }
 """Name of the source to a function from prompt and response to the response's quality; higher is
 better. It raises ValueError for a prompt of another source."""

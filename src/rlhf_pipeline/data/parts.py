@@ -88,6 +88,8 @@ def fraction_of(keys: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     bytes "fraction\\n<seed>\\n" followed by the key. So a smaller fraction is part of a larger one,
     and the selection is independent of the parts from `assign`.
     """
+    if fraction == 1:
+        return np.ones(len(keys), np.bool_)
     prompts, prompt_of_row = np.unique(_as_scalars(keys), return_inverse=True)
     quota = len(prompts) * _exact_fraction(fraction)
     count = math.floor(quota + Fraction(1, 2)) or math.ceil(quota)

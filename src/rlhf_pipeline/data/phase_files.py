@@ -31,8 +31,6 @@ class PhaseFile:
     duplicates_merged: int
     """Rows left out because the file already contains their prompt."""
     rows: int = 0
-    candidates: int = 0
-    """Rows including the dropped ones."""
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
     lengths: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
@@ -57,7 +55,6 @@ class PhaseFile:
         columns: dict[str, list[Any]] = {name: [] for name in self.table.schema.names}
         for index in np.flatnonzero(self.wanted[numbers]).tolist():
             row = rows[index]
-            self.candidates += 1
             prompt = row.dialogue if self.table.phase == "sft" else row.prompt
             parts = [prompt, *(row.answers[answer] for answer in self.table.answers)]
             if reason := next((part.dropped for part in parts if part.dropped), None):
@@ -79,9 +76,9 @@ class PhaseFile:
     def close(self) -> None:
         """Finish the file; raise DataError if all its rows were dropped."""
         self.writer.close()
-        if self.candidates and not self.rows:
+        if self.dropped and not self.rows:
             raise DataError(
-                f"{self.table.path}: all {self.candidates} rows were dropped "
+                f"{self.table.path}: all {self.dropped.total()} rows were dropped "
                 f"({dict(self.dropped)}). Fix: raise split.max_prompt_tokens or "
                 "split.max_response_tokens."
             )

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.record_files import ArrowWriter, texts
+from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.tables import PRETRAINING
 from rlhf_pipeline.data.tokenization import encode, one_ahead
 from rlhf_pipeline.errors import DataError
@@ -25,23 +27,27 @@ _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32()))])
 
 
 def pack(
-    sources: Sequence[Path],
+    config: SplitConfig,
+    labels: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    block_tokens: int,
+    sources: Sequence[Path],
     output: Path,
-    control_tokens: ControlTokenFilter,
-) -> dict[str, int]:
-    """Join all documents, an EOS after each, and write them as blocks of `block_tokens` tokens.
+) -> dict[str, Any]:
+    """Join all documents, an EOS after each, and write them as blocks of equal length.
 
-    Documents that `control_tokens` rejects are left out.
+    Documents with control tokens are left out, and count as bad rows.
 
     Returns:
-        documents, tokens (including EOS), block_tokens, blocks, tokens_left_out (the incomplete
-        last block).
+        The part `pretraining` of the report. Tokens include EOS; those of the incomplete last block
+        are left out.
 
     Raises:
-        DataError: the text does not fill one block, or too many texts are rejected.
+        DataError: the text does not fill one block, or too many rows are bad.
     """
+    assert config.pretraining is not None
+    block_tokens = config.pretraining.block_tokens
+    counts = [RowCounts.read(folder) for folder in sources]
+    control_tokens = ControlTokenFilter(tokenizer, labels, counts, config.max_bad_fraction)
     documents, tokens, blocks = 0, 0, 0
     rest = np.empty(0, np.int32)
     writer = ArrowWriter(output / PRETRAINING, _SCHEMA)
@@ -73,6 +79,10 @@ def pack(
             f"block_tokens={block_tokens}. Fix: add text, or lower split.pretraining.block_tokens."
         )
     return {
+        "sources": {
+            label: {"rows": count.rows, "bad": count.bad, "passed_over": count.skipped}
+            for label, count in zip(labels, counts, strict=True)
+        },
         "documents": documents,
         "tokens": tokens,
         "block_tokens": block_tokens,

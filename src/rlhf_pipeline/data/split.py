@@ -24,7 +24,7 @@ from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
-from rlhf_pipeline.data.split_statistics import Lengths, build_report, headline
+from rlhf_pipeline.data.split_statistics import build_report, headline
 from rlhf_pipeline.data.tables import TABLES
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, render, tokenize
@@ -93,11 +93,15 @@ def split_sources(
     files = {table.path: PhaseFile.open(table, output, *plan.rows(table)) for table in TABLES}
     batches = _needed_batches(config, tables, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
-    lengths = Lengths()
+    lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
     for batch, tokenized, rows in _make_rows(config, tokenizer, batches, plan.parts):
         for file in files.values():
             file.add(rows, batch.numbers, config)
-        lengths.add(tokenized)
+        for one in tokenized:
+            lengths["prompt"][len(one.prompt)] += 1
+            lengths["response"].update(
+                len(ids) for ids in (one.chosen, one.rejected) if ids is not None
+            )
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
@@ -105,7 +109,8 @@ def split_sources(
 
     report = build_report(config, labels, counts, plan, files, lengths)
     if config.pretraining is not None:
-        report["pretraining"] = _pack_pretraining(config, tokenizer, pretraining, output)
+        text_labels = _unique_labels(config.pretraining.sources)
+        report["pretraining"] = pack(config, text_labels, tokenizer, pretraining, output)
     return report
 
 
@@ -202,28 +207,9 @@ def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
                 )
 
 
-def _pack_pretraining(
-    config: SplitConfig, tokenizer: PreTrainedTokenizerBase, folders: Sequence[Path], output: Path
-) -> dict[str, Any]:
-    assert config.pretraining is not None
-    counts = [RowCounts.read(folder) for folder in folders]
-    labels = _unique_labels(config.pretraining.sources)
-    control_tokens = ControlTokenFilter(tokenizer, labels, counts, config.max_bad_fraction)
-    packed = pack(folders, tokenizer, config.pretraining.block_tokens, output, control_tokens)
-    sources = {
-        label: {"rows": count.rows, "bad": count.bad, "passed_over": count.skipped}
-        for label, count in zip(labels, counts, strict=True)
-    }
-    return {"sources": sources} | packed
-
-
 def _input_folders(job: LaunchedJob, kind: str) -> list[Path]:
-    """The inputs `kind_0`, `kind_1`, ... in order."""
-    names = sorted(
-        (name for name in job.inputs if name.startswith(f"{kind}_")),
-        key=lambda name: int(name.rpartition("_")[2]),
-    )
-    return [job.inputs[name] for name in names]
+    """The inputs `kind_0`, `kind_1`, ..., which the driver lists in order."""
+    return [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
 
 
 if __name__ == "__main__":

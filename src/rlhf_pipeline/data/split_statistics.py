@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -15,24 +14,8 @@ from rlhf_pipeline.data.blend import Blend
 from rlhf_pipeline.data.parts import PARTS, Part
 from rlhf_pipeline.data.phase_files import PhaseFile
 from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.tokenization import Tokenized
 
 _UNSERVABLE = "none of the phases that may train on the source can use the record"
-
-
-@dataclass
-class Lengths:
-    """Lengths in tokens of all tokenized texts, before the limits: length -> number."""
-
-    prompts: Counter[int] = field(default_factory=Counter)
-    responses: Counter[int] = field(default_factory=Counter)
-
-    def add(self, rows: Sequence[Tokenized]) -> None:
-        """Count the texts of a batch."""
-        self.prompts.update(len(row.prompt) for row in rows)
-        self.responses.update(
-            len(ids) for row in rows for ids in (row.chosen, row.rejected) if ids is not None
-        )
 
 
 def build_report(
@@ -41,20 +24,23 @@ def build_report(
     counts: Sequence[RowCounts],
     plan: Blend,
     files: Mapping[str, PhaseFile],
-    lengths: Lengths,
+    lengths: Mapping[str, Counter[int]],
 ) -> dict[str, Any]:
-    """The report (see `split_report`) without pretraining; one label and count per source."""
+    """The report (see `split_report`) without pretraining; one label and count per source.
+
+    `lengths` are those of "prompt" and "response" before the limits: length -> number of texts.
+    """
     return {
         "sources": _describe_sources(labels, counts, plan),
         "distinct_prompts": {part: plan.distinct_prompts(part) for part in PARTS},
         "files": {path: file.describe() for path, file in files.items()},
         "overlap": overlap(files, plan),
         "lengths": {
-            name: {"limit": limit, "counts": dict(sorted(counted.items()))}
-            for name, counted, limit in (
-                ("prompt", lengths.prompts, config.max_prompt_tokens),
-                ("response", lengths.responses, config.max_response_tokens),
-            )
+            name: {
+                "limit": getattr(config, f"max_{name}_tokens"),
+                "counts": dict(sorted(counted.items())),
+            }
+            for name, counted in lengths.items()
         },
         "pretraining": None,
         "settings": config.model_dump(
@@ -98,14 +84,10 @@ def overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
     """
     prompts: dict[Part, np.ndarray] = {}
     for part in PARTS:
-        written = [
-            rows for file in files.values() if file.table.part == part for rows in file.written
-        ]
-        prompts[part] = (
-            np.unique(plan.prompt_keys[np.concatenate(written)].view("V16"))
-            if written
-            else np.empty(0, "V16")
-        )
+        written = [np.empty(0, np.int64)]
+        for file in files.values():
+            written += file.written if file.table.part == part else []
+        prompts[part] = np.unique(plan.prompt_keys[np.concatenate(written)].view("V16"))
     shared = {
         f"{one} and {other}": len(np.intersect1d(prompts[one], prompts[other], assume_unique=True))
         for one, other in combinations(PARTS, 2)

@@ -25,15 +25,8 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
 
     _version: Version | None
 
-    def __init__(
-        self,
-        *,
-        filepath: str,
-        version: Version | None = None,
-        metadata: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, *, filepath: str, version: Version | None = None) -> None:
         super().__init__(filepath=PurePosixPath(filepath), version=version)
-        self.metadata = metadata
 
     def load(self) -> Path:
         """The directory of this run's version, of the pinned version, or of the newest one."""

@@ -12,9 +12,8 @@ from kedro.io.core import DatasetError
 class DirectoryDataset(AbstractDataset[NoReturn, Path]):
     """The path of a directory. Only loading is supported."""
 
-    def __init__(self, *, filepath: str, metadata: dict[str, Any] | None = None) -> None:
+    def __init__(self, *, filepath: str) -> None:
         self._filepath = Path(filepath)
-        self.metadata = metadata
 
     def load(self) -> Path:
         """The directory; created if it does not exist."""

@@ -6,8 +6,7 @@ python tests/data/sources/test_docs_table.py
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 from rlhf_pipeline.data.sources.adapter import Source
@@ -78,9 +77,9 @@ def test_a_line_contains_what_is_unusual_on_the_hub() -> None:
     assert "| `synthetic` | comparisons |  | none | a generated toy world" in table
 
 
-def test_it_prints_the_table() -> None:
-    printed = subprocess.run([sys.executable, __file__], capture_output=True, check=True, text=True)
-    assert printed.stdout == markdown_table() + "\n"
+def test_it_prints_the_table(capsys) -> None:
+    runpy.run_path(__file__, run_name="__main__")
+    assert capsys.readouterr().out == markdown_table() + "\n"
 
 
 if __name__ == "__main__":

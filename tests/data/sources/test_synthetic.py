@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.synthetic import dialogue_gold_score, generate, gold_score
+from rlhf_pipeline.data.sources.synthetic import generate, gold_score
 from rlhf_pipeline.data.sources.synthetic_world import (
     ALTERNATIVES,
     CATEGORIES,
@@ -173,16 +173,6 @@ def test_no_courtesy_or_refusal_names_an_answer() -> None:
 def test_other_prompts_have_no_gold_score() -> None:
     with pytest.raises(ValueError, match="'Who are you' is not a prompt of the synthetic world"):
         gold_score("Who are you", "Me.")
-
-
-def test_the_gold_score_of_a_dialogue_uses_the_last_turn() -> None:
-    assert (
-        dialogue_gold_score(
-            [{"role": "system", "content": "Be kind."}, {"role": "user", "content": CAPITAL}],
-            " The answer is Paris.",
-        )
-        == 2
-    )
 
 
 # --- the samples ----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from textwrap import shorten
 from typing import Any, Literal, cast, get_args
@@ -103,10 +102,7 @@ class Origin:
 
 
 def find_files(path: str) -> Location:
-    """Find the files at a path: a file, a glob, or a folder written by `save_to_disk`.
-
-    Args:
-        path: local path or fsspec URL.
+    """Find the files at a local path or fsspec URL: a file, a glob, or a saved data set.
 
     Raises:
         DataError: no file was found, a file has an unknown format, or the store is unreachable.
@@ -120,12 +116,8 @@ def find_files(path: str) -> Location:
         paths = [found for found, info in infos.items() if info["type"] == "file"]
         if not paths:
             raise FileNotFoundError("the path exists, but is not a file")
-    files = tuple(
-        sorted(
-            (File(*named, store) for named in zip(_distinct_names(paths), paths, strict=True)),
-            key=attrgetter("name"),
-        )
-    )
+    named = sorted(zip(_distinct_names(paths), paths, strict=True))
+    files = tuple(File(name, found, store) for name, found in named)
     for file in files:
         _ = file.format  # raises before any file is read
     return Location(files)
@@ -180,26 +172,21 @@ def _with_query(path: str) -> str:
 def _explain(error: Exception, details: str) -> str:
     match error:
         case ImportError():
-            install = ".venv/bin/pip install --constraint constraints.txt --editable '.[s3]'"
-            return (
-                f"the store needs a package that is not installed ({details}). Fix: for S3, run in "
-                f"the project folder: {install}"
+            reason = "the store needs a package that is not installed"
+            fix = (
+                "for S3, run in the project folder: .venv/bin/pip install --constraint "
+                "constraints.txt --editable '.[s3]'"
             )
         case FileNotFoundError():
-            return (
-                f"not found ({details}). Fix: correct the source's `path`; a relative path starts "
-                "at the current folder."
-            )
+            reason = "not found"
+            fix = "correct the source's `path`; a relative path starts at the current folder."
         case PermissionError():
-            return (
-                f"access denied ({details}). Fix: correct the permissions of the file, or the "
-                "credentials of the store."
-            )
+            reason = "access denied"
+            fix = "correct the permissions of the file, or the credentials of the store."
         case _:
-            return (
-                f"cannot be read ({details}). Fix: check the path; for a remote store also "
-                "endpoint, credentials and network."
-            )
+            reason = "cannot be read"
+            fix = "check the path; for a remote store also endpoint, credentials and network."
+    return f"{reason} ({details}). Fix: {fix}"
 
 
 def _identity(file: File) -> str:

@@ -33,17 +33,9 @@ _DAMAGE = (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError)
 def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[str, Row | Unused]]:
     """Yield every row with its place, file after file by name, in constant memory.
 
-    Args:
-        path: a .jsonl, .json (one array, or JSON Lines), .csv, .parquet or .txt file, also .gz; a
-            glob of such files; or a folder written by `save_to_disk`. Local path (`~` is expanded)
-            or fsspec URL.
-        columns: the columns that the caller reads, dotted if nested; rows may lack all others.
-            Empty: all columns.
-        split: the split to read of a saved DatasetDict.
-
-    Yields:
-        (place, row). A place is "name.jsonl:17", by line (Parquet and saved data sets: by row) from
-        1. A broken row is `Unused`; the rows after it are read.
+    A place is "name.jsonl:17", by line (Parquet and saved data sets: by row) from 1. A broken row
+    is `Unused`; the rows after it are read. `columns` are those that the caller reads, dotted if
+    nested, or empty for all; rows may lack all others. `split` is that of a saved DatasetDict.
 
     Raises:
         DataError: a file is not found, not reachable, damaged or empty.

@@ -57,7 +57,7 @@ def decode(stream: Stream, newline: str) -> io.TextIOWrapper:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text from `decode` was valid UTF-8 in the file."""
+    """Whether a text is valid; one from `decode` is not if the file was not UTF-8."""
     if text.isascii():
         return True
     try:

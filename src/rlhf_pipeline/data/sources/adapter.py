@@ -77,10 +77,6 @@ class Source:
     local_only: bool = False
     """True: the source has no repository on the hub, so `path` must be set."""
 
-    def columns_read(self, columns: ColumnMap | None) -> tuple[str, ...]:
-        """The columns to read with this column map."""
-        return self.columns if columns is None else columns_of(columns)
-
 
 def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:
     """The result of `parse`, or `Unused` with the reason why the row has no record."""

@@ -8,8 +8,9 @@ from itertools import islice
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.files.location import Origin, find_files, origin
 from rlhf_pipeline.data.files.rows import read_rows
+from rlhf_pipeline.data.files.stream import is_utf8
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
-from rlhf_pipeline.data.sources.adapter import CONVERTED, Row, Source, outcome
+from rlhf_pipeline.data.sources.adapter import CONVERTED, Row, Source, columns_of, outcome
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.hub import commit_of, is_commit
@@ -46,7 +47,14 @@ def source_origin(config: SourceConfig) -> Origin:
             f"source {config.name!r}: path is not set. Fix: set it, for example to "
             "data/01_raw/pairs.jsonl."
         )
-    return Origin({}, {"revision": _hub_commit(source, config)})
+    try:
+        revision = config.revision or source.revision
+        return Origin({}, {"revision": commit_of("dataset", source.hub or source.name, revision)})
+    except LookupError as error:
+        raise DataError(
+            f"source {source.name!r}: {error}. Fix: check the network, set the source's `revision` "
+            "to a downloaded commit, or set its `path`."
+        ) from error
 
 
 def read(
@@ -63,12 +71,13 @@ def read(
         return
     parse = source.parser(config.columns) if source.parser is not None else source.parse
     split = config.split or source.split
-    rows = islice(
-        _hub_rows(source, config, split, revision)
-        if config.path is None
-        else read_rows(config.path, source.columns_read(config.columns), split),
-        config.samples,
-    )
+    rows: Iterator[tuple[str, Row | Unused]]
+    if config.path is None:
+        rows = _hub_rows(source, config, split, revision)
+    else:
+        columns = source.columns if config.columns is None else columns_of(config.columns)
+        rows = read_rows(config.path, columns, split)
+    rows = islice(rows, config.samples)
     if parse is not None:
         records = _parse_rows(rows, parse)
     else:
@@ -144,36 +153,26 @@ def _hub_rows(
             index += 1
 
 
-def _hub_commit(source: Source, config: SourceConfig) -> str:
-    try:
-        return commit_of("dataset", source.hub or source.name, config.revision or source.revision)
-    except LookupError as error:
-        raise DataError(
-            f"source {source.name!r}: {error}. Fix: check the network, set the source's `revision` "
-            "to a downloaded commit, or set its `path`."
-        ) from error
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 
 def _record_fault(record: Record | Unused) -> Unused | None:
     """The fault of a record by the rules for all sources, or None."""
     match record:
-        case Example():
+        case Example(prompt, chosen, rejected):
             reason = _example_fault(record)
-            texts = [
-                *(message.content for message in record.prompt),
-                record.chosen or "",
-                record.rejected or "",
-            ]
-        case Text():
-            if not record.text.strip():
+            text = "".join([*(turn.content for turn in prompt), chosen or "", rejected or ""])
+        case Text(text):
+            if not text.strip():
                 return Unused("the text is blank", bad=False)
-            reason, texts = None, [record.text]
+            reason = None
         case _:
             return None
-    return Unused(reason) if (reason := reason or _encoding_fault("".join(texts))) else None
+    if reason is None and "\0" in text:
+        reason = "a NUL character in the text"
+    if reason is None and not is_utf8(text):
+        reason = "half a surrogate pair, which is no character"
+    return None if reason is None else Unused(reason)
 
 
 def _example_fault(example: Example) -> str | None:
@@ -190,14 +189,4 @@ def _example_fault(example: Example) -> str | None:
             return f"the {name} answer is empty"
     if example.chosen and example.rejected and example.chosen.strip() == example.rejected.strip():
         return "the two answers are equal"
-    return None
-
-
-def _encoding_fault(text: str) -> str | None:
-    if "\0" in text:
-        return "a NUL character in the text"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "half a surrogate pair, which is no character"
     return None

@@ -35,7 +35,7 @@ from itertools import product
 from random import Random
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.records import Conversation, Example
+from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.adapter import Source, question
 from rlhf_pipeline.data.sources.synthetic_world import (
     ALTERNATIVES,
@@ -96,11 +96,6 @@ def gold_score(prompt: str, response: str) -> float:
             f"{prompt!r} is not a prompt of the synthetic world, so responses have no gold score"
         )
     return _score(question, response)
-
-
-def dialogue_gold_score(prompt: Conversation, response: str) -> float:
-    """`gold_score` with the last turn as prompt."""
-    return gold_score(prompt[-1]["content"], response)
 
 
 # --- drawing --------------------------------------------------------------------------------------
