@@ -11,9 +11,9 @@ import pytest
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend, blend
 from rlhf_pipeline.data.parts import PARTS
+from rlhf_pipeline.data.phase_files import TABLES
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.tables import TABLES
 from rlhf_pipeline.errors import DataError
 
 Make = Callable[..., Blend]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data import parts as splits
 from rlhf_pipeline.data.parts import PARTS, apportion, assign, first_rows, fraction_of
 from rlhf_pipeline.errors import DataError
@@ -37,10 +38,15 @@ def split(
     parts = assign(
         keys_of(prompts),
         np.broadcast_to(np.array(serves, np.uint8), len(prompts)),
-        seed=seed,
-        weights=weights,
-        validation_fraction=validation_fraction,
-        test_fraction=test_fraction,
+        SplitConfig(
+            sources=[{}],
+            max_prompt_tokens=1,
+            max_response_tokens=1,
+            weights=weights,
+            validation_fraction=validation_fraction,
+            test_fraction=test_fraction,
+        ),
+        seed,
     )
     assert parts.dtype == np.int8
     return [PARTS[part] for part in parts]
@@ -235,12 +241,17 @@ def test_the_order_is_sha256_of_seed_and_key() -> None:
 GOLDEN = """
 import hashlib
 import numpy as np
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.parts import assign, fraction_of
 numbers = [number * number % 1009 for number in range(2000)]
 digests = [list(hashlib.sha256(b"%d" % number).digest()[:16]) for number in numbers]
 keys = np.array(digests, np.uint8)
 serves = np.array([[0b111, 0b001, 0b111, 0b100][number % 4] for number in numbers], np.uint8)
-parts = assign(keys, serves, seed=7, weights=(2, 4, 4), validation_fraction=0.02, test_fraction=0.1)
+config = SplitConfig(
+    sources=[{}], max_prompt_tokens=1, max_response_tokens=1,
+    weights=(2, 4, 4), validation_fraction=0.02, test_fraction=0.1,
+)
+parts = assign(keys, serves, config, seed=7)
 print(hashlib.sha256(parts.tobytes()).hexdigest()[:16], end=" ")
 print(hashlib.sha256(fraction_of(keys, 0.3, seed=7).tobytes()).hexdigest()[:16])
 """

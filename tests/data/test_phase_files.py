@@ -8,8 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.phase_files import PhaseFile, Row, RowMaker, demonstration, summary
-from rlhf_pipeline.data.tables import TABLES
+from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, Row, RowMaker, demonstration, summary
 from rlhf_pipeline.data.tokenization import Limited, Tokenized
 from rlhf_pipeline.errors import DataError
 

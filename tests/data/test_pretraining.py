@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data import record_files
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.records import Text
@@ -17,12 +16,12 @@ END = 1
 
 
 @pytest.fixture
-def packed(tokenizer, tmp_path: Path) -> Callable[..., dict[str, int]]:
+def packed(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, int]]:
     """Packs folders of texts into blocks."""
 
     def packed(*sources: Path, block_tokens: int, max_bad_fraction: float = 0.0) -> dict[str, int]:
         texts = {"sources": [{"name": "files", "path": "a.txt"}], "block_tokens": block_tokens}
-        config = SplitConfig(sources=[{}], pretraining=texts, max_bad_fraction=max_bad_fraction)
+        config = split_config(max_bad_fraction=max_bad_fraction, pretraining=texts)
         report = pack(config, [source.name for source in sources], tokenizer, sources, tmp_path)
         del report["sources"]
         return report

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.data.parts import PARTS, Part, assign, first_rows, fraction_of
+from rlhf_pipeline.data.phase_files import Table
 from rlhf_pipeline.data.record_files import keys, phase_bits, serves
-from rlhf_pipeline.data.tables import Table
 
 _UNUSED = -1
 
@@ -86,14 +86,7 @@ def blend(
     used[repeated] = False
     np.bitwise_or.at(bits, earliest, bits[candidates])
     parts = np.full(len(prompts), _UNUSED, np.int8)
-    parts[used] = assign(
-        prompts[used],
-        bits[used],
-        seed=seed,
-        weights=config.weights,
-        validation_fraction=config.validation_fraction,
-        test_fraction=config.test_fraction,
-    )
+    parts[used] = assign(prompts[used], bits[used], config, seed)
     return Blend(
         parts,
         bits,

@@ -20,6 +20,6 @@ def corpus(sources: Sequence[Path]) -> Iterator[str]:
                     for answer in answers
                     if answer is not None
                 ]
-                first = turns[0] if turns else []
+                first, *others = turns or [[]]
                 yield plain_text([*prompt, *first])
-                yield from (plain_text(turn) for turn in turns[1:])
+                yield from map(plain_text, others)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _BARS = 48
 """Maximum number of bars, without the bar of the tail."""
 
-_COLORS = {"within": "#4477aa", "over": "#ee7733"}  # safe for colour blindness
+_BLUE, _ORANGE = "#4477aa", "#ee7733"  # safe for colour blindness
 
 
 def summary(counts: Mapping[int, int]) -> dict[str, int]:
@@ -49,21 +49,17 @@ def draw(axes: Axes, name: str, counts: Mapping[int, int], limit: int) -> None:
         return
     width, bars = histogram(counts, limit)
     last, longest, end = max(bars), max(counts), max(bars) + width - 0.5
-    labels = {
-        "within": f"within the limit ({limit:,})",
-        "over": f"over {limit:,}: {over:,} ({over / total:.1%})",
-    }
-    for side, label in labels.items():
-        shown = {
-            start: count for start, count in bars.items() if (start > limit) == (side == "over")
-        }
-        if shown:
+    for is_over, color, label in (
+        (False, _BLUE, f"within the limit ({limit:,})"),
+        (True, _ORANGE, f"over {limit:,}: {over:,} ({over / total:.1%})"),
+    ):
+        if shown := {start: bars[start] for start in bars if (start > limit) == is_over}:
             drawn = axes.bar(
                 [start - 0.5 for start in shown],
                 list(shown.values()),
                 width,
                 align="edge",
-                color=_COLORS[side],
+                color=color,
                 label=label,
             )
     if longest > end:

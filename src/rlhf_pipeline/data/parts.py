@@ -11,27 +11,18 @@ import hashlib
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from itertools import compress
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rlhf_pipeline.config.split import PHASES
+from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.errors import DataError
 
 Part = Literal["test", "validation", "sft", "reward_model", "ppo"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
-def assign(
-    keys: np.ndarray,
-    serves: np.ndarray,
-    *,
-    seed: int,
-    weights: tuple[float, float, float],
-    validation_fraction: float,
-    test_fraction: float,
-) -> np.ndarray:
+def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int) -> np.ndarray:
     """Assign a part to every row, by its prompt.
 
     A prompt can serve every phase that one of its rows can serve. Prompts that can serve the same
@@ -39,9 +30,9 @@ def assign(
     "split\\n<seed>\\n" followed by the key, then cut into consecutive runs, held-out parts first.
     The size of a run is its exact quota rounded by largest remainder, so within 1 of the quota.
 
-    `weights` divides what validation and test leave of a class among the phases that the class can
-    serve. A change of the weights moves at most one or two prompts of a class into or out of the
-    held-out parts. Changes to other classes move none.
+    `config.weights` divides what validation and test leave of a class among the phases that the
+    class can serve. A change of the weights moves at most one or two prompts of a class into or out
+    of the held-out parts. Changes to other classes move none.
 
     `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i].
 
@@ -59,10 +50,10 @@ def assign(
     parts = np.empty(len(prompts), np.int8)
     for bits in np.unique(servable):
         members = ordered[servable[ordered] == bits]
-        usable = _usable_weights(weights, bits, len(members))
-        sizes = apportion(len(members), _part_shares(usable, validation_fraction, test_fraction))
+        usable = _usable_weights(config.weights, bits, len(members))
+        sizes = apportion(len(members), _part_shares(usable, config))
         parts[members] = np.repeat(np.arange(len(PARTS)), sizes)
-    _require_prompts((test_fraction, validation_fraction, *weights), parts, servable)
+    _require_prompts(config, parts, servable)
     return parts[prompt_of_row]
 
 
@@ -120,23 +111,22 @@ def _hash_order(prompts: np.ndarray, prefix: str) -> np.ndarray:
 
 def _usable_weights(weights: tuple[float, float, float], bits: int, prompts: int) -> list[float]:
     """The weights, with 0 for the phases that a class cannot serve."""
-    able = [bool(bits >> index & 1) for index in range(len(PHASES))]
-    usable = [weight if can else 0 for weight, can in zip(weights, able, strict=True)]
+    able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
+    usable = [w if phase in able else 0 for phase, w in zip(PHASES, weights, strict=True)]
     if not any(usable):
         raise DataError(
             f"{prompts} distinct prompts serve only phases of weight 0 "
-            f"({', '.join(compress(PHASES, able)) or 'none'}). Fix: give one of these phases a "
+            f"({', '.join(able) or 'none'}). Fix: give one of these phases a "
             "weight in split.weights, change `phases` of their sources, or remove these sources."
         )
     return usable
 
 
-def _part_shares(
-    weights: list[float], validation_fraction: float, test_fraction: float
-) -> list[Fraction]:
+def _part_shares(weights: list[float], config: SplitConfig) -> list[Fraction]:
     """The exact share of every part, in the order of PARTS."""
-    test, validation = _exact_fraction(test_fraction), _exact_fraction(validation_fraction)
-    exact = [_exact_fraction(weight) for weight in weights]
+    test, validation, *exact = map(
+        _exact_fraction, (config.test_fraction, config.validation_fraction, *weights)
+    )
     return [test, validation, *((1 - test - validation) * weight / sum(exact) for weight in exact)]
 
 
@@ -145,7 +135,8 @@ def _exact_fraction(number: float) -> Fraction:
     return Fraction(str(number))
 
 
-def _require_prompts(shares: tuple[float, ...], parts: np.ndarray, servable: np.ndarray) -> None:
+def _require_prompts(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
+    shares = (config.test_fraction, config.validation_fraction, *config.weights)
     sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
     empty = [
         part for part, share in zip(PARTS, shares, strict=True) if share > 0 and sizes[part] == 0

@@ -1,4 +1,7 @@
-"""Write tokenized examples as rows of the prepared files; count what was dropped and cut."""
+"""The prepared files: their columns, their rows, and counts of what was dropped and cut.
+
+The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps without a copy.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,60 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.split import Phase, SplitConfig
 from rlhf_pipeline.data.length_histogram import summary
 from rlhf_pipeline.data.parts import Part
-from rlhf_pipeline.data.record_files import ArrowWriter
+from rlhf_pipeline.data.record_files import MESSAGE, ArrowWriter
 from rlhf_pipeline.data.records import Conversation
-from rlhf_pipeline.data.tables import Table
-from rlhf_pipeline.data.tokenization import Answer, Limited, Tokenized, limited, newest_values
+from rlhf_pipeline.data.tokenization import (
+    ANSWERS,
+    Answer,
+    Limited,
+    Tokenized,
+    limited,
+    newest_values,
+)
 from rlhf_pipeline.errors import DataError
+
+_IDS = pa.list_(pa.int32())
+_PROMPT = {"id": pa.string(), "prompt_ids": _IDS}
+_DEMONSTRATION = pa.schema(_PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())})
+_COMPARISON = pa.schema(_PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS})
+_REWARDED = pa.schema(
+    _PROMPT | {"source": pa.string(), "messages": pa.list_(MESSAGE), "reference": pa.string()}
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One prepared file."""
+
+    path: str
+    """Relative to the folder of all prepared files."""
+    part: Part
+    """The part whose prompts it contains."""
+    phase: Phase | None
+    """The file contains only rows that this phase can use; None: all rows."""
+    answers: tuple[Answer, ...]
+    """The answers that its rows need. Without answers, it contains each distinct prompt once."""
+    schema: pa.Schema
+
+
+def _of_phase(phase: Phase, answers: tuple[Answer, ...], schema: pa.Schema) -> tuple[Table, Table]:
+    return (
+        Table(f"{phase}/train.arrow", phase, phase, answers, schema),
+        Table(f"{phase}/validation.arrow", "validation", phase, answers, schema),
+    )
+
+
+TABLES = (
+    *_of_phase("sft", ("chosen",), _DEMONSTRATION),
+    *_of_phase("reward_model", ("chosen", "rejected"), _COMPARISON),
+    *_of_phase("ppo", (), _REWARDED),
+    Table("evaluation/test.arrow", "test", None, (), _REWARDED),
+)
 
 
 @dataclass
@@ -123,13 +171,13 @@ class Row:
     """The true answer."""
 
 
+@dataclass(frozen=True)
 class RowMaker:
     """Applies the limits, and drops a prompt whose cut text belongs to another part already."""
 
-    def __init__(self, config: SplitConfig, bos_id: int | None) -> None:
-        self._config = config
-        self._bos_id = bos_id
-        self._full_prompts: dict[bytes, Part] = {}
+    config: SplitConfig
+    bos_id: int | None
+    _full_prompts: dict[bytes, Part] = field(default_factory=dict)
 
     def make(
         self,
@@ -140,16 +188,12 @@ class RowMaker:
         reference: str | None = None,
     ) -> Row:
         """The example as a row; raises DataError if it is too long and `over_long_*` is "error"."""
-        config, bos_id = self._config, self._bos_id
+        config, bos_id = self.config, self.bos_id
         prompt = self._keep_apart(limited(tokens.id, "prompt", tokens.prompt, config, bos_id), part)
-        given: dict[Answer, list[int] | None] = {
-            "chosen": tokens.chosen,
-            "rejected": tokens.rejected,
-        }
-        answers = {
+        answers: dict[Answer, Limited] = {
             answer: limited(tokens.id, answer, ids, config)
-            for answer, ids in given.items()
-            if ids is not None
+            for answer in ANSWERS
+            if (ids := getattr(tokens, answer)) is not None
         }
         dialogue, spoken = prompt, [False] * len(prompt.ids)
         if tokens.turns is not None and not prompt.dropped:
@@ -164,8 +208,8 @@ class RowMaker:
         Only prompts of maximum length can become equal. The first part keeps the prompt.
         """
         if (
-            self._config.over_long_prompts != "truncate"
-            or len(prompt.ids) < self._config.max_prompt_tokens
+            self.config.over_long_prompts != "truncate"
+            or len(prompt.ids) < self.config.max_prompt_tokens
         ):
             return prompt
         # The digest, since all ids would fill the memory.

@@ -16,7 +16,6 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.record_files import ArrowWriter, texts
 from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.tables import PRETRAINING
 from rlhf_pipeline.data.tokenization import encode, one_ahead
 from rlhf_pipeline.errors import DataError
 
@@ -50,7 +49,7 @@ def pack(
     control_tokens = ControlTokenFilter(tokenizer, labels, counts, config.max_bad_fraction)
     documents, tokens, blocks = 0, 0, 0
     rest = np.empty(0, np.int32)
-    writer = ArrowWriter(output / PRETRAINING, _SCHEMA)
+    writer = ArrowWriter(output / "pretraining" / "train.arrow", _SCHEMA)
     batches = (
         [
             text

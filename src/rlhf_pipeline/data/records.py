@@ -26,12 +26,9 @@ class Example:
 
     prompt: tuple[Message, ...]
     """An optional system message, then user and assistant in alternation; the user is last."""
-
     chosen: str | None = None
     """The demonstration, or the preferred answer if there is a `rejected` one."""
-
     rejected: str | None = None
-
     reference: str | None = None
     """The true answer, for rewards and judges that check responses. No phase trains on it."""
 
@@ -49,7 +46,6 @@ class Unused:
 
     reason: str
     """The same text for all rows with the same fault, since rows are counted by reason."""
-
     bad: bool = True
     """True: the row is broken, and counts towards `max_bad_fraction`. False: the row is skipped,
     such as a comparison that ends in a tie."""

@@ -19,13 +19,12 @@ from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
 from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.parts import PARTS
-from rlhf_pipeline.data.phase_files import PhaseFile, Row, RowMaker
+from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, Row, RowMaker
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
 from rlhf_pipeline.data.split_statistics import build_report, headline
-from rlhf_pipeline.data.tables import TABLES
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, render, tokenize
 from rlhf_pipeline.errors import DataError
@@ -71,7 +70,7 @@ def split_sources(
     output: Path,
     metrics_file: Path,
 ) -> dict[str, Any]:
-    """Divide the records by prompt, tokenize them, and write the files of `tables.TABLES`.
+    """Divide the records by prompt, tokenize them, and write the files of `phase_files.TABLES`.
 
     The same arguments give the same bytes. The validation files of all phases come from the same
     prompts. Memory grows by a few dozen bytes per record. `sources` and `pretraining` are folders

@@ -66,7 +66,7 @@ def _sources_section(report: dict[str, Any]) -> Iterator[str]:
     yield from _table_with_sums(
         ("source", "rows", "bad", "skipped", "beyond fraction", "merged", "used"),
         {
-            label: (*_rows_read(source), *_records_left_out(source), sum(source["parts"].values()))
+            label: (*_rows_unused(source), sum(source["parts"].values()))
             for label, source in sources.items()
         },
     )
@@ -79,9 +79,9 @@ def _rows_read(source: dict[str, Any]) -> tuple[int, ...]:
     return source["rows"], sum(source["bad"].values()), sum(source["passed_over"].values())
 
 
-def _records_left_out(source: dict[str, Any]) -> tuple[int, ...]:
-    """Unused records: beyond the fraction, merged."""
-    return source["left_out_by_fraction"], source["duplicates_merged"]
+def _rows_unused(source: dict[str, Any]) -> tuple[int, ...]:
+    """All rows; bad and skipped rows; rows beyond the fraction; merged rows."""
+    return *_rows_read(source), source["left_out_by_fraction"], source["duplicates_merged"]
 
 
 def _parts_section(report: dict[str, Any]) -> Iterator[str]:
@@ -227,9 +227,7 @@ def _cell(value: str | int | float) -> str:
 
 def print_summary(report: dict[str, Any], console: Console) -> None:
     """Print a summary for a terminal of 80 columns, without reasons."""
-    sources = [
-        (*_rows_read(source), *_records_left_out(source)) for source in report["sources"].values()
-    ]
+    sources = map(_rows_unused, report["sources"].values())
     rows, *unused = (sum(numbers) for numbers in zip(*sources, strict=True))
     named = zip(("bad", "skipped", "beyond fractions", "merged"), unused, strict=True)
     title = ", ".join(

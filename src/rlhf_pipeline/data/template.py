@@ -102,13 +102,9 @@ def render_responses(
         [*prompt, {"role": "assistant", "content": response}]
         for prompt, response in zip(prompts, responses, strict=True)
     ]
+    rendered = render_dialogues(tokenizer, ids, dialogues)
     texts = []
-    for name, start, dialogue in zip(
-        ids,
-        prompt_texts,
-        render_dialogues(tokenizer, ids, dialogues),
-        strict=True,
-    ):
+    for name, start, dialogue in zip(ids, prompt_texts, rendered, strict=True):
         if not dialogue.startswith(start):
             raise ArtifactError(
                 f"{name}: the chat template begins the dialogue with {dialogue[: len(start)]!r}, "

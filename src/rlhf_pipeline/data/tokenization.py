@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import ExampleBatch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 B = TypeVar("B")
 Answer = Literal["chosen", "rejected"]
+ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,8 @@ def render(
 ) -> Rendered:
     """Apply the chat template to all prompts and answers of a batch.
 
-    `turns` marks the examples whose prompts are divided into pieces by speaker.
-
-    Raises:
-        ArtifactError: see `rlhf_pipeline.data.template`.
+    `turns` marks the examples whose prompts are divided into pieces by speaker. Raises like the
+    functions of `rlhf_pipeline.data.template`.
     """
     prompts = render_prompts(tokenizer, batch.ids, batch.prompts)
 
@@ -102,33 +101,24 @@ def tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Tok
     Raises:
         ArtifactError: a response does not contain exactly one EOS, at its end.
     """
-    texts = [
-        *rendered.prompts,
-        *(text for text in (*rendered.chosen, *rendered.rejected) if text is not None),
-    ]
-    texts += [text for pieces in rendered.turns if pieces is not None for text, _ in pieces]
-    ids = iter(encode(texts, tokenizer))
-    prompts = [next(ids) for _ in rendered.prompts]
-    chosen = [next(ids) if text is not None else None for text in rendered.chosen]
-    rejected = [next(ids) if text is not None else None for text in rendered.rejected]
-    pieces = [
-        [(next(ids), own) for _, own in texts] if texts is not None else None
-        for texts in rendered.turns
-    ]
-    for name, *answers, earlier in zip(rendered.ids, chosen, rejected, pieces, strict=True):
-        for answer in [*answers, *(piece for piece, own in earlier or () if own)]:
+    texts = [*rendered.prompts, *rendered.chosen, *rendered.rejected]
+    texts += [text for pieces in rendered.turns for text, _ in pieces or ()]
+    distinct = list({text: None for text in texts if text is not None})
+    ids: dict[str | None, list[int]] = dict(zip(distinct, encode(distinct, tokenizer), strict=True))
+    tokenized = []
+    rows = rendered.ids, rendered.prompts, rendered.chosen, rendered.rejected, rendered.turns
+    for name, prompt, chosen, rejected, pieces in zip(*rows, strict=True):
+        for answer in (chosen, rejected, *(text for text, own in pieces or () if own)):
             if answer is not None:
-                _check_end(name, answer, tokenizer)
-    turns = [
-        None
-        if row is None
-        else ([one for ids, _ in row for one in ids], [own for ids, own in row for _ in ids])
-        for row in pieces
-    ]
-    return [
-        Tokenized(*fields)
-        for fields in zip(rendered.ids, prompts, chosen, rejected, turns, strict=True)
-    ]
+                _check_end(name, ids[answer], tokenizer)
+        turns = None
+        if pieces is not None:
+            turns = (
+                [one for text, _ in pieces for one in ids[text]],
+                [own for text, own in pieces for _ in ids[text]],
+            )
+        tokenized.append(Tokenized(name, ids[prompt], ids.get(chosen), ids.get(rejected), turns))
+    return tokenized
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -145,14 +135,12 @@ def one_ahead(items: Iterable[A], function: Callable[[A], B]) -> Iterator[tuple[
     This saves time if `function` releases the interpreter lock, as the tokenizers library does.
     """
     with ThreadPoolExecutor(1) as worker:
-        pending = None
-        for item in items:
-            following = item, worker.submit(function, item)
-            if pending is not None:
-                yield pending[0], pending[1].result()
-            pending = following
-        if pending is not None:
-            yield pending[0], pending[1].result()
+        submitted = ((item, worker.submit(function, item)) for item in items)
+        pending = next(submitted, None)
+        while pending is not None:
+            item, result = pending
+            pending = next(submitted, None)
+            yield item, result.result()
 
 
 # --- limits ---------------------------------------------------------------------------------------

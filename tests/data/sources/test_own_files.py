@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
-from rlhf_pipeline.data.sources.adapter import outcome
+from rlhf_pipeline.data.sources.adapter import columns_of, outcome
 from rlhf_pipeline.data.sources.lookup import find_source
 
 FILES = find_source("files")
@@ -38,7 +38,7 @@ def record(row: dict[str, Any], columns: ColumnMap | None) -> Record | Unused:
 def test_without_a_map_the_columns_are_prompt_chosen_and_rejected() -> None:
     row = {"prompt": "Why?", "chosen": "Because.", "rejected": " No.", "id": 7}
     assert record(row, None) == Example(QUESTION, "Because.", " No.")
-    assert FILES.columns_read(None) == ("prompt", "chosen", "rejected")
+    assert FILES.columns == ("prompt", "chosen", "rejected")
 
 
 COMPARED = Example(PROMPT, "Because.", "No.")
@@ -188,8 +188,8 @@ def test_missing_text() -> None:
 
 def test_the_columns_that_a_map_needs() -> None:
     columns = ColumnMap(prompt="q.text", answers=("a", "b"), scores=("x", "y"))
-    assert FILES.columns_read(columns) == ("q.text", "a", "b", "x", "y")
-    assert JSONFILE.columns_read(None) == ("prompt", "chosen", "rejected")
+    assert columns_of(columns) == ("q.text", "a", "b", "x", "y")
+    assert JSONFILE.columns == ("prompt", "chosen", "rejected")
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,9 @@ def json_lines(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
 
 
 def _object_or_unused(value: Any) -> Row | Unused:
-    return (
-        value
-        if isinstance(value, dict)
-        else Unused(f"a JSON {type(value).__name__}, not an object")
-    )
+    if isinstance(value, dict):
+        return value
+    return Unused(f"a JSON {type(value).__name__}, not an object")
 
 
 def _line_fault(line: str, error: Exception) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path, PurePosixPath
 from textwrap import shorten
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -40,10 +40,8 @@ class File:
 
     name: str
     """Unique among the files of a path; does not depend on the folder that contains them."""
-
     path: str
     """Path in the store."""
-
     store: fsspec.AbstractFileSystem
 
     @property
@@ -85,7 +83,6 @@ class Location:
 
     files: tuple[File, ...]
     """Sorted by name. The files are read in this order."""
-
     saved: str | None = None
     """The folder, if `save_to_disk` of the datasets library wrote it; `files` are all its files."""
 
@@ -96,7 +93,6 @@ class Origin:
 
     files: dict[str, Path]
     """Local files. Their bytes are their identity."""
-
     identities: dict[str, str]
     """Remote files, with the identity that the store reports. Nothing is downloaded."""
 
@@ -110,7 +106,12 @@ def find_files(path: str) -> Location:
     with explain_store_errors(path):
         store, root = fsspec.url_to_fs(_with_query(path))
         store.invalidate_cache()  # files may have changed since an earlier listing
-        infos = _file_infos(store, root)
+        try:
+            infos = {root: store.info(root)}
+        except FileNotFoundError:
+            infos = store.glob(root, detail=True)
+            if not infos:
+                raise
         if root in infos and infos[root]["type"] == "directory":
             return _saved_location(path, store, root)
         paths = [found for found, info in infos.items() if info["type"] == "file"]
@@ -202,17 +203,6 @@ def _identity(file: File) -> str:
                 "file would not be noticed. Fix: download the file, and set `path` to the copy."
             )
         return str(file.store.ukey(file.path))
-
-
-def _file_infos(store: fsspec.AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
-    """The store's information on the path, or on each file that matches it as a glob."""
-    try:
-        return {path: store.info(path)}
-    except FileNotFoundError:
-        found = store.glob(path, detail=True)
-        if not found:
-            raise
-        return found
 
 
 def _saved_location(path: str, store: fsspec.AbstractFileSystem, root: str) -> Location:

@@ -36,23 +36,17 @@ class Source:
 
     name: str
     """The data set's name on the Hugging Face hub, or a name of this project."""
-
     kind: Kind
     """Kind of the records; demonstrations serve SFT only. "any": the configuration decides."""
-
     description: str
     """One line for docs/data.md."""
-
     columns: tuple[str, ...] = ()
     """The columns that the adapter reads. Other columns are not loaded if the format allows. With a
     `parser`: the columns that it reads without a column map."""
-
     parse: Callable[[Row], Record] | None = None
     """Row -> record. Raises MalformedRowError or SkippedRowError."""
-
     parser: Callable[[ColumnMap | None], Callable[[Row], Record]] | None = None
     """For your own data: column map of the configuration -> `parse`."""
-
     assemble: (
         Callable[[Iterable[tuple[str, Row]]], Iterator[tuple[str, Record | Unused]]] | None
     ) = None
@@ -60,20 +54,15 @@ class Source:
 
     generate: Callable[[SourceConfig, int], Iterator[tuple[str, Record]]] | None = None
     """For sources without files: configuration and seed -> places and records."""
-
     hub: str | None = None
     """Repository on the hub, if it differs from `name`."""
-
     revision: str | None = None
     """Default revision on the hub, such as CONVERTED for a repository with a loading script. None:
     the main branch."""
-
     subset: str | None = None
     """Default configuration on the hub."""
-
     split: str = "train"
     """Default split on the hub, or of a saved DatasetDict."""
-
     local_only: bool = False
     """True: the source has no repository on the hub, so `path` must be set."""
 

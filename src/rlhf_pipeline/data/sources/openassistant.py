@@ -77,8 +77,7 @@ def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Example | U
 
 def _node(place: str, row: Row) -> _Node:
     for column in _COLUMNS:
-        if column not in row:
-            raise MalformedRowError(f"column {column!r} is missing")
+        field(row, column, object)
     role = text(row, "role")
     if role not in ("prompter", "assistant"):
         raise MalformedRowError("column 'role' is neither prompter nor assistant")

@@ -52,11 +52,8 @@ def _record(row: Row, named: ColumnMap) -> Record:
     """The record of a row whose keys are the full column names of the map."""
     if named.text is not None:
         return Text(text(row, named.text))
-    columns = named.answers or [
-        column
-        for column in (named.chosen, named.rejected, named.response, named.messages)
-        if column is not None
-    ]
+    given = (named.chosen, named.rejected, named.response, named.messages)
+    columns = named.answers or [column for column in given if column is not None]
     answers = [_dialogue(row[column], column, "assistant") for column in columns]
     prompt = _common_prompt(
         () if named.prompt is None else _dialogue(row[named.prompt], named.prompt, "user"),
@@ -68,11 +65,9 @@ def _record(row: Row, named: ColumnMap) -> Record:
     else:
         scores = (number(row, named.scores[0]), number(row, named.scores[1]))
         example = preferred(prompt, (said[0], said[1]), scores)
-    return (
-        example
-        if named.reference is None
-        else replace(example, reference=_reference(row, named.reference))
-    )
+    if named.reference is None:
+        return example
+    return replace(example, reference=_reference(row, named.reference))
 
 
 def _reference(row: Row, column: str) -> str | None:

@@ -78,20 +78,16 @@ def read(
         columns = source.columns if config.columns is None else columns_of(config.columns)
         rows = read_rows(config.path, columns, split)
     rows = islice(rows, config.samples)
+    records: Iterator[tuple[str, Record | Unused]]
     if parse is not None:
-        records = _parse_rows(rows, parse)
+        records = (
+            (place, row if isinstance(row, Unused) else outcome(parse, row)) for place, row in rows
+        )
     else:
         assert source.assemble is not None, f"{source.name} has no function to parse rows"
         records = _assemble_rows(rows, source.assemble)
     for place, record in records:
         yield place, (_record_fault(record) or record)
-
-
-def _parse_rows(
-    rows: Iterable[tuple[str, Row | Unused]], parse: Callable[[Row], Record]
-) -> Iterator[tuple[str, Record | Unused]]:
-    for place, row in rows:
-        yield place, row if isinstance(row, Unused) else outcome(parse, row)
 
 
 def _assemble_rows(
