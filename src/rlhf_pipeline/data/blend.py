@@ -13,8 +13,6 @@ from rlhf_pipeline.data.parts import PARTS, Part, assign, first_rows, fraction_o
 from rlhf_pipeline.data.phase_files import Table
 from rlhf_pipeline.data.record_files import keys, phase_bits, serves
 
-_UNUSED = -1
-
 
 @dataclass(frozen=True)
 class Blend:
@@ -85,7 +83,7 @@ def blend(
     repeated = candidates[earliest < own_start]
     used[repeated] = False
     np.bitwise_or.at(bits, earliest, bits[candidates])
-    parts = np.full(len(prompts), _UNUSED, np.int8)
+    parts = np.full(len(prompts), -1, np.int8)
     parts[used] = assign(prompts[used], bits[used], config, seed)
     return Blend(
         parts,

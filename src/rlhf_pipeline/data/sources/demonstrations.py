@@ -26,14 +26,12 @@ def _source(
     **hub: Any,
 ) -> Source:  # fmt: skip
     """Without `parse`, all columns are texts: the last one is the answer, the others the prompt."""
-    return Source(name, "demonstrations", description, columns, parse or _parse(*columns), **hub)
-
-
-def _parse(*columns: str) -> Callable[[Row], Example]:
     *asked, answer = columns
-    return lambda row: Example(
-        question(*(text(row, column) for column in asked)), text(row, answer)
-    )
+
+    def parse_texts(row: Row) -> Example:
+        return Example(question(*(text(row, column) for column in asked)), text(row, answer))
+
+    return Source(name, "demonstrations", description, columns, parse or parse_texts, **hub)
 
 
 def _parse_hc3(row: Row) -> Example:
