@@ -23,7 +23,7 @@ def test_the_gold_score_is_a_metric_if_it_is_known_for_every_prompt(trained, mon
 
     def gold_score(prompt, text):
         texts.append(text)
-        return float(prompt[-1].content)
+        return float(prompt[-1]["content"])
 
     monkeypatch.setitem(GOLD_SCORES, "files", gold_score)
     setup = trained.setup
