@@ -7,13 +7,5 @@ from .nodes import dpo
 
 def create_pipeline() -> Pipeline:
     """The node of this stage."""
-    return Pipeline(
-        [
-            Node(
-                func=dpo,
-                inputs=["split", "sft_model", "params:dpo", "params:seed", "stages"],
-                outputs="dpo_model",
-                name="dpo",
-            )
-        ]
-    )
+    inputs = ["split", "sft_model", "params:dpo", "params:seed", "stages"]
+    return Pipeline([Node(dpo, inputs, "dpo_model", name="dpo")])

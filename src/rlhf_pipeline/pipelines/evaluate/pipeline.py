@@ -10,22 +10,8 @@ from .spec import SPEC
 
 def create_pipeline(policy: StageSpec) -> Pipeline:
     """The evaluation of the policy that the stage `policy` trains. Names for PPO have no prefix."""
-    prefix = "" if policy.name == "ppo" else f"{policy.name}_"
-    return Pipeline(
-        [
-            Node(
-                func=evaluate(policy),
-                inputs=[
-                    "split",
-                    "sft_model",
-                    f"{policy.name}_model",
-                    "reward_model",
-                    "params:evaluate",
-                    "params:seed",
-                    "stages",
-                ],
-                outputs=f"{prefix}evaluation",
-                name=SPEC.for_candidate(policy.name).name,
-            )
-        ]
-    )
+    models = ["sft_model", f"{policy.name}_model", "reward_model"]
+    inputs = ["split", *models, "params:evaluate", "params:seed", "stages"]
+    output = "evaluation" if policy.name == "ppo" else f"{policy.name}_evaluation"
+    name = SPEC.for_candidate(policy.name).name
+    return Pipeline([Node(evaluate(policy), inputs, output, name=name)])

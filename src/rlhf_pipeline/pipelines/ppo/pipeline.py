@@ -7,20 +7,5 @@ from .nodes import ppo
 
 def create_pipeline() -> Pipeline:
     """The node of this stage."""
-    return Pipeline(
-        [
-            Node(
-                func=ppo,
-                inputs=[
-                    "split",
-                    "sft_model",
-                    "reward_model",
-                    "params:ppo",
-                    "params:seed",
-                    "stages",
-                ],
-                outputs="ppo_model",
-                name="ppo",
-            )
-        ]
-    )
+    inputs = ["split", "sft_model", "reward_model", "params:ppo", "params:seed", "stages"]
+    return Pipeline([Node(ppo, inputs, "ppo_model", name="ppo")])

@@ -10,19 +10,6 @@ from .nodes import register
 def create_pipeline(policy: StageSpec) -> Pipeline:
     """The registration of the policy that a stage trains. The names for PPO have no prefix."""
     prefix, suffix = ("", "") if policy.name == "ppo" else (f"{policy.name}_", f"_{policy.name}")
-    return Pipeline(
-        [
-            Node(
-                func=register,
-                inputs=[
-                    "sft_model",
-                    f"{policy.name}_model",
-                    f"{prefix}evaluation",
-                    "params:register",
-                    "project",
-                ],
-                outputs=f"{prefix}registration",
-                name=f"register{suffix}",
-            )
-        ]
-    )
+    models = ["sft_model", f"{policy.name}_model"]
+    inputs = [*models, f"{prefix}evaluation", "params:register", "project"]
+    return Pipeline([Node(register, inputs, f"{prefix}registration", name=f"register{suffix}")])

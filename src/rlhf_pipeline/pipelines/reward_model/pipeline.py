@@ -7,13 +7,5 @@ from .nodes import reward_model
 
 def create_pipeline() -> Pipeline:
     """The node of this stage."""
-    return Pipeline(
-        [
-            Node(
-                func=reward_model,
-                inputs=["split", "sft_model", "params:reward_model", "params:seed", "stages"],
-                outputs="reward_model",
-                name="reward_model",
-            )
-        ]
-    )
+    inputs = ["split", "sft_model", "params:reward_model", "params:seed", "stages"]
+    return Pipeline([Node(reward_model, inputs, "reward_model", name="reward_model")])

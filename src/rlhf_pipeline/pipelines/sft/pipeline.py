@@ -7,13 +7,5 @@ from .nodes import sft
 
 def create_pipeline() -> Pipeline:
     """The node of this stage."""
-    return Pipeline(
-        [
-            Node(
-                func=sft,
-                inputs=["split", "base_model", "params:sft", "params:seed", "stages"],
-                outputs="sft_model",
-                name="sft",
-            )
-        ]
-    )
+    inputs = ["split", "base_model", "params:sft", "params:seed", "stages"]
+    return Pipeline([Node(sft, inputs, "sft_model", name="sft")])
