@@ -1,8 +1,11 @@
-"""Files are written completely or not at all."""
+"""Files are written completely or not at all, and only if they fit. The full disk is real."""
 
 import pytest
 
-from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.files import require_space, write_atomically
+
+PAGE = 4096
 
 
 def test_a_file_is_replaced(tmp_path):
@@ -19,3 +22,10 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_atomically(file, "new \ud800")
     assert file.read_text() == "old"
+
+
+def test_a_write_that_does_not_fit_is_not_begun(disk):
+    require_space(disk.path, 8 * 2**20 - PAGE, "the model")
+    with pytest.raises(StageError) as caught:
+        require_space(disk.path, 12 * 2**20, "the model")
+    assert str(caught.value) == f"the model needs 12 MiB, {disk.path} has 8.0 MiB free"

@@ -10,6 +10,7 @@ import pytest
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, seal
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
+from rlhf_pipeline.stages.disk_full import explain_full_disk, is_full
 
 PAGE = 4096
 
@@ -121,3 +122,15 @@ def test_incomplete_checkpoints_of_an_earlier_attempt_are_removed(small):
         small.run()
     assert not list(directory.rglob("*.partial"))
     assert complete.is_dir()
+
+
+def test_other_errors_of_the_system_are_not_changed(tmp_path):
+    with pytest.raises(FileNotFoundError), explain_full_disk("stage sft", tmp_path):
+        (tmp_path / "nothing").read_text()
+
+
+def test_a_disk_is_full_if_a_small_file_does_not_fit(disk):
+    assert not is_full(disk.path)
+    disk.leave(2 * PAGE)
+    assert is_full(disk.path)
+    assert list(disk.path.iterdir()) == [disk.filler]

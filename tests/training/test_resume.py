@@ -310,9 +310,7 @@ def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     assert checkpoints.restore(3) == {"kl_coef": 0.5} and checkpoints.restore(None) == {}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
-    with pytest.raises(
-        StageError, match=r"the checkpoint of step 5 needs 0 MiB, .* free; free some space"
-    ):
+    with pytest.raises(StageError, match=r"the checkpoint of step 5 needs 0 MiB, .* MiB free"):
         checkpoints.save(5, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 

@@ -41,7 +41,7 @@ def test_space_is_required_for_each_rank_only_if_the_engine_is_sharded(
     else:
         with pytest.raises(
             StageError,
-            match=r"the checkpoint of step 1 needs .* MiB free; free some space .* again to resume",
+            match=r"the checkpoint of step 1 needs .* MiB, .* MiB free$",
         ):
             checkpoints.save(1, {})
         assert list((disk.path / "checkpoints").iterdir()) == []
@@ -55,9 +55,7 @@ def test_a_model_that_does_not_fit_is_not_written(tokenizer, make_model, disk):
     model = load_policy(make_model("qwen2", vocabulary=2048), "fp32")  # 0.25 MiB of embeddings
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     disk.leave(size - 2**12)
-    with pytest.raises(
-        StageError, match=r"the model for .*/best needs .* MiB, .* MiB free; free some space"
-    ):
+    with pytest.raises(StageError, match=r"the model for .*/best needs .* MiB, .* MiB free$"):
         save_model(model, tokenizer, disk.path / "best")
     assert not (disk.path / "best").exists()
     disk.make_room()

@@ -12,8 +12,8 @@ from kedro.io import AbstractVersionedDataset, Version
 from kedro.io.core import DatasetError
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.runtime.disk_space import explain_full_disk
 from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.stages.disk_full import explain_full_disk
 
 
 class ArtifactDataset(AbstractVersionedDataset[Path, Path]):

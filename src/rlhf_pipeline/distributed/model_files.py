@@ -17,7 +17,7 @@ from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.lora import trained_names, write_adapter
 from rlhf_pipeline.models.scalar_head import pretrained
-from rlhf_pipeline.runtime.disk_space import require_space
+from rlhf_pipeline.runtime.files import require_space
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

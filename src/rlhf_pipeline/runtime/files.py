@@ -1,8 +1,11 @@
-"""Write a file completely or not at all."""
+"""Write files completely or not at all, and only if they fit."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+from rlhf_pipeline.errors import StageError
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -13,3 +16,26 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def require_space(directory: Path, needed: int, what: str) -> None:
+    """Fail before a write that cannot succeed. The driver adds what to do about it.
+
+    Args:
+        directory: an existing directory on the file system that `what` is written to.
+        needed: bytes.
+        what: what is written, for the message.
+
+    Raises:
+        StageError: the file system has less space.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise StageError(
+            f"{what} needs {mebibytes(needed)} MiB, {directory} has {mebibytes(free)} MiB free"
+        )
+
+
+def mebibytes(count: int) -> str:
+    """A number of bytes in MiB, with one decimal below 10 MiB."""
+    return f"{count / 2**20:.1f}" if 0 < count < 10 * 2**20 else f"{count / 2**20:.0f}"

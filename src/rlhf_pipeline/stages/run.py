@@ -13,7 +13,6 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
-from rlhf_pipeline.runtime.disk_space import explain_full_disk
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
@@ -21,6 +20,7 @@ from rlhf_pipeline.stages.cache.identify import identify
 from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_attempt
 from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.disk_full import explain_full_disk
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launch.launcher import launch

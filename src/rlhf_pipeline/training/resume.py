@@ -21,7 +21,7 @@ from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
-from rlhf_pipeline.runtime.disk_space import require_space
+from rlhf_pipeline.runtime.files import require_space
 
 
 class Checkpoints:
@@ -118,7 +118,7 @@ class Checkpoints:
             for name, engine in self._engines.items()
         )
         self._directory.mkdir(parents=True, exist_ok=True)
-        require_space(self._directory, needed, f"the checkpoint of step {step}", " to resume")
+        require_space(self._directory, needed, f"the checkpoint of step {step}")
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._received_sigterm = True

@@ -44,6 +44,7 @@ PPO = {
             "collective timeout",
         ),
         ("OSError: [Errno 28] No space left on device", "disk full"),
+        ("the model for best needs 12 MiB, /data has 8.0 MiB free", "disk full"),
         ("op_builder.builder.MissingCUDAException: CUDA_HOME does not exist", "no compiler"),
         (
             "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",

@@ -13,10 +13,10 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_step, list_checkpoints
-from rlhf_pipeline.runtime.disk_space import DISK_FULL, is_full, space_left
 from rlhf_pipeline.runtime.program import ERRORS
+from rlhf_pipeline.stages.disk_full import is_full, space_left
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.launch.hints import FOLLOW_UP, advice, find_hint
+from rlhf_pipeline.stages.launch.hints import DISK_FULL, FOLLOW_UP, advice, find_hint
 from rlhf_pipeline.stages.launch.ranks import Death, Ranks
 
 LOG = "program.log"

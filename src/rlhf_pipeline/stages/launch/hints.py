@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.runtime.disk_space import ADVICE, DISK_FULL, DISK_FULL_PATTERN
 
 GPU_MEMORY, CPU_MEMORY, PORT = "GPU memory", "main memory", "port in use"
+DISK_FULL = "disk full"
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,11 @@ HINTS = (
     Hint(
         DISK_FULL,
         "the disk or the quota of the work directory or of a cache is full",
-        ADVICE,
+        "Free some space: check with `df -h` and `du -sh data/*`. Finished stages keep their "
+        "exports, unfinished stages keep `keep_last` checkpoints; `kedro rlhf clean` shows what "
+        "can be removed.",
         (Remedy("Raise {} or set it to null.", "checkpoint_every", (None,)),),
-        DISK_FULL_PATTERN,
+        r"No space left on device|Disk quota exceeded|ENOSPC|MiB free",
     ),
     Hint(
         "no compiler",
