@@ -88,9 +88,9 @@ def world(tmp_path_factory):
         if stage.stage == "source":
             RowCounts().write(stage.export)
         files = file_entries(stage.export)
-        Manifest(stage.stage, stage.fingerprint, stage.seed, {}, stage.inputs, {}, {}, files).write(
-            stage.export
-        )
+        Manifest(
+            stage.stage, stage.fingerprint, stage.seed, {}, stage.digests, {}, {}, files
+        ).write(stage.export)
 
     (root / "folder").mkdir()
     (root / "folder" / "chat_template.jinja").write_text("{{ messages }}")

@@ -11,9 +11,8 @@ from rlhf_pipeline.stages.progress import ProgressDisplay
 
 def run(cached=False):
     directory = Path("ws/sft/abc")
-    return StageRun(
-        "sft", "abcdef0123456789", directory, {}, 1, {}, cached, headline_metrics=("sft/loss",)
-    )
+    job = ("sft", "abcdef0123456789", 1, {}, {}, {}, directory, 60.0)
+    return StageRun(*job, cached=cached, headline_metrics=("sft/loss",))
 
 
 def record(step, seconds, **metrics):
@@ -54,15 +53,9 @@ def test_a_reused_stage_prints_one_line(monkeypatch):
 
 
 def test_a_source_shows_its_name_and_an_unknown_number_of_rows(monkeypatch):
-    reading = StageRun(
-        "source",
-        "abcdef0123456789",
-        Path("ws/source/abc"),
-        {"source": {"name": "files"}},
-        0,
-        {},
-        False,
-    )
+    config = {"source": {"name": "files"}}
+    directory = Path("ws/source/abc")
+    reading = StageRun("source", "abcdef0123456789", 0, config, {}, {}, directory, 60.0)
     rows = [
         {"step": step, "total_steps": None, "time": 1000.0 + step, "metrics": {}}
         for step in (100, 300)

@@ -107,8 +107,8 @@ def test_identities_are_recorded_together_with_digests(drill, recorder, tmp_path
         "source_0": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
         "source_1": "commit 5d0e",
     }
-    assert Manifest.read(export).inputs == recorder.run.inputs == both
-    assert recorder.run.paths == {"source_0": tmp_path / "abc"}
+    assert Manifest.read(export).inputs == recorder.run.digests == both
+    assert recorder.run.inputs == {"source_0": tmp_path / "abc"}
     launched = json.loads((export.parent / "job.json").read_text())
     assert launched["digests"] == both
     assert list(launched["inputs"]) == ["source_0"]

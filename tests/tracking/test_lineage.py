@@ -38,15 +38,20 @@ def finish(run, **files):
         path.write_text(text)
     metrics = METRICS.get(run.stage, {})
     Manifest(
-        run.stage, run.fingerprint, 7, run.config, run.inputs, {}, metrics, file_entries(run.export)
+        run.stage,
+        run.fingerprint,
+        7,
+        run.config,
+        run.digests,
+        {},
+        metrics,
+        file_entries(run.export),
     ).write(run.export)
 
 
 def stage_run(workspace, stage, fingerprint, config=None, **paths):
-    inputs = {name: content_digest(path) for name, path in paths.items()}
-    return StageRun(
-        stage, fingerprint, workspace / stage, config or {}, 7, inputs, cached=False, paths=paths
-    )
+    digests = {name: content_digest(path) for name, path in paths.items()}
+    return StageRun(stage, fingerprint, 7, config or {}, paths, digests, workspace / stage, 60.0)
 
 
 @pytest.fixture

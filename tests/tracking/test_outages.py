@@ -32,7 +32,7 @@ TESTS = Path(__file__).parents[1]
 
 def stage_run(workspace, stage, steps=0):
     """A stage whose program has written `steps` records; the loss equals the step."""
-    run = StageRun(stage, stage * 8, workspace / stage, {stage: {"lr": 1.0}}, 7, {}, cached=False)
+    run = StageRun(stage, stage * 8, 7, {stage: {"lr": 1.0}}, {}, {}, workspace / stage, 60.0)
     run.export.mkdir(parents=True, exist_ok=True)
     write(run, steps)
     return run

@@ -39,9 +39,8 @@ def stage(tmp_path):
         "ppo": {"lr": 1e-6, "adaptive_kl": True, "lora": None, "betas": [0.9, 0.95]},
         "model": {"path": "tiny"},
     }
-    return StageRun(
-        "ppo", "f00d", directory, config, 7, {"prompts": "d1", "sft_model": "d2"}, cached=False
-    )
+    digests = {"prompts": "d1", "sft_model": "d2"}
+    return StageRun("ppo", "f00d", 7, config, {}, digests, directory, 60.0)
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def write_metrics(stage, *records):
 
 
 def write_manifest(stage, metrics):
-    Manifest(stage.stage, stage.fingerprint, 7, stage.config, stage.inputs, {}, metrics, {}).write(
+    Manifest(stage.stage, stage.fingerprint, 7, stage.config, stage.digests, {}, metrics, {}).write(
         stage.export
     )
 

@@ -120,5 +120,5 @@ def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
         details += [f"run {version}"] if version is not None else []
     if planned.state == "resume":
         # A run checks the bytes; if they are damaged it resumes from an earlier checkpoint.
-        details.insert(0, f"from step {run.resumed_from}")
+        details.insert(0, f"from step {run.resume_from}")
     return Row(run.title, planned.state, run.fingerprint[:8], "; ".join(details))

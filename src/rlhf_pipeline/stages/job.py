@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -45,10 +45,9 @@ class Stages(Protocol):
 
 def write_job(job: LaunchedJob) -> Path:
     """Write `job.json` into the work directory; return its path."""
-    fields = asdict(job) | {
-        "inputs": {name: str(path.resolve()) for name, path in job.inputs.items()}
-    }
-    del fields["directory"]
+    values = {field.name: getattr(job, field.name) for field in fields(LaunchedJob)}
+    values["inputs"] = {name: str(path.resolve()) for name, path in job.inputs.items()}
+    del values["directory"]
     path = job.directory / "job.json"
-    write_atomically(path, json.dumps(fields, indent=2))
+    write_atomically(path, json.dumps(values, indent=2))
     return path

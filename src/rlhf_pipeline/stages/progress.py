@@ -39,7 +39,7 @@ class ProgressDisplay:
         if run.cached:
             self._print(f"[bold]{run.title}[/]: reused {run.fingerprint[:8]}, finished earlier")
             return
-        resumed = f", resumed from step {run.resumed_from}" if run.resumed_from is not None else ""
+        resumed = f", resumed from step {run.resume_from}" if run.resume_from is not None else ""
         self._print(
             f"[bold]{run.title}[/]: running as {run.fingerprint[:8]} in {run.directory}{resumed}"
         )

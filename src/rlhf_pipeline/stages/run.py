@@ -14,7 +14,7 @@ from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, S
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.identify import identify
 from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
@@ -110,9 +110,9 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
     _clear(run, keep_progress=resume_from is not None)
     write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
     run = replace(
-        run, config=as_json(config), resumed_from=resume_from, adjusted=adjusted(job.config, config)
+        run, config=as_json(config), resume_from=resume_from, adjusted=adjusted(job.config, config)
     )
-    job_file = write_job(_launched(job, run, context))
+    job_file = write_job(run)
     context.listener.stage_started(run)
     try:
         launch(job.spec, job_file, run, context)
@@ -127,23 +127,6 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
         raise
     context.listener.stage_ended(run, "FINISHED", metrics)
     return run.export
-
-
-def _launched(job: Job, run: StageRun, context: RunContext) -> LaunchedJob:
-    return LaunchedJob(
-        stage=run.stage,
-        fingerprint=run.fingerprint,
-        seed=run.seed,
-        config=run.config,
-        inputs=dict(job.inputs),
-        digests=run.inputs,
-        directory=run.directory,
-        collective_timeout_s=context.launch.collective_timeout_s,
-        versions=run.recipe["versions"],
-        resume_from=run.resumed_from,
-        adjusted=dict(run.adjusted),
-        trust_remote_code=context.trust_remote_code,
-    )
 
 
 def _finished(run: StageRun) -> StageRun | None:

@@ -104,7 +104,7 @@ def _tags(run: StageRun) -> dict[str, str]:
         DRIVER_TAG: driver_tag(),
         FINGERPRINT_TAG: run.fingerprint,
         "rlhf.directory": str(run.directory),
-        **{f"rlhf.input.{name}": digest for name, digest in run.inputs.items()},
+        **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
     }
 
 

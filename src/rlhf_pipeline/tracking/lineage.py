@@ -26,11 +26,11 @@ def log_data_read(client: MlflowClient, run_id: str, run: StageRun) -> None:
         "split": "evaluation" if run.stage.startswith("evaluate") else "training",
     }
     read = []
-    for name, path in run.paths.items():
+    for name, path in run.inputs.items():
         artifact = artifact_of(path)
         maker = None if artifact is None else Manifest.read(artifact).stage
         if maker in contexts:
-            read.append(_data_set(path, run.inputs[name], contexts[maker]))
+            read.append(_data_set(path, run.digests[name], contexts[maker]))
     client.log_inputs(run_id, read)
 
 

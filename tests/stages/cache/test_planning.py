@@ -70,7 +70,7 @@ def test_a_failed_attempt_restarts_or_resumes(drill, plan):
     (directory,) = (drill.root / "workspace" / "drill").iterdir()
     (directory / "checkpoints" / "step-00000024").mkdir(parents=True)
     stage = planned(drill, drill.job())
-    assert (stage.state, stage.run.resumed_from, stage.reasons) == ("resume", 24, ())
+    assert (stage.state, stage.run.resume_from, stage.reasons) == ("resume", 24, ())
 
 
 def test_damage_is_found_by_name_and_size(drill, plan):

@@ -20,9 +20,8 @@ LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer"
 def attempt(tmp_path):
     (tmp_path / "program.log").write_text("first\nexits with return code = -9\nlast")
     (tmp_path / "errors").mkdir()
-    run = StageRun(
-        "sft", "f", tmp_path, {"sft": {"micro_batch_size_per_gpu": 8}}, 1, {}, cached=False
-    )
+    config = {"sft": {"micro_batch_size_per_gpu": 8}}
+    run = StageRun("sft", "f", 1, config, {}, {}, tmp_path, 60.0)
     return Attempt(
         run=run,
         config=LaunchConfig(),

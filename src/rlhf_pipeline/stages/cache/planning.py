@@ -104,7 +104,7 @@ def _plan(run: StageRun, pending: Mapping[str, str], *, forced: bool) -> Planned
     checkpoints = list_checkpoints(run.directory / "checkpoints")
     if checkpoints:
         return PlannedStage(
-            replace(run, resumed_from=checkpoint_step(checkpoints[-1])), "resume", tuple(in_use)
+            replace(run, resume_from=checkpoint_step(checkpoints[-1])), "resume", tuple(in_use)
         )
     broken = damage(run.export) if (run.export / NAME).is_file() else None
     why = f"its result is damaged: {broken}" if broken else "an earlier attempt did not finish"
