@@ -32,7 +32,8 @@ class Beating:
         monkeypatch.setattr(heartbeat, "_write", count)
         clock = SimpleNamespace(**vars(time) | {"sleep": self._sleep})
         monkeypatch.setattr(heartbeat, "time", clock)
-        heartbeat.start(directory, 3, local=True)
+        monkeypatch.setenv(heartbeat.LAUNCH, "driver and directory")
+        heartbeat.start(directory, 3)
         assert self._asleep.acquire(timeout=HANGS_S)
 
     def wake(self):
@@ -101,5 +102,5 @@ def test_many_ticks_cost_one_write_a_second(beating):
 def test_a_rank_on_another_machine_reports_no_process_id(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None))
     monkeypatch.setattr(heartbeat, "_file", None)
-    heartbeat.start(tmp_path, 0, local=False)
+    heartbeat.start(tmp_path, 0)
     assert json.loads((tmp_path / "heartbeats" / "rank0.json").read_text())["pid"] is None

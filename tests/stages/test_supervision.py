@@ -33,7 +33,7 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.processes import process_identity
+from rlhf_pipeline.stages.processes import process_identity
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.stages.cache import identify
 from rlhf_pipeline.stages.context import RunContext

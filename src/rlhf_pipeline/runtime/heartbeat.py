@@ -16,7 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rlhf_pipeline.runtime.files import write_atomically
+
 FOLDER = "heartbeats"
+LAUNCH = "RLHF_LAUNCH"
+"""Environment variable with driver and work directory. All processes of a launch have it, even
+those that left its process group; programs started by hand or on another machine do not."""
 WRITE_EVERY_S = 1.0
 
 Phase = Literal["loading", "rollout", "scoring", "update", "evaluation", "saving", "finished"]
@@ -51,15 +56,11 @@ _file: Path | None = None
 _writing = threading.Lock()
 
 
-def start(directory: Path, rank: int, *, local: bool) -> None:
-    """Start to report into a work directory, in phase `loading`.
-
-    `local`: the driver runs on this machine.
-    """
+def start(directory: Path, rank: int) -> None:
+    """Start to report into a work directory, in phase `loading`."""
     global _here, _file
-    _here = Heartbeat(
-        rank, os.getpid() if local else None, since=time.time(), progressed=time.time()
-    )
+    pid, now = os.getpid() if LAUNCH in os.environ else None, time.time()
+    _here = Heartbeat(rank, pid, since=now, progressed=now)
     _file = directory / FOLDER / f"rank{rank}.json"
     _file.parent.mkdir(exist_ok=True)
     _write(_file, _here)
@@ -111,7 +112,5 @@ def _report(path: Path, written: Heartbeat) -> None:
 
 
 def _write(path: Path, heartbeat: Heartbeat) -> None:
-    partial = path.with_suffix(".partial")
-    with _writing:  # renamed, so that the driver never reads half a file
-        partial.write_text(json.dumps(asdict(heartbeat)))
-        partial.rename(path)
+    with _writing:
+        write_atomically(path, json.dumps(asdict(heartbeat)))

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.runtime.processes import DRIVER, LAUNCH, kill_strays, process_identity
 
 ERRORS = "errors"
 """Folder of the work directory in which a failing rank writes its reason: `<time>-rank<n>.txt`."""
@@ -33,15 +31,12 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     A failing rank writes its reason into the work directory before it exits with code 1: the
     message of a `PipelineError`, or the traceback of any other exception.
     """
-    started_here = DRIVER in os.environ  # not by hand, not on another machine
-    if started_here:
-        _end_with_driver()
     job = LaunchedJob.read(Path(sys.argv[1]))
     rank = int(os.environ.get("RANK", "0"))
     faulthandler.enable()  # a crash in compiled code leaves its stack in the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the driver to a stuck rank
     try:
-        heartbeat.start(job.directory, rank, local=started_here)
+        heartbeat.start(job.directory, rank)
         metrics = main(job)
         if rank == 0:
             write_manifest(job, metrics)
@@ -74,20 +69,3 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
 def _write_reason(folder: Path, rank: int, reason: str) -> None:
     folder.mkdir(exist_ok=True)
     write_atomically(folder / f"{time.time_ns()}-rank{rank}.txt", reason[-REASON_CHARACTERS:])
-
-
-def _end_with_driver() -> None:
-    """Kill this launch soon after its driver has ended, for example by SIGKILL.
-
-    Otherwise ranks would continue to train and write into the directory of the next attempt.
-    """
-    driver = os.environ[DRIVER]
-    pid = int(driver.partition("@")[0])
-
-    def wait_for_driver() -> None:
-        while process_identity(pid) == driver:
-            time.sleep(0.5)
-        kill_strays(os.environ[LAUNCH], except_group=os.getpgrp())
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=wait_for_driver, daemon=True).start()

@@ -8,9 +8,9 @@ import pytest
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import content_digest
-from rlhf_pipeline.runtime.processes import process_identity
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.lock import recipe_lock
+from rlhf_pipeline.stages.processes import process_identity
 
 STAGES = ["source", "split", "sft"]
 

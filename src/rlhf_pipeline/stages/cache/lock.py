@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.processes import process_identity
+from rlhf_pipeline.stages.processes import process_identity
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.manifest import NAME
-from rlhf_pipeline.runtime.processes import DRIVER, LAUNCH, kill_strays, process_identity
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
@@ -28,6 +27,7 @@ from rlhf_pipeline.stages.launch.failure import LOG, Attempt, kernel_kills, stag
 from rlhf_pipeline.stages.launch.hints import PORT
 from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count
+from rlhf_pipeline.stages.processes import guarded, kill_launch, process_identity
 from rlhf_pipeline.stages.spec import StageSpec
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,6 @@ FAILED_GRACE_S = 3.0
 """The same after a rank has failed: the other ranks cannot finish their step without it."""
 SETTLE_S = 1.5
 """Seconds that the other ranks have to report after a rank has failed."""
-ORPHANED_S = 3
-"""Seconds that programs have to end themselves once the driver has ended."""
 STACKS_S = 1.0
 """Seconds that the ranks of a stuck stage have to print their stacks."""
 
@@ -109,7 +107,12 @@ def _supervise(
     Returns:
         `code`, `stuck` and `orphaned` of the `Attempt`.
     """
-    with _signals_raise(), (run.directory / LOG).open("wb") as output, _guard() as guarded:
+    launch = environment[heartbeat.LAUNCH]
+    with (
+        _signals_raise(),
+        (run.directory / LOG).open("wb") as output,
+        guarded(launch, environment["PYTHONPATH"]),
+    ):
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,  # nobody can answer a library that asks a question
@@ -118,7 +121,6 @@ def _supervise(
             start_new_session=True,
             env=environment,
         )
-        guarded(process.pid)
         tail = _MetricsTail(run, context.listener)
         grace_s = GRACE_S
         try:
@@ -129,7 +131,7 @@ def _supervise(
             try:
                 _end_group(process, grace_s)
             finally:
-                kill_strays(environment[LAUNCH])
+                kill_launch(launch)
                 tail.forward()
     return code, stuck, orphaned
 
@@ -180,8 +182,7 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
     }
     # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
     settings["DISABLE_SAFETENSORS_CONVERSION"] = "1"
-    settings[DRIVER] = str(process_identity(os.getpid()))
-    settings[LAUNCH] = f"{settings[DRIVER]} {directory.resolve()}"
+    settings[heartbeat.LAUNCH] = f"{process_identity(os.getpid())} {directory.resolve()}"
     if gpu_count() == 0:
         cores = len(os.sched_getaffinity(0))
         settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // processes))}
@@ -211,29 +212,6 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _guard() -> Iterator[Callable[[int], int]]:
-    """Kill a process group soon after this process has ended, for example by SIGKILL.
-
-    The programs also end themselves, but only after their imports, which take a while.
-
-    Yields:
-        A function that takes the process group.
-    """
-    # The second line never comes: `read` returns when this process ends.
-    wait = "read -r group; read -r end"
-    command = ["sh", "-c", f'{wait}; sleep {ORPHANED_S}; kill -KILL "-$group"']
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
-    ) as guard:
-        assert guard.stdin is not None
-        write = guard.stdin.write
-        try:
-            yield lambda group: write(f"{group}\n".encode())
-        finally:
-            guard.kill()
 
 
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:

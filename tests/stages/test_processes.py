@@ -1,0 +1,87 @@
+"""Identities of processes, and the end of the processes of a launch."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.runtime.heartbeat import LAUNCH
+from rlhf_pipeline.stages import processes
+from rlhf_pipeline.stages.processes import kill_launch, process_identity
+
+
+@pytest.fixture
+def start():
+    """Starts a sleeping process of a launch, in its own session."""
+    started = []
+
+    def start(launch):
+        process = subprocess.Popen(
+            [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+            stdout=subprocess.PIPE,
+            env=os.environ | {LAUNCH: launch},
+            start_new_session=True,
+        )
+        process.stdout.readline()  # the environment can be read
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_the_identity_of_a_process_is_constant(start):
+    process = start("one")
+    identity = process_identity(process.pid)
+    assert identity.startswith(f"{process.pid}@")
+    assert process_identity(process.pid) == identity != process_identity(os.getpid())
+
+
+def test_a_process_that_ended_has_no_identity(start):
+    process = start("one")
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, but not reaped
+    assert process_identity(process.pid) is None
+    process.wait()
+    assert process_identity(process.pid) is None
+
+
+def test_only_processes_of_the_launch_are_killed(start):
+    first, second, other = start("one"), start("one"), start("two")
+    kill_launch("one")
+    assert first.wait(timeout=10) == second.wait(timeout=10) == -signal.SIGKILL
+    assert other.poll() is None
+
+
+DRIVER = """
+import os, subprocess, sys
+from rlhf_pipeline.runtime.heartbeat import LAUNCH
+from rlhf_pipeline.stages import processes
+from rlhf_pipeline.stages.processes import guarded
+with guarded("one", os.environ["PYTHONPATH"]):
+    subprocess.Popen(["sleep", "60"], env=os.environ | {LAUNCH: "one"}, start_new_session=True)
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_processes_of_a_killed_driver_are_killed(start):
+    rank, other = start("one"), start("two")
+    source = str(Path(processes.__file__).parents[2])
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": source},
+    )
+    driver.stdout.readline()
+    assert rank.poll() is None
+    driver.kill()
+    assert rank.wait(timeout=10) == -signal.SIGKILL
+    driver.communicate()  # the guard and the other process have closed its pipe
+    assert other.poll() is None
