@@ -26,8 +26,8 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.pipelines.base_model.nodes import base_model
 from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
+from rlhf_pipeline.pipelines.ppo.nodes import SPEC as PPO
 from rlhf_pipeline.pipelines.ppo.nodes import ppo
-from rlhf_pipeline.pipelines.ppo.spec import SPEC as PPO
 from rlhf_pipeline.pipelines.reward_model.nodes import reward_model
 from rlhf_pipeline.pipelines.sft.nodes import sft
 from rlhf_pipeline.pipelines.split.nodes import split

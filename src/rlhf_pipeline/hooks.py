@@ -18,8 +18,7 @@ from rlhf_pipeline.preflight import check_root, preflight
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.results import SplitSummary, print_results
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
-from rlhf_pipeline.stages.cache.forcing import forced_stages
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import Listeners, StageListener, Status
 from rlhf_pipeline.stages.job import Stages
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count

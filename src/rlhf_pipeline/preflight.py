@@ -18,7 +18,7 @@ from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
-from rlhf_pipeline.stages.cache.forcing import forced_stages
+from rlhf_pipeline.stages.context import forced_stages
 
 
 def check_root(root: str) -> None:

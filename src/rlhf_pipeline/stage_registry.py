@@ -10,7 +10,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.pipelines import base_model, evaluate, reward_model, sft, split
 from rlhf_pipeline.pipelines.split.spec import SOURCE
-from rlhf_pipeline.stages.spec import StageSpec
+from rlhf_pipeline.stages.job import StageSpec
 
 POLICIES = (
     "rlhf_pipeline.pipelines.ppo",

@@ -26,8 +26,8 @@ from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import StageSpec
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.spec import StageSpec
 
 PROJECT = Path(__file__).parents[2]
 STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
@@ -229,7 +229,11 @@ RERUNS_NOTHING = {
     "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
     "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
     "registry": ("stage_registry.py", r"POLICIES = \(", 'POLICIES = ("another_policy",'),
-    "fields of a spec": ("pipelines/ppo/spec.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
+    "fields of a spec": (
+        "pipelines/ppo/nodes.py",
+        r"headline_metrics=\(",
+        'headline_metrics=("x",',
+    ),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
     "loss of another pipeline": ("rl/dpo_loss.py", r"-likelihood", "-2 * likelihood"),
 }

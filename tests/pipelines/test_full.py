@@ -16,8 +16,8 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.pipelines.ppo.spec import SPEC as PPO
-from rlhf_pipeline.pipelines.sft.spec import SPEC as SFT
+from rlhf_pipeline.pipelines.ppo.nodes import SPEC as PPO
+from rlhf_pipeline.pipelines.sft.nodes import SPEC as SFT
 from rlhf_pipeline.pipelines.split.nodes import split
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.stage_registry import stage_specs

@@ -15,9 +15,8 @@ from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import Listeners, StageListener
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.spec import StageSpec
 
 
 class DrillConfig(Block):

@@ -19,10 +19,9 @@ from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import Listeners
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, StageSpec
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.spec import StageSpec
 
 SPEC = StageSpec("toy", "toy_program", distributed=False)
 

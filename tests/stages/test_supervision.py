@@ -40,7 +40,7 @@ from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.launch import launcher
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.spec import StageSpec
+from rlhf_pipeline.stages.job import StageSpec
 
 if "RANK" in os.environ and '"import"' in Path(sys.argv[1]).read_text():
     time.sleep(300)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.stages.events import Listeners, StageListener
 
 
@@ -22,3 +25,23 @@ class RunContext:
     """Whether Python code that ships with a model may run: `base_model.trust_remote_code`."""
     listener: StageListener = field(default_factory=Listeners)
     """Follows every stage."""
+
+
+def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:
+    """The stages to force: true for all, a list of names, or names separated by blanks.
+
+    Raises:
+        ConfigError: a name is unknown, or the value is of another type.
+    """
+    if value is None or isinstance(value, bool):
+        return frozenset(known if value else ())
+    names = value.split() if isinstance(value, str) else value
+    if not isinstance(names, list):
+        raise ConfigError(f"force: found {value!r}, expected true, a stage, or a list of stages")
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"force: no stage {name!r}{suggestion(str(name), known)}; "
+                f"the stages are {', '.join(known)}"
+            )
+    return frozenset(names)

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.training import OptimizerConfig, SFTConfig
-from rlhf_pipeline.pipelines.sft.spec import SPEC
+from rlhf_pipeline.pipelines.sft.nodes import SPEC
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache import fingerprint as module
 from rlhf_pipeline.stages.cache.fingerprint import code_digests, fingerprint, recipe

@@ -1,4 +1,4 @@
-"""The node that prepares the base model."""
+"""Stage base_model: prepares the base model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.pipelines.split.nodes import read_sources
 from rlhf_pipeline.stages.external_inputs import base_model_identity
-from rlhf_pipeline.stages.job import Job, Stages
+from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-from .spec import SPEC
+SPEC = StageSpec(
+    name="base_model",
+    program="rlhf_pipeline.models.base_model",
+    blocks={"base_model": BaseModelConfig},
+    distributed=False,
+)
 
 
 def base_model(config: BaseModelConfig, split: SplitConfig, seed: int, stages: Stages) -> Path:

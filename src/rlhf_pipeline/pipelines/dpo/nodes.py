@@ -1,13 +1,24 @@
-"""The node that trains the policy by DPO."""
+"""Stage dpo: trains the policy by DPO."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rlhf_pipeline.config.dpo import DPOConfig
-from rlhf_pipeline.stages.job import Job, Stages
+from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-from .spec import SPEC
+SPEC = StageSpec(
+    name="dpo",
+    program="rlhf_pipeline.training.dpo",
+    blocks={"dpo": DPOConfig},
+    batch_sizes=("dpo.batch_size",),
+    headline_metrics=("dpo/loss", "dpo/accuracy", "validation/accuracy"),
+    caveats={
+        "score": "DPO and the reward model learned from the same comparisons, so this judge "
+        "favours DPO.",
+        "gold": "DPO never saw the scores of this judge.",
+    },
+)
 
 
 def dpo(split: Path, sft_model: Path, config: DPOConfig, seed: int, stages: Stages) -> Path:

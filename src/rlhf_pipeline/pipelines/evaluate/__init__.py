@@ -1,4 +1,4 @@
 """Comparison of a candidate policy with the SFT baseline."""
 
+from .nodes import SPEC as SPEC
 from .pipeline import create_pipeline as create_pipeline
-from .spec import SPEC as SPEC

@@ -1,4 +1,4 @@
-"""The node that compares a candidate policy with the SFT baseline."""
+"""Stage evaluate: compares a candidate policy with the SFT baseline."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, EvaluateConfig
 from rlhf_pipeline.config.reward_files import source_file
-from rlhf_pipeline.stages.job import Job, Stages
-from rlhf_pipeline.stages.spec import StageSpec
+from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-from .spec import SPEC
+SPEC = StageSpec(
+    name="evaluate",
+    program="rlhf_pipeline.evaluation.evaluate",
+    blocks={"evaluate": EvaluateConfig},
+)
 
 
 def evaluate(policy: StageSpec) -> Callable[..., Path]:

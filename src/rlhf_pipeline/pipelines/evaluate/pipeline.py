@@ -2,10 +2,9 @@
 
 from kedro.pipeline import Node, Pipeline
 
-from rlhf_pipeline.stages.spec import StageSpec
+from rlhf_pipeline.stages.job import StageSpec
 
-from .nodes import evaluate
-from .spec import SPEC
+from .nodes import SPEC, evaluate
 
 
 def create_pipeline(policy: StageSpec) -> Pipeline:

@@ -1,4 +1,4 @@
-"""The node that trains the policy by PPO."""
+"""Stage ppo: trains the policy by PPO."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from pathlib import Path
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.stages.external_inputs import reward_identities, reward_inputs
-from rlhf_pipeline.stages.job import Job, Stages
+from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-from .spec import SPEC
+SPEC = StageSpec(
+    name="ppo",
+    program="rlhf_pipeline.training.ppo",
+    blocks={"ppo": PPOConfig},
+    batch_sizes=("ppo.rollout_batch_size", "ppo.minibatch_size", "ppo.ptx.batch_size"),
+    headline_metrics=("objective/score", "objective/kl", "validation/score"),
+    caveats={
+        "score": "PPO was trained to maximize the score of the reward model, so this judge "
+        "favours PPO.",
+        "gold": "PPO never saw the scores of this judge.",
+    },
+)
 
 
 def ppo(

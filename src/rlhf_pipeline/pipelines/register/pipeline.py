@@ -2,7 +2,7 @@
 
 from kedro.pipeline import Node, Pipeline
 
-from rlhf_pipeline.stages.spec import StageSpec
+from rlhf_pipeline.stages.job import StageSpec
 
 from .nodes import register
 

@@ -1,13 +1,19 @@
-"""The node that trains the reward model."""
+"""Stage reward_model: trains the reward model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.stages.job import Job, Stages
+from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-from .spec import SPEC
+SPEC = StageSpec(
+    name="reward_model",
+    program="rlhf_pipeline.training.reward_model",
+    blocks={"reward_model": RewardModelConfig},
+    batch_sizes=("reward_model.batch_size",),
+    headline_metrics=("reward_model/loss", "reward_model/accuracy", "validation/accuracy"),
+)
 
 
 def reward_model(

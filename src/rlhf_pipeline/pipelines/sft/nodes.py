@@ -1,13 +1,19 @@
-"""The node that trains the SFT model."""
+"""Stage sft: trains the SFT model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rlhf_pipeline.config.training import SFTConfig
-from rlhf_pipeline.stages.job import Job, Stages
+from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-from .spec import SPEC
+SPEC = StageSpec(
+    name="sft",
+    program="rlhf_pipeline.training.sft",
+    blocks={"sft": SFTConfig},
+    batch_sizes=("sft.batch_size",),
+    headline_metrics=("sft/loss", "validation/perplexity"),
+)
 
 
 def sft(split: Path, base_model: Path, config: SFTConfig, seed: int, stages: Stages) -> Path:

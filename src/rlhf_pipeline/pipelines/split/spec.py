@@ -1,7 +1,7 @@
 """The specifications of stage split and of stage source, which runs once for each source."""
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.stages.spec import StageSpec
+from rlhf_pipeline.stages.job import StageSpec
 
 SOURCE = StageSpec(
     name="source",

@@ -23,12 +23,12 @@ from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
+from rlhf_pipeline.stages.job import StageSpec
 from rlhf_pipeline.stages.launch.failure import LOG, Attempt, kernel_kills, stage_error
 from rlhf_pipeline.stages.launch.hints import PORT
 from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count
 from rlhf_pipeline.stages.processes import guarded, kill_launch, process_identity
-from rlhf_pipeline.stages.spec import StageSpec
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import pytest
 
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.stage_registry import stage_specs
-from rlhf_pipeline.stages.cache.forcing import forced_stages
 from rlhf_pipeline.stages.cache.planning import Planner
+from rlhf_pipeline.stages.context import forced_stages
 from rlhf_pipeline.stages.run import StageRunner
 
 ALL = "source base_model split sft reward_model ppo dpo evaluate evaluate_dpo".split()
