@@ -43,11 +43,11 @@ class PreflightHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
         """Check all parameters together, and that a configured port is free."""
-        check(catalog)
+        prepare_parameters(catalog)
         free_port(LaunchConfig.model_validate(catalog.load("parameters")["launch"]).master_port)
 
 
-def check(catalog: CatalogProtocol) -> None:
+def prepare_parameters(catalog: CatalogProtocol) -> None:
     """Check all parameters on this machine; add the defaults of blocks missing in all files."""
     parameters: dict[str, Any] = catalog.load("parameters")
     processes = process_count(LaunchConfig.model_validate(parameters["launch"]))
@@ -85,7 +85,6 @@ class StagesHook:
         self._console = console
         self._project = Path()
         self._tracker: MlflowTracker | None = None
-        self._display = ProgressDisplay(console)
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
@@ -97,10 +96,8 @@ class StagesHook:
         """Start the parent run, and make the stage runner."""
         names = run_params.get("pipeline_names") or ["__default__"]
         self._tracker = MlflowTracker(tracking_uri(self._project), self._project)
-        self._display = ProgressDisplay(self._console)
-        summary = SplitSummary(self._console)
-        context = run_context(catalog, self._display, summary, self._tracker)
-        provide_stages(catalog, StageRunner(context))
+        listeners = ProgressDisplay(self._console), SplitSummary(self._console), self._tracker
+        provide_stages(catalog, StageRunner(run_context(catalog, *listeners)))
         self._tracker.start("+".join(names), _tags(run_params))
 
     @hook_impl

@@ -11,20 +11,14 @@ from rich.console import Console
 from rlhf_pipeline.data.split_report import print_summary
 from rlhf_pipeline.evaluation.report import print_table
 from rlhf_pipeline.stage_registry import policy_stages
-from rlhf_pipeline.stages.events import StageRun, Status
+from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
 
-class SplitSummary:
-    """A stage listener that prints the report of a split when it finishes."""
+class SplitSummary(StageListener):
+    """Prints the report of a split when it finishes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-
-    def stage_started(self, run: StageRun) -> None:
-        """Do nothing."""
-
-    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Do nothing."""
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """Print the report's table."""

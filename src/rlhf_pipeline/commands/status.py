@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.commands.versions import first_version, is_unpublished
-from rlhf_pipeline.hooks import check, provide_stages, run_context
+from rlhf_pipeline.hooks import prepare_parameters, provide_stages, run_context
 from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
@@ -38,7 +38,7 @@ def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
     Raises:
         ConfigError, DataError, ArtifactError: the same as in `kedro run` before the first launch.
     """
-    check(catalog)
+    prepare_parameters(catalog)
     planner = Planner(run_context(catalog))
     provide_stages(catalog, planner)
     rows: list[Row] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -27,8 +27,11 @@ class StageRun(LaunchedJob):
         return f"source {self.config['source']['name']}" if self.stage == "source" else self.stage
 
 
-class StageListener(Protocol):
-    """Follows the stages of a run. It handles its own errors and never makes a stage fail."""
+class StageListener:
+    """Follows the stages of a run. It handles its own errors and never makes a stage fail.
+
+    Each method does nothing unless a listener defines it.
+    """
 
     def stage_started(self, run: StageRun) -> None:
         """A program is about to be launched, or a result is reused."""
@@ -41,7 +44,7 @@ class StageListener(Protocol):
 
 
 @dataclass(frozen=True)
-class Listeners:
+class Listeners(StageListener):
     """Several listeners as one."""
 
     listeners: tuple[StageListener, ...] = ()

@@ -16,13 +16,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from rlhf_pipeline.stages.events import StageRun, Status
+from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
 LINE_EVERY_S = 15.0
 """Seconds between two lines of progress if the output is not a terminal."""
 
 
-class ProgressDisplay:
+class ProgressDisplay(StageListener):
     """A live bar on a terminal; otherwise a line every 15 seconds, so that logs stay readable."""
 
     def __init__(self, console: Console | None = None) -> None:

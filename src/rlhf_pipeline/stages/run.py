@@ -18,7 +18,7 @@ from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.identify import identify
 from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
-from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_attempt
+from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_directory
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.disk_full import explain_full_disk
 from rlhf_pipeline.stages.events import StageRun
@@ -62,7 +62,8 @@ class StageRunner:
             if finished is not None and not self._is_forced(run):
                 return _reuse(finished, context)
             _verify_inputs(job)
-            run = replace(run, directory=_work_directory(run, finished))
+            last = None if finished is None else finished.directory
+            run = replace(run, directory=next_directory(run.directory, last))
             export = _launch_until_it_fits(job, run, context)
             self._launched.add(run.fingerprint)
             return export
@@ -76,16 +77,6 @@ def _reuse(finished: StageRun, context: RunContext) -> Path:
     context.listener.stage_ended(finished, "FINISHED", Manifest.read(finished.export).metrics)
     (finished.directory / RECIPE).touch()
     return finished.export
-
-
-def _work_directory(run: StageRun, finished: StageRun | None) -> Path:
-    """The newest directory of the recipe; a new directory if that one is finished."""
-    existing = attempts(run.directory)
-    if not existing:
-        return run.directory
-    if finished is not None and existing[-1] == finished.directory:
-        return next_attempt(run.directory)
-    return existing[-1]
 
 
 def _launch_until_it_fits(job: Job, run: StageRun, context: RunContext) -> Path:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.events import StageRun, Status
+from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.tracking.child_run import ChildRun
 from rlhf_pipeline.tracking.lineage import log_result
 from rlhf_pipeline.tracking.orphans import DRIVER_TAG, close_orphans, driver_tag, save_end
@@ -37,8 +37,8 @@ TAG_LENGTH = 5000
 """Characters of a tag's value that every version of MLflow accepts."""
 
 
-class MlflowTracker:
-    """Records stages in MLflow; a `StageListener`.
+class MlflowTracker(StageListener):
+    """Records stages in MLflow.
 
     The work directories are the source of truth, MLflow is a copy. A store that fails costs one
     warning and never a stage. Missing records are sent from disk: after an outage as soon as the

@@ -63,31 +63,20 @@ def survey(
         for path in sorted(workspace.glob("*/*"))
         if path.parent.name in stages and is_attempt(path)
     ]
-    in_use = {path: holder for path in directories if (holder := user(first_of(path))) is not None}
-    resumable = {path: step for path in directories if (step := _resumes_from(path)) is not None}
-    needed_by = [
-        path for path in directories if path in in_use or (path in resumable and not unfinished)
-    ]
-    needed = _needed(directories, published, needed_by)
-    removable = {
-        path: why
-        for path in directories
-        if path not in in_use and (why := _reason(path, needed)) is not None
-    }
-    kept = {
-        path: f"in use by {holder}"
-        for path, holder in in_use.items()
-        if _reason(path, needed) is not None
-    }
-    for path, step in resumable.items():
-        if path in removable and not unfinished:
-            del removable[path]
-            kept[path] = f"can resume from step {step}; --unfinished removes it"
-    removable |= dict.fromkeys(abandoned, "left by an interrupted publication")
-    for path in [path for path in removable if _behind_link(path)]:
-        del removable[path]
-        kept[path] = f"is a link to {path.resolve()}; remove that yourself"
-    return list(_with_sizes(removable)), kept
+    held: dict[Path, str] = {}
+    for path in directories:
+        if holder := user(first_of(path)):
+            held[path] = f"in use by {holder}"
+        elif not unfinished and (step := _resumes_from(path)) is not None:
+            held[path] = f"can resume from step {step}; --unfinished removes it"
+    needed = _needed(directories, published, held)
+    found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
+    found |= dict.fromkeys(abandoned, "left by an interrupted publication")
+    for path in found:
+        if path not in held and (path.is_symlink() or path.parent.is_symlink()):
+            held[path] = f"is a link to {path.resolve()}; remove that yourself"
+    removable = {path: why for path, why in found.items() if path not in held}
+    return list(_with_sizes(removable)), {path: held[path] for path in found if path in held}
 
 
 def remove(leftover: Leftover, workspace: Path) -> str | None:
@@ -108,19 +97,14 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
     return None
 
 
-def _behind_link(path: Path) -> bool:
-    """Whether a directory or its parent is a symbolic link."""
-    return path.is_symlink() or path.parent.is_symlink()
-
-
 def _needed(
-    directories: list[Path], published: Collection[Path], needed_by: list[Path]
+    directories: list[Path], published: Collection[Path], held: Collection[Path]
 ) -> set[Path]:
-    """Finished work directories that published versions or resumable stages were made from."""
+    """Finished work directories that published versions or kept stages were made from."""
     manifests = [Manifest.read(path) for path in published]
     fingerprints = {manifest.fingerprint for manifest in manifests}
     digests = {digest for manifest in manifests for digest in manifest.inputs.values()}
-    for job in (path / "job.json" for path in needed_by):
+    for job in (path / "job.json" for path in held):
         digests |= set(json.loads(job.read_text())["digests"].values()) if job.is_file() else set()
     pending = {path: Manifest.read(path / "export") for path in directories if is_finished(path)}
     needed: set[Path] = set()
@@ -136,7 +120,7 @@ def _needed(
 
 
 def _reason(path: Path, needed: set[Path]) -> str | None:
-    """Why a work directory that is not in use can be removed; None if it is needed."""
+    """Why a work directory can be removed unless it is held; None if it is needed."""
     export = path / "export"
     if not (export / NAME).is_file():
         return "unfinished"

@@ -21,7 +21,7 @@ from rlhf_pipeline.stages.cache.workspace import (
     damage,
     is_finished,
     last_recipe,
-    next_attempt,
+    next_directory,
 )
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
@@ -96,11 +96,9 @@ def _plan(run: StageRun, pending: Mapping[str, str], *, forced: bool) -> Planned
         return PlannedStage(replace(run, directory=finished, cached=True), "finished")
     if not existing:
         return _plan_new(run, pending)
-    if existing[-1] == finished:
-        return PlannedStage(
-            replace(run, directory=next_attempt(run.directory)), "run", ("forced", *in_use)
-        )
-    run = replace(run, directory=existing[-1])
+    run = replace(run, directory=next_directory(run.directory, finished))
+    if run.directory not in existing:
+        return PlannedStage(run, "run", ("forced", *in_use))
     checkpoints = list_checkpoints(run.directory / "checkpoints")
     if checkpoints:
         return PlannedStage(

@@ -24,22 +24,21 @@ def recipe_changes(
         return [EARLIER_FORM]
     inputs = sorted((old["inputs"].keys() | new["inputs"].keys()) - set(pending))
     return [
-        *_changes(old["config"], new["config"]),
-        *_changes({"seed": old["seed"]}, {"seed": new["seed"]}),
+        *_changes(_settings(old), _settings(new)),
         *(
             _input(name, old["inputs"], new["inputs"])
             for name in inputs
             if _differ(name, old["inputs"], new["inputs"])
         ),
-        *_changes({"processes": old["processes"]}, {"processes": new["processes"]}),
-        *_changes(_trust(old), _trust(new)),
         *_changes(old["versions"], new["versions"]),
         *_code(old["code"], new["code"]),
     ]
 
 
-def _trust(recipe: Mapping[str, Any]) -> dict[str, bool]:
-    return {"base_model.trust_remote_code": recipe.get("trust_remote_code", False)}
+def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    trust = {"base_model.trust_remote_code": recipe.get("trust_remote_code", False)}
+    others = {name: recipe[name] for name in ("seed", "processes")}
+    return recipe["config"] | others | trust
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:

@@ -36,10 +36,12 @@ def attempts(first: Path) -> list[Path]:
     return [path for path in (first, *sorted(later, key=_number)) if path.is_dir()]
 
 
-def next_attempt(first: Path) -> Path:
-    """A new directory for a further attempt."""
+def next_directory(first: Path, finished: Path | None) -> Path:
+    """Where the next launch works: in the newest attempt, or in a new one if that is finished."""
     existing = attempts(first)
-    return first.with_name(f"{first.name}.{_number(existing[-1]) + 1}") if existing else first
+    if not existing or existing[-1] != finished:
+        return existing[-1] if existing else first
+    return first.with_name(f"{first.name}.{_number(finished) + 1}")
 
 
 def is_attempt(path: Path) -> bool:
