@@ -17,6 +17,7 @@ from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
 
@@ -52,18 +53,23 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
     }
     faults = [*_unknown_names(parameters), *_invalid_values(parameters)]
     if not faults:
+        base_model = BaseModelConfig.model_validate(parameters["base_model"])
+        split = SplitConfig.model_validate(parameters["split"])
+        ppo = PPOConfig.model_validate(parameters["ppo"])
+        evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
         faults = [
-            *_batch_size_faults(parameters, processes),
+            *(_batch_size_faults(parameters, processes) or _group_faults(ppo, processes)),
             *_fp16_faults(parameters, gpus),
             *_quantization_faults(parameters, gpus),
-            *_source_faults(parameters),
-            *_length_faults(parameters),
-            *_ptx_faults(parameters),
-            *reward_faults(PPOConfig.model_validate(parameters["ppo"]).rewards),
-            *reward_faults(
-                EvaluateConfig.model_validate(parameters["evaluate"]).judges, "evaluate.judges"
-            ),
+            *_source_faults("split.sources", split.records(), wants_text=False),
+            *_length_faults(base_model.positions, split, ppo, evaluate),
+            *_ptx_faults(base_model.positions, split, ppo),
+            *reward_faults(ppo.rewards),
+            *reward_faults(evaluate.judges, "evaluate.judges"),
         ]
+        if split.pretraining is not None:
+            texts = split.pretraining.records()
+            faults += _source_faults("split.pretraining.sources", texts, wants_text=True)
     if faults:
         raise ConfigError("\n".join(["invalid parameters:", *(f"  - {fault}" for fault in faults)]))
 
@@ -110,7 +116,7 @@ def _batch_size_faults(parameters: Mapping[str, Any], processes: int) -> list[st
         name: block.model_validate(parameters.get(name, {}))
         for name, block in parameter_blocks().items()
     }
-    values = dict(leaves({name: block.model_dump(mode="json") for name, block in blocks.items()}))
+    values = dict(leaves(as_json(blocks)))
     for place in [place for spec in stage_specs().values() for place in spec.batch_sizes]:
         size = values.get(place, 0)  # 0: the block is null
         if size % processes:
@@ -120,7 +126,7 @@ def _batch_size_faults(parameters: Mapping[str, Any], processes: int) -> list[st
                 f"{place}: found {size}, expected a multiple of {processes} ranks "
                 f"(launch.processes). Fix: use {fix}"
             )
-    return faults or _group_faults(PPOConfig.model_validate(parameters["ppo"]), processes)
+    return faults
 
 
 def _group_faults(ppo: PPOConfig, processes: int) -> list[str]:
@@ -164,16 +170,7 @@ def _quantization_faults(parameters: Mapping[str, Any], gpus: int) -> list[str]:
     return []
 
 
-def _source_faults(parameters: Mapping[str, Any]) -> list[str]:
-    split = SplitConfig.model_validate(parameters["split"])
-    pretraining = split.pretraining.records() if split.pretraining is not None else []
-    return [
-        *_kind_faults("split.sources", split.records(), wants_text=False),
-        *_kind_faults("split.pretraining.sources", pretraining, wants_text=True),
-    ]
-
-
-def _kind_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> list[str]:
+def _source_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> list[str]:
     faults = []
     for index, source in enumerate(sources):
         try:
@@ -199,17 +196,16 @@ def _kind_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: boo
     return faults
 
 
-def _length_faults(parameters: Mapping[str, Any]) -> list[str]:
-    split = SplitConfig.model_validate(parameters["split"])
-    positions = BaseModelConfig.model_validate(parameters["base_model"]).positions
+def _length_faults(
+    positions: int | None, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
+) -> list[str]:
     if positions is None:
         return []
-    responses = {"split.max_response_tokens": split.max_response_tokens}
-    for name, sampling in {
-        "ppo": PPOConfig.model_validate(parameters["ppo"]).sampling,
-        "evaluate": EvaluateConfig.model_validate(parameters["evaluate"]).sampling,
-    }.items():
-        responses[f"{name}.sampling.max_response_tokens"] = sampling.max_response_tokens
+    responses = {
+        "split.max_response_tokens": split.max_response_tokens,
+        "ppo.sampling.max_response_tokens": ppo.sampling.max_response_tokens,
+        "evaluate.sampling.max_response_tokens": evaluate.sampling.max_response_tokens,
+    }
     return [
         f"{place}: found {response}, expected at most {positions - split.max_prompt_tokens}: the "
         f"model's {positions} positions (base_model.architecture.max_position_embeddings) less "
@@ -219,11 +215,10 @@ def _length_faults(parameters: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _ptx_faults(parameters: Mapping[str, Any]) -> list[str]:
+def _ptx_faults(positions: int | None, split: SplitConfig, ppo: PPOConfig) -> list[str]:
     """Faults of the plain text that PPO's language-model loss needs."""
-    text = SplitConfig.model_validate(parameters["split"]).pretraining
-    positions = BaseModelConfig.model_validate(parameters["base_model"]).positions
-    if PPOConfig.model_validate(parameters["ppo"]).ptx is None:
+    text = split.pretraining
+    if ppo.ptx is None:
         return []
     if text is None:
         return [

@@ -98,9 +98,7 @@ def track(tracker, *runs):
 
 
 def child(client, stage):
-    (found,) = client.search_runs(
-        [experiment_id(client, "rlhf-pipeline")], f"tags.`rlhf.stage` = '{stage}'"
-    )
+    (found,) = client.search_runs([experiment_id(client)], f"tags.`rlhf.stage` = '{stage}'")
     return found
 
 

@@ -30,7 +30,7 @@ def published(directory, stage, fingerprint, weights="weights"):
 
 def training_run(client, fingerprint):
     """The id of a finished run of a recipe."""
-    experiment = experiment_id(client, "rlhf-pipeline")
+    experiment = experiment_id(client)
     run = client.create_run(experiment, tags={"rlhf.fingerprint": fingerprint})
     client.set_terminated(run.info.run_id, "FINISHED")
     return run.info.run_id

@@ -69,7 +69,7 @@ def started(uri, project):
 
 def found(client):
     """Status, by name, of every run; a parent is called full."""
-    experiment = experiment_id(client, "rlhf-pipeline")
+    experiment = experiment_id(client)
     return {
         run.info.run_name: run
         for run in client.search_runs([experiment], order_by=["attributes.start_time DESC"])
@@ -329,8 +329,7 @@ def test_runs_of_a_killed_driver_are_closed_and_its_stage_resumes_in_the_same_ru
 
     again = started(uri, tmp_path)
     status = {
-        run.info.run_id: run.info.status
-        for run in client.search_runs([experiment_id(client, "rlhf-pipeline")])
+        run.info.run_id: run.info.status for run in client.search_runs([experiment_id(client)])
     }
     assert status.pop(before["full"].info.run_id) == "KILLED"
     assert status.pop(before["sft"].info.run_id) == "KILLED"
@@ -353,7 +352,7 @@ def test_runs_of_a_living_driver_stay_open(uri, client, tmp_path):
     assert statuses(client) == {"full": "RUNNING", "sft": "RUNNING"}
     other.communicate("\n")
     started(uri, tmp_path)
-    runs = client.search_runs([experiment_id(client, "rlhf-pipeline")])
+    runs = client.search_runs([experiment_id(client)])
     assert sorted(run.info.status for run in runs) == ["KILLED", "KILLED", "RUNNING", "RUNNING"]
 
 

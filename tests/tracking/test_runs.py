@@ -48,7 +48,7 @@ def runs(client):
     """All runs below the parents, oldest first."""
 
     def find():
-        experiment = experiment_id(client, "rlhf-pipeline")
+        experiment = experiment_id(client)
         found = client.search_runs([experiment], order_by=["attributes.start_time ASC"])
         return [run for run in found if "rlhf.stage" in run.data.tags]
 
@@ -58,7 +58,7 @@ def runs(client):
 @pytest.fixture
 def parents(client):
     def find():
-        experiment = experiment_id(client, "rlhf-pipeline")
+        experiment = experiment_id(client)
         found = client.search_runs([experiment], order_by=["attributes.start_time ASC"])
         return [run for run in found if "rlhf.stage" not in run.data.tags]
 
@@ -324,7 +324,7 @@ def test_an_interruption_in_a_database_call_is_not_swallowed(tracker, stage, mon
 
 
 def test_a_run_id_in_the_environment_is_ignored(tracker, stage, client, runs, parents, monkeypatch):
-    stranger = client.create_run(experiment_id(client, "other"))
+    stranger = client.create_run(client.create_experiment("other"))
     monkeypatch.setenv("MLFLOW_RUN_ID", stranger.info.run_id)
     tracker.stage_started(stage)
     tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])

@@ -47,9 +47,9 @@ def test_importing_the_package_does_not_import_mlflow():
 
 
 def test_artifacts_are_beside_the_database(client, tmp_path):
-    identity = experiment_id(client, "rlhf-pipeline")
+    identity = experiment_id(client)
     assert client.get_experiment(identity).artifact_location == f"{tmp_path}/mlartifacts"
-    assert experiment_id(client, "rlhf-pipeline") == identity
+    assert experiment_id(client) == identity
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_processes_can_open_an_empty_database_at_once(tmp_path):
     program = (
         "import sys; from pathlib import Path; from rlhf_pipeline.tracking.store import *;"
         "project = Path(sys.argv[1]);"
-        "print(experiment_id(connect(f'sqlite:///{project}/mlflow.db', project), EXPERIMENT))"
+        "print(experiment_id(connect(f'sqlite:///{project}/mlflow.db', project)))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     environment = {
@@ -77,7 +77,7 @@ def test_processes_can_open_an_empty_database_at_once(tmp_path):
 
 
 def test_find_run_takes_the_newest_finished_run_of_the_recipe(client):
-    experiment = experiment_id(client, "rlhf-pipeline")
+    experiment = experiment_id(client)
 
     def run(fingerprint, status, start_time):
         made = client.create_run(

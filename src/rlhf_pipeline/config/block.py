@@ -31,11 +31,15 @@ def operational(default: Any, **kwargs: Any) -> Any:
 
 
 def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values of nested mappings with their dotted names, in order; a list is a value."""
+    """Return the values of nested mappings with their dotted names, in order.
+
+    A list and an empty mapping are values.
+    """
     found: list[tuple[str, Any]] = []
     for name, value in parameters.items():
         path = f"{prefix}{name}"
-        found += leaves(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
+        is_inner = isinstance(value, Mapping) and value
+        found += leaves(value, f"{path}.") if is_inner else [(path, value)]
     return found
 
 

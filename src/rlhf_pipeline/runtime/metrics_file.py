@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.runtime.files import write_atomically
 
@@ -31,11 +32,16 @@ class MetricsFile:
         self._file.write(json.dumps(record) + "\n")
 
 
+def read_json_lines(file: Path) -> list[dict[str, Any]]:
+    """The complete lines; a kill or a full disk can leave half a line at the end."""
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def truncate_after(path: Path, step: int) -> None:
     """Remove the lines after a step and an incomplete last line: training resumes from the step."""
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    complete = [line for line in lines if line.endswith("\n")]
-    write_atomically(path, "".join(line for line in complete if json.loads(line)["step"] <= step))
+    kept = [record for record in read_json_lines(path) if record["step"] <= step]
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 class RowProgress:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import StageRun, Status
-from rlhf_pipeline.tracking.json_lines import read_json_lines
 from rlhf_pipeline.tracking.lineage import log_data_read
 from rlhf_pipeline.tracking.orphans import DRIVER_TAG, driver_tag
-from rlhf_pipeline.tracking.parameters import log_parameters
-from rlhf_pipeline.tracking.store import EXPERIMENT, FINGERPRINT_TAG, experiment_id, find_run
+from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, experiment_id, find_run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -39,7 +41,7 @@ class ChildRun:
         if unfinished is None:
             records = read_json_lines(run.metrics_file)
             opened = client.create_run(
-                experiment_id(client, EXPERIMENT),
+                experiment_id(client),
                 start_time=_milliseconds(records[0]) if records else None,
                 tags={"mlflow.parentRunId": parent, **_tags(run)},
                 run_name=run.stage,
@@ -57,8 +59,15 @@ class ChildRun:
         return str(self.opened.info.run_id)
 
     def log_missing(self, run: StageRun) -> None:
-        """Log the parameters, the inputs and the records on disk that MLflow lacks."""
-        log_parameters(self.client, self.opened, run)
+        """Log the parameters, the inputs and the records on disk that MLflow lacks.
+
+        MLflow refuses to change a parameter, and operational ones can differ between attempts.
+        """
+        from mlflow.entities import Param
+
+        known, wanted = self.opened.data.params, parameters(run.config, run.seed)
+        missing = [Param(name, value) for name, value in wanted.items() if name not in known]
+        self.client.log_batch(self.run_id, params=missing)
         log_data_read(self.client, self.run_id, run)
         self.logged = _last_steps(self.client, self.opened)
         self.log(read_json_lines(run.metrics_file))
@@ -117,3 +126,24 @@ def _last_steps(client: MlflowClient, opened: Run) -> dict[str, int]:
 
 def _milliseconds(record: dict[str, Any]) -> int:
     return round(record["time"] * 1000)
+
+
+def parameters(config: dict[str, Any], seed: int) -> dict[str, str]:
+    """Flatten a configuration: {"ppo": {"lr": 1e-6}} becomes {"ppo.lr": "1e-06"}.
+
+    Values other than strings are written as JSON, as in job.json. A character that MLflow refuses
+    in a name, which a user's key can contain, becomes an underscore.
+    """
+    from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
+
+    return {
+        re.sub(r"[^\w.\- /:]", "_", name)[:MAX_ENTITY_KEY_LENGTH]: truncate(
+            value if isinstance(value, str) else json.dumps(value), MAX_PARAM_VAL_LENGTH
+        )
+        for name, value in [*leaves(config), ("seed", seed)]
+    }
+
+
+def truncate(value: str, length: int) -> str:
+    """Cut a value to the length that MLflow accepts, with an ellipsis; job.json has all of it."""
+    return value if len(value) <= length else value[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"

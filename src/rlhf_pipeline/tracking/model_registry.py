@@ -244,12 +244,7 @@ def _upload(client: MlflowClient, run_id: str, folder: Path) -> str:
 
 
 def _log_evaluation(client: MlflowClient, run_id: str, metrics: dict[str, float]) -> None:
-    from mlflow.entities import Metric
-    from mlflow.utils.time import get_current_time_millis
-
     logged = client.get_run(run_id).data.metrics
-    now = get_current_time_millis()
-    changed = [
-        Metric(name, value, now, 0) for name, value in metrics.items() if logged.get(name) != value
-    ]
-    client.log_batch(run_id, metrics=changed)
+    for name, value in metrics.items():
+        if logged.get(name) != value:
+            client.log_metric(run_id, name, value)

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import Status
 from rlhf_pipeline.stages.processes import process_identity
-from rlhf_pipeline.tracking.json_lines import read_json_lines
 from rlhf_pipeline.tracking.store import ARTIFACTS
 
 if TYPE_CHECKING:

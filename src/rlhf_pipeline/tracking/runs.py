@@ -13,17 +13,10 @@ from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
-from rlhf_pipeline.tracking.child_run import ChildRun
+from rlhf_pipeline.tracking.child_run import ChildRun, truncate
 from rlhf_pipeline.tracking.lineage import log_result
 from rlhf_pipeline.tracking.orphans import DRIVER_TAG, close_orphans, driver_tag, save_end
-from rlhf_pipeline.tracking.parameters import truncate
-from rlhf_pipeline.tracking.store import (
-    EXPERIMENT,
-    connect,
-    experiment_id,
-    find_run,
-    request_limits,
-)
+from rlhf_pipeline.tracking.store import connect, experiment_id, find_run, request_limits
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -123,7 +116,7 @@ class MlflowTracker(StageListener):
         if self._client is None:
             self._client = connect(self._uri, self._project)
         if self._parent is None:
-            experiment = experiment_id(self._client, EXPERIMENT)
+            experiment = experiment_id(self._client)
             tags = {key: truncate(value, TAG_LENGTH) for key, value in self._tags.items()}
             self._parent = self._client.create_run(
                 experiment, run_name=self._name, tags={DRIVER_TAG: driver_tag(), **tags}

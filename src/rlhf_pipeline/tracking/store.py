@@ -70,8 +70,8 @@ def request_limits(*, after_failure: bool = False, uploads: bool = False) -> Ite
             del os.environ[name]
 
 
-def experiment_id(client: MlflowClient, name: str) -> str:
-    """The id of the experiment `name`, created if missing.
+def experiment_id(client: MlflowClient) -> str:
+    """The id of the experiment, created if missing.
 
     With a SQLite store, artifacts are stored beside the database; MLflow's default is the current
     folder.
@@ -79,7 +79,7 @@ def experiment_id(client: MlflowClient, name: str) -> str:
     from mlflow.exceptions import MlflowException
     from sqlalchemy import make_url
 
-    found = client.get_experiment_by_name(name)
+    found = client.get_experiment_by_name(EXPERIMENT)
     if found is not None:
         return str(found.experiment_id)
     location = None
@@ -87,19 +87,17 @@ def experiment_id(client: MlflowClient, name: str) -> str:
         database = Path(make_url(client.tracking_uri).database or "").resolve()
         location = str(database.parent / ARTIFACTS)
     try:
-        return str(client.create_experiment(name, artifact_location=location))
+        return str(client.create_experiment(EXPERIMENT, artifact_location=location))
     except MlflowException:
-        found = client.get_experiment_by_name(name)
+        found = client.get_experiment_by_name(EXPERIMENT)
         if found is None:
             raise
         return str(found.experiment_id)  # another process created it first
 
 
-def find_run(
-    client: MlflowClient, fingerprint: str, *, finished: bool = True, experiment: str = EXPERIMENT
-) -> str | None:
+def find_run(client: MlflowClient, fingerprint: str, *, finished: bool = True) -> str | None:
     """The id of the newest run of a recipe that finished, or did not finish; None without one."""
-    found = client.get_experiment_by_name(experiment)
+    found = client.get_experiment_by_name(EXPERIMENT)
     if found is None:
         return None
     status = "=" if finished else "!="
