@@ -39,10 +39,7 @@ def check_root(root: str) -> None:
 def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> None:
     """Check all parameters of a run together.
 
-    Args:
-        parameters: top-level names to values: plain values, or blocks that Kedro has validated.
-        processes: ranks of the distributed stages.
-        gpus: GPUs of this machine.
+    `parameters` maps top-level names to plain values or to blocks that Kedro has validated.
 
     Raises:
         ConfigError: the message has one line for each fault.

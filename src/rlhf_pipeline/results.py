@@ -30,9 +30,7 @@ class SplitSummary(StageListener):
 def print_results(results: dict[str, Any], console: Console) -> None:
     """Print the comparison, the paths of all artifacts, and the registered versions.
 
-    Args:
-        results: data set name to the path of an artifact, or to the registration.
-        console: where to print.
+    `results` maps names of data sets to the path of an artifact, or to the registration.
     """
 
     def print_line(text: str) -> None:

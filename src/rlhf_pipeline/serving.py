@@ -40,14 +40,24 @@ class ServedPolicy:
                 token) and "seed" (default 0; no effect at temperature 0). At higher temperatures,
                 an answer depends on the other prompts of its request.
         """
+        import torch
+
         params = params or {}
+        temperature = float(params.get("temperature", 0.0))
+        # Explicit, because the generation config of the model may contain other values.
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         inputs = self._render(list(model_input["prompt"]))
-        outputs = self._generate(
-            inputs,
-            max_new_tokens=int(params.get("max_new_tokens", MAX_NEW_TOKENS)),
-            temperature=float(params.get("temperature", 0.0)),
-            seed=int(params.get("seed", 0)),
-        )
+        # Ids beyond the tokenizer's vocabulary stand for no token.
+        padded_rows = list(range(len(self.tokenizer), self.model.config.vocab_size))
+        with torch.inference_mode(), torch.random.fork_rng():
+            torch.manual_seed(int(params.get("seed", 0)))
+            outputs = self.model.generate(
+                **inputs,
+                max_new_tokens=int(params.get("max_new_tokens", MAX_NEW_TOKENS)),
+                pad_token_id=self.tokenizer.pad_token_id,
+                suppress_tokens=padded_rows or None,
+                **(sampling if temperature > 0 else {"do_sample": False}),
+            )
         responses = outputs[:, inputs["input_ids"].shape[1] :]
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
 
@@ -60,26 +70,6 @@ class ServedPolicy:
             return_dict=True,
             return_tensors="pt",
         ).to(self.model.device)
-
-    def _generate(
-        self, inputs: dict[str, torch.Tensor], *, max_new_tokens: int, temperature: float, seed: int
-    ) -> torch.Tensor:
-        """Return the ids of prompts and responses, (B, P + R)."""
-        import torch
-
-        # Explicit, because the generation config of the model may contain other values.
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        # Ids beyond the tokenizer's vocabulary stand for no token.
-        padded_rows = list(range(len(self.tokenizer), self.model.config.vocab_size))
-        with torch.inference_mode(), torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return self.model.generate(
-                **inputs,
-                max_new_tokens=max_new_tokens,
-                pad_token_id=self.tokenizer.pad_token_id,
-                suppress_tokens=padded_rows or None,
-                **(sampling if temperature > 0 else {"do_sample": False}),
-            )
 
 
 def _load_pyfunc(path: str) -> ServedPolicy:

@@ -35,7 +35,7 @@ from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.stages.processes import process_identity
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.stages.cache import identify
+from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.launch import launcher
@@ -96,7 +96,7 @@ elif __name__ == "__main__":
     if ports:
         free = launcher.free_port
         launcher.free_port = lambda configured: ports.pop() if ports else free(configured)
-    identify.fingerprint = lambda recipe: "toy".ljust(64, "0")
+    fingerprint.fingerprint = lambda recipe: "toy".ljust(64, "0")
     spec = StageSpec("toy", "toy_program", libraries=())
     launch = LaunchConfig(processes=2, **options)
     context = RunContext(Path(workspace), launch, listener=FailingListener())

@@ -9,7 +9,7 @@ from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.commands.versions import artifacts
+from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
 
@@ -17,9 +17,9 @@ from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
 def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: bool) -> None:
     """Show what no published version needs; with `yes`, remove it."""
     workspace: Path = catalog.load("workspace")
-    datasets = artifacts(
-        catalog, {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
-    )
+    names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
+    found = (catalog.get(name) for name in sorted(names))
+    datasets = [dataset for dataset in found if isinstance(dataset, ArtifactDataset)]
     published = [path for dataset in datasets for path in dataset.versions()]
     abandoned = [path for dataset in datasets for path in dataset.abandoned()]
     leftovers, kept = survey(workspace, stage_specs(), published, abandoned, unfinished=unfinished)

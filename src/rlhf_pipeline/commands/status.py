@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from kedro.io import CatalogProtocol
@@ -12,9 +13,9 @@ from kedro.pipeline.node import Node
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.commands.versions import first_version, is_unpublished
+from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.hooks import prepare_parameters, provide_stages, run_context
-from rlhf_pipeline.runtime.manifest import NAME
+from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
 from rlhf_pipeline.stages.cache.workspace import has_run
@@ -75,7 +76,7 @@ def _visit(
     if node.name not in stage_specs():
         return Row(node.name, "run", details="every time")
     missing = [
-        name for name in node.inputs if name not in results and is_unpublished(catalog, name)
+        name for name in node.inputs if name not in results and _versions(catalog, name) == []
     ]
     if missing:
         results[output] = planner.add_pending(node.name)
@@ -112,13 +113,16 @@ def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
     if planned.state == "finished":
         finished_at = (run.export / NAME).stat().st_mtime
         details.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(finished_at)))
-        version = (
-            first_version(catalog, node.outputs[0], run.fingerprint)
-            if run.stage == node.name
-            else None
-        )
-        details += [f"run {version}"] if version is not None else []
+        versions = (_versions(catalog, node.outputs[0]) if run.stage == node.name else None) or []
+        same = (path for path in versions if Manifest.read(path).fingerprint == run.fingerprint)
+        details += [f"run {path.parent.name}" for path in islice(same, 1)]
     if planned.state == "resume":
         # A run checks the bytes; if they are damaged it resumes from an earlier checkpoint.
         details.insert(0, f"from step {run.resume_from}")
     return Row(run.title, planned.state, run.fingerprint[:8], "; ".join(details))
+
+
+def _versions(catalog: CatalogProtocol, name: str) -> list[Path] | None:
+    """The published versions of an artifact, oldest first; None for any other dataset."""
+    dataset = catalog.get(name)
+    return dataset.versions() if isinstance(dataset, ArtifactDataset) else None

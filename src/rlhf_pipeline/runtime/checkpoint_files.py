@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.runtime.manifest import FileEntry
+from rlhf_pipeline.runtime.manifest import FileEntry, file_entries
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +55,15 @@ def newest_valid_step(directory: Path) -> int | None:
 
 def seal(directory: Path) -> None:
     """Mark a checkpoint as complete."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    entries = {path.relative_to(directory).as_posix(): asdict(FileEntry.of(path)) for path in files}
+    entries = {name: asdict(entry) for name, entry in file_entries(directory).items()}
     (directory / SEAL).write_text(json.dumps(entries, indent=2))
 
 
 def _verify(directory: Path) -> None:
     try:
-        entries = {
-            name: FileEntry(**entry)
-            for name, entry in json.loads((directory / SEAL).read_text()).items()
-        }
+        entries = json.loads((directory / SEAL).read_text())
         for name, entry in entries.items():
-            if not entry.matches(directory / name):
+            if not FileEntry(**entry).matches(directory / name):
                 raise ArtifactError(f"{directory / name} has changed since it was written")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{directory} is damaged ({error})") from error

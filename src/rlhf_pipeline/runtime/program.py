@@ -43,7 +43,9 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
         heartbeat.at("finished")
     except BaseException as error:
         reason = str(error) if isinstance(error, PipelineError) else traceback.format_exc()
-        _write_reason(job.directory / ERRORS, rank, reason)
+        report = job.directory / ERRORS / f"{time.time_ns()}-rank{rank}.txt"
+        report.parent.mkdir(exist_ok=True)
+        write_atomically(report, reason[-REASON_CHARACTERS:])
         raise
 
 
@@ -64,8 +66,3 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         files=file_entries(job.export),
         adjusted=job.adjusted,
     ).write(job.export)
-
-
-def _write_reason(folder: Path, rank: int, reason: str) -> None:
-    folder.mkdir(exist_ok=True)
-    write_atomically(folder / f"{time.time_ns()}-rank{rank}.txt", reason[-REASON_CHARACTERS:])

@@ -16,7 +16,7 @@ from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_vali
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
-from rlhf_pipeline.stages.cache.identify import identify
+from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_directory
 from rlhf_pipeline.stages.context import RunContext

@@ -228,7 +228,10 @@ def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> s
         # A version whose local folder was deleted cannot be served.
         if server or (Path(found.source) / NAME).is_file():
             return str(found.version)
-    source = _upload(client, run_id, policy.folder) if server else str(policy.folder.resolve())
+    source = str(policy.folder.resolve())
+    if server:
+        client.log_artifacts(run_id, source, UPLOAD)
+        source = f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
     tags = {
         FINGERPRINT_TAG: manifest.fingerprint,
         "rlhf.stage": manifest.stage,
@@ -236,11 +239,6 @@ def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> s
     }
     created = client.create_model_version(model, source=source, run_id=run_id, tags=tags)
     return str(created.version)
-
-
-def _upload(client: MlflowClient, run_id: str, folder: Path) -> str:
-    client.log_artifacts(run_id, str(folder), UPLOAD)
-    return f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
 
 
 def _log_evaluation(client: MlflowClient, run_id: str, metrics: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The fingerprint of a recipe. Equal fingerprints give equal results: finished ones are reused.
+"""The fingerprint of a run. Equal fingerprints give equal results: finished ones are reused.
 
 A recipe contains what can change a result: parameters except operational ones, inputs by content,
 library versions, seed, number of ranks, and the code that the program imports. It contains neither
@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import rlhf_pipeline
+from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.stages.cache.workspace import attempts, first_attempt
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.launch.resources import process_count
 
 PACKAGE = "rlhf_pipeline"
 ROOT = Path(rlhf_pipeline.__file__).parent
@@ -26,16 +31,46 @@ FORM = 2
 """Version of the recipe's form. Recipes of different forms cannot be compared."""
 
 
+def identify(job: Job, digests: Mapping[str, str], context: RunContext) -> StageRun:
+    """The run of a job, in the directory of its first attempt.
+
+    With `launch.continue_from`, a stage that ran on that number of ranks keeps its fingerprint.
+    """
+    run = _run(job, digests, context, process_count(context.launch))
+    if context.launch.continue_from is None or attempts(run.directory):
+        return run
+    earlier = _run(job, digests, context, context.launch.continue_from)
+    return earlier if attempts(earlier.directory) else run
+
+
+def _run(job: Job, digests: Mapping[str, str], context: RunContext, processes: int) -> StageRun:
+    ingredients = recipe(
+        job, digests=digests, processes=processes, trust_remote_code=context.trust_remote_code
+    )
+    key = fingerprint(ingredients)
+    return StageRun(
+        stage=job.stage,
+        fingerprint=key,
+        seed=job.seed,
+        config=as_json(job.config),
+        inputs=dict(job.inputs),
+        digests=dict(digests),
+        directory=first_attempt(context.workspace, job.stage, key),
+        collective_timeout_s=context.launch.collective_timeout_s,
+        versions=ingredients["versions"],
+        trust_remote_code=context.trust_remote_code,
+        headline_metrics=job.spec.headline_metrics,
+        recipe=ingredients,
+    )
+
+
 def recipe(
     job: Job, *, digests: Mapping[str, str], processes: int, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """Everything that decides a stage's result, as JSON.
 
-    Args:
-        job: the stage, its parameters and its seed.
-        digests: content digest of each local input, identity of each other input.
-        processes: ranks of a distributed stage; the order of floating-point sums depends on it.
-        trust_remote_code: whether Python code that ships with a model may run.
+    `digests` are the content digest of each local input and the identity of each other input. The
+    order of floating-point sums depends on the number of `processes`.
     """
     loads_models = "transformers" in job.spec.libraries
     return {
@@ -61,23 +96,15 @@ _version = cache(metadata.version)  # the stages share most of their libraries
 
 def code_digests(*modules: str) -> dict[str, str]:
     """SHA-256 of the code of the modules and of all that they import from this package, by file."""
-    texts = {
-        path.relative_to(ROOT).as_posix(): path.read_text() for path in _closure(*modules).values()
-    }
-    return {name: _parsed(text)[0] for name, text in sorted(texts.items())}
-
-
-def _closure(*modules: str) -> dict[str, Path]:
-    """The modules and all modules of this package that they import, direct or not: name to file."""
-    found: dict[str, Path] = {}
+    digests: dict[str, str] = {}
     pending = list(modules)
     while pending:
-        name = pending.pop()
-        path = None if name in found else _source(name)
-        if path is not None:
-            found[name] = path
-            pending.extend(_parsed(path.read_text())[1])
-    return found
+        path = _source(pending.pop())
+        name = "" if path is None else path.relative_to(ROOT).as_posix()
+        if path is not None and name not in digests:
+            digests[name], imports = _parsed(path.read_text())
+            pending += imports
+    return dict(sorted(digests.items()))
 
 
 @cache  # the stages share most of their code

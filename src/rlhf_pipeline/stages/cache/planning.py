@@ -13,7 +13,7 @@ from typing import Literal
 
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_step, list_checkpoints
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
-from rlhf_pipeline.stages.cache.identify import identify
+from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.lock import user
 from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
 from rlhf_pipeline.stages.cache.workspace import (

@@ -16,9 +16,7 @@ def recipe_changes(
 ) -> list[str]:
     """The changes between two recipes of a stage (`fingerprint.recipe`), most likely causes first.
 
-    Args:
-        old, new: the recipes.
-        pending: inputs that do not exist yet, so their content cannot be compared.
+    `pending` inputs do not exist yet, so their content cannot be compared.
     """
     if old.get("form") != new["form"]:
         return [EARLIER_FORM]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,14 +82,12 @@ def last_recipe(stage_directory: Path, like: dict[str, object]) -> dict[str, obj
     found = sorted(
         stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True
     )
-    return next((recipe for recipe in _readable(found) if _source(recipe) == _source(like)), None)
-
-
-def _readable(recipes: list[Path]) -> Iterator[dict[str, object]]:
-    """The contents of the recipe files; damaged files are skipped."""
-    for path in recipes:
-        with suppress(ValueError):
-            yield json.loads(path.read_text())
+    for path in found:
+        with suppress(ValueError):  # the file is damaged
+            recipe = json.loads(path.read_text())
+            if _source(recipe) == _source(like):
+                return dict(recipe)
+    return None
 
 
 def _source(recipe: dict[str, object]) -> object:

@@ -216,9 +216,7 @@ def _applies(hint: Hint, reason: str, status: int | None, kernel_kills: int | No
 def advice(hint: Hint, parameters: Mapping[str, Any]) -> str:
     """What to do, with the names and values of the parameters that are not exhausted.
 
-    Args:
-        hint: the failure.
-        parameters: the stage's blocks and `launch`, by name, as JSON types.
+    `parameters` are the stage's blocks and `launch`, by name, as JSON types.
     """
     sentences = []
     for remedy in hint.remedies:
@@ -237,7 +235,8 @@ def as_markdown() -> str:
         actions = [remedy.action.format(f"`{remedy.field}`") for remedy in hint.remedies]
         fix = " ".join([*actions, *filter(None, [hint.advice])])
         rows.append((hint.name, _recognised_by(hint), hint.cause, fix))
-    return "\n".join(f"| {' | '.join(map(_escaped, row))} |" for row in rows)
+    bar = "\\|"
+    return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in rows)
 
 
 def _recognised_by(hint: Hint) -> str:
@@ -245,10 +244,6 @@ def _recognised_by(hint: Hint) -> str:
         return f"`{hint.pattern}`"
     without = ", while the kernel killed no process for lack of memory"
     return f"signal {hint.signal.name}{without if hint.requires_zero_kernel_kills else ''}"
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
 
 
 if __name__ == "__main__":
