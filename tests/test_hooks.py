@@ -75,7 +75,7 @@ def test_the_tags_of_a_run_contain_no_secret():
         {
             "runtime_params": {"path": "https://me:canary@host/a?sig=canary"},
             "env": "tiny",
-            "save_version": "v",
+            "run_id": "v",
         }
     )
     assert tags == {

@@ -168,10 +168,7 @@ def _tags(run_params: dict[str, Any]) -> dict[str, str]:
     """The options of `kedro run` as tags of the parent run."""
     names = ("env", "from_nodes", "to_nodes", "node_names", "tags", "runtime_params")
     options = {name: run_params.get(name) for name in names}
-    version = (
-        run_params.get("save_version") or run_params.get("session_id") or run_params.get("run_id")
-    )
     return {
-        "kedro.version": str(version),
+        "kedro.version": str(run_params["run_id"]),
         **{f"kedro.{key}": without_secrets(str(value)) for key, value in options.items() if value},
     }

@@ -80,7 +80,7 @@ def world(tmp_path_factory):
     root = tmp_path_factory.mktemp("world")
     launched = []
 
-    def write(spec: StageSpec, job_file: Path, stage: StageRun, context: RunContext) -> None:
+    def write(spec: StageSpec, stage: StageRun, context: RunContext) -> None:
         launched.append(stage.stage)
         for name in FILES.get(stage.stage, ["weights"]):
             (stage.export / name).parent.mkdir(parents=True, exist_ok=True)

@@ -41,6 +41,12 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob(f"{_PREFIX}*") if path.suffix != ".partial")
 
 
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest checkpoint, damaged or not; None without one."""
+    found = list_checkpoints(directory)
+    return checkpoint_step(found[-1]) if found else None
+
+
 def newest_valid_step(directory: Path) -> int | None:
     """The step of the newest undamaged checkpoint, or None. Damaged checkpoints are reported."""
     for checkpoint in reversed(list_checkpoints(directory)):

@@ -71,11 +71,9 @@ class Stages(Protocol):
         """Return the stage's artifact, or the path where it will be."""
 
 
-def write_job(job: LaunchedJob) -> Path:
-    """Write `job.json` into the work directory; return its path."""
+def write_job(job: LaunchedJob) -> None:
+    """Write `job.json` into the work directory."""
     values = {field.name: getattr(job, field.name) for field in fields(LaunchedJob)}
     values["inputs"] = {name: str(path.resolve()) for name, path in job.inputs.items()}
     del values["directory"]
-    path = job.directory / "job.json"
-    write_atomically(path, json.dumps(values, indent=2))
-    return path
+    write_atomically(job.directory / "job.json", json.dumps(values, indent=2))

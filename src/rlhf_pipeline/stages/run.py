@@ -103,10 +103,10 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
     run = replace(
         run, config=as_json(config), resume_from=resume_from, adjusted=adjusted(job.config, config)
     )
-    job_file = write_job(run)
+    write_job(run)
     context.listener.stage_started(run)
     try:
-        launch(job.spec, job_file, run, context)
+        launch(job.spec, run, context)
         metrics = Manifest.read(run.export).metrics
         for checkpoint in list_checkpoints(run.directory / "checkpoints"):  # no longer needed
             shutil.rmtree(checkpoint)

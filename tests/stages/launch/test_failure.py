@@ -27,12 +27,8 @@ def attempt(tmp_path):
         config=LaunchConfig(),
         command=["deepspeed", "a b"],
         ranks=Ranks(tmp_path, 2, None),
-        processes=2,
         code=1,
-        orphaned=False,
         seconds=31.4,
-        stuck=None,
-        kernel_kills=None,
     )
 
 

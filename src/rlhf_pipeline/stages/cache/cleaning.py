@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_step, list_checkpoints
+from rlhf_pipeline.runtime.checkpoint_files import newest_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.stages.cache.lock import recipe_lock, user
 from rlhf_pipeline.stages.cache.workspace import attempts, damage, is_attempt, is_finished
@@ -65,9 +65,10 @@ def survey(
     ]
     held: dict[Path, str] = {}
     for path in directories:
+        step = None if unfinished or is_finished(path) else newest_step(path / "checkpoints")
         if holder := user(first_of(path)):
             held[path] = f"in use by {holder}"
-        elif not unfinished and (step := _resumes_from(path)) is not None:
+        elif step is not None:
             held[path] = f"can resume from step {step}; --unfinished removes it"
     needed = _needed(directories, published, held)
     found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
@@ -130,12 +131,6 @@ def _reason(path: Path, needed: set[Path]) -> str | None:
     if any(is_finished(later) for later in siblings[siblings.index(path) + 1 :]):
         return "replaced by a later attempt"
     return None if path in needed else "nothing published was made from it"
-
-
-def _resumes_from(path: Path) -> int | None:
-    """The step from which an unfinished attempt can resume."""
-    found = list_checkpoints(path / "checkpoints") if not is_finished(path) else []
-    return checkpoint_step(found[-1]) if found else None
 
 
 def _with_sizes(removable: dict[Path, str]) -> Iterator[Leftover]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_step, list_checkpoints
+from rlhf_pipeline.runtime.checkpoint_files import newest_step
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
 from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.lock import user
@@ -99,11 +99,9 @@ def _plan(run: StageRun, pending: Mapping[str, str], *, forced: bool) -> Planned
     run = replace(run, directory=next_directory(run.directory, finished))
     if run.directory not in existing:
         return PlannedStage(run, "run", ("forced", *in_use))
-    checkpoints = list_checkpoints(run.directory / "checkpoints")
-    if checkpoints:
-        return PlannedStage(
-            replace(run, resume_from=checkpoint_step(checkpoints[-1])), "resume", tuple(in_use)
-        )
+    step = newest_step(run.directory / "checkpoints")
+    if step is not None:
+        return PlannedStage(replace(run, resume_from=step), "resume", tuple(in_use))
     broken = damage(run.export) if (run.export / NAME).is_file() else None
     why = f"its result is damaged: {broken}" if broken else "an earlier attempt did not finish"
     return PlannedStage(run, "run", tuple(in_use or [why]))

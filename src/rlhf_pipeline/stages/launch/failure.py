@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.redaction import without_secrets
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_step, list_checkpoints
+from rlhf_pipeline.runtime.checkpoint_files import newest_step
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.disk_full import is_full, space_left
 from rlhf_pipeline.stages.events import StageRun
@@ -34,22 +34,21 @@ POLLING_S = 1.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """A launch that ended without a result."""
+    """A launch, and how it ended without a result."""
 
     run: StageRun
     config: LaunchConfig
     command: list[str]
     ranks: Ranks
-    processes: int
-    code: int | None
+    code: int | None = None
     """The launcher's exit code, or the negative number of the signal that ended it. None: the
     driver ended it after a rank had failed."""
-    orphaned: bool
+    orphaned: bool = False
     """The launcher ended while ranks were still running."""
-    seconds: float
-    stuck: str | None
+    stuck: str | None = None
     """The watchdog's report of the rank that hangs."""
-    kernel_kills: int | None
+    seconds: float = 0.0
+    kernel_kills: int | None = None
     """Processes on this machine that the kernel killed for lack of memory during the launch.
     None: unknown."""
 
@@ -61,7 +60,7 @@ def stage_error(attempt: Attempt) -> StageError:
     hint = find_hint(reason, status, attempt.kernel_kills)
     lines = [f"stage {run.stage} failed after {attempt.seconds:.0f} s ({_end(attempt)})", reason]
     if hint is not None:
-        launch = attempt.config.model_dump(mode="json") | {"processes": attempt.processes}
+        launch = attempt.config.model_dump(mode="json") | {"processes": attempt.ranks.processes}
         fix = advice(hint, {**run.config, "launch": launch})
         lines += [f"  cause    {hint.cause}"]
         lines += [f"  space    {space_left(run.directory)}"] if hint.name == DISK_FULL else []
@@ -174,7 +173,6 @@ def _again(run: StageRun) -> str:
     program = Path(sys.argv[0]).name
     arguments = [program, *sys.argv[1:]]
     command = without_secrets(shlex.join(arguments)) if program == "kedro" else "the same command"
-    checkpoints = list_checkpoints(run.directory / "checkpoints")
-    if not checkpoints:
-        return f"{command}  (this stage starts from its first step)"
-    return f"{command}  (this stage resumes after step {checkpoint_step(checkpoints[-1])})"
+    step = newest_step(run.directory / "checkpoints")
+    resume = "starts from its first step" if step is None else f"resumes after step {step}"
+    return f"{command}  (this stage {resume})"

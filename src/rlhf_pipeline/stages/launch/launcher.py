@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ STACKS_S = 1.0
 """Seconds that the ranks of a stuck stage have to print their stacks."""
 
 
-def launch(spec: StageSpec, job_file: Path, run: StageRun, context: RunContext) -> None:
-    """Run a program to its end, passing its metrics to the listener as they appear.
+def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
+    """Run a stage's program to its end, passing its metrics to the listener as they appear.
 
     Success is exit code 0 *and* a manifest: DeepSpeed's runner exits with 0 when a child dies by a
     signal. If another program takes the picked port first, the stage is launched once more on
@@ -54,59 +55,36 @@ def launch(spec: StageSpec, job_file: Path, run: StageRun, context: RunContext) 
         StageError: the program failed or hung.
         Interrupted: INT, TERM or HUP reached this process.
     """
-    processes = process_count(context.launch) if spec.distributed else 1
     try:
-        _launch_once(spec, job_file, run, context, processes)
+        _launch_once(spec, run, context)
     except StageError as error:
         if error.cause != PORT or context.launch.master_port is not None:
             raise
         logger.warning(
             "stage %s: another program took the picked port; launching on another port", run.stage
         )
-        _launch_once(spec, job_file, run, context, processes)
+        _launch_once(spec, run, context)
 
 
-def _launch_once(
-    spec: StageSpec, job_file: Path, run: StageRun, context: RunContext, processes: int
-) -> None:
+def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
         shutil.rmtree(run.directory / folder, ignore_errors=True)
     config = context.launch
-    command = _command(spec, job_file, config, processes)
+    processes = process_count(config) if spec.distributed else 1
+    command = _command(spec, run.directory / "job.json", config, processes)
     ranks = Ranks(run.directory, processes, config.hang_timeout_s if spec.distributed else None)
     start, kills_before = time.monotonic(), kernel_kills()
-    environment = _environment(run.directory, processes)
-    code, stuck, orphaned = _supervise(command, environment, ranks, run, context)
-    if code != 0 or not (run.export / NAME).is_file():
+    attempt = _supervise(Attempt(run, config, command, ranks), context.listener)
+    if attempt.code != 0 or not (run.export / NAME).is_file():
         kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
-        raise stage_error(
-            Attempt(
-                run=run,
-                config=config,
-                command=command,
-                ranks=ranks,
-                processes=processes,
-                code=code,
-                orphaned=orphaned,
-                seconds=time.monotonic() - start,
-                stuck=stuck,
-                kernel_kills=kills,
-            )
-        )
+        seconds = time.monotonic() - start
+        raise stage_error(replace(attempt, seconds=seconds, kernel_kills=kills))
 
 
-def _supervise(
-    command: list[str],
-    environment: dict[str, str],
-    ranks: Ranks,
-    run: StageRun,
-    context: RunContext,
-) -> tuple[int | None, str | None, bool]:
-    """Start a program, follow it, end all its processes.
-
-    Returns:
-        `code`, `stuck` and `orphaned` of the `Attempt`.
-    """
+def _supervise(attempt: Attempt, listener: StageListener) -> Attempt:
+    """Start a program, follow it, end all its processes; return how it ended."""
+    run, ranks = attempt.run, attempt.ranks
+    environment = _environment(run.directory, ranks.processes)
     launch = environment[heartbeat.LAUNCH]
     with (
         _signals_raise(),
@@ -114,17 +92,17 @@ def _supervise(
         guarded(launch, environment["PYTHONPATH"]),
     ):
         process = subprocess.Popen(
-            command,
+            attempt.command,
             stdin=subprocess.DEVNULL,  # nobody can answer a library that asks a question
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=environment,
         )
-        tail = _MetricsTail(run, context.listener)
+        tail = _MetricsTail(run, listener)
         grace_s = GRACE_S
         try:
-            stuck = _follow(process, ranks, tail, context.launch)
+            stuck = _follow(process, ranks, tail, attempt.config)
             code, grace_s = process.poll(), FAILED_GRACE_S
             orphaned = code is not None and bool(ranks.alive)
         finally:
@@ -133,7 +111,7 @@ def _supervise(
             finally:
                 kill_launch(launch)
                 tail.forward()
-    return code, stuck, orphaned
+    return replace(attempt, code=code, stuck=stuck, orphaned=orphaned)
 
 
 def _follow(
@@ -179,10 +157,10 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
+        "DISABLE_SAFETENSORS_CONVERSION": "1",
+        heartbeat.LAUNCH: f"{process_identity(os.getpid())} {directory.resolve()}",
     }
-    # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
-    settings["DISABLE_SAFETENSORS_CONVERSION"] = "1"
-    settings[heartbeat.LAUNCH] = f"{process_identity(os.getpid())} {directory.resolve()}"
     if gpu_count() == 0:
         cores = len(os.sched_getaffinity(0))
         settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // processes))}

@@ -39,7 +39,7 @@ class Ranks:
 
     def __init__(self, directory: Path, processes: int, hang_timeout_s: float | None) -> None:
         self._directory = directory
-        self._processes = processes
+        self.processes = processes
         self._hang_timeout_s = hang_timeout_s
         self.heartbeats: dict[int, Heartbeat] = {}
         self.deaths: dict[int, Death] = {}
@@ -89,7 +89,7 @@ class Ranks:
 
     def describe(self) -> str:
         """The rank that is behind, its phase and since when; then one line for each rank."""
-        silent = [f"rank {rank}" for rank in range(self._processes) if rank not in self.heartbeats]
+        silent = [f"rank {rank}" for rank in range(self.processes) if rank not in self.heartbeats]
         order = sorted(self.heartbeats.values(), key=lambda h: (h.marks, h.ticks, h.progressed))
         first = (
             f"{', '.join(silent)} did not start"
