@@ -50,14 +50,19 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
     }
     faults = [*_unknown_names(parameters), *_invalid_values(parameters)]
     if not faults:
+        blocks = {
+            name: block.model_validate(parameters.get(name, {}))
+            for name, block in parameter_blocks().items()
+        }
+        values = dict(leaves(as_json(blocks)))
         base_model = BaseModelConfig.model_validate(parameters["base_model"])
         split = SplitConfig.model_validate(parameters["split"])
         ppo = PPOConfig.model_validate(parameters["ppo"])
         evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
         faults = [
-            *(_batch_size_faults(parameters, processes) or _group_faults(ppo, processes)),
-            *_fp16_faults(parameters, gpus),
-            *_quantization_faults(parameters, gpus),
+            *(_batch_size_faults(values, processes) or _group_faults(ppo, processes)),
+            *_fp16_faults(values, gpus),
+            *_quantization_faults(values, gpus),
             *_source_faults("split.sources", split.records(), wants_text=False),
             *_length_faults(base_model.positions, split, ppo, evaluate),
             *_ptx_faults(base_model.positions, split, ppo),
@@ -107,13 +112,8 @@ def _fault(block: str, detail: Any) -> str:
     return f"{place}: {message}{found}"
 
 
-def _batch_size_faults(parameters: Mapping[str, Any], processes: int) -> list[str]:
+def _batch_size_faults(values: Mapping[str, Any], processes: int) -> list[str]:
     faults = []
-    blocks = {
-        name: block.model_validate(parameters.get(name, {}))
-        for name, block in parameter_blocks().items()
-    }
-    values = dict(leaves(as_json(blocks)))
     for place in [place for spec in stage_specs().values() for place in spec.batch_sizes]:
         size = values.get(place, 0)  # 0: the block is null
         if size % processes:
@@ -138,18 +138,18 @@ def _group_faults(ppo: PPOConfig, processes: int) -> list[str]:
     ]
 
 
-def _fp16_faults(parameters: Mapping[str, Any], gpus: int) -> list[str]:
+def _fp16_faults(values: Mapping[str, Any], gpus: int) -> list[str]:
     return [
         f"{place}: found fp16, which needs a GPU; this machine has none. Fix: use bf16 or fp32"
-        for place, value in leaves(parameters)
+        for place, value in values.items()
         if place.endswith(".precision") and value == "fp16" and gpus == 0
     ]
 
 
-def _quantization_faults(parameters: Mapping[str, Any], gpus: int) -> list[str]:
+def _quantization_faults(values: Mapping[str, Any], gpus: int) -> list[str]:
     places = [
         place
-        for place, value in leaves(parameters)
+        for place, value in values.items()
         if place.endswith(".lora.quantize") and value is not None
     ]
     if gpus == 0:

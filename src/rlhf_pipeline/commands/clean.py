@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
@@ -24,31 +26,22 @@ def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: 
     abandoned = [path for dataset in datasets for path in dataset.abandoned()]
     leftovers, kept = survey(workspace, stage_specs(), published, abandoned, unfinished=unfinished)
     root = workspace.parent
+    show = partial(console.print, highlight=False, soft_wrap=True)
     if leftovers:
         console.print(_table(leftovers, root))
     for path, why in kept.items():
-        console.print(f"kept: {_name(path, root)}: {why}", highlight=False, soft_wrap=True)
+        show(f"kept: {_name(path, root)}: {why}")
+    freed = sum(leftover.freed for leftover in leftovers)
     if not leftovers:
-        console.print("Nothing to remove.")
+        show("Nothing to remove.")
     elif not yes:
-        freed = _bytes(sum(leftover.freed for leftover in leftovers))
-        console.print(
-            f"Nothing was removed. `kedro rlhf clean --yes` frees {freed}.",
-            highlight=False,
-            soft_wrap=True,
-        )
+        show(f"Nothing was removed. `kedro rlhf clean --yes` frees {decimal(freed)}.")
     else:
-        freed_bytes = 0
         for leftover in leftovers:
             if holder := remove(leftover, workspace):
-                console.print(
-                    f"kept: {_name(leftover.path, root)}: in use by {holder}",
-                    highlight=False,
-                    soft_wrap=True,
-                )
-            else:
-                freed_bytes += leftover.freed
-        console.print(f"Removed; {_bytes(freed_bytes)} freed.", highlight=False)
+                show(f"kept: {_name(leftover.path, root)}: in use by {holder}")
+                freed -= leftover.freed
+        show(f"Removed; {decimal(freed)} freed.")
 
 
 def _table(leftovers: list[Leftover], root: Path) -> Table:
@@ -61,19 +54,11 @@ def _table(leftovers: list[Leftover], root: Path) -> Table:
         ("size", [row.size for row in leftovers]),
         ("frees", [row.freed for row in leftovers]),
     ):
-        table.add_column(name, justify="right", no_wrap=True, footer=_bytes(sum(sizes)))
+        table.add_column(name, justify="right", no_wrap=True, footer=decimal(sum(sizes)))
     for row in leftovers:
-        table.add_row(_name(row.path, root), row.why, _bytes(row.size), _bytes(row.freed))
+        table.add_row(_name(row.path, root), row.why, decimal(row.size), decimal(row.freed))
     return table
 
 
 def _name(path: Path, root: Path) -> str:
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
-
-
-def _bytes(count: int) -> str:
-    """A rounded size with a decimal unit: 1.2 GB is 1.2e9 bytes."""
-    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.errors import StageError
@@ -175,11 +175,9 @@ def compare_path(model: str, runs: dict[str, str]) -> str:
 
     Quotes and braces are percent-encoded, so a terminal detects one link.
     """
-    return f"/#/compare-model-versions?name={_query(quote(model, safe=''))}&runs={_query(runs)}"
-
-
-def _query(value: str | dict[str, str]) -> str:
-    return quote(json.dumps(value, separators=(",", ":")), safe="")
+    query = {"name": quote(model, safe=""), "runs": runs}
+    texts = {key: json.dumps(value, separators=(",", ":")) for key, value in query.items()}
+    return f"/#/compare-model-versions?{urlencode(texts, quote_via=quote, safe='')}"
 
 
 def _create_model(client: MlflowClient, model: str) -> None:

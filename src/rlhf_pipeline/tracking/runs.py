@@ -144,10 +144,7 @@ class MlflowTracker(StageListener):
     ) -> Iterator[None]:
         """Turn a failure of the store into one warning for each outage.
 
-        Args:
-            what: the stage, or `PIPELINE`.
-            run_id: a run that ends in the block; its status is saved if the store fails.
-            status: the status that it ends with.
+        If the run `run_id` was to end in the block, its `status` is saved.
         """
         failed_before = self._failed_at is not None
         try:

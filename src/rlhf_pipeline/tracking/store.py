@@ -80,19 +80,18 @@ def experiment_id(client: MlflowClient) -> str:
     from sqlalchemy import make_url
 
     found = client.get_experiment_by_name(EXPERIMENT)
-    if found is not None:
-        return str(found.experiment_id)
-    location = None
-    if client.tracking_uri.startswith("sqlite:"):
-        database = Path(make_url(client.tracking_uri).database or "").resolve()
-        location = str(database.parent / ARTIFACTS)
-    try:
-        return str(client.create_experiment(EXPERIMENT, artifact_location=location))
-    except MlflowException:
-        found = client.get_experiment_by_name(EXPERIMENT)
-        if found is None:
-            raise
-        return str(found.experiment_id)  # another process created it first
+    if found is None:
+        location = None
+        if client.tracking_uri.startswith("sqlite:"):
+            database = Path(make_url(client.tracking_uri).database or "").resolve()
+            location = str(database.parent / ARTIFACTS)
+        try:
+            return str(client.create_experiment(EXPERIMENT, artifact_location=location))
+        except MlflowException:
+            found = client.get_experiment_by_name(EXPERIMENT)
+            if found is None:  # otherwise another process created it first
+                raise
+    return str(found.experiment_id)
 
 
 def find_run(client: MlflowClient, fingerprint: str, *, finished: bool = True) -> str | None:

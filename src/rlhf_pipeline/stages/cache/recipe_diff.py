@@ -20,16 +20,13 @@ def recipe_changes(
     """
     if old.get("form") != new["form"]:
         return [EARLIER_FORM]
-    inputs = sorted((old["inputs"].keys() | new["inputs"].keys()) - set(pending))
+    inputs = [name for name in _differing(old["inputs"], new["inputs"]) if name not in pending]
+    code = _differing(old["code"], new["code"])
     return [
         *_changes(_settings(old), _settings(new)),
-        *(
-            _input(name, old["inputs"], new["inputs"])
-            for name in inputs
-            if _differ(name, old["inputs"], new["inputs"])
-        ),
+        *(f"input {name} {_fate(name, old['inputs'], new['inputs'])}" for name in inputs),
         *_changes(old["versions"], new["versions"]),
-        *_code(old["code"], new["code"]),
+        *([f"code changed: {', '.join(code)}"] if code else []),
     ]
 
 
@@ -66,12 +63,11 @@ def _value(value: Any, longest: int = 40) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def _input(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
+def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [name for name in sorted(old.keys() | new.keys()) if _differ(name, old, new)]
+
+
+def _fate(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
     if name in old and name in new:
-        return f"input {name} changed"
-    return f"input {name} is {'new' if name in new else 'gone'}"
-
-
-def _code(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    files = [name for name in sorted(old.keys() | new.keys()) if _differ(name, old, new)]
-    return [f"code changed: {', '.join(files)}"] if files else []
+        return "changed"
+    return "is new" if name in new else "is gone"

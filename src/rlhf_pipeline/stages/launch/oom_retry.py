@@ -19,8 +19,8 @@ MICRO_BATCHES = ("micro_batch_size_per_gpu", "batch_size_per_gpu")
 def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
     """The blocks with every micro batch size halved, at least 1. None if all of them are 1."""
     smaller = {
-        name: type(block).model_validate(_halved(dumped))
-        for (name, block), dumped in zip(config.items(), as_json(config).values(), strict=True)
+        name: type(block).model_validate(_halved(block.model_dump(mode="json")))
+        for name, block in config.items()
     }
     return None if smaller == dict(config) else smaller
 
