@@ -217,7 +217,7 @@ DOCSTRING = (r'"""', '"""Reworded: ')
 RERUNS_NOTHING = {
     "hint": ("stages/launch/hints.py", r'GPU_MEMORY,\s+"', 'GPU_MEMORY, "reworded: '),
     "advice for a full disk": ("stages/launch/hints.py", "Free some space", "Reworded"),
-    "message of a full disk": ("stages/disk_full.py", "are free on", "remain on"),
+    "message of a full disk": ("stages/launch/failure.py", "are free on", "remain on"),
     "docstring of a program": ("training/ppo.py", *DOCSTRING),
     "docstring of the math": ("rl/advantages.py", *DOCSTRING),
     "comment and blank line": ("rl/kl.py", r"\n    return ", "\n\n    # A comment.\n    return "),

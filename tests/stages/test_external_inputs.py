@@ -4,12 +4,12 @@ import json
 
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.stages.external_inputs import reward_identities, reward_inputs
+from rlhf_pipeline.stages.external_inputs import reward_inputs
 
 
 def digests(*rewards):
-    inputs = {name: content_digest(path) for name, path in reward_inputs(rewards).items()}
-    return inputs | reward_identities(rewards)
+    paths, identities = reward_inputs(rewards)
+    return {name: content_digest(path) for name, path in paths.items()} | identities
 
 
 def test_the_trained_reward_model_adds_nothing():
@@ -47,6 +47,5 @@ def test_a_reward_model_of_this_pipeline_is_an_input(tmp_path):
     files = file_entries(tmp_path)
     Manifest("reward_model", "f", 1, {}, {}, {}, {}, files).write(tmp_path)
     reward = ModelReward(path=str(tmp_path))
-    assert reward_inputs([reward]) == {"rewards.0": tmp_path}
-    assert reward_identities([reward]) == {}
+    assert reward_inputs([reward]) == ({"rewards.0": tmp_path}, {})
     assert json.loads((tmp_path / "manifest.json").read_text())["stage"] == "reward_model"

@@ -10,7 +10,7 @@ import pytest
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, seal
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
-from rlhf_pipeline.stages.disk_full import explain_full_disk, is_full
+from rlhf_pipeline.stages.launch.failure import explain_full_disk, is_full
 
 PAGE = 4096
 

@@ -13,7 +13,7 @@ from kedro.io.core import DatasetError
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.disk_full import explain_full_disk
+from rlhf_pipeline.stages.launch.failure import explain_full_disk
 
 
 class ArtifactDataset(AbstractVersionedDataset[Path, Path]):

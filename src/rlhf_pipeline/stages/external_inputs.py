@@ -38,21 +38,20 @@ def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
         ) from error
 
 
-def reward_inputs(rewards: Sequence[RewardSource]) -> dict[str, Path]:
-    """Source files of reward functions, and reward models made by this pipeline, by input name."""
-    inputs = {}
+def reward_inputs(rewards: Sequence[RewardSource]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Inputs of reward functions and reward models, by input name.
+
+    Returns:
+        Source files of functions and reward models made by this pipeline; digests of reward models
+        made elsewhere.
+    """
+    paths, identities = {}, {}
     for index, reward in enumerate(rewards):
+        name = f"{INPUT_PREFIX}{index}"
         if isinstance(reward, CallableReward):
-            inputs[f"{INPUT_PREFIX}{index}"] = source_file(reward)
+            paths[name] = source_file(reward)
         elif isinstance(reward, ModelReward) and artifact_of(reward.folder) is not None:
-            inputs[f"{INPUT_PREFIX}{index}"] = reward.folder
-    return inputs
-
-
-def reward_identities(rewards: Sequence[RewardSource]) -> dict[str, str]:
-    """Digests of reward models made elsewhere, by input name."""
-    return {
-        f"{INPUT_PREFIX}{index}": folder_digest(reward.folder)
-        for index, reward in enumerate(rewards)
-        if isinstance(reward, ModelReward) and artifact_of(reward.folder) is None
-    }
+            paths[name] = reward.folder
+        elif isinstance(reward, ModelReward):
+            identities[name] = folder_digest(reward.folder)
+    return paths, identities

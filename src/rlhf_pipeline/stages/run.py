@@ -20,9 +20,9 @@ from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_directory
 from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.disk_full import explain_full_disk
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job, write_job
+from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.launch.launcher import launch
 from rlhf_pipeline.stages.launch.oom_retry import OUT_OF_MEMORY, adjusted, halved
 

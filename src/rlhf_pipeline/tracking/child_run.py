@@ -43,8 +43,15 @@ class ChildRun:
             opened = client.create_run(
                 experiment_id(client),
                 start_time=_milliseconds(records[0]) if records else None,
-                tags={"mlflow.parentRunId": parent, **_tags(run)},
                 run_name=run.stage,
+                tags={
+                    "mlflow.parentRunId": parent,
+                    "rlhf.stage": run.stage,
+                    DRIVER_TAG: driver_tag(),
+                    FINGERPRINT_TAG: run.fingerprint,
+                    "rlhf.directory": str(run.directory),
+                    **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
+                },
             )
         else:
             client.update_run(unfinished, status="RUNNING")
@@ -69,7 +76,9 @@ class ChildRun:
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
         self.client.log_batch(self.run_id, params=missing)
         log_data_read(self.client, self.run_id, run)
-        self.logged = _last_steps(self.client, self.opened)
+        for name in self.opened.data.metrics:
+            history = self.client.get_metric_history(self.run_id, name)
+            self.logged[name] = max(point.step for point in history)
         self.log(read_json_lines(run.metrics_file))
 
     def log(self, records: list[dict[str, Any]]) -> None:
@@ -105,23 +114,6 @@ class ChildRun:
         ]
         self.client.log_batch(self.run_id, metrics=points)
         self.client.set_terminated(self.run_id, status, end_time)
-
-
-def _tags(run: StageRun) -> dict[str, str]:
-    return {
-        "rlhf.stage": run.stage,
-        DRIVER_TAG: driver_tag(),
-        FINGERPRINT_TAG: run.fingerprint,
-        "rlhf.directory": str(run.directory),
-        **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
-    }
-
-
-def _last_steps(client: MlflowClient, opened: Run) -> dict[str, int]:
-    histories = {
-        name: client.get_metric_history(opened.info.run_id, name) for name in opened.data.metrics
-    }
-    return {name: max(point.step for point in history) for name, history in histories.items()}
 
 
 def _milliseconds(record: dict[str, Any]) -> int:

@@ -49,20 +49,20 @@ class Hint:
     """True: applies only if the kernel killed no process for lack of memory during the launch."""
 
 
-SMALLER_BATCHES = (
-    Remedy("Lower {}.", "micro_batch_size_per_gpu", (1,)),
-    Remedy("Lower {}.", "batch_size_per_gpu", (1,)),
-)
-HALVING = (Remedy("Set {} to true.", "halve_micro_batch_on_oom", (True,)),)
+MICRO_BATCHES = ("micro_batch_size_per_gpu", "batch_size_per_gpu")
+"""Fields that bound the memory of one forward pass. They change results only by rounding."""
+OFFLOADS = ("offload_optimizer", "offload_parameters")
+
+
+def _set(value: bool, *names: str) -> tuple[Remedy, ...]:
+    return tuple(Remedy(f"Set {{}} to {json.dumps(value)}.", name, (value,)) for name in names)
+
+
+SMALLER_BATCHES = tuple(Remedy("Lower {}.", name, (1,)) for name in MICRO_BATCHES)
+HALVING = _set(True, "halve_micro_batch_on_oom")
 SHARDING = (Remedy("Raise {}.", "zero_stage", (3, None)),)
-CHECKPOINTING = (Remedy("Set {} to true.", "gradient_checkpointing", (True,)),)
-OFFLOAD = tuple(
-    Remedy("Set {} to true.", name, (True,)) for name in ("offload_optimizer", "offload_parameters")
-)
-NO_OFFLOAD = tuple(
-    Remedy("Set {} to false.", name, (False,))
-    for name in ("offload_optimizer", "offload_parameters")
-)
+CHECKPOINTING = _set(True, "gradient_checkpointing")
+OFFLOAD, NO_OFFLOAD = _set(True, *OFFLOADS), _set(False, *OFFLOADS)
 FEWER_RANKS = (Remedy("Lower {}.", "processes", (1,)),)
 CHECK_PATH = (Remedy("Check {}.", "path", (None,)),)
 
@@ -150,7 +150,7 @@ HINTS = (
         "DeepSpeed compiles its CPU Adam at first use; this requires a C++ compiler, ninja and the "
         "CUDA version of torch",
         "Install what `ds_report` lists as missing.",
-        (Remedy("Set {} to false.", "offload_optimizer", (False,)),),
+        _set(False, "offload_optimizer"),
         r"CUDA_HOME|CUDAMismatch|Error building extension|Unable to JIT load|Ninja is required"
         r"|CPUAdamBuilder|No such file or directory: '[^']*(c\+\+|g\+\+|gcc|nvcc)'",
     ),

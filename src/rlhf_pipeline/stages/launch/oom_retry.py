@@ -7,13 +7,10 @@ from typing import Any
 
 from rlhf_pipeline.config.block import Block, leaves
 from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY
+from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY, MICRO_BATCHES
 
 OUT_OF_MEMORY = (GPU_MEMORY, CPU_MEMORY)
 """Causes of a failure that smaller micro batches can avoid."""
-
-MICRO_BATCHES = ("micro_batch_size_per_gpu", "batch_size_per_gpu")
-"""Fields that bound the memory of one forward pass. They change results only by rounding."""
 
 
 def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
