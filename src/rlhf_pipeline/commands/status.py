@@ -89,16 +89,10 @@ def _visit(
         results[output] = node.func(*inputs.values())
     except FileNotFoundError:
         # The node reads a result that is still pending, so its own stage cannot be planned.
-        pending = [
-            stage.run.title
-            for stage in list(planner.stages.values())[known:]
-            if stage.state != "finished"
-        ]
-        pending += [
-            name
-            for path in inputs.values()
-            if isinstance(path, Path) and (name := planner.pending_stage(path))
-        ]
+        started = list(planner.stages.values())[known:]
+        paths = [path for path in inputs.values() if isinstance(path, Path)]
+        pending = [stage.run.title for stage in started if stage.state != "finished"]
+        pending += filter(None, map(planner.pending_stage, paths))
         if not pending:
             raise
         results[output] = planner.add_pending(node.name)

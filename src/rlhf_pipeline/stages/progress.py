@@ -10,7 +10,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -28,7 +27,6 @@ class ProgressDisplay(StageListener):
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._shown: dict[str, float] = {}
         self._start = self._last_line = 0.0
         self._first: tuple[int, float] | None = None
@@ -56,8 +54,9 @@ class ProgressDisplay(StageListener):
         for record in records:
             self._shown |= {k: v for k, v in record["metrics"].items() if k in run.headline_metrics}
         step, total = records[-1]["step"], records[-1]["total_steps"]
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, total=total, numbers=self._numbers())
+        if self._progress is not None:
+            (task,) = self._progress.task_ids
+            self._progress.update(task, completed=step, total=total, numbers=self._numbers())
         elif time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
             time_left = self._time_left(records[-1])
@@ -67,7 +66,7 @@ class ProgressDisplay(StageListener):
         """Close the bar; print the outcome."""
         if self._progress is not None:
             self._progress.stop()
-            self._progress = self._task = None
+            self._progress = None
         if not run.cached:
             seconds = time.monotonic() - self._start
             self._print(
@@ -85,7 +84,7 @@ class ProgressDisplay(StageListener):
             console=self._console,
             transient=True,
         )
-        self._task = self._progress.add_task(title, total=None, numbers="starting")
+        self._progress.add_task(title, total=None, numbers="starting")
         self._progress.start()
 
     def _time_left(self, record: dict[str, Any]) -> str:

@@ -59,17 +59,15 @@ class StageRunner:
             recipe_lock(run.directory, wait=context.launch.wait),
         ):
             finished = _finished(run)
-            if finished is not None and not self._is_forced(run):
-                return _reuse(finished, context)
-            _verify_inputs(job)
-            last = None if finished is None else finished.directory
-            run = replace(run, directory=next_directory(run.directory, last))
+            forced = run.stage in context.forced and run.fingerprint not in self._launched
+            if finished is not None and not forced:
+                return _reuse(replace(run, directory=finished, cached=True), context)
+            for artifact in filter(None, map(artifact_of, job.inputs.values())):
+                verify(artifact)  # every byte that the program will read
+            run = replace(run, directory=next_directory(run.directory, finished))
             export = _launch_until_it_fits(job, run, context)
             self._launched.add(run.fingerprint)
             return export
-
-    def _is_forced(self, run: StageRun) -> bool:
-        return run.stage in self._context.forced and run.fingerprint not in self._launched
 
 
 def _reuse(finished: StageRun, context: RunContext) -> Path:
@@ -120,34 +118,23 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
     return run.export
 
 
-def _finished(run: StageRun) -> StageRun | None:
-    """The newest undamaged artifact of the recipe, or None.
+def _finished(run: StageRun) -> Path | None:
+    """The directory with the newest undamaged artifact of the recipe, or None.
 
     Raises:
         ForeignFileError: the artifact is undamaged but contains an added file. Running the stage
             again would cost its whole time and lose that file.
     """
     for directory in reversed(attempts(run.directory)):
-        attempt = replace(run, directory=directory, cached=True)
-        if not attempt.export.is_dir():
-            continue
-        try:
-            verify(attempt.export)
-        except ForeignFileError:
-            raise
-        except ArtifactError as error:
-            logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
-            continue
-        return attempt
+        if (directory / "export").is_dir():
+            try:
+                verify(directory / "export")
+                return directory
+            except ForeignFileError:
+                raise
+            except ArtifactError as error:
+                logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
     return None
-
-
-def _verify_inputs(job: Job) -> None:
-    """Check every byte of the artifacts that the program will read."""
-    for path in job.inputs.values():
-        artifact = artifact_of(path)
-        if artifact is not None:
-            verify(artifact)
 
 
 def _clear(run: StageRun, *, keep_progress: bool) -> None:

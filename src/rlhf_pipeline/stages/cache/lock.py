@@ -90,15 +90,11 @@ def user(first_attempt: Path) -> str | None:
     pid = owner["driver"].partition("@")[0]
     if process_identity(int(pid)) != owner["driver"]:
         return None
-    return (
-        f"process {pid} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(owner['since']))}"
-    )
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
+    return f"process {pid} since {since}"
 
 
 def _file(first_attempt: Path) -> Path:
     """The lock file; outside the work directories, which may be removed during a wait."""
-    return (
-        first_attempt.parent.parent
-        / ".locks"
-        / f"{first_attempt.parent.name}-{first_attempt.name}.lock"
-    )
+    stage = first_attempt.parent
+    return stage.parent / ".locks" / f"{stage.name}-{first_attempt.name}.lock"
