@@ -46,7 +46,6 @@ def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(
     made = {"ppo_model": export(tmp_path / "mine", "mine"), "registration": registration("7")}
     nodes = [Node(registration, inputs="number", outputs=name, name=name) for name in made]
     hook = ResultsHook(Console())
-    hook.before_pipeline_run()
     for name, result in made.items():
         mine.save(name, result)
         hook.after_node_run(outputs={name: result})

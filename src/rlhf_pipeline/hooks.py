@@ -130,11 +130,6 @@ class ResultsHook:
         self._outputs: dict[str, Any] = {}
 
     @hook_impl
-    def before_pipeline_run(self) -> None:
-        """Forget an earlier run in this process."""
-        self._outputs = {}
-
-    @hook_impl
     def after_node_run(self, outputs: dict[str, Any]) -> None:
         """Remember the outputs: another run may publish newer versions before this run ends."""
         self._outputs |= outputs

@@ -15,7 +15,6 @@ from rlhf_pipeline.models.mlflow_format import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     import pandas
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRUST = "RLHF_TRUST_REMOTE_CODE"
@@ -46,7 +45,14 @@ class ServedPolicy:
         temperature = float(params.get("temperature", 0.0))
         # Explicit, because the generation config of the model may contain other values.
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        inputs = self._render(list(model_input["prompt"]))
+        # Left-padded ids and attention mask, (B, P) each.
+        inputs = self.tokenizer.apply_chat_template(
+            [[{"role": "user", "content": prompt}] for prompt in model_input["prompt"]],
+            add_generation_prompt=True,
+            padding=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(self.model.device)
         # Ids beyond the tokenizer's vocabulary stand for no token.
         padded_rows = list(range(len(self.tokenizer), self.model.config.vocab_size))
         with torch.inference_mode(), torch.random.fork_rng():
@@ -60,16 +66,6 @@ class ServedPolicy:
             )
         responses = outputs[:, inputs["input_ids"].shape[1] :]
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-
-    def _render(self, prompts: list[str]) -> dict[str, torch.Tensor]:
-        """Apply the chat template; returns left-padded ids and attention mask, (B, P) each."""
-        return self.tokenizer.apply_chat_template(
-            [[{"role": "user", "content": prompt}] for prompt in prompts],
-            add_generation_prompt=True,
-            padding=True,
-            return_dict=True,
-            return_tensors="pt",
-        ).to(self.model.device)
 
 
 def _load_pyfunc(path: str) -> ServedPolicy:

@@ -23,13 +23,8 @@ class MetricsFile:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line."""
-        record = {
-            "step": step,
-            "total_steps": self._total_steps,
-            "time": time.time(),
-            "metrics": metrics,
-        }
-        self._file.write(json.dumps(record) + "\n")
+        record = {"step": step, "total_steps": self._total_steps, "time": time.time()}
+        self._file.write(json.dumps(record | {"metrics": metrics}) + "\n")
 
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:

@@ -111,9 +111,5 @@ def _plan_new(run: StageRun, pending: Mapping[str, str]) -> PlannedStage:
     """The plan of a recipe without a work directory; the reasons are its changes."""
     awaited = [downstream(pending.values())] if pending else []
     last = last_recipe(run.directory.parent, run.recipe)
-    new = (
-        recipe_changes(last, run.recipe, pending=pending)
-        if last is not None
-        else ["never run here"]
-    )
+    new = recipe_changes(last, run.recipe, pending=pending) if last else ["never run here"]
     return PlannedStage(run, "run" if new else "may run", (*awaited, *new))
