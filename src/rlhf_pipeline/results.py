@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,19 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 
     `results` maps names of data sets to the path of an artifact, or to the registration.
     """
-
-    def print_line(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
+    show = partial(console.print, highlight=False, soft_wrap=True)
     for name, result in results.items():
         if name.endswith("evaluation"):
             evaluation = json.loads((result / "evaluation.json").read_text())
             policy = policy_stages()[evaluation["candidate"]].SPEC
             print_table(evaluation, policy.caveats, console)
-    print_line("")
+    show("")
     for name, result in results.items():
         if isinstance(result, Path):
-            print_line(f"{name:>15}  {result}")
+            show(f"{name:>15}  {result}")
     for name, result in results.items():
         if name.endswith("registration"):
-            print_line("\n".join(_registration(result)))
+            show("\n".join(_registration(result)))
 
 
 def _registration(registration: dict[str, Any]) -> list[str]:

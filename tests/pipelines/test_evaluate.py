@@ -29,7 +29,7 @@ def job_of(policy, **config):
 @pytest.mark.parametrize(("policy", "stage"), [(PPO, "evaluate"), (DPO, "evaluate_dpo")])
 def test_the_candidate_brings_its_name_and_its_caveats(policy, stage):
     job = job_of(policy)
-    assert job.stage == stage
+    assert job.spec.name == stage
     assert job.inputs == {
         "prompts": Path("split/evaluation"),
         "sft_model": Path("sft"),

@@ -58,11 +58,6 @@ class Job:
     """Modules of this package that the program imports by a computed name; part of the
     fingerprint."""
 
-    @property
-    def stage(self) -> str:
-        """Name of the stage."""
-        return self.spec.name
-
 
 class Stages(Protocol):
     """Runs a node's stage (`StageRunner`), or predicts what would happen (`Planner`)."""

@@ -62,13 +62,8 @@ def register_evaluated(
 ) -> Registration:
     """Register the policies of an evaluation with its metrics, and apply the gate.
 
-    The gate reads the win rate of the deciding judge.
-
-    Args:
-        sft_model, candidate_model: published policies.
-        evaluation: the published comparison of both.
-        config: the name of the registered model, and the gate.
-        project: contains the tracking database, unless MLFLOW_TRACKING_URI is set.
+    The gate reads the win rate of the deciding judge. All three artifacts are published; `project`
+    contains the tracking database, unless MLFLOW_TRACKING_URI is set.
 
     Raises:
         ArtifactError: one of the three artifacts is damaged.

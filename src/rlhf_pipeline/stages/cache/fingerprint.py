@@ -49,13 +49,13 @@ def _run(job: Job, digests: Mapping[str, str], context: RunContext, processes: i
     )
     key = fingerprint(ingredients)
     return StageRun(
-        stage=job.stage,
+        stage=job.spec.name,
         fingerprint=key,
         seed=job.seed,
         config=as_json(job.config),
         inputs=dict(job.inputs),
         digests=dict(digests),
-        directory=first_attempt(context.workspace, job.stage, key),
+        directory=first_attempt(context.workspace, job.spec.name, key),
         collective_timeout_s=context.launch.collective_timeout_s,
         versions=ingredients["versions"],
         trust_remote_code=context.trust_remote_code,
@@ -75,7 +75,7 @@ def recipe(
     loads_models = "transformers" in job.spec.libraries
     return {
         "form": FORM,
-        "stage": job.stage,
+        "stage": job.spec.name,
         "seed": job.seed,
         "config": {name: block.recipe() for name, block in job.config.items()},
         "inputs": dict(digests),
