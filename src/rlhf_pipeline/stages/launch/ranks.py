@@ -57,7 +57,8 @@ class Ranks:
         newest = read_heartbeats(self._directory)
         if newest != self.heartbeats:
             self.heartbeats, self._progressed = newest, time.monotonic()
-        reported = self._reported()
+        reports = (self._directory / ERRORS).glob("*.txt")
+        reported = {int(report.stem.rpartition("-rank")[2]) for report in reports}
         for rank, status in ended.items():
             if newest[rank].phase != "finished" and rank not in reported:
                 known = None if isinstance(status, str) else status
@@ -106,10 +107,6 @@ class Ranks:
         """Make every rank print the stacks of its threads into the log."""
         for rank in self.alive:
             os.kill(self.heartbeats[rank].pid or 0, signal.SIGUSR1)
-
-    def _reported(self) -> set[int]:
-        reports = (self._directory / ERRORS).glob("*.txt")
-        return {int(report.stem.rpartition("-rank")[2]) for report in reports}
 
 
 def _status(pid: int | None) -> int | str:
