@@ -9,7 +9,6 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.pipelines import base_model, evaluate, reward_model, sft, split
-from rlhf_pipeline.pipelines.split.spec import SOURCE
 from rlhf_pipeline.stages.job import StageSpec
 
 POLICIES = (
@@ -30,7 +29,7 @@ def stage_specs() -> dict[str, StageSpec]:
     policies = [package.SPEC for package in policy_stages().values()]
     evaluations = [evaluate.SPEC.for_candidate(policy.name) for policy in policies]
     specs = [
-        SOURCE,
+        split.SOURCE,
         base_model.SPEC,
         split.SPEC,
         sft.SPEC,

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.evaluation.answers import Answer
-from rlhf_pipeline.evaluation.comparison import compare, deciding_judge, headline, summary
+from rlhf_pipeline.evaluation.comparison import Answer, compare, deciding_judge, headline, summary
 
 CONFIG = EvaluateConfig(samples=1, sampling={"temperature": 0.7, "max_response_tokens": 8})
 

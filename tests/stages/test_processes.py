@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANGS_S
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.stages import processes
@@ -14,15 +15,15 @@ from rlhf_pipeline.stages.processes import kill_launch, process_identity
 
 
 @pytest.fixture
-def start():
-    """Starts a sleeping process of a launch, in its own session."""
+def start(tmp_path):
+    """Starts a sleeping process of a launch of this test, in its own session."""
     started = []
 
     def start(launch):
         process = subprocess.Popen(
-            [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+            [sys.executable, "-c", "import time; print(flush=True); time.sleep(900)"],
             stdout=subprocess.PIPE,
-            env=os.environ | {LAUNCH: launch},
+            env=os.environ | {LAUNCH: f"{tmp_path} {launch}"},
             start_new_session=True,
         )
         process.stdout.readline()  # the environment can be read
@@ -51,10 +52,10 @@ def test_a_process_that_ended_has_no_identity(start):
     assert process_identity(process.pid) is None
 
 
-def test_only_processes_of_the_launch_are_killed(start):
+def test_only_processes_of_the_launch_are_killed(start, tmp_path):
     first, second, other = start("one"), start("one"), start("two")
-    kill_launch("one")
-    assert first.wait(timeout=10) == second.wait(timeout=10) == -signal.SIGKILL
+    kill_launch(f"{tmp_path} one")
+    assert first.wait(timeout=HANGS_S) == second.wait(timeout=HANGS_S) == -signal.SIGKILL
     assert other.poll() is None
 
 
@@ -63,18 +64,19 @@ import os, subprocess, sys
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.stages import processes
 from rlhf_pipeline.stages.processes import guarded
-with guarded("one", os.environ["PYTHONPATH"]):
-    subprocess.Popen(["sleep", "60"], env=os.environ | {LAUNCH: "one"}, start_new_session=True)
+launch = sys.argv[1]
+with guarded(launch, os.environ["PYTHONPATH"]):
+    subprocess.Popen(["sleep", "900"], env=os.environ | {LAUNCH: launch}, start_new_session=True)
     print(flush=True)
     sys.stdin.read()
 """
 
 
-def test_the_processes_of_a_killed_driver_are_killed(start):
+def test_the_processes_of_a_killed_driver_are_killed(start, tmp_path):
     rank, other = start("one"), start("two")
     source = str(Path(processes.__file__).parents[2])
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER],
+        [sys.executable, "-c", DRIVER, f"{tmp_path} one"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": source},
@@ -82,6 +84,6 @@ def test_the_processes_of_a_killed_driver_are_killed(start):
     driver.stdout.readline()
     assert rank.poll() is None
     driver.kill()
-    assert rank.wait(timeout=10) == -signal.SIGKILL
+    assert rank.wait(timeout=HANGS_S) == -signal.SIGKILL
     driver.communicate()  # the guard and the other process have closed its pipe
     assert other.poll() is None

@@ -16,7 +16,6 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
-from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.distributed.optimizer_step import grad_norm
 from rlhf_pipeline.errors import StageError
@@ -26,6 +25,7 @@ from rlhf_pipeline.pipelines.ppo.nodes import SPEC as PPO
 from rlhf_pipeline.pipelines.sft.nodes import SPEC as SFT
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.run import StageRunner
@@ -166,7 +166,7 @@ def fit_stage(stage, folder, world, policy, config_fields, damage=None):
     engine = train_engine(load, config, 4)
     job = LaunchedJob(stage, "f", 1, {}, {}, {}, folder, 60.0)
     best = BestModels(job, world, load_tokenizer(policy), config, partial(load_policy, policy))
-    writer = MetricsWriter(job.metrics_file, world, 4)
+    writer = MetricsFile(job.metrics_file, 4)
     advice = stability_advice(f"{stage}.", config)
     setup = Setup(
         engine=engine,

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.divergence import DivergenceGuard
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 
 
 @pytest.fixture
 def log(world, tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl", world, 9)
+    writer = MetricsFile(tmp_path / "metrics.jsonl", 9)
     best = SimpleNamespace(kept="No model is kept.")
     return StepLog(3, DivergenceGuard(world, writer, best, lambda name: f"change {name}"))
 

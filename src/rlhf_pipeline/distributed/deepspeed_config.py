@@ -25,11 +25,6 @@ def training_settings(
     """DeepSpeed settings for a trainable model.
 
     Its batch sizes stay at 1, because `optimizer_step` decides how many micro batches a step has.
-
-    Args:
-        config: the model's block.
-        hidden_size: width of the model.
-        on_gpu: whether the model is on a GPU.
     """
     deepspeed = config.deepspeed
     settings = _settings(deepspeed.zero_stage, deepspeed.precision, hidden_size)

@@ -30,11 +30,9 @@ def train_engine(
 ) -> DeepSpeedEngine:
     """Load a model into a DeepSpeed engine with AdamW and a learning-rate schedule.
 
-    Args:
-        load: loads the model in a given precision. At ZeRO stage 3, the weights are sharded while
-            they are read. With `lora.quantize`, `load` also gets the argument `quantize`.
-        config: the model's block.
-        total_steps: optimizer steps until the schedule ends.
+    `load` loads the model in a given precision. At ZeRO stage 3, the weights are sharded while they
+    are read. With `lora.quantize`, `load` also gets the argument `quantize`. The schedule
+    ends after `total_steps` optimizer steps.
     """
     if config.lora is not None and config.lora.quantize is not None:
         load = partial(load, quantize=config.lora.quantize)
@@ -68,12 +66,8 @@ def frozen_model(
 ) -> M | DeepSpeedEngine:
     """Load a model for inference.
 
-    Args:
-        load: loads the model in a given precision.
-        config: the model's block.
-        companion: block of the model in training that this one accompanies. If `config` leaves the
-            ZeRO stage open, it follows from the companion's stage.
-        world: the ranks.
+    `companion` is the block of the model in training that this one accompanies. If `config` leaves
+    the ZeRO stage open, it follows from the companion's stage.
 
     Returns:
         At ZeRO stage 0, the model, whole on every rank. At stage 3, an engine that shards its

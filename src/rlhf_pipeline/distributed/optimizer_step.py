@@ -26,13 +26,7 @@ def optimizer_step(
     Each loss is a sum divided by the *global* count of the step, so the gradient is that of the
     whole batch, however it is divided into micro batches and ranks. DeepSpeed averages over ranks;
     the factor `world.size` undoes that. Each loss is computed in its turn, so memory holds the
-    activations of one micro batch at a time.
-
-    Args:
-        engine: the model in training.
-        world: the ranks.
-        losses: one for each micro batch.
-        sums: sums to add to; they are not changed.
+    activations of one micro batch at a time. The argument `sums` is added to, but not changed.
     """
     sums = accumulate(engine, world, losses, sums)
     engine.step()

@@ -6,21 +6,53 @@ The driver imports this module, so it must not import torch.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.evaluation.answers import Answer, score_name
 from rlhf_pipeline.evaluation.statistics import distinct_n, mean_with_interval, win_rate
+
+BASELINE = "sft"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of one policy to one prompt, a line of `answers.jsonl`."""
+
+    row: int
+    prompt: str
+    response: str
+    scores: dict[str, float | None]
+    """Score by judge; None if the judge has no score for this prompt."""
+    kl: float
+    """log pi(response) - log pi_sft(response), nats."""
+    response_tokens: int
+    ended: bool
+
+    def record(self) -> dict[str, Any]:
+        """The answer as JSON types; each score is a field."""
+        return {
+            "row": self.row,
+            "prompt": self.prompt,
+            "response": self.response,
+            **{score_name(judge): score for judge, score in self.scores.items()},
+            "kl": self.kl,
+            "response_tokens": self.response_tokens,
+            "ended": self.ended,
+        }
+
+
+def score_name(judge: str) -> str:
+    """Name of a judge's scores in metrics and records: `score`, `gold_score`, `<judge>_score`."""
+    return judge if judge == REWARD_MODEL else f"{judge}_score"
 
 
 def deciding_judge(judges: Collection[str]) -> str:
     """The judge whose win rate decides about a promotion: gold if it judges, else the reward model.
 
-    Args:
-        judges: names of the judges that scored every answer.
+    `judges` scored every answer.
     """
     return GOLD if GOLD in judges else REWARD_MODEL
 

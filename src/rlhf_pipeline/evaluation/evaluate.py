@@ -21,10 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, EvaluateConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import columns, load_rows, own_share
-from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
 from rlhf_pipeline.distributed.world import World, join
-from rlhf_pipeline.evaluation.answers import BASELINE, Answer
-from rlhf_pipeline.evaluation.comparison import compare, headline, summary
+from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, summary
 from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, load_judges
 from rlhf_pipeline.evaluation.report import render_markdown
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
@@ -35,6 +33,7 @@ from rlhf_pipeline.rollout.scoring import Scored, ScoringModels, score_sequences
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
 
 
@@ -66,7 +65,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     policies = load_policies(job, candidate.name, config, world)
     setup = load(job, config, contract, policies[BASELINE], world)
-    writer = MetricsWriter(job.metrics_file, world, len(policies))
+    writer = MetricsFile(job.metrics_file, len(policies), rank=world.rank)
     answers: dict[str, list[Answer]] = {}
     for step, (name, policy) in enumerate(policies.items(), start=1):
         heartbeat.at("evaluation", step)

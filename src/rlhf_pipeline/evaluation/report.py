@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.evaluation.answers import BASELINE, score_name
+from rlhf_pipeline.evaluation.comparison import BASELINE, score_name
 
 METRICS = {
     "kl": ("KL from SFT (nats)", ".2f"),

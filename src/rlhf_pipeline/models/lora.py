@@ -68,11 +68,8 @@ def write_adapter(model: nn.Module, weights: Mapping[str, Tensor], base: str, fo
 
     `PeftModel.from_pretrained(base_model, folder)` reads the result, except with `train_rest`.
 
-    Args:
-        model: model with adapters.
-        weights: the trainable parameters (`trained_names`), gathered from all shards.
-        base: name of the model without adapters.
-        folder: output folder; it is created.
+    `weights` are the trainable parameters (`trained_names`), gathered from all shards. `base` is
+    the name of the model without adapters.
     """
     settings = copy.copy(cast("dict[str, LoraConfig]", pretrained(model).peft_config)[ADAPTER])
     settings.base_model_name_or_path = base
@@ -88,12 +85,8 @@ def write_adapter(model: nn.Module, weights: Mapping[str, Tensor], base: str, fo
 def merged(model: M, config: LoRAConfig, adapter: Path) -> M:
     """Merge a stored adapter into the model's weights in place, and return the plain model.
 
-    Use fp32: bf16 would round away most of a small change.
-
-    Args:
-        model: the model that training started from; it is modified.
-        config: configuration of the adapter.
-        adapter: folder that `write_adapter` wrote.
+    The model is the one that training started from, in fp32: bf16 would round away most of a small
+    change. `write_adapter` wrote the folder `adapter`.
 
     Raises:
         ArtifactError: the stored weights do not match `config`.

@@ -64,11 +64,7 @@ def leave_one_out(returns: Tensor) -> Tensor:
     Source: Ahmadian et al., https://arxiv.org/abs/2402.14740, equation 8; R includes the KL
     penalty.
 
-    Args:
-        returns: (K, G), one prompt per column.
-
-    Returns:
-        (K, G) float32, without gradient.
+    Returns are (K, G), one prompt per column; so are the advantages, float32 without gradient.
 
     Raises:
         ValueError: not two-dimensional, or K < 2.
@@ -107,14 +103,7 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
 
 @torch.no_grad()
 def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Give each token the advantage of its response.
-
-    Args:
-        advantages: (B,).
-        mask: (B, R) bool.
-
-    Returns:
-        (B, R) float32, 0 in padding, without gradient.
+    """Give each token the advantage of its response: (B,) to (B, R) float32, 0 in padding.
 
     Raises:
         ValueError: a shape or the mask's dtype is wrong.

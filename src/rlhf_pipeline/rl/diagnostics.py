@@ -74,11 +74,8 @@ def explained_variance(sums: Tensor) -> Tensor:
 
         1 - Var(G - V) / Var(G)     1 = perfect, 0 = like a constant, negative = worse
 
-    Args:
-        sums: (2, 3) float64, `value_sums` summed over micro batches and ranks.
-
-    Returns:
-        0-dim float64; NaN if all returns are equal.
+    `sums` are `value_sums` over all micro batches and ranks. The result is 0-dim float64, NaN if
+    all returns are equal.
     """
     mean, variance = mean_and_variance(sums[0])
     _, error_variance = mean_and_variance(sums[1])

@@ -1,6 +1,6 @@
 """Reductions over real tokens; values in padding, including NaN, never change a result.
 
-Shapes: B sequences, R response tokens. Masks: bool, True = real token.
+Shapes: B sequences, R response tokens; x is (B, R), a mask is (B, R) bool, True = real token.
 """
 
 from __future__ import annotations
@@ -52,10 +52,6 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
     The gradient is 0 in padding. A NaN computed in padding still makes the gradient of its inputs
     NaN (0 * NaN), so mask the inputs of exp, log and division, not only their results.
-
-    Args:
-        x: (B, R).
-        mask: (B, R) bool.
     """
     check_shapes(mask, x=x)
     return torch.where(mask, x, 0.0).sum()
@@ -65,10 +61,6 @@ def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of x over the real tokens of each row, (B,); 0 for a row without real tokens.
 
     Applied to log-probabilities, it gives those of whole responses. Gradients: see `masked_sum`.
-
-    Args:
-        x: (B, R).
-        mask: (B, R) bool.
     """
     check_shapes(mask, x=x)
     return torch.where(mask, x, 0.0).sum(-1)
@@ -80,10 +72,6 @@ def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
 
     Moments add up over micro batches and ranks. They are float64, because the variance is the
     difference of two sums.
-
-    Args:
-        x: (B, R).
-        mask: (B, R) bool.
     """
     check_shapes(mask, x=x)
     real = torch.where(mask, x, 0.0).double()
@@ -106,8 +94,6 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True)
     one real token, or of equal ones, becomes 0.
 
     Args:
-        x: (B, R).
-        mask: (B, R) bool.
         moments: (3,) float64, `masked_moments` summed over all micro batches and ranks.
         shift_mean: False keeps the mean and only scales.
 

@@ -26,12 +26,7 @@ def pairwise_loss(
     Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1, with one comparison per
     pair.
 
-    Args:
-        chosen_scores, rejected_scores: (N,).
-        normalizer: number of comparisons.
-
-    Returns:
-        0-dim float32.
+    Scores are (N,); the loss is 0-dim float32.
 
     Raises:
         ValueError: shapes differ.

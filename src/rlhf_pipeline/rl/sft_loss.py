@@ -20,13 +20,7 @@ def sft_loss(logprobs: Tensor, mask: Tensor, *, normalizer: float | Tensor) -> T
 
         L = -sum_t log p(token_t) / normalizer
 
-    Args:
-        logprobs: (B, R).
-        mask: (B, R) bool.
-        normalizer: number of real tokens.
-
-    Returns:
-        0-dim float32.
+    `logprobs` are (B, R), the mask is (B, R) bool; the loss is 0-dim float32.
 
     Raises:
         ValueError: a shape is wrong.

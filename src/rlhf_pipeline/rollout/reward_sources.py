@@ -69,11 +69,9 @@ class RewardSum:
     """The policy's."""
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
-        """The rollout with the weighted sum as its score.
+        """The rollout with the weighted sum instead of the trained reward model's raw score.
 
-        Args:
-            scored: the rollout, with the raw scores of the trained reward model.
-            rows: columns of the prompts' table.
+        `rows` are the columns of the prompts' table.
 
         Raises:
             ArtifactError: a source reads text, and the table has no messages or references.
@@ -106,15 +104,9 @@ def load_rewards(
     tokenizer: PreTrainedTokenizerBase,
     trained_mean: float | None,
 ) -> RewardSum:
-    """Load the sources of `ppo.rewards`.
+    """Load the sources of `ppo.rewards` for the policy with this contract and tokenizer.
 
-    Args:
-        job: contains the files of the functions and the folders of the models.
-        config: contains the sources.
-        contract: the policy's tokens.
-        world: contains the device.
-        tokenizer: the policy's.
-        trained_mean: mean score of the trained reward model; None if it is not a source.
+    `trained_mean` is the mean score of the trained reward model; None if it is not a source.
 
     Raises:
         StageError: a function cannot be imported, or does not take prompts and responses.

@@ -15,16 +15,30 @@ from rlhf_pipeline.runtime.files import write_atomically
 
 
 class MetricsFile:
-    """Appends lines; each is on disk when `write` returns."""
+    """Appends lines on the first rank; each is on disk when `write` returns.
 
-    def __init__(self, path: Path, total_steps: int | None) -> None:
-        self._file = path.open("a", buffering=1)
+    Training that resumes first removes the lines after its checkpoint, because it writes them
+    again.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        total_steps: int | None,
+        *,
+        rank: int = 0,
+        resumed_from: int | None = None,
+    ) -> None:
+        if rank == 0 and resumed_from is not None:
+            truncate_after(path, resumed_from)
+        self._file = path.open("a", buffering=1) if rank == 0 else None
         self._total_steps = total_steps
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line."""
-        record = {"step": step, "total_steps": self._total_steps, "time": time.time()}
-        self._file.write(json.dumps(record | {"metrics": metrics}) + "\n")
+        if self._file is not None:
+            record = {"step": step, "total_steps": self._total_steps, "time": time.time()}
+            self._file.write(json.dumps(record | {"metrics": metrics}) + "\n")
 
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
@@ -34,7 +48,7 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove the lines after a step and an incomplete last line: training resumes from the step."""
+    """Remove the lines after a step, and an incomplete last line."""
     kept = [record for record in read_json_lines(path) if record["step"] <= step]
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 

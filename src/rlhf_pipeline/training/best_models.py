@@ -46,14 +46,8 @@ class BestModels:
     folders contain adapters, and the export contains a whole model: the weights of `load` merged
     with the best adapters in fp32.
 
-    Args:
-        job: contains the work directory and the inputs.
-        world: the ranks.
-        tokenizer: saved with the model.
-        config: the model's block.
-        load: reads the weights that training started from, see `train_engine`.
-        variant: name of another model of the same stage; a subfolder of checkpoints and export.
-        keep: number of models to keep.
+    `load` reads the weights that training started from, see `train_engine`. `variant` names another
+    model of the same stage: a subfolder of checkpoints and export.
     """
 
     def __init__(

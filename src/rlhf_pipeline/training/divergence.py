@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from rlhf_pipeline.config.training import TrainedModelConfig
-from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
 
 
@@ -19,7 +19,7 @@ class DivergenceGuard:
     """Checks the metrics of every step. They are sums over all ranks, so all ranks decide alike."""
 
     world: World
-    writer: MetricsWriter
+    writer: MetricsFile
     best: BestModels
     advice: Callable[[str], str]
     """The fix for a metric that is not finite, in terms of the parameters."""

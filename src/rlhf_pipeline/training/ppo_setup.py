@@ -13,10 +13,10 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import load_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
-from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
 from rlhf_pipeline.training.divergence import DivergenceGuard
 from rlhf_pipeline.training.ppo_models import PPOModels, load_ppo_models
@@ -88,7 +88,9 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     loop = checkpoints.restore(job.resume_from)
     for name, state in loop.get("best", {}).items():
         best[name].restored(state)
-    writer = MetricsWriter(job.metrics_file, world, config.steps, resumed_from=job.resume_from)
+    writer = MetricsFile(
+        job.metrics_file, config.steps, rank=world.rank, resumed_from=job.resume_from
+    )
     return Setup(
         config=config,
         models=models,

@@ -52,8 +52,7 @@ def update_models(
         config: epochs, minibatches, losses.
         world: the ranks.
         train_actor: False while the critic warms up.
-        texts: the blocks of plain text of this rank for each update of the actor; None: no
-            language-model loss.
+        texts: this rank's plain text for each update of the actor; None: no language-model loss.
 
     Returns:
         Means over the tokens of all epochs.

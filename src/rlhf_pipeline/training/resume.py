@@ -38,12 +38,8 @@ class Checkpoints:
     ) -> None:
         """Handle SIGTERM from now on.
 
-        Args:
-            directory: folder of the checkpoints, shared by all ranks.
-            world: the ranks.
-            engines: the models in training, by name.
-            averages: averages of their weights, by name, see `save_engine`.
-            keep: number of checkpoints to keep.
+        All ranks share the directory. The engines and the averages of their weights (`save_engine`)
+        are given by the model's name; `keep` is the number of checkpoints to keep.
         """
         self._directory = directory
         self._world = world
@@ -68,12 +64,7 @@ class Checkpoints:
     def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> None:
         """Save a checkpoint if one is due or a rank received SIGTERM; obey SIGTERM after that.
 
-        All ranks call this together.
-
-        Args:
-            step: the step that has ended.
-            due: whether a checkpoint is due.
-            loop: state of the training loop, as JSON.
+        All ranks call this together, with the state of the training loop as JSON.
 
         Raises:
             Interrupted: a rank received SIGTERM.

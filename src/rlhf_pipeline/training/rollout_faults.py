@@ -11,11 +11,8 @@ def rollout_fault(
 ) -> str | None:
     """Why a rollout contains nothing to learn from, or None.
 
-    Args:
-        metrics: `rollout_metrics`.
-        config: the bound on the KL, and the values for the advice.
-        where: which rollout it is, for the message.
-        trained: whether the actor has taken an optimizer step; otherwise it is the SFT model.
+    `metrics` come from `rollout_metrics`, and `where` names the rollout in the message. `trained`:
+    the actor has taken an optimizer step; otherwise it is the SFT model.
     """
     kl, bound = metrics["objective/kl"], config.kl.explosion
     if bound is not None and not kl <= bound:  # `kl > bound` would miss NaN

@@ -21,7 +21,6 @@ from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
 from rlhf_pipeline.distributed.engine import train_engine
-from rlhf_pipeline.distributed.metrics_writer import MetricsWriter
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
@@ -35,6 +34,7 @@ from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
 from rlhf_pipeline.training.divergence import DivergenceGuard, stability_advice
 from rlhf_pipeline.training.resume import Checkpoints
@@ -134,7 +134,7 @@ def train(
     loop = checkpoints.restore(job.resume_from)
     if loop:
         best.restored(loop["best"])
-    writer = MetricsWriter(job.metrics_file, world, steps, resumed_from=job.resume_from)
+    writer = MetricsFile(job.metrics_file, steps, rank=world.rank, resumed_from=job.resume_from)
     advice = stability_advice(f"{task.name}.", config)
     setup = Setup(
         engine=engine,

@@ -1,4 +1,4 @@
-"""The node that splits the data."""
+"""Stage split: divides the data. Stage source runs once for each source."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.sources.lookup import adapter_module, find_source
 from rlhf_pipeline.data.sources.read_rows import source_origin
-from rlhf_pipeline.stages.job import Job, Stages
+from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-from .spec import SOURCE, SPEC
+SOURCE = StageSpec(
+    name="source",
+    program="rlhf_pipeline.data.source",
+    distributed=False,
+    libraries=("datasets", "pyarrow"),
+)
+
+SPEC = StageSpec(
+    name="split",
+    program="rlhf_pipeline.data.split",
+    distributed=False,
+    libraries=("transformers", "tokenizers", "numpy", "pyarrow"),
+    blocks={"split": SplitConfig},
+)
 
 
 def split(base_model: Path, config: SplitConfig, seed: int, stages: Stages) -> Path:

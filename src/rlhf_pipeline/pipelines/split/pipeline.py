@@ -7,13 +7,5 @@ from .nodes import split
 
 def create_pipeline() -> Pipeline:
     """The node of this stage."""
-    return Pipeline(
-        [
-            Node(
-                func=split,
-                inputs=["base_model", "params:split", "params:seed", "stages"],
-                outputs="split",
-                name="split",
-            )
-        ]
-    )
+    inputs = ["base_model", "params:split", "params:seed", "stages"]
+    return Pipeline([Node(split, inputs, "split", name="split")])
