@@ -87,7 +87,7 @@ def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSo
     assert Manifest.read(folder).metrics == {
         "source/rows": 9,
         "source/bad_rows": 7,
-        "source/passed_over_rows": 0,
+        "source/skipped_rows": 0,
     }
 
 
@@ -96,7 +96,7 @@ def test_texts_have_a_separate_file(tmp_path: Path, read_source: ReadSource) -> 
     folder = read_source(name="files", path=str(path), columns={"text": "text"})
     assert list(texts(folder)) == [(["own.jsonl:1", "own.jsonl:3"], ["One.", "Two."])]
     assert examples(folder).num_rows == 0
-    assert Manifest.read(folder).metrics["source/passed_over_rows"] == 1
+    assert Manifest.read(folder).metrics["source/skipped_rows"] == 1
 
 
 # --- what is read again ---------------------------------------------------------------------------

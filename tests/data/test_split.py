@@ -209,8 +209,8 @@ def test_text_is_packed_for_pretraining(
     assert [tokenizer.decode(block) for block in blocks] == ["~~<|end|>~", "~~<|end|>^"]
     assert report["pretraining"] == {
         "sources": {
-            "files (texts0.txt)": {"rows": 3, "bad": {"broken": 1}, "passed_over": {}},
-            "files (texts1.txt)": {"rows": 2, "bad": {}, "passed_over": {}},
+            "files (texts0.txt)": {"rows": 3, "bad": {"broken": 1}, "skipped": {}},
+            "files (texts1.txt)": {"rows": 2, "bad": {}, "skipped": {}},
         },
         "documents": 4,
         "tokens": 11,

@@ -21,7 +21,7 @@ REPORT = {
         "Anthropic/hh-rlhf": {
             "rows": 160_800,
             "bad": {"no answer": 12, "the text contains the control token <|end|>": 1_310},
-            "passed_over": {},
+            "skipped": {},
             "left_out_by_fraction": 0,
             "duplicates_merged": 0,
             "parts": {
@@ -35,7 +35,7 @@ REPORT = {
         "files (my_rows_.jsonl)": {
             "rows": 10_000,
             "bad": {},
-            "passed_over": {"the scores are equal": 800},
+            "skipped": {"the scores are equal": 800},
             "left_out_by_fraction": 4_600,
             "duplicates_merged": 12,
             "parts": {"sft": 4_000, "validation": 300, "test": 288},
@@ -90,7 +90,7 @@ REPORT = {
             "files (wiki.txt)": {
                 "rows": 1_200,
                 "bad": {"no text": 3},
-                "passed_over": {"empty": 2},
+                "skipped": {"empty": 2},
             }
         },
         "documents": 1_195,

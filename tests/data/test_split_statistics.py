@@ -63,7 +63,7 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
     assert first == {
         "rows": 12,
         "bad": {"empty": 1},
-        "passed_over": {"a tie": 1},
+        "skipped": {"a tie": 1},
         "left_out_by_fraction": 0,
         "duplicates_merged": 0,
         "parts": {"test": 1, "validation": 1, "sft": 2, "reward_model": 3, "ppo": 3},
@@ -72,7 +72,7 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
     assert second == {
         "rows": 3,
         "bad": {},
-        "passed_over": {},
+        "skipped": {},
         "left_out_by_fraction": 0,
         "duplicates_merged": 2,
         "parts": dict.fromkeys(PARTS, 0) | {part: 1},
@@ -140,13 +140,13 @@ def test_every_row_of_a_source_is_accounted_for(write_records, prepare: Prepare,
     report = prepare(first, second, sources=sources, only="reward_model", max_bad_fraction=0.1)
     unservable = "none of the phases that may train on the source can use the record"
     one, two = report["sources"].values()
-    assert (one["rows"], one["bad"], one["passed_over"]) == (23, {"empty": 1}, {"a tie": 2})
+    assert (one["rows"], one["bad"], one["skipped"]) == (23, {"empty": 1}, {"a tie": 2})
     assert (
         one["left_out_by_fraction"],
         one["duplicates_merged"],
         one["parts"]["reward_model"],
     ) == (12, 0, 8)
-    assert (two["rows"], two["bad"], two["passed_over"]) == (12, {}, {"odd": 1, unservable: 1})
+    assert (two["rows"], two["bad"], two["skipped"]) == (12, {}, {"odd": 1, unservable: 1})
     assert (
         two["left_out_by_fraction"],
         two["duplicates_merged"],

@@ -79,7 +79,7 @@ def pack(
         )
     return {
         "sources": {
-            label: {"rows": count.rows, "bad": count.bad, "passed_over": count.skipped}
+            label: {"rows": count.rows, "bad": count.bad, "skipped": count.skipped}
             for label, count in zip(labels, counts, strict=True)
         },
         "documents": documents,

@@ -51,7 +51,7 @@ class RowCounts:
         fields = {
             "rows": self.rows,
             "bad": self.bad,
-            "passed_over": self.skipped,
+            "skipped": self.skipped,
             "first_bad": self.first_bad,
         }
         text = json.dumps(fields, indent=2, sort_keys=True)
@@ -64,6 +64,6 @@ class RowCounts:
         return cls(
             fields["rows"],
             Counter(fields["bad"]),
-            Counter(fields["passed_over"]),
+            Counter(fields["skipped"]),
             [(place, reason) for place, reason in fields["first_bad"]],
         )

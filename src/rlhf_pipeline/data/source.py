@@ -35,7 +35,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return {
         "source/rows": float(counts.rows),
         "source/bad_rows": float(counts.bad.total()),
-        "source/passed_over_rows": float(counts.skipped.total()),
+        "source/skipped_rows": float(counts.skipped.total()),
     }
 
 

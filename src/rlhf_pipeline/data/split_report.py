@@ -2,7 +2,7 @@
 
 The report is a dict of JSON types, stored as `report.json`:
 
-    sources           label -> rows; bad and passed_over (skipped) by reason; left_out_by_fraction;
+    sources           label -> rows; bad and skipped rows by reason; left_out_by_fraction;
                       duplicates_merged; parts -> rows
     distinct_prompts  part -> number
     files             path -> rows; duplicates_merged; dropped and truncated by reason;
@@ -71,12 +71,12 @@ def _sources_section(report: dict[str, Any]) -> Iterator[str]:
         },
     )
     yield "Merged rows repeat a row of an earlier source: same prompt, same answers.\n"
-    yield from _reasons_table("source", sources, {"bad": "bad", "passed_over": "skipped"})
+    yield from _reasons_table("source", sources, {"bad": "bad", "skipped": "skipped"})
 
 
 def _rows_read(source: dict[str, Any]) -> tuple[int, ...]:
     """All rows, bad rows, skipped rows."""
-    return source["rows"], sum(source["bad"].values()), sum(source["passed_over"].values())
+    return source["rows"], sum(source["bad"].values()), sum(source["skipped"].values())
 
 
 def _rows_unused(source: dict[str, Any]) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ def _files_section(report: dict[str, Any]) -> Iterator[str]:
 
 def _rows_written(file: dict[str, Any]) -> tuple[int, ...]:
     """Rows of a file, and the number of merged, dropped and cut rows."""
-    dropped, cut = (sum(file[kind].values()) for kind in ("dropped", "truncated"))
+    dropped, cut = (sum(file[kind].values()) for kind in {"dropped": "dropped", "truncated": "cut"})
     return file["rows"], file["duplicates_merged"], dropped, cut
 
 
@@ -174,7 +174,7 @@ def _pretraining_section(pretraining: dict[str, Any]) -> Iterator[str]:
         ("source", "rows", "bad", "skipped"),
         [(label, *_rows_read(source)) for label, source in sources.items()],
     )
-    yield from _reasons_table("source", sources, {"bad": "bad", "passed_over": "skipped"})
+    yield from _reasons_table("source", sources, {"bad": "bad", "skipped": "skipped"})
     yield (
         f"{pretraining['documents']:,} documents with {pretraining['tokens']:,} tokens fill "
         f"{pretraining['blocks']:,} blocks of {pretraining['block_tokens']:,} tokens. The last "

@@ -106,7 +106,7 @@ def _describe_sources(
         described[label] = {
             "rows": count.rows,
             "bad": count.bad,
-            "passed_over": count.skipped + Counter({_UNSERVABLE: plan.unservable[index]}),
+            "skipped": count.skipped + Counter({_UNSERVABLE: plan.unservable[index]}),
             "left_out_by_fraction": plan.left_out[index],
             "duplicates_merged": plan.merged[index],
             "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},

@@ -41,8 +41,10 @@ def accumulate(
     for number, compute in enumerate(losses, start=1):
         engine.set_gradient_accumulation_boundary(number == len(losses))
         loss, own = compute()
-        engine.backward(loss * world.size)
         sums = add_sums(sums, own)
+        del own  # its graphs, for example that of the entropy, are not part of the loss
+        engine.backward(loss * world.size)
+        del loss
         heartbeat.tick()
     return sums
 

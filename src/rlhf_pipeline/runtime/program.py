@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_pipeline.errors import PipelineError
@@ -43,9 +44,10 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
         heartbeat.at("finished")
     except BaseException as error:
         reason = str(error) if isinstance(error, PipelineError) else traceback.format_exc()
-        report = job.directory / ERRORS / f"{time.time_ns()}-rank{rank}.txt"
-        report.parent.mkdir(exist_ok=True)
-        write_atomically(report, reason[-REASON_CHARACTERS:])
+        with suppress(OSError):  # on a full disk, the driver explains the failure
+            report = job.directory / ERRORS / f"{time.time_ns()}-rank{rank}.txt"
+            report.parent.mkdir(exist_ok=True)
+            write_atomically(report, reason[-REASON_CHARACTERS:])
         raise
 
 

@@ -162,10 +162,10 @@ def test_a_missing_nested_column(row: dict[str, Any]) -> None:
             {"chosen": [ANSWER, USER]},
             "the dialogue in column 'chosen' does not end with the assistant",
         ),
-        ({"chosen": [USER, USER, ANSWER]}, "the columns hold different prompts"),
+        ({"chosen": [USER, USER, ANSWER]}, "the columns contain different prompts"),
         (
             {"chosen": [USER, ANSWER], "rejected": [*DIALOGUE, NO]},
-            "the columns hold different prompts",
+            "the columns contain different prompts",
         ),
     ],
 )
@@ -177,7 +177,9 @@ def test_bad_rows(row: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.parametrize("row", [{"c": "Because.", "r": "No."}, {"c": [ANSWER], "r": [NO]}])
 def test_answers_without_a_prompt(row: dict[str, Any]) -> None:
-    assert record(row, ColumnMap(chosen="c", rejected="r")) == Unused("no column holds the prompt")
+    assert record(row, ColumnMap(chosen="c", rejected="r")) == Unused(
+        "no column contains the prompt"
+    )
 
 
 def test_missing_text() -> None:

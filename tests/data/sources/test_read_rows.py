@@ -118,8 +118,8 @@ def test_valid_prompts(tmp_path: Path, prompt: object) -> None:
         ({"chosen": "\u3000"}, "the chosen answer is empty"),  # an ideographic space
         ({"rejected": ""}, "the rejected answer is empty"),
         ({"chosen": " No.\n"}, "the two answers are equal"),
-        ({"prompt": "half \ud83d of a pair"}, "half a surrogate pair, which is no character"),
-        ({"rejected": "\udc00"}, "half a surrogate pair, which is no character"),
+        ({"prompt": "half \ud83d of a pair"}, "half a surrogate pair, not a character"),
+        ({"rejected": "\udc00"}, "half a surrogate pair, not a character"),
         ({"chosen": "a\0b"}, "a NUL character in the text"),
         ({"rejected": 7}, "column 'rejected' is int, not a string or a list of messages"),
     ],
@@ -147,7 +147,7 @@ def test_a_prompt_that_does_not_end_with_the_user(
         ("A document.\n", Text("A document.\n")),
         (" \n\n", Unused("the text is blank", bad=False)),
         ("a\0b", Unused("a NUL character in the text")),
-        ("\ud800", Unused("half a surrogate pair, which is no character")),
+        ("\ud800", Unused("half a surrogate pair, not a character")),
     ],
 )
 def test_texts(tmp_path: Path, text: str, record: Text | Unused) -> None:

@@ -1,8 +1,7 @@
 """The registry of sources.
 
-To add a source, write a module with `SOURCES` in this folder, and add it to `_MODULES`. Its code is
-part of the fingerprint of its sources alone, so a change to one module does not read the sources of
-other modules again.
+To add a source, write a module with `SOURCES` in this folder, and add it to `_MODULES`. After a
+change to one module, only its sources are read again.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ def _common_prompt(*prompts: Dialogue) -> Dialogue:
     """The prompt that all columns with a prompt agree on."""
     found = [prompt for prompt in prompts if prompt]
     if not found:
-        raise MalformedRowError("no column holds the prompt")
+        raise MalformedRowError("no column contains the prompt")
     if any(prompt != found[0] for prompt in found):
-        raise MalformedRowError("the columns hold different prompts")
+        raise MalformedRowError("the columns contain different prompts")
     return found[0]
 
 
@@ -122,7 +122,7 @@ SOURCES = (
     Source(
         name="files",
         kind="any",
-        description="files of your own; `columns` says what is where",
+        description="your own files; `columns` maps their columns",
         columns=("prompt", "chosen", "rejected"),
         parser=parser,
         local_only=True,

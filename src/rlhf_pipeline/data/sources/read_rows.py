@@ -157,7 +157,8 @@ def _record_fault(record: Record | Unused) -> Unused | None:
     match record:
         case Example(prompt, chosen, rejected):
             reason = _example_fault(record)
-            text = "".join([*(turn.content for turn in prompt), chosen or "", rejected or ""])
+            answers = (chosen or "", rejected or "", record.reference or "")
+            text = "".join([*(turn.content for turn in prompt), *answers])
         case Text(text):
             if not text.strip():
                 return Unused("the text is blank", bad=False)
@@ -167,7 +168,7 @@ def _record_fault(record: Record | Unused) -> Unused | None:
     if reason is None and "\0" in text:
         reason = "a NUL character in the text"
     if reason is None and not is_utf8(text):
-        reason = "half a surrogate pair, which is no character"
+        reason = "half a surrogate pair, not a character"
     return None if reason is None else Unused(reason)
 
 

@@ -228,7 +228,7 @@ SOURCES = (
     Source(
         name=_NAME,
         kind="comparisons",
-        description="a generated toy world with a known gold score",
+        description="a generated world with a known gold score",
         generate=generate,
     ),
 )

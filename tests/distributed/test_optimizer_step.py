@@ -1,0 +1,41 @@
+"""Accumulation of gradients over micro batches."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf_pipeline.distributed.optimizer_step import accumulate
+
+
+class Engine:
+    """Counts the graphs that are alive in each backward pass."""
+
+    def __init__(self, graphs):
+        self.graphs = graphs
+        self.alive = []
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        pass
+
+    def backward(self, loss):
+        gc.collect()
+        self.alive.append(sum(graph() is not None for graph in self.graphs))
+        loss.backward()
+
+
+def test_a_metric_s_graph_is_freed_before_the_backward_pass():
+    """The entropy of PPO is a metric without an effect on the loss; its graph holds all logits."""
+    weight, graphs = torch.ones(3, requires_grad=True), []
+
+    def loss():
+        logits = weight.exp()  # its backward pass needs the result
+        graphs.append(weakref.ref(logits))
+        return weight.sum(), {"entropy": logits.square().sum()}
+
+    engine = Engine(graphs)
+    sums = accumulate(engine, SimpleNamespace(size=1), [loss, loss])
+    assert engine.alive == [0, 0]
+    assert float(sums["entropy"]) == pytest.approx(2 * 3 * 2.718281828**2)
