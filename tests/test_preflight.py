@@ -32,13 +32,20 @@ def changed(parameters, place, value):
 
 
 def test_the_defaults_pass(parameters):
-    preflight(parameters, processes=2, gpus=0)
+    preflight(parameters, gpus=0)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
         ("pppo", {}, "pppo: unknown parameter (did you mean ppo?); the parameters are launch, "),
+        (
+            "launch.processes",
+            "many",
+            "launch.processes: Input should be a valid integer, unable to parse string as an "
+            "integer (found 'many')",
+        ),
+        ("launch.procesess", 2, "launch.procesess: Extra inputs are not permitted (found 2)"),
         ("seed", -1, "seed: found -1, expected a whole number >= 0"),
         ("seed", "x", "seed: found 'x', expected a whole number >= 0"),
         (
@@ -185,7 +192,7 @@ def test_the_defaults_pass(parameters):
 )
 def test_each_fault_is_reported(parameters, place, value, message):
     with pytest.raises(ConfigError) as refusal:
-        preflight(changed(parameters, place, value), processes=2, gpus=0)
+        preflight(changed(parameters, place, value), gpus=0)
     assert message in str(refusal.value)
 
 
@@ -196,7 +203,7 @@ def test_messages_do_not_repeat_possible_secrets(parameters):
     )
     given = changed(given, "base_model.path", "https://me:canary@huggingface.co/model")
     with pytest.raises(ConfigError) as refusal:
-        preflight(given, processes=2, gpus=0)
+        preflight(given, gpus=0)
     message = str(refusal.value)
     assert "base_model.token: Extra inputs are not permitted" in message
     assert "split.sources.0.path: a URL with user or password would appear in logs" in message
@@ -233,7 +240,6 @@ def test_prompt_and_response_must_fit_the_positions_of_every_family(
     parameters = changed(parameters, "base_model.architecture", architecture)
     preflight(
         changed(parameters, "evaluate.sampling.max_response_tokens", positions - 64),
-        processes=2,
         gpus=0,
     )
     with pytest.raises(
@@ -242,39 +248,36 @@ def test_prompt_and_response_must_fit_the_positions_of_every_family(
     ):
         preflight(
             changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63),
-            processes=2,
             gpus=0,
         )
 
 
 def test_bloom_has_no_position_limit(parameters):
     parameters = changed(parameters, "base_model.architecture", {"model_type": "bloom"})
-    preflight(
-        changed(parameters, "evaluate.sampling.max_response_tokens", 10**6), processes=2, gpus=0
-    )
+    preflight(changed(parameters, "evaluate.sampling.max_response_tokens", 10**6), gpus=0)
 
 
 def test_all_faults_are_reported_at_once(parameters):
     wrong = changed(changed(parameters, "sft.epochs", 0), "ppo.gamma", 2)
     with pytest.raises(ConfigError) as refusal:
-        preflight(wrong, processes=2, gpus=0)
+        preflight(wrong, gpus=0)
     assert "sft.epochs" in str(refusal.value) and "ppo.gamma" in str(refusal.value)
 
 
 def test_pretraining_may_read_text_files(parameters):
     text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 64}
-    preflight(changed(parameters, "split.pretraining", text), processes=2, gpus=0)
+    preflight(changed(parameters, "split.pretraining", text), gpus=0)
 
 
 def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
     """The default model has 256 positions. Without the loss, nothing reads the blocks."""
     text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 256}
     fits = changed(changed(parameters, "split.pretraining", text), "ppo.ptx", {"batch_size": 8})
-    preflight(fits, processes=2, gpus=0)
+    preflight(fits, gpus=0)
     too_long = changed(fits, "split.pretraining.block_tokens", 257)
-    preflight(changed(too_long, "ppo.ptx", None), processes=2, gpus=0)
+    preflight(changed(too_long, "ppo.ptx", None), gpus=0)
     with pytest.raises(ConfigError) as refusal:
-        preflight(too_long, processes=2, gpus=0)
+        preflight(too_long, gpus=0)
     assert (
         "split.pretraining.block_tokens: found 257, expected at most the model's 256 positions"
         in str(refusal.value)
@@ -282,7 +285,7 @@ def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
 
 
 def test_fp16_is_accepted_on_a_gpu(parameters):
-    preflight(changed(parameters, "sft.deepspeed.precision", "fp16"), processes=2, gpus=2)
+    preflight(changed(parameters, "sft.deepspeed.precision", "fp16"), gpus=2)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -291,15 +294,15 @@ def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeyp
     monkeypatch.setattr("rlhf_pipeline.preflight.find_spec", found.get)
     quantized = changed(parameters, "sft.lora", {"quantize": "nf4"})
     if installed:
-        preflight(quantized, processes=2, gpus=2)
+        preflight(quantized, gpus=2)
     else:
         message = r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .* '\.\[quantization\]'"
         with pytest.raises(ConfigError, match=message):
-            preflight(quantized, processes=2, gpus=2)
+            preflight(quantized, gpus=2)
 
 
 def test_validated_blocks_are_checked_too(parameters):
     wrong = changed(parameters, "dpo.deepspeed.precision", "fp16")
     wrong["dpo"] = DPOConfig.model_validate(wrong["dpo"])
     with pytest.raises(ConfigError, match="found fp16, which needs a GPU"):
-        preflight(wrong, processes=2, gpus=0)
+        preflight(wrong, gpus=0)

@@ -21,7 +21,7 @@ from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import Listeners, StageListener, Status
 from rlhf_pipeline.stages.job import Stages
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count
+from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.tracking.runs import MlflowTracker
@@ -50,8 +50,7 @@ class PreflightHook:
 def prepare_parameters(catalog: CatalogProtocol) -> None:
     """Check all parameters on this machine; add the defaults of blocks missing in all files."""
     parameters: dict[str, Any] = catalog.load("parameters")
-    processes = process_count(LaunchConfig.model_validate(parameters["launch"]))
-    preflight(parameters, processes=processes, gpus=gpu_count())
+    preflight(parameters, gpus=gpu_count())
     for name, block in parameter_blocks().items():
         if f"params:{name}" not in catalog:
             catalog[f"params:{name}"] = block()

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block, leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
@@ -20,6 +21,7 @@ from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
+from rlhf_pipeline.stages.launch.resources import process_count
 
 
 def check_root(root: str) -> None:
@@ -36,7 +38,7 @@ def check_root(root: str) -> None:
         )
 
 
-def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> None:
+def preflight(parameters: Mapping[str, Any], *, gpus: int) -> None:
     """Check all parameters of a run together.
 
     `parameters` maps top-level names to plain values or to blocks that Kedro has validated.
@@ -55,6 +57,7 @@ def preflight(parameters: Mapping[str, Any], *, processes: int, gpus: int) -> No
             for name, block in parameter_blocks().items()
         }
         values = dict(leaves(as_json(blocks)))
+        processes = process_count(LaunchConfig.model_validate(parameters["launch"]), gpus)
         base_model = BaseModelConfig.model_validate(parameters["base_model"])
         split = SplitConfig.model_validate(parameters["split"])
         ppo = PPOConfig.model_validate(parameters["ppo"])

@@ -25,4 +25,4 @@ def test_an_example(example):
     parameters = {}
     for path in sorted((PROJECT / "conf" / "base").glob("parameters*.yml")):
         parameters |= yaml.safe_load(path.read_text())
-    preflight(merged(parameters, yaml.safe_load(example)), processes=8, gpus=8)
+    preflight(merged(parameters, yaml.safe_load(example)), gpus=8)

@@ -69,7 +69,7 @@ def test_each_environment_has_every_data_set_and_valid_parameters(env, monkeypat
             name for pipeline in pipelines for name in pipeline.inputs() | pipeline.all_outputs()
         }
         assert [name for name in sorted(free) if name not in catalog] == [STAGES]
-        preflight(catalog.load("parameters"), processes=2, gpus=0)
+        preflight(catalog.load("parameters"), gpus=0)
 
 
 def test_an_environment_overrides_single_keys_of_a_block():

@@ -356,15 +356,12 @@ def test_runs_of_a_living_driver_stay_open(uri, client, tmp_path):
     assert sorted(run.info.status for run in runs) == ["KILLED", "KILLED", "RUNNING", "RUNNING"]
 
 
-@pytest.mark.parametrize("name", ["unsent_ends.jsonl", "untold.jsonl"])
-def test_an_end_that_the_store_did_not_get_is_sent_by_the_next_run(full_disk, tmp_path, name):
-    """The second file is of earlier versions."""
+def test_an_end_that_the_store_did_not_get_is_sent_by_the_next_run(full_disk, tmp_path):
     disk, uri = full_disk
     other = driver(uri, tmp_path, "wait", "FAILED")
     disk.leave(0)
     other.communicate("\n")
     disk.make_room()
-    (tmp_path / "mlartifacts" / "unsent_ends.jsonl").rename(tmp_path / "mlartifacts" / name)
     client = connect(uri, tmp_path)
     assert statuses(client) == {"full": "RUNNING", "sft": "RUNNING"}
     before = found(client)

@@ -38,7 +38,7 @@ from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.run import StageRunner
 
 stage, config, inputs, workspace, launch = (json.loads(argument) for argument in sys.argv[1:])
-spec = import_module(f"rlhf_pipeline.pipelines.{stage}.spec").SPEC
+spec = import_module(f"rlhf_pipeline.pipelines.{stage}").SPEC
 blocks = {stage: spec.blocks[stage].model_validate(config)}
 job = Job(spec, blocks, {name: Path(path) for name, path in inputs.items()}, 1)
 StageRunner(RunContext(Path(workspace), LaunchConfig(**launch))).run(job)

@@ -53,7 +53,7 @@ def newest_valid_step(directory: Path) -> int | None:
         try:
             _verify(checkpoint)
         except ArtifactError as error:
-            logger.warning("skipping a damaged checkpoint; the previous one is used: %s", error)
+            logger.warning("skipping a damaged checkpoint: %s", error)
             continue
         return checkpoint_step(checkpoint)
     return None

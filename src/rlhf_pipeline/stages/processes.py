@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
-
-ORPHANED_S = 3
-"""Seconds that programs have to end themselves once the driver has ended."""
 
 
 def process_identity(pid: int) -> str | None:
@@ -29,32 +26,30 @@ def process_identity(pid: int) -> str | None:
 
 
 def kill_launch(launch: str) -> None:
-    """Kill the processes of a launch wherever they run, for example a worker in its own session."""
+    """Kill the processes of a launch wherever they run, for example a worker in its own session.
+
+    Their groups are killed as well: a child may have another environment.
+    """
     for _ in range(2):  # a process may have started another one meanwhile
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # it belongs to another user or has ended
                 if process.environ().get(LAUNCH) == launch:
-                    process.kill()
+                    os.killpg(os.getpgid(process.pid), signal.SIGKILL)
 
 
 @contextmanager
 def guarded(launch: str, python_path: str) -> Iterator[None]:
-    """Kill the processes of a launch soon after this process has ended, for example by SIGKILL.
+    """Kill the processes of a launch at the end of the block or of this process, even by SIGKILL.
 
     Otherwise ranks would continue to train and write into the directory of the next attempt.
     """
     command = [sys.executable, "-m", __name__, launch]
     environment = os.environ | {"PYTHONPATH": python_path}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, start_new_session=True, env=environment
-    ) as guard:
-        try:
-            yield
-        finally:
-            guard.kill()
+    # Leaving the block closes the guard's input, as the end of this process does.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment):
+        yield
 
 
 if __name__ == "__main__":
-    sys.stdin.read()  # returns when the driver ends
-    time.sleep(ORPHANED_S)
+    sys.stdin.read()
     kill_launch(sys.argv[1])

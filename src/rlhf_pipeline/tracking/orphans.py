@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 DRIVER_TAG = "rlhf.driver"
-UNSENT = ("unsent_ends.jsonl", "untold.jsonl")
-"""Files of the ends that the store does not have; the second is of earlier versions."""
+UNSENT = "unsent_ends.jsonl"
+"""File of the ends that the store does not have."""
 
 
 def driver_tag() -> str:
@@ -42,13 +42,13 @@ def save_end(project: Path, run_id: str, status: Status, time_ms: int) -> None:
     end = {"run": run_id, "driver": driver_tag(), "status": status, "time_ms": time_ms}
     with suppress(OSError):
         (project / ARTIFACTS).mkdir(exist_ok=True)
-        with (project / ARTIFACTS / UNSENT[0]).open("a") as file:
+        with (project / ARTIFACTS / UNSENT).open("a") as file:
             file.write(json.dumps(end) + "\n")
 
 
 def close_orphans(client: MlflowClient, project: Path, experiment: str) -> None:
     """Close the runs of this host whose driver is gone."""
-    saved = [end for name in UNSENT for end in read_json_lines(project / ARTIFACTS / name)]
+    saved = read_json_lines(project / ARTIFACTS / UNSENT)
     ends = {(end["run"], end["driver"]): end for end in saved}
     running = f"tags.`{DRIVER_TAG}` LIKE '{_host()} %' and attributes.status = 'RUNNING'"
     for run in client.search_runs([experiment], running):

@@ -74,7 +74,7 @@ def test_a_line_contains_what_is_unusual_on_the_hub() -> None:
         "| `Dahoas/rm-static` | comparisons | `prompt`, `chosen`, `rejected` |  | Anthropic's "
         "dialogues" in table
     )
-    assert "| `synthetic` | comparisons |  | none | a generated toy world" in table
+    assert "| `synthetic` | comparisons |  | none | a generated world" in table
 
 
 def test_it_prints_the_table(capsys) -> None:

@@ -27,14 +27,14 @@ def test_a_configured_port_is_used_and_any_other_is_free():
 
 def test_gpus_are_those_that_the_environment_shows(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert gpu_count() == process_count(LaunchConfig()) == 2
+    assert gpu_count() == process_count(LaunchConfig(), gpu_count()) == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert process_count(LaunchConfig()) == 3
+    assert process_count(LaunchConfig(), gpu_count()) == 3
 
 
 @pytest.mark.parametrize("visible", ["-1", ""])
 def test_two_processes_run_without_a_gpu(monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_count() == 0
-    assert process_count(LaunchConfig()) == 2
-    assert process_count(LaunchConfig(processes=3)) == 3
+    assert process_count(LaunchConfig(), gpu_count()) == 2
+    assert process_count(LaunchConfig(processes=3), gpu_count()) == 3

@@ -22,7 +22,7 @@ from rlhf_pipeline.stages.cache.workspace import attempts, first_attempt
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.launch.resources import process_count
+from rlhf_pipeline.stages.launch.resources import gpu_count, process_count
 
 PACKAGE = "rlhf_pipeline"
 ROOT = Path(rlhf_pipeline.__file__).parent
@@ -36,7 +36,7 @@ def identify(job: Job, digests: Mapping[str, str], context: RunContext) -> Stage
 
     With `launch.continue_from`, a stage that ran on that number of ranks keeps its fingerprint.
     """
-    run = _run(job, digests, context, process_count(context.launch))
+    run = _run(job, digests, context, process_count(context.launch, gpu_count()))
     if context.launch.continue_from is None or attempts(run.directory):
         return run
     earlier = _run(job, digests, context, context.launch.continue_from)

@@ -29,7 +29,7 @@ from rlhf_pipeline.stages.launch.failure import LOG, Attempt, kernel_kills, stag
 from rlhf_pipeline.stages.launch.hints import PORT
 from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count
-from rlhf_pipeline.stages.processes import guarded, kill_launch, process_identity
+from rlhf_pipeline.stages.processes import guarded, process_identity
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
         shutil.rmtree(run.directory / folder, ignore_errors=True)
     config = context.launch
-    processes = process_count(config) if spec.distributed else 1
+    processes = process_count(config, gpu_count()) if spec.distributed else 1
     command = _command(spec, run.directory / "job.json", config, processes)
     ranks = Ranks(run.directory, processes, config.hang_timeout_s if spec.distributed else None)
     start, kills_before = time.monotonic(), kernel_kills()
@@ -85,11 +85,10 @@ def _supervise(attempt: Attempt, listener: StageListener) -> Attempt:
     """Start a program, follow it, end all its processes; return how it ended."""
     run, ranks = attempt.run, attempt.ranks
     environment = _environment(run.directory, ranks.processes)
-    launch = environment[heartbeat.LAUNCH]
     with (
         _signals_raise(),
         (run.directory / LOG).open("wb") as output,
-        guarded(launch, environment["PYTHONPATH"]),
+        guarded(environment[heartbeat.LAUNCH], environment["PYTHONPATH"]),
     ):
         process = subprocess.Popen(
             attempt.command,
@@ -109,7 +108,6 @@ def _supervise(attempt: Attempt, listener: StageListener) -> Attempt:
             try:
                 _end_group(process, grace_s)
             finally:
-                kill_launch(launch)
                 tail.forward()
     return replace(attempt, code=code, stuck=stuck, orphaned=orphaned)
 

@@ -11,9 +11,9 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
 
 
-def process_count(config: LaunchConfig) -> int:
+def process_count(config: LaunchConfig, gpus: int) -> int:
     """Ranks on this machine: `launch.processes` if set, else one per GPU, or two without a GPU."""
-    return config.processes or gpu_count() or 2
+    return config.processes or gpus or 2
 
 
 def gpu_count() -> int:
