@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -104,11 +105,9 @@ def _report(path: Path, written: Heartbeat) -> None:
         time.sleep(WRITE_EVERY_S)
         newest = _here
         if newest is not written:
-            try:
+            with suppress(OSError):  # a full disk must fail where results are written, not here
                 _write(path, newest)
                 written = newest
-            except OSError:
-                continue  # a full disk must fail where results are written, not here
 
 
 def _write(path: Path, heartbeat: Heartbeat) -> None:
