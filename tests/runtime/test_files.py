@@ -24,6 +24,16 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     assert file.read_text() == "old"
 
 
+def test_a_write_to_a_full_disk_leaves_nothing(disk):
+    file = disk.path / "job.json"
+    file.write_text("old")
+    disk.leave(0)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(file, "new")
+    assert file.read_text() == "old"
+    assert {path.name for path in disk.path.iterdir()} == {"filler", "job.json"}
+
+
 def test_a_write_that_does_not_fit_is_not_begun(disk):
     require_space(disk.path, 8 * 2**20 - PAGE, "the model")
     with pytest.raises(StageError) as caught:

@@ -5,7 +5,7 @@ Source: Ouyang et al. 2022, equation 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +50,7 @@ def pack(
     documents, tokens, blocks = 0, 0, 0
     rest = np.empty(0, np.int32)
     writer = ArrowWriter(output / "pretraining" / "train.arrow", _SCHEMA)
-    batches = (
-        [
-            text
-            for place, text in zip(places, batch, strict=True)
-            if control_tokens.accepts(source, place, [text])
-        ]
-        for source, folder in enumerate(sources)
-        for places, batch in texts(folder)
-    )
+    batches = _accepted_texts(sources, control_tokens)
     for batch, ids in one_ahead(batches, lambda batch: encode(batch, tokenizer)):
         documents += len(batch)
         joined = [token for document in ids for token in (*document, tokenizer.eos_token_id)]
@@ -88,3 +80,13 @@ def pack(
         "blocks": blocks,
         "tokens_left_out": len(rest),
     }
+
+
+def _accepted_texts(
+    sources: Sequence[Path], control_tokens: ControlTokenFilter
+) -> Iterator[list[str]]:
+    """Batches of the texts without control tokens."""
+    for source, folder in enumerate(sources):
+        for places, batch in texts(folder):
+            rows = zip(places, batch, strict=True)
+            yield [text for place, text in rows if control_tokens.accepts(source, place, [text])]

@@ -14,8 +14,12 @@ def write_atomically(path: Path, text: str) -> None:
     A full disk or a kill therefore never leaves a truncated file.
     """
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def require_space(directory: Path, needed: int, what: str) -> None:

@@ -104,13 +104,11 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
     write_job(run)
     context.listener.stage_started(run)
     try:
-        try:
-            launch(job.spec, run, context)
-        finally:
-            shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)
+        launch(job.spec, run, context)
         metrics = Manifest.read(run.export).metrics
         for checkpoint in list_checkpoints(run.directory / "checkpoints"):  # no longer needed
             shutil.rmtree(checkpoint)
+        shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)
     except BaseException as error:
         _remove_incomplete(run)
         killed = isinstance(error, Interrupted | KeyboardInterrupt)
