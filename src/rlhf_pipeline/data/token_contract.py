@@ -80,10 +80,7 @@ class TokenContract:
 
 
 def common_contract(models: dict[str, Path]) -> TokenContract:
-    """The contract that all models share.
-
-    Args:
-        models: name in messages -> folder.
+    """The contract that all models share. Messages contain the names of the models.
 
     Raises:
         ArtifactError: two contracts differ, or one is missing.

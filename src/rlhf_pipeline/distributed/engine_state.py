@@ -33,7 +33,6 @@ def save_engine(
     """Write this rank's part of an engine into a folder that all ranks share.
 
     Args:
-        engine: the model in training.
         directory: an existing, empty folder.
         average: the average of its weights, with the shapes of `fp32_shards(engine)`.
     """

@@ -50,10 +50,7 @@ def score_name(judge: str) -> str:
 
 
 def deciding_judge(judges: Collection[str]) -> str:
-    """The judge whose win rate decides about a promotion: gold if it judges, else the reward model.
-
-    `judges` scored every answer.
-    """
+    """The judge whose win rate decides about a promotion: gold, or else the reward model."""
     return GOLD if GOLD in judges else REWARD_MODEL
 
 
@@ -67,9 +64,7 @@ def complete_judges(answers: list[Answer]) -> list[str]:
 def compare(answers: dict[str, list[Answer]], config: EvaluateConfig) -> dict[str, Any]:
     """Compute the metrics of all policies, the win rates against the baseline, and the samples.
 
-    Args:
-        answers: by policy: first the baseline, then the candidate, then variants of the candidate.
-        config: the decoding, and the number of samples.
+    The policies are in this order: the baseline, the candidate, variants of the candidate.
     """
     baseline, candidate, *variants = answers
     judges = complete_judges(answers[baseline])

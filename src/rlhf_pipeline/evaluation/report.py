@@ -40,9 +40,7 @@ ABSENT = "-"
 def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
     """Render the whole report as Markdown; texts of models are shown literally.
 
-    Args:
-        evaluation: see the module.
-        caveats: what to bear in mind about the candidate's win rate, by judge.
+    `caveats` are what to bear in mind about the candidate's win rate, by judge.
     """
     candidate = evaluation["candidate"]
     title = _title(candidate)

@@ -36,8 +36,7 @@ def win_rate(candidate: Sequence[float], baseline: Sequence[float]) -> WinRate:
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22,
     1927, for n coin flips. Half points vary less, so ties make the interval conservative.
 
-    Args:
-        candidate, baseline: scores of both models' responses to the same prompts, in equal order.
+    The scores belong to the responses of both models to the same prompts, in equal order.
 
     Raises:
         ValueError: there are no scores, their numbers differ, or a score is not finite.

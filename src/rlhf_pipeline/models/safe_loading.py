@@ -26,7 +26,6 @@ def loading_arguments(
 
     Args:
         path: a folder, or a model id on the hub.
-        revision: revision on the hub.
         unpickle: without safetensors, read the tensors of `pytorch_model.bin`, and nothing else.
         trust_remote_code: whether Python code that ships with the model may run.
 

@@ -59,7 +59,6 @@ def load_scores(
 
     Args:
         checkpoint: folder of a reward model, or of a language model if `new_head` is true.
-        precision: precision of weights and activations.
         new_head: give the scalar head random weights if the checkpoint has none.
         foreign: the model has another tokenizer than the policy and needs no token contract.
         quantize: storage of the weight matrices; None = `precision`.

@@ -1,7 +1,7 @@
 """Advantage estimation: per token with a critic, or per response without one.
 
 Shapes: B sequences, R response tokens (right-padded), G prompts with K responses each.
-Masks: bool, True = real token.
+A mask is (B, R) bool, True = real token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def gae(
     Args:
         rewards: (B, R), including the score.
         values: (B, R), value of the state before each response token.
-        mask: (B, R) bool.
         gamma: discount, 1.0 in RLHF.
         lam: 0 = one-step TD, 1 = Monte Carlo.
 
@@ -85,12 +84,8 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
     https://arxiv.org/abs/2503.20783. The divisor K - 1 and the constant are those of TRL; the paper
     does not specify them. The constant keeps rounding errors of equal returns from being scaled up.
 
-    Args:
-        returns: (K, G), one prompt per column.
-        scale: whether to divide by the standard deviation.
-
-    Returns:
-        (K, G) float32, without gradient; 0 if all returns of a prompt are equal.
+    Returns are (K, G), one prompt per column; so are the advantages, float32 without gradient, 0 if
+    all returns of a prompt are equal.
 
     Raises:
         ValueError: not two-dimensional, or K < 2.

@@ -1,6 +1,6 @@
 """Diagnostics of PPO training, as sums that add up over micro batches and ranks.
 
-Shapes: B sequences, R response tokens. Masks: bool, True = real token.
+Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def policy_diagnostics(
 ) -> dict[str, Tensor]:
     """Measure how far updates have moved the policy from the one that sampled.
 
-    All values are sums over real tokens. Divide the totals by `tokens` for means:
+    All values are sums over real tokens, 0-dim float64. Divide the totals by `tokens` for means:
 
         tokens          number of real tokens
         approx_kl       k3 estimate of KL(old || new): ratio - 1 - log ratio
@@ -30,10 +30,6 @@ def policy_diagnostics(
     Args:
         logprobs: (B, R), of the policy being updated.
         old_logprobs: (B, R), of the policy that sampled.
-        mask: (B, R) bool.
-
-    Returns:
-        0-dim float64 tensors.
 
     Raises:
         ValueError: a shape is wrong.
@@ -52,13 +48,9 @@ def policy_diagnostics(
 def value_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Compute the input of `explained_variance`; sums add up over micro batches and ranks.
 
-    Args:
-        values: (B, R), the critic's values that the returns were computed from.
-        returns: (B, R).
-        mask: (B, R) bool.
+    Values and returns are (B, R); the returns were computed from these values.
 
-    Returns:
-        (2, 3) float64, `masked_moments` of the returns G in row 0 and of G - V in row 1.
+    The sums are (2, 3) float64: `masked_moments` of the returns G in row 0, of G - V in row 1.
 
     Raises:
         ValueError: a shape is wrong.

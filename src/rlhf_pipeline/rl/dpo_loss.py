@@ -2,10 +2,9 @@
 
 Shapes: N comparisons.
 
-Every loss is a sum divided by `normalizer`: the number of comparisons in one optimizer step, over
-all ranks and micro batches. Losses therefore add up to the mean over the whole batch, however it is
-divided. An engine that averages over ranks or micro batches must undo that. All arithmetic is in
-float32.
+A loss is a float32 sum divided by `normalizer`, the number of comparisons in one optimizer step
+over all ranks and micro batches. Losses therefore add up to the mean over the whole batch; an
+engine that averages over ranks or micro batches must undo that.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ def dpo_loss(
         ref_chosen_logprobs, ref_rejected_logprobs: (N,), under the reference.
         beta: scale of the implicit rewards, reward per nat of log ratio.
         label_smoothing: e, in [0, 0.5).
-        normalizer: number of comparisons.
 
     Returns:
         The loss, 0-dim float32; the implicit rewards of the chosen and of the rejected responses,

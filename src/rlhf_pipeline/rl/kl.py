@@ -26,12 +26,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
     Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
 
-    Args:
-        logprobs: (B, R), of the sampling policy.
-        ref_logprobs: (B, R).
-
-    Returns:
-        (B, R), not masked.
+    All are (B, R); the result is not masked.
 
     Raises:
         ValueError: shapes differ, or the estimator is unknown.

@@ -56,10 +56,7 @@ def entropy_of(
 ) -> Tensor:
     """Entropy of each position's distribution, -sum_v p_v log p_v, in nats.
 
-    Arguments and errors are the same as in `logprobs_of`. Logits must be finite.
-
-    Returns:
-        (B, R) float32, differentiable once.
+    Arguments, result and errors are the same as in `logprobs_of`. Logits must be finite.
     """
     vocab_size = _checked_vocab_size(logits, temperature, vocab_size)
     return _Entropy.apply(logits, temperature, vocab_size, chunk_rows)
@@ -68,11 +65,7 @@ def entropy_of(
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Position of each token among the real ones; 0 in left padding.
 
-    Args:
-        attention_mask: (B, T) bool or int, True = real token.
-
-    Returns:
-        (B, T) long.
+    The mask is (B, T) bool or int, True = real token; positions are (B, T) long.
     """
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 

@@ -2,10 +2,9 @@
 
 Shapes: N comparisons.
 
-Every loss is a sum divided by `normalizer`: the number of comparisons in one optimizer step, over
-all ranks and micro batches. Losses therefore add up to the mean over the whole batch, however it is
-divided. An engine that averages over ranks or micro batches must undo that. All arithmetic is in
-float32.
+A loss is a float32 sum divided by `normalizer`, the number of comparisons in one optimizer step
+over all ranks and micro batches. Losses therefore add up to the mean over the whole batch; an
+engine that averages over ranks or micro batches must undo that.
 """
 
 from __future__ import annotations

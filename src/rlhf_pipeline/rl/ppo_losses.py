@@ -1,11 +1,10 @@
 """Losses of PPO: policy, entropy bonus and value.
 
-Shapes: B sequences, R response tokens. Masks: bool, True = real token.
+Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token.
 
-Every loss is a sum divided by `normalizer`: the number of real tokens in one optimizer step, over
-all ranks and micro batches. Losses therefore add up to the mean over the whole batch, however it is
-divided. An engine that averages over ranks or micro batches must undo that. All arithmetic is in
-float32.
+A loss is a float32 sum divided by `normalizer`, the number of real tokens in one optimizer step
+over all ranks and micro batches. Losses therefore add up to the mean over the whole batch; an
+engine that averages over ranks or micro batches must undo that.
 """
 
 from __future__ import annotations
@@ -42,14 +41,9 @@ def policy_loss(
         logprobs: (B, R), the only argument with a gradient.
         old_logprobs: (B, R), of the policy that sampled; may be `logprobs` itself.
         advantages: (B, R).
-        mask: (B, R) bool.
         clip_range: allowed deviation of the ratio from 1.
-        normalizer: number of real tokens.
         dual_clip: largest ratio that counts for a negative advantage, > 1; None = no limit.
         log_ratio_clamp: limit of |logprobs - old_logprobs|.
-
-    Returns:
-        0-dim float32.
 
     Raises:
         ValueError: a shape is wrong, or dual_clip is not above 1.
@@ -78,13 +72,7 @@ def entropy_loss(entropy: Tensor, mask: Tensor, *, normalizer: float | Tensor) -
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9; the caller applies the
     coefficient c_2.
 
-    Args:
-        entropy: (B, R), in nats.
-        mask: (B, R) bool.
-        normalizer: number of real tokens.
-
-    Returns:
-        0-dim float32.
+    The entropy is (B, R), in nats.
 
     Raises:
         ValueError: a shape is wrong.
@@ -112,12 +100,7 @@ def value_loss(
         values: (B, R), the only argument with a gradient.
         old_values: (B, R), the values that the returns were computed from.
         returns: (B, R).
-        mask: (B, R) bool.
         clip_range: allowed change of a value; None = plain squared error.
-        normalizer: number of real tokens.
-
-    Returns:
-        0-dim float32.
 
     Raises:
         ValueError: a shape is wrong.

@@ -1,11 +1,10 @@
 """Language-model loss of SFT and PPO-ptx.
 
-Shapes: B sequences, R response tokens. Masks: bool, True = real token.
+Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token.
 
-Every loss is a sum divided by `normalizer`: the number of real tokens in one optimizer step, over
-all ranks and micro batches. Losses therefore add up to the mean over the whole batch, however it is
-divided. An engine that averages over ranks or micro batches must undo that. All arithmetic is in
-float32.
+A loss is a float32 sum divided by `normalizer`, the number of real tokens in one optimizer step
+over all ranks and micro batches. Losses therefore add up to the mean over the whole batch; an
+engine that averages over ranks or micro batches must undo that.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def sft_loss(logprobs: Tensor, mask: Tensor, *, normalizer: float | Tensor) -> T
 
         L = -sum_t log p(token_t) / normalizer
 
-    `logprobs` are (B, R), the mask is (B, R) bool; the loss is 0-dim float32.
+    `logprobs` are (B, R).
 
     Raises:
         ValueError: a shape is wrong.

@@ -1,7 +1,7 @@
 """Rewards per token from scores per response.
 
 Shapes: B sequences, R response tokens (right-padded).
-Masks: bool, True = real token, including EOS.
+A mask is (B, R) bool, True = real token, including EOS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_pipeline.rl.masking import check_right_padded, check_same_shape, check
 def shaped_scores(
     scores: Tensor, has_eos: Tensor, *, clip: float | None, missing_eos_score: float | None
 ) -> Tensor:
-    """Clip scores, and replace those of cut responses.
+    """Clip scores, and replace those of cut responses: (B,) float32, without gradient.
 
         clip(score, -clip, clip)     if the response ended with EOS
         missing_eos_score            if it was cut; the reward model has seen no such text
@@ -30,9 +30,6 @@ def shaped_scores(
         has_eos: (B,) bool, True if the response ended with EOS.
         clip: limit of the score; None = no limit.
         missing_eos_score: not clipped; None = use the score.
-
-    Returns:
-        (B,) float32, without gradient.
 
     Raises:
         ValueError: shapes differ, or clip is not positive.
@@ -68,7 +65,6 @@ def per_token_rewards(
         scores: (B,), from `shaped_scores`.
         logprobs: (B, R), of the policy that sampled the response.
         ref_logprobs: (B, R).
-        mask: (B, R) bool.
         kl_coef: penalty per nat of KL.
         estimator: see `kl_estimate`.
 

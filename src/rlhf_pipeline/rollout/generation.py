@@ -42,13 +42,7 @@ class Generator(Protocol):
         A response depends on the policy, its prompt and its seed only, not on the ranks or micro
         batches that the batch is divided into. So two policies can use the same randomness.
 
-        Args:
-            prompts: token ids of each prompt.
-            sampling: temperature, maximum length, and prompts per micro batch.
-            seeds: one for each prompt.
-
-        Returns:
-            The responses in the order of the prompts, each cut after its EOS.
+        `prompts` are token ids. Responses are in the order of the prompts, each cut after its EOS.
         """
 
 

@@ -96,7 +96,6 @@ class InverseCDFSampler(LogitsProcessor):
     Args:
         draws: (B, R) uniform numbers in [0, 1).
         prompt_width: columns of the prompts.
-        temperature: of the distribution.
         vocab_size: tokens of the vocabulary, without padded rows.
     """
 

@@ -23,12 +23,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def require_space(directory: Path, needed: int, what: str) -> None:
-    """Fail before a write that cannot succeed. The driver adds what to do about it.
-
-    Args:
-        directory: an existing directory on the file system that `what` is written to.
-        needed: bytes.
-        what: what is written, for the message.
+    """Fail before a write of `needed` bytes that cannot succeed; the driver adds what to do.
 
     Raises:
         StageError: the file system has less space.

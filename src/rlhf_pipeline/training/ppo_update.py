@@ -50,7 +50,6 @@ def update_models(
         models: actor and critic train.
         experience: the rows of this rank.
         config: epochs, minibatches, losses.
-        world: the ranks.
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
 

@@ -108,17 +108,14 @@ def train(
 ) -> dict[str, float]:
     """Train the model on prepared rows; export the evaluated model with the best selection score.
 
+    Returns the metrics of the exported model's step.
+
     Args:
         job: contains the seed, the inputs, and the places of metrics and checkpoints.
-        config: the parameters of the stage.
         task: the loss and its metrics.
         load: loads the model from a folder, for example `load_policy`.
-        world: the ranks.
         start: the input that training starts from; its tokenizer is saved with each model.
         rows: the input with `train.arrow` and `validation.arrow`.
-
-    Returns:
-        The metrics of the exported model's step.
     """
     trust = job.trust_remote_code
     load = partial(load, job.inputs[start], trust_remote_code=trust)

@@ -45,7 +45,6 @@ def survey(
     """Look for leftovers.
 
     Args:
-        workspace: folder of all work directories.
         stages: names of all stages; other folders of the workspace are ignored.
         published: all published versions; their results and inputs are kept, direct or not.
         abandoned: directories of interrupted publications.
