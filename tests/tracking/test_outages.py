@@ -358,6 +358,9 @@ def test_runs_of_a_living_driver_stay_open(uri, client, tmp_path):
 
 def test_an_end_that_the_store_did_not_get_is_sent_by_the_next_run(full_disk, tmp_path):
     disk, uri = full_disk
+    ends = tmp_path / "mlartifacts" / "unsent_ends.jsonl"
+    ends.parent.mkdir(exist_ok=True)
+    ends.write_text('\n{"run": "0", "dri')  # the disk was full before
     other = driver(uri, tmp_path, "wait", "FAILED")
     disk.leave(0)
     other.communicate("\n")

@@ -56,7 +56,6 @@ def adapted_kl_coef(
     batch_size / horizon, as in their code.
 
     Args:
-        kl_coef: the present coefficient.
         observed_kl: mean KL of the last batch, in nats per sequence.
         target: desired KL, in nats per sequence.
         horizon: sequences over which an error of 0.2 changes the coefficient by about e^0.2.

@@ -95,7 +95,6 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True)
 
     Args:
         moments: (3,) float64, `masked_moments` summed over all micro batches and ranks.
-        shift_mean: False keeps the mean and only scales.
 
     Returns:
         (B, R) float32, 0 in padding.

@@ -66,7 +66,6 @@ def per_token_rewards(
         logprobs: (B, R), of the policy that sampled the response.
         ref_logprobs: (B, R).
         kl_coef: penalty per nat of KL.
-        estimator: see `kl_estimate`.
 
     Returns:
         (B, R) float32, 0 in padding, without gradient.

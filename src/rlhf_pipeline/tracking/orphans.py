@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import Status
 from rlhf_pipeline.stages.processes import process_identity
 from rlhf_pipeline.tracking.store import ARTIFACTS
@@ -43,13 +43,12 @@ def save_end(project: Path, run_id: str, status: Status, time_ms: int) -> None:
     with suppress(OSError):
         (project / ARTIFACTS).mkdir(exist_ok=True)
         with (project / ARTIFACTS / UNSENT).open("a") as file:
-            file.write(json.dumps(end) + "\n")
+            file.write("\n" + json.dumps(end))  # a full disk may have cut the line before
 
 
 def close_orphans(client: MlflowClient, project: Path, experiment: str) -> None:
     """Close the runs of this host whose driver is gone."""
-    saved = read_json_lines(project / ARTIFACTS / UNSENT)
-    ends = {(end["run"], end["driver"]): end for end in saved}
+    ends = {(end["run"], end["driver"]): end for end in _saved_ends(project)}
     running = f"tags.`{DRIVER_TAG}` LIKE '{_host()} %' and attributes.status = 'RUNNING'"
     for run in client.search_runs([experiment], running):
         driver = run.data.tags[DRIVER_TAG]
@@ -57,3 +56,10 @@ def close_orphans(client: MlflowClient, project: Path, experiment: str) -> None:
         if process_identity(int(identity.partition("@")[0])) != identity:
             end = ends.get((run.info.run_id, driver), {"status": "KILLED", "time_ms": None})
             client.set_terminated(run.info.run_id, end["status"], end["time_ms"])
+
+
+def _saved_ends(project: Path) -> Iterator[dict[str, Any]]:
+    file = project / ARTIFACTS / UNSENT
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        with suppress(ValueError):  # an empty or incomplete line
+            yield json.loads(line)

@@ -47,9 +47,7 @@ def update_models(
     """Take all optimizer steps of one rollout.
 
     Args:
-        models: actor and critic train.
         experience: the rows of this rank.
-        config: epochs, minibatches, losses.
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
 
