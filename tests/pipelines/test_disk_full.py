@@ -102,7 +102,7 @@ def test_while_a_result_is_published(project, disk):
     ("stage", "kib", "message"),
     [
         ("source", 0, "No space"),
-        ("source", 128, "No space|Error writing bytes to file"),
+        ("source", 128, "No space"),
         ("base_model", 128, "SafetensorError"),
         ("split", 200, "No space"),
         ("sft", 24, "No space"),

@@ -73,7 +73,7 @@ class Family:
         return fields
 
     def value(self, architecture: Mapping[str, Any], name: str) -> Any:
-        """Return a field by its standard name, set or default; None if there is no such field."""
+        """Return the value of a field by its standard name; None if the family lacks the field."""
         own = self.aliases.get(name, name)
         return architecture.get(own, self.defaults.get(own))
 

@@ -33,7 +33,7 @@ def source_file(reward: CallableReward) -> Path:
     """Return the source file of a reward function, without importing its module or packages.
 
     Raises:
-        ConfigError: there is no such file or module.
+        ConfigError: the file or the module does not exist.
     """
     if reward.location.endswith(".py"):
         path = Path(reward.location).expanduser()

@@ -111,7 +111,7 @@ class FunctionSource:
         ):
             try:
                 self._call([prompt], [response], [reference])
-            except Exception:
+            except Exception:  # the user's function may raise anything
                 return f"at the response {response!r} to the prompt {prompt}"
         return (
             f"at {len(answered.prompts)} responses together, the first to the prompt "

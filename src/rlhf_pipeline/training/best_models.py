@@ -94,7 +94,7 @@ class BestModels:
             self._ranking = [saved if each == offered else each for each in ranking]
 
     def forget_the_rest(self) -> None:
-        """Remove the models that are no longer among the best.
+        """Remove the models that better ones have replaced.
 
         Call this only after a checkpoint that contains the new ranking: training that resumes from
         an earlier checkpoint still needs the earlier models.
