@@ -51,7 +51,7 @@ def test_counting_continues_after_reading(tmp_path: Path) -> None:
     assert (counts.bad.total(), counts.skipped.total(), len(counts.first_bad)) == (2, 1, 2)
 
 
-def test_too_many_bad_rows_are_an_error_with_the_first_five(tmp_path: Path) -> None:
+def test_too_many_bad_rows_are_an_error_with_the_first_three(tmp_path: Path) -> None:
     counts = counted(rows=16, bad=6)
     counts.check_bad_fraction(0.375, "files (own.jsonl)")  # 6 / 16
     with pytest.raises(DataError) as error:
@@ -59,7 +59,7 @@ def test_too_many_bad_rows_are_an_error_with_the_first_five(tmp_path: Path) -> N
     assert str(error.value) == (
         "source files (own.jsonl): 6 of 16 rows are bad, more than split.max_bad_fraction=0.374 "
         "allows. The first bad rows:"
-        + "".join(f"\n  own.jsonl:{line}: the chosen answer is empty" for line in range(1, 6))
+        + "".join(f"\n  own.jsonl:{line}: the chosen answer is empty" for line in range(1, 4))
         + "\nFix: correct these rows, or set split.max_bad_fraction to at least 0.375 to leave "
         "bad rows out."
     )
@@ -70,8 +70,7 @@ def test_too_many_bad_rows_are_an_error_with_the_first_five(tmp_path: Path) -> N
     [
         (3, 1, "0.334"),  # a third, rounded upwards
         (100_000, 1, "0.001"),
-        (7, 7, "1"),
-        (100, 57, "0.57"),  # 0.57 * 100 is 56.99999999999999 as a float
+        (100, 29, "0.29"),  # 0.29 * 100 is 28.999999999999996 as a float
         (1000, 29, "0.029"),
     ],
 )
@@ -92,3 +91,10 @@ def test_skipped_rows_are_not_bad() -> None:
     counts.add_unused("own.jsonl:1", Unused("a tie", bad=False))
     counts.check_bad_fraction(0.0, "files (own.jsonl)")
     assert counts.first_bad == []
+
+
+def test_if_most_rows_are_bad_the_column_map_is_suspected_and_no_fraction_is_advised() -> None:
+    with pytest.raises(DataError, match="Fix: correct the source's `columns` or the file") as error:
+        counted(rows=10, bad=6).check_bad_fraction(0.1, "files (own.jsonl)")
+    assert "max_bad_fraction to" not in str(error.value)
+    assert len(str(error.value).splitlines()) == 5

@@ -28,7 +28,7 @@ from rlhf_pipeline.stages.run import StageRunner
 ReadSource = Callable[..., Path]
 
 
-class Launches:
+class Launches(events.StageListener):
     """Records each stage with whether its result was reused."""
 
     def __init__(self) -> None:
@@ -36,10 +36,6 @@ class Launches:
 
     def stage_started(self, run: events.StageRun) -> None:
         self.heard.append((run.stage, run.cached))
-
-    def stage_metrics(self, run: events.StageRun, records: object) -> None: ...
-
-    def stage_ended(self, run: events.StageRun, status: str, metrics: object) -> None: ...
 
 
 def pair(prompt: str = "Why?", chosen: str = "Because.", rejected: str = "No.") -> dict[str, str]:

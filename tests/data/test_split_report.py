@@ -85,6 +85,10 @@ REPORT = {
         "prompt": {"limit": 512, "counts": {"17": 992, "600": 8}},
         "response": {"limit": 192, "counts": {"20": 3_000}},
     },
+    "examples": {
+        "SFT": [["User: <hi>\n", False], ["Hello.<|end|>", True]],
+        "PPO, prompt": [["User: " + "a" * 3_000, False]],
+    },
     "pretraining": {
         "sources": {
             "files (wiki.txt)": {
@@ -181,6 +185,19 @@ The files of PPO and evaluation contain each prompt once; further rows of the pr
 - prompts longer than max_prompt_tokens = 512: 8 of 1,000 (0.8%), dropped
 - responses longer than max_response_tokens = 192: none of 3,000
 
+## Examples
+
+The first row of each phase, as the model sees it. It learns the marked tokens.
+
+**SFT**
+
+<pre>User: &lt;hi&gt;
+<mark>Hello.&lt;|end|&gt;</mark></pre>
+
+**PPO, prompt**
+
+<pre>User: LONG ...</pre>
+
 ## Text for PPO's language-model loss
 
 | source | rows | bad | skipped |
@@ -193,7 +210,7 @@ The files of PPO and evaluation contain each prompt once; further rows of the pr
 | files (wiki.txt) | 2 | skipped | empty |
 
 1,195 documents with 1,234,567 tokens fill 4,822 blocks of 256 tokens. The last 135 tokens do not fill a block and are left out.
-"""  # noqa: E501
+""".replace("LONG", "a" * 1_994)  # noqa: E501
 
 TERMINAL = """\
 Prepared data: 170,800 rows read, 1,322 bad, 800 skipped, 4,600

@@ -57,6 +57,7 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
     report = prepare(own, more, sources=sources, max_bad_fraction=0.1)
     assert list(report) == [
         "sources", "distinct_prompts", "files", "overlap", "lengths", "pretraining", "settings",
+        "examples",
     ]  # fmt: skip
     assert list(report["sources"]) == ["files (own.jsonl)", "files (own.jsonl) #2"]
     first, second = report["sources"].values()

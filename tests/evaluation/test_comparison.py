@@ -118,7 +118,18 @@ def with_scores(judge, scores):
 
 
 def test_the_stored_evaluation_with_the_order_of_its_keys():
-    assert json.dumps(compare(ANSWERS, CONFIG)) == json.dumps(EVALUATION)
+    evaluation = compare(ANSWERS, CONFIG)
+    del evaluation["largest_gains"], evaluation["largest_losses"]
+    assert json.dumps(evaluation) == json.dumps(EVALUATION)
+
+
+def test_the_largest_gains_and_losses_come_first():
+    """By the deciding judge; the pair order is that of the difference of the scores."""
+    answers = with_scores("gold", {"sft": [1.0, 1.0, 1.0], "ppo": [0.0, 4.0, 2.0]})
+    evaluation = compare(answers, CONFIG)
+    gains = [pair["ppo_gold"] - pair["sft_gold"] for pair in evaluation["largest_gains"]]
+    losses = [pair["ppo_gold"] - pair["sft_gold"] for pair in evaluation["largest_losses"]]
+    assert (gains, losses) == ([3.0, 1.0], [-1.0])
 
 
 def test_a_line_of_the_stored_answers():

@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 from rich.console import Console
 
-from rlhf_pipeline.evaluation.report import print_table, render_markdown
+from rlhf_pipeline.evaluation.report import print_summary, render_markdown
 
 EVALUATION = {
     "candidate": "ppo",
@@ -83,7 +83,11 @@ EVALUATION = {
             "ppo_gold": None,
         },
     ],
+    "largest_gains": [{"prompt": "Up", "sft": "bad", "ppo": "good", "sft_gold": 0, "ppo_gold": 1}],
+    "largest_losses": [{"prompt": "Down", "sft": "ok", "ppo": "no", "sft_gold": 1, "ppo_gold": 0}],
 }
+
+SAMPLES = ("samples", "largest_gains", "largest_losses")
 
 CAVEATS = {
     "score": "PPO was trained to maximize the score of the reward model, "
@@ -108,11 +112,25 @@ Both answered the same 400 held-out prompts (temperature 0.7, max_response_token
 
 Intervals are 95%.
 
+![Win rates, scores and KL](comparison.png)
+
 ## Which answer is better?
 
 **By the reward model, PPO is better.** It prefers PPO's answer to SFT's on 77.5% of 400 prompts: 300 wins, 20 ties (each counts half), 80 losses. With 95% confidence the true rate is between 73.1% and 81.3%, above the 50% of two equal policies. PPO was trained to maximize the score of the reward model, so this judge favours PPO.
 
 **By the gold judge, no difference is shown.** It prefers PPO's answer to SFT's on 47.5% of 400 prompts: 180 wins, 20 ties (each counts half), 200 losses. With 95% confidence the true rate is between 42.7% and 52.4%, on both sides of the 50% of two equal policies. PPO never saw the scores of this judge.
+
+## Largest gains by the gold judge
+
+| | prompt | SFT | PPO |
+|---:|:---|:---|:---|
+| 1 | Up | bad<br>(gold 0.00) | good<br>(gold 1.00) |
+
+## Largest losses by the gold judge
+
+| | prompt | SFT | PPO |
+|---:|:---|:---|:---|
+| 1 | Down | ok<br>(gold 1.00) | no<br>(gold 0.00) |
 
 ## Samples
 
@@ -122,39 +140,18 @@ Intervals are 95%.
 | 2 | Hello | Hi.<br>(score 0.00) | <br>(score 0.12) |
 """  # noqa: E501
 
-TERMINAL = """\
-PPO against SFT
-
-                                        SFT                  PPO   difference
- ────────────────────────────────────────────────────────────────────────────
- reward model score    -1.50 [-1.62, -1.38]    2.00 [1.88, 2.12]        +3.50
- gold score                            1.25                 1.00        -0.25
- KL from SFT (nats)                    0.00                 0.50        +0.50
- response tokens       125.2 [120.0, 130.5]   98.0 [95.0, 101.0]        -27.2
- ended by itself                      0.875                1.000       +0.125
- distinct words                       0.500                0.250       -0.250
- distinct word pairs                  0.750                0.500       -0.250
- refusals                                 -                   12            -
-
-Both answered the same 400 held-out prompts (temperature 0.7,
-max_response_tokens 64). Intervals are 95%.
-
-By the reward model, PPO is better. It prefers PPO's answer to SFT's on 77.5% of
-400 prompts: 300 wins, 20 ties (each counts half), 80 losses. With 95%
-confidence the true rate is between 73.1% and 81.3%, above the 50% of two equal
-policies. PPO was trained to maximize the score of the reward model, so this
-judge favours PPO.
-
-By the gold judge, no difference is shown. It prefers PPO's answer to SFT's on
-47.5% of 400 prompts: 180 wins, 20 ties (each counts half), 200 losses. With 95%
-confidence the true rate is between 42.7% and 52.4%, on both sides of the 50% of
-two equal policies. PPO never saw the scores of this judge.
+WINS, TIES, LOSSES = "\N{FULL BLOCK}" * 18, "\N{MEDIUM SHADE}" * 2, "\N{LIGHT SHADE}" * 20
+TERMINAL = f"""\
+By the gold judge, no difference is shown: it prefers PPO's answer to SFT's on
+47.5% (95%: 42.7% to 52.4%) of 400 prompts. The reward model prefers it on 77.5%
+(95%: 73.1% to 81.3%).
+PPO {WINS}{TIES}{LOSSES} SFT  180 wins, 20 ties, 200 losses
 """
 
 
 def printed(evaluation, caveats=CAVEATS):
     console = Console(file=io.StringIO(), width=80)
-    print_table(evaluation, caveats, console)
+    print_summary(evaluation, caveats, console)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -166,17 +163,32 @@ def test_the_terminal():
     assert printed(EVALUATION) == TERMINAL
 
 
+def test_the_verdict_of_the_reward_model_alone_has_its_caveat():
+    evaluation = EVALUATION | {"win_rates": {"score": EVALUATION["win_rates"]["score"]}}
+    assert "so this judge favours PPO.\n" in printed(evaluation)
+
+
 def test_another_candidate_is_called_by_its_name():
     evaluation = deepcopy(EVALUATION)
     evaluation["candidate"] = "dpo"
     evaluation["policies"]["dpo"] = evaluation["policies"].pop("ppo")
-    for sample in evaluation["samples"]:
-        for name in ("ppo", "ppo_score", "ppo_gold"):
-            sample[name.replace("ppo", "dpo")] = sample.pop(name)
+    for name in SAMPLES:
+        evaluation[name] = [
+            {key.replace("ppo", "dpo"): value for key, value in pair.items()}
+            for pair in evaluation[name]
+        ]
     caveats = {judge: caveat.replace("PPO", "DPO") for judge, caveat in CAVEATS.items()}
     assert render_markdown(evaluation, caveats) == MARKDOWN.replace("PPO", "DPO")
     terminal = printed(evaluation, caveats)
-    assert terminal.startswith("DPO against SFT\n") and "PPO" not in terminal
+    assert terminal == TERMINAL.replace("PPO", "DPO")
+
+
+def test_a_comparison_without_losses_says_so_and_a_rounded_zero_has_no_sign():
+    evaluation = deepcopy(EVALUATION) | {"largest_losses": []}
+    evaluation["policies"]["ppo"]["kl"] = -0.001
+    report = render_markdown(evaluation, CAVEATS)
+    assert "## Largest losses by the gold judge\n\nNone.\n\n## Samples" in report
+    assert "| KL from SFT (nats) | 0.00 | 0.00 | +0.00 |" in report
 
 
 def test_a_variant_is_shown_beside_the_candidate():
@@ -195,10 +207,7 @@ def test_a_variant_is_shown_beside_the_candidate():
         "## PPO EMA beside PPO\n\n| | PPO | PPO EMA | difference |\n|:---|---:|---:|---:|\n" + rows
         in markdown
     )
-    assert f"\n\n{sentence}\n\n## Samples" in markdown
-    terminal = printed(evaluation)
-    assert terminal.startswith(TERMINAL) and "PPO EMA beside PPO" in terminal
-    assert " ".join(terminal.split()).endswith(sentence)
+    assert f"\n\n{sentence}\n\n## Largest gains by the gold judge" in markdown
 
 
 def test_without_a_gold_score_the_report_does_not_mention_gold():
@@ -208,6 +217,7 @@ def test_without_a_gold_score_the_report_does_not_mention_gold():
         del metrics["gold_score"]
     del evaluation["win_rates"]["gold"]
     evaluation["samples"] = evaluation["samples"][1:]
+    evaluation["largest_gains"] = evaluation["largest_losses"] = []
     assert "gold" not in render_markdown(evaluation, CAVEATS)
     assert "gold" not in printed(evaluation)
 
@@ -223,7 +233,7 @@ def test_a_function_judge_stands_beside_the_others_and_needs_no_caveat():
     assert "**By the words judge, no difference is shown.** It prefers PPO's" in markdown
     assert markdown.count("on both sides of the 50% of two equal policies.\n\n") == 1
     assert "(score -1.00, gold 1.00, words 4.00)" in markdown
-    assert "By the words judge, no difference is shown." in printed(evaluation)
+    assert "The words judge prefers it on" in printed(evaluation)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.errors import DataError
 
 _NAME = "counts.json"
-_SHOWN_BAD_ROWS = 5
+_KEPT_BAD_ROWS, _SHOWN_BAD_ROWS = 5, 3
 
 
 @dataclass
@@ -30,7 +30,7 @@ class RowCounts:
     def add_unused(self, place: str, row: Unused) -> None:
         """Count a row without a record."""
         (self.bad if row.bad else self.skipped)[row.reason] += 1
-        if row.bad and len(self.first_bad) < _SHOWN_BAD_ROWS:
+        if row.bad and len(self.first_bad) < _KEPT_BAD_ROWS:
             self.first_bad.append((place, row.reason))
 
     def check_bad_fraction(self, max_bad_fraction: float, label: str) -> None:
@@ -38,12 +38,18 @@ class RowCounts:
         bad = self.bad.total()
         # Divided, not multiplied: 0.57 * 100 is slightly less than 57.
         if bad and bad / self.rows > max_bad_fraction:
-            listed = "".join(f"\n  {place}: {reason}" for place, reason in self.first_bad)
+            shown = self.first_bad[:_SHOWN_BAD_ROWS]
+            listed = "".join(f"\n  {place}: {reason}" for place, reason in shown)
+            fix = (
+                "correct these rows, or set split.max_bad_fraction to at least "
+                f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
+                if 2 * bad <= self.rows
+                else "correct the source's `columns` or the file: most rows are bad."
+            )
             raise DataError(
                 f"source {label}: {bad} of {self.rows} rows are bad, more than "
                 f"split.max_bad_fraction={max_bad_fraction} allows. The first bad rows:{listed}\n"
-                "Fix: correct these rows, or set split.max_bad_fraction to at least "
-                f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
+                f"Fix: {fix}"
             )
 
     def write(self, folder: Path) -> None:

@@ -23,6 +23,7 @@ from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, Row, RowMaker
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
 from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.split_examples import first_examples
 from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
 from rlhf_pipeline.data.split_statistics import build_report, headline
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -107,6 +108,7 @@ def split_sources(
     _require_rows(files, config)
 
     report = build_report(config, labels, counts, plan, files, lengths)
+    report["examples"] = first_examples(output, tokenizer)
     if config.pretraining is not None:
         text_labels = _unique_labels(config.pretraining.sources)
         report["pretraining"] = pack(config, text_labels, tokenizer, pretraining, output)

@@ -12,6 +12,7 @@ The report is a dict of JSON types, stored as `report.json`:
                       limit -> number
     pretraining       None, or sources (without parts), documents, tokens, block_tokens, blocks,
                       tokens_left_out
+    examples          what it shows -> segments: text, and whether the model learns it
     settings          of the configuration: weights, fractions, over_long_prompts,
                       over_long_responses, sft_loss
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ from rlhf_pipeline.data import length_histogram
 
 FIGURE = "lengths.png"
 """File name of the figure, in the folder of the page."""
+
+SHOWN_CHARACTERS = 2_000
+"""Characters that the page shows of an example."""
 
 _PARTS = (*PHASES, "validation", "test")
 
@@ -55,6 +60,7 @@ def render_markdown(report: dict[str, Any]) -> str:
         _files_section(report),
         _lengths_section(report),
     ]
+    sections.append(_examples_section(report))
     if report["pretraining"] is not None:
         sections.append(_pretraining_section(report["pretraining"]))
     return "\n".join(["# Prepared data\n", *(line for section in sections for line in section)])
@@ -165,6 +171,25 @@ def _lengths_section(report: dict[str, Any]) -> Iterator[str]:
         )
         yield f"- {name}s longer than max_{name}_tokens = {lengths['limit']:,}: {found}"
     yield ""
+
+
+def _examples_section(report: dict[str, Any]) -> Iterator[str]:
+    yield "## Examples\n"
+    yield "The first row of each phase, as the model sees it. It learns the marked tokens.\n"
+    for name, segments in report["examples"].items():
+        yield f"**{name}**\n"
+        yield f"{_example(segments)}\n"
+
+
+def _example(segments: Sequence[tuple[str, bool]]) -> str:
+    """An example as HTML inside Markdown; learned tokens are marked."""
+    room, parts = SHOWN_CHARACTERS, []
+    for text, learned in segments:
+        shown = escape(text[:room])
+        parts.append(f"<mark>{shown}</mark>" if learned and shown else shown)
+        room -= min(room, len(text))
+    more = " ..." if sum(len(text) for text, _ in segments) > SHOWN_CHARACTERS else ""
+    return f"<pre>{''.join(parts)}{more}</pre>"
 
 
 def _pretraining_section(pretraining: dict[str, Any]) -> Iterator[str]:

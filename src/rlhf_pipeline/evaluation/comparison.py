@@ -5,7 +5,7 @@ The driver imports this module, so it must not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.evaluation.statistics import distinct_n, mean_with_interval, win_rate
 
 BASELINE = "sft"
+
+EXTREMES = 3
+"""Pairs of answers with the largest gains, and with the largest losses, in an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,13 @@ def compare(answers: dict[str, list[Answer]], config: EvaluateConfig) -> dict[st
             for judge in judges
         }
 
-    pairs = zip(answers[baseline], answers[candidate], strict=True)
+    def samples(chosen: Sequence[tuple[Answer, Answer]]) -> list[dict[str, Any]]:
+        return [_sample({baseline: first, candidate: second}) for first, second in chosen]
+
+    pairs = list(zip(answers[baseline], answers[candidate], strict=True))
+    by_gain = sorted(pairs, key=lambda pair: _gain(pair, decides))
+    gains = [pair for pair in reversed(by_gain) if _gain(pair, decides) > 0]
+    losses = [pair for pair in by_gain if _gain(pair, decides) < 0]
     return {
         "candidate": candidate,
         "prompts": len(answers[baseline]),
@@ -90,7 +99,9 @@ def compare(answers: dict[str, list[Answer]], config: EvaluateConfig) -> dict[st
         "policies": {policy: summary(given) for policy, given in answers.items()},
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
-        "samples": [_sample({baseline: a, candidate: b}) for a, b in list(pairs)[: config.samples]],
+        "samples": samples(pairs[: config.samples]),
+        "largest_gains": samples(gains[:EXTREMES]),
+        "largest_losses": samples(losses[:EXTREMES]),
     }
 
 
@@ -135,6 +146,12 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
 
 def _scores(answers: list[Answer], judge: str) -> list[float]:
     return [float(score) for a in answers if (score := a.scores[judge]) is not None]
+
+
+def _gain(pair: tuple[Answer, Answer], judge: str) -> float:
+    """How much higher the judge scores the second answer."""
+    first, second = (answer.scores[judge] for answer in pair)
+    return 0.0 if first is None or second is None else second - first
 
 
 def _sample(pair: dict[str, Answer]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import columns, load_rows, own_share
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, summary
+from rlhf_pipeline.evaluation.figures import FIGURE, plot_comparison
 from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, load_judges
 from rlhf_pipeline.evaluation.report import render_markdown
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
@@ -182,6 +183,7 @@ def write(
     export.mkdir(exist_ok=True)
     (export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
     (export / "report.md").write_text(render_markdown(evaluation, caveats))
+    plot_comparison(evaluation, answers, export / FIGURE)
     lines = [
         json.dumps({"policy": name} | a.record()) for name, given in answers.items() for a in given
     ]

@@ -9,32 +9,37 @@ The evaluation is a dict of JSON types:
     win_rates   of the candidate against SFT, by judge
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
     samples     pairs of answers with their scores
+    largest_gains   the pairs with the largest gains by the deciding judge
+    largest_losses  the pairs with the largest losses
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.evaluation.comparison import BASELINE, score_name
+from rlhf_pipeline.evaluation.comparison import BASELINE, deciding_judge, score_name
+from rlhf_pipeline.evaluation.figures import FIGURE
 
 METRICS = {
-    "kl": ("KL from SFT (nats)", ".2f"),
-    "response_tokens": ("response tokens", ".1f"),
-    "eos_fraction": ("ended by itself", ".3f"),
-    "distinct_1": ("distinct words", ".3f"),
-    "distinct_2": ("distinct word pairs", ".3f"),
+    "kl": ("KL from SFT (nats)", "z.2f"),
+    "response_tokens": ("response tokens", "z.1f"),
+    "eos_fraction": ("ended by itself", "z.3f"),
+    "distinct_1": ("distinct words", "z.3f"),
+    "distinct_2": ("distinct word pairs", "z.3f"),
 }
-"""Metric to its label and number format. The report shows the judges' scores before them."""
+"""Metric to its label and number format; z: a rounded zero has no sign. The report shows the
+judges' scores before them."""
 
 ABSENT = "-"
+
+BAR = 40
+"""Columns of the bar of wins, ties and losses."""
 
 
 def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
@@ -46,7 +51,8 @@ def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> s
     title = _title(candidate)
     lines = [f"# {title} against SFT", "", _setting(evaluation), ""]
     lines += _markdown_table(evaluation, BASELINE, candidate)
-    lines += ["", "Intervals are 95%.", "", "## Which answer is better?", ""]
+    lines += ["", "Intervals are 95%.", "", f"![Win rates, scores and KL]({FIGURE})", ""]
+    lines += ["## Which answer is better?", ""]
     for judge, rate in evaluation["win_rates"].items():
         found = f"{_win_rate(rate, candidate)} {caveats.get(judge, '')}".rstrip()
         lines += [f"**{_verdict(judge, rate, candidate)}** {found}", ""]
@@ -54,46 +60,81 @@ def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> s
         lines += [f"## {_title(variant)} beside {title}", ""]
         lines += [*_markdown_table(evaluation, candidate, variant), ""]
         lines += [*(_variant_rate(variant, judge, rate) for judge, rate in rates.items()), ""]
-    lines += ["## Samples", "", f"| | prompt | SFT | {title} |", "|---:|:---|:---|:---|"]
-    for number, sample in enumerate(evaluation["samples"], start=1):
+    judge = _judge(deciding_judge(evaluation["win_rates"]))
+    for heading, samples in (
+        (f"Largest gains by {judge}", evaluation["largest_gains"]),
+        (f"Largest losses by {judge}", evaluation["largest_losses"]),
+        ("Samples", evaluation["samples"]),
+    ):
+        table = _answers_table(samples, candidate) if samples else ["None."]
+        lines += [f"## {heading}", "", *table, ""]
+    return "\n".join(lines)
+
+
+def _answers_table(samples: list[dict[str, Any]], candidate: str) -> Iterator[str]:
+    yield f"| | prompt | SFT | {_title(candidate)} |"
+    yield "|---:|:---|:---|:---|"
+    for number, sample in enumerate(samples, start=1):
         answers = [
             f"{_cell(sample[policy])}<br>({_scores(sample, policy)})"
             for policy in (BASELINE, candidate)
         ]
-        lines.append(f"| {number} | {_cell(sample['prompt'])} | {' | '.join(answers)} |")
-    return "\n".join(lines) + "\n"
+        yield f"| {number} | {_cell(sample['prompt'])} | {' | '.join(answers)} |"
 
 
-def print_table(evaluation: dict[str, Any], caveats: Mapping[str, str], console: Console) -> None:
-    """Print the comparison and the win rates, without samples, for a terminal of 80 columns."""
-    candidate = evaluation["candidate"]
-    console.print(_table(evaluation, BASELINE, candidate, title=f"{_title(candidate)} against SFT"))
-    console.print(Text(f"{_setting(evaluation)} Intervals are 95%."))
-    for judge, rate in evaluation["win_rates"].items():
-        found = f" {_win_rate(rate, candidate)} {caveats.get(judge, '')}".rstrip()
-        console.print()
-        console.print(Text.assemble((_verdict(judge, rate, candidate), "bold"), found))
-    for variant, rates in evaluation["variants"].items():
-        title = f"{_title(variant)} beside {_title(candidate)}"
-        console.print()
-        console.print(_table(evaluation, candidate, variant, title=title))
-        for judge, rate in rates.items():
-            console.print(Text(_variant_rate(variant, judge, rate)))
+def print_summary(evaluation: dict[str, Any], caveats: Mapping[str, str], console: Console) -> None:
+    """Print the verdict in one sentence for each judge, the deciding one first, and its bar."""
+    candidate, rates = evaluation["candidate"], evaluation["win_rates"]
+    deciding = deciding_judge(rates)
+    console.print(Text(summary(evaluation, caveats)))
+    console.print(_bar(rates[deciding], candidate))
+
+
+def summary(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
+    """The verdict of the deciding judge, with a reward model's caveat; then the other judges."""
+    candidate, rates = evaluation["candidate"], evaluation["win_rates"]
+    deciding = deciding_judge(rates)
+    rate = rates[deciding]
+    sentences = [
+        f"{_verdict(deciding, rate, candidate).removesuffix('.')}: it prefers {_title(candidate)}'s"
+        f" answer to SFT's on {_interval(rate)} of {rate['n']} prompts."
+    ]
+    sentences += [caveats[deciding]] if deciding == REWARD_MODEL and deciding in caveats else []
+    sentences += [
+        f"{_judge(judge).capitalize()} prefers it on {_interval(rate)}."
+        for judge, rate in rates.items()
+        if judge != deciding
+    ]
+    return " ".join(sentences)
+
+
+def _interval(rate: dict[str, float]) -> str:
+    return f"{rate['rate']:.1%} (95%: {rate['lower']:.1%} to {rate['upper']:.1%})"
+
+
+def _bar(rate: dict[str, float], candidate: str) -> Text:
+    """Wins, ties and losses as a bar of characters that differ without colours, too."""
+    kinds = {
+        "wins": ("\N{FULL BLOCK}", "green"),
+        "ties": ("\N{MEDIUM SHADE}", "yellow"),
+        "losses": ("\N{LIGHT SHADE}", "red"),
+    }
+    edges = [0.0]
+    for kind in kinds:
+        edges.append(edges[-1] + rate[kind] / rate["n"] * BAR)
+    blocks = [
+        (character * (round(end) - round(start)), colour)
+        for (character, colour), start, end in zip(
+            kinds.values(), edges[:-1], edges[1:], strict=True
+        )
+    ]
+    counts = ", ".join(f"{rate[kind]} {kind}" for kind in kinds)
+    return Text.assemble((_title(candidate), "bold"), " ", *blocks, (" SFT", "bold"), f"  {counts}")
 
 
 def _markdown_table(evaluation: dict[str, Any], first: str, other: str) -> list[str]:
     lines = [f"| | {_title(first)} | {_title(other)} | difference |", "|:---|---:|---:|---:|"]
     return lines + [f"| {' | '.join(row)} |" for row in _rows(evaluation, first, other)]
-
-
-def _table(evaluation: dict[str, Any], first: str, other: str, *, title: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    table.add_column("")
-    for column in (_title(first), _title(other), "difference"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in _rows(evaluation, first, other):
-        table.add_row(*map(Text, row))  # Text: the brackets of an interval are not markup
-    return table
 
 
 def _title(policy: str) -> str:
@@ -122,7 +163,7 @@ def _rows(evaluation: dict[str, Any], first: str, other: str) -> list[tuple[str,
     ours, theirs = evaluation["policies"][first], evaluation["policies"][other]
     present = {name: None for name in (*ours, *theirs) if not name.endswith(("_lower", "_upper"))}
     known = {
-        score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", ".2f")
+        score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", "z.2f")
         for judge in evaluation["win_rates"]
     } | METRICS
     rows = []
@@ -171,7 +212,7 @@ def _scores(sample: dict[str, Any], policy: str) -> str:
         for name, score in sample.items()
         if name.startswith(f"{policy}_") and score is not None
     }
-    return ", ".join(f"{judge} {score:.2f}" for judge, score in scores.items())
+    return ", ".join(f"{judge} {score:z.2f}" for judge, score in scores.items())
 
 
 def _cell(text: str) -> str:

@@ -42,9 +42,10 @@ def test_parquet(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> N
     ("columns", "row"),
     [
         (["x"], {"x": 1}),
-        (["q.b.c", "none"], {"q": {"a": 2, "b": {"c": 3}}}),
+        (["q.b.c"], {"q": {"a": 2, "b": {"c": 3}}}),
         (["y.z", "x"], {"x": 1, "y.z": 4}),
-        (["none"], {}),
+        # All columns, so that the message about the missing one can list them.
+        (["none", "x"], {"x": 1, "q": {"a": 2, "b": {"c": 3}}, "y.z": 4, "w": 5}),
     ],
 )
 def test_only_requested_columns_are_read(

@@ -143,7 +143,9 @@ def test_dots_select_nested_columns() -> None:
     "row", [{}, {"a": None}, {"a": {}}, {"a": {"b": "text"}}, {"a": {"b": {"d": "text"}}}]
 )
 def test_a_missing_nested_column(row: dict[str, Any]) -> None:
-    assert record(row, ColumnMap(text="a.b.c")) == Unused("column 'a.b.c' is missing")
+    assert record(row, ColumnMap(text="a.b.c")) == Unused(
+        f"column 'a.b.c' is missing; the columns are {', '.join(row)}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ def test_bad_rows(row: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("row", [{"c": "Because.", "r": "No."}, {"c": [ANSWER], "r": [NO]}])
 def test_answers_without_a_prompt(row: dict[str, Any]) -> None:
     assert record(row, ColumnMap(chosen="c", rejected="r")) == Unused(
-        "no column contains the prompt"
+        "no mapped column contains the prompt: set columns.prompt; the columns are c, r"
     )
 
 

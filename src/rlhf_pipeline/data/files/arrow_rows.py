@@ -49,8 +49,14 @@ def saved_rows(
 
 
 def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:
-    """The file's columns that are requested, directly or as the start of a dotted path."""
-    requested = {*columns, *(column.partition(".")[0] for column in columns)}
+    """The file's columns that are requested, directly or as the start of a dotted path.
+
+    All columns if a requested one is missing: the message about it lists them.
+    """
+    starts = {column: column.partition(".")[0] for column in columns}
+    if any(column not in names and start not in names for column, start in starts.items()):
+        return names
+    requested = {*starts, *starts.values()}
     return [name for name in names if not requested or name in requested]
 
 

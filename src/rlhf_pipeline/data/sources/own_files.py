@@ -26,12 +26,22 @@ _TURN = re.compile(r"(?:^|\s)(Human|Assistant):(?=\s|$)")
 Dialogue = tuple[Message, ...]
 
 
+class ColumnError(MalformedRowError):
+    """The column map does not fit the file."""
+
+
 def parser(columns: ColumnMap | None) -> Callable[[Row], Record]:
     """The parse function of a column map; default columns are prompt, chosen and rejected."""
     named = columns or ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
-    return lambda row: _record(
-        {column: _column_value(row, column) for column in columns_of(named)}, named
-    )
+
+    def parse(row: Row) -> Record:
+        try:
+            values = {column: _column_value(row, column) for column in columns_of(named)}
+            return _record(values, named)
+        except ColumnError as error:
+            raise MalformedRowError(f"{error}; the columns are {', '.join(row)}") from None
+
+    return parse
 
 
 def parse_jsonfile(row: Row) -> Example:
@@ -100,7 +110,7 @@ def _common_prompt(*prompts: Dialogue) -> Dialogue:
     """The prompt that all columns with a prompt agree on."""
     found = [prompt for prompt in prompts if prompt]
     if not found:
-        raise MalformedRowError("no column contains the prompt")
+        raise ColumnError("no mapped column contains the prompt: set columns.prompt")
     if any(prompt != found[0] for prompt in found):
         raise MalformedRowError("the columns contain different prompts")
     return found[0]
@@ -113,7 +123,7 @@ def _column_value(row: Row, column: str) -> Any:
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise MalformedRowError(f"column {column!r} is missing")
+            raise ColumnError(f"column {column!r} is missing")
         value = value[name]
     return value
 
