@@ -36,6 +36,18 @@ def test_publishing_links_and_copies_nothing(finished, tmp_path):
     assert (published / "sub" / "more").samefile(finished / "sub" / "more")
 
 
+def test_latest_refers_to_the_newest_version_and_is_no_version_itself(finished, tmp_path):
+    for version in ("2026-01-01T00.00.00.000Z", "2026-01-02T00.00.00.000Z"):
+        dataset(tmp_path, version).save(finished)
+    latest = tmp_path / "models" / "sft_model" / "latest"
+    assert latest.resolve() == dataset(tmp_path, "v").load()
+    assert str(latest.readlink()) == "2026-01-02T00.00.00.000Z/sft_model"
+    assert [path.parent.name for path in dataset(tmp_path, "v").versions()] == [
+        "2026-01-01T00.00.00.000Z",
+        "2026-01-02T00.00.00.000Z",
+    ]
+
+
 def test_an_unfinished_directory_is_refused(tmp_path):
     (tmp_path / "export").mkdir()
     with pytest.raises(DatasetError, match="is not a finished artifact"):

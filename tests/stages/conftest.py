@@ -108,7 +108,7 @@ class Drill:
         (self.root / name).touch() if given else (self.root / name).unlink()
 
 
-class Recorder:
+class Recorder(StageListener):
     """A listener that records what it hears."""
 
     def __init__(self) -> None:

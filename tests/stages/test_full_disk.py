@@ -100,7 +100,7 @@ def test_leftovers_are_removed_on_a_full_disk(small, disk):
     # Another process, which has ended, ran the stage.
     record.write_text(record.read_text().replace(str(os.getpid()), "1"))
     disk.leave(0)
-    leftovers, _ = survey(small.workspace, ["drill"], [], [], unfinished=False)
+    leftovers, _ = survey(small.workspace, ["drill"], [], {}, unfinished=False)
     assert [remove(leftover, small.workspace) for leftover in leftovers] == [None]
     assert shutil.disk_usage(disk.path).free >= PAGE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,6 +16,9 @@ from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 
+LATEST = "latest"
+"""Name of the link to the newest version."""
+
 
 class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
     """A directory with a manifest: a model, a split, an evaluation. Saved and loaded as a path.
@@ -25,7 +29,14 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
 
     _version: Version | None
 
-    def __init__(self, *, filepath: str, version: Version | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        filepath: str,
+        version: Version | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        self.metadata = metadata  # for plugins such as Kedro-Viz
         super().__init__(filepath=PurePosixPath(filepath), version=version)
 
     def load(self) -> Path:
@@ -45,12 +56,24 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
             try:
                 shutil.copytree(data, partial, copy_function=_link_or_copy)
                 partial.rename(target)
+                self._link_latest(target)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)  # free the space
                 raise
         if self._version is not None and self._version.load is None:
             # Later nodes read this version even if another run has published a newer one.
             self._version = Version(target.parent.name, target.parent.name)
+
+    def _link_latest(self, target: Path) -> None:
+        """Let `latest`, beside the versions, refer to a version.
+
+        Kedro looks for `*/NAME`, which `latest` itself never is.
+        """
+        link = target.parent.parent / LATEST
+        temporary = link.with_name(f".{LATEST}.{os.getpid()}")
+        with suppress(OSError):  # the file system has no links
+            temporary.symlink_to(target.relative_to(link.parent))
+            temporary.replace(link)
 
     def versions(self) -> list[Path]:
         """All published versions, oldest first."""

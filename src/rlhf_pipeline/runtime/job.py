@@ -34,6 +34,8 @@ class LaunchedJob:
     """The step of the checkpoint to resume from. None: start from the first step."""
     adjusted: dict[str, Any] = field(default_factory=dict)
     """Parameters changed after an out-of-memory failure, see `stages.launch.oom_retry`."""
+    mixture: dict[str, list[str]] = field(default_factory=dict)
+    """Inputs of the pipeline run that other parameters made, with the changes."""
     trust_remote_code: bool = False
     """Whether Python code that ships with a model may run: `base_model.trust_remote_code`."""
 

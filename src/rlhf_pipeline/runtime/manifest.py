@@ -63,6 +63,8 @@ class Manifest:
     """DeepSpeed's configuration of each engine, by model."""
     adjusted: dict[str, Any] = field(default_factory=dict)
     """Parameters changed after an out-of-memory failure: {"configured": 8, "used": 4} by name."""
+    mixture: dict[str, list[str]] = field(default_factory=dict)
+    """Published inputs of the pipeline run that other parameters made, with the changes."""
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:

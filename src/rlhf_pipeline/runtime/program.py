@@ -67,4 +67,5 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         deepspeed=deepspeed,
         files=file_entries(job.export),
         adjusted=job.adjusted,
+        mixture=job.mixture,
     ).write(job.export)

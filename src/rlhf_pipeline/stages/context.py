@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ class RunContext:
     """Stages that run again even if they are finished: the parameter `force`."""
     trust_remote_code: bool = False
     """Whether Python code that ships with a model may run: `base_model.trust_remote_code`."""
+    mixture: Mapping[str, list[str]] = field(default_factory=dict)
+    """Published inputs of the run that other parameters made, with the changes: the parameter
+    `inputs` accepts them."""
     listener: StageListener = field(default_factory=Listeners)
     """Follows every stage."""
 

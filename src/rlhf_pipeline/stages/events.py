@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -33,8 +34,14 @@ class StageListener:
     Each method does nothing unless a listener defines it.
     """
 
+    def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        """Another process runs the same recipe; `records` are its newest metrics, if any."""
+
     def stage_started(self, run: StageRun) -> None:
         """A program is about to be launched, or a result is reused."""
+
+    def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
+        """The first rank has reported what it does; called several times a second."""
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         """The metrics file has new records."""
@@ -48,6 +55,16 @@ class Listeners(StageListener):
     """Several listeners as one."""
 
     listeners: tuple[StageListener, ...] = ()
+
+    def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        """Call every listener."""
+        for listener in self.listeners:
+            listener.stage_waiting(run, records)
+
+    def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
+        """Call every listener."""
+        for listener in self.listeners:
+            listener.stage_phase(run, heartbeat)
 
     def stage_started(self, run: StageRun) -> None:
         """Call every listener."""

@@ -15,6 +15,11 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 TRAINING_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "peft")
 
 
+STAGES = "params:stages"
+"""The catalog entry from which every node gets its `Stages`. `params:` keeps it out of `kedro viz`,
+like the parameters."""
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """One stage. `stage_registry` lists the stages of the project."""

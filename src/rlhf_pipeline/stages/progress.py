@@ -1,103 +1,209 @@
-"""The progress display: a bar for the running stage with its headline metrics and the time left."""
+"""The progress display: one line for the running stage, also on a narrow terminal."""
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
 LINE_EVERY_S = 15.0
 """Seconds between two lines of progress if the output is not a terminal."""
 
+SMALLEST_BAR, LARGEST_BAR = 10, 40
+"""Columns of the bar."""
+
+PHASES = {"loading": "loading models and data", "finished": "finishing"}
+"""Phases of a heartbeat in words; the others are words already."""
+
+WAITING = "waiting for another run"
+
+ENDS = {"FINISHED": "finished in", "FAILED": "failed after", "KILLED": "interrupted after"}
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """What the display knows about the running stage."""
+
+    title: str
+    phase: str
+    started: float = field(default_factory=time.monotonic)
+    """When the stage started, by the monotonic clock."""
+    step: int | None = None
+    total: int | None = None
+    """Number of steps; None: unknown."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Newest values of the headline metrics."""
+    first: tuple[int, float] | None = None
+    """Step and time of this attempt's first record. Speed is measured from there: start-up and
+    the steps of earlier attempts do not count."""
+    last: tuple[int, float] | None = None
+    """Step and time of the newest record."""
+
+    def after(self, records: list[dict[str, Any]], run: StageRun) -> StageProgress:
+        """The progress after new records."""
+        resumed = run.resume_from or 0
+        new = [(each["step"], each["time"]) for each in records if each["step"] > resumed]
+        metrics = dict(self.metrics)
+        for record in records:
+            metrics |= {k: v for k, v in record["metrics"].items() if k in run.headline_metrics}
+        return replace(
+            self,
+            step=max(records[-1]["step"], self.step or 0),
+            total=records[-1]["total_steps"],
+            metrics=metrics,
+            first=self.first or (new[0] if new else None),
+            last=new[-1] if new else self.last,
+        )
+
+    @property
+    def steps(self) -> str:
+        """`17/48`; empty before the first step is known."""
+        if self.step is None:
+            return ""
+        return f"{self.step}/{self.total or '?'}"
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the stage started."""
+        return time.monotonic() - self.started
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left at the speed of this attempt; None: unknown."""
+        if self.first is None or self.last is None or self.total is None:
+            return None
+        steps, seconds = self.last[0] - self.first[0], self.last[1] - self.first[1]
+        return seconds / steps * (self.total - self.last[0]) if steps > 0 else None
+
+    @property
+    def numbers(self) -> list[str]:
+        """The headline metrics, most important first."""
+        return [f"{name} {value:z.3f}" for name, value in self.metrics.items()]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """One line. A narrow terminal loses the metrics first, then the phase, then the bar."""
+        left = "" if self.left_s is None else f"{_clock(self.left_s)} left"
+        always = [part for part in (self.steps, _clock(self.elapsed_s), left) if part]
+        room = options.max_width - len(self.title) - sum(len(part) + 1 for part in always)
+        has_bar = self.total is not None and room > SMALLEST_BAR
+        room -= SMALLEST_BAR + 1 if has_bar else 0
+        extras = []
+        for part in [self.phase, *self.numbers]:
+            if len(part) >= room:
+                break
+            extras.append(part)
+            room -= len(part) + 1
+        parts: list[Any] = [Text(self.title, style="bold")]
+        if has_bar:
+            width = SMALLEST_BAR + max(0, min(room, LARGEST_BAR - SMALLEST_BAR))
+            parts.append(ProgressBar(self.total, self.step or 0, width=width))
+        parts += [*map(Text, always), *(Text(part, style="dim") for part in extras)]
+        line = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+        for _ in parts:
+            line.add_column(no_wrap=True)
+        line.add_row(*parts)
+        yield line
+
 
 class ProgressDisplay(StageListener):
-    """A live bar on a terminal; otherwise a line every 15 seconds, so that logs stay readable."""
+    """A live line on a terminal; otherwise a line every 15 seconds, so that logs stay readable."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._progress: Progress | None = None
-        self._shown: dict[str, float] = {}
-        self._start = self._last_line = 0.0
-        self._first: tuple[int, float] | None = None
+        self._live: Live | None = None
+        self._progress = StageProgress("", "")
+        self._last_line = 0.0
+
+    def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        """Show the progress of the other run of the same recipe."""
+        if self._progress.title != run.title:
+            self._begin(run, WAITING)
+        self._show(run, records)
 
     def stage_started(self, run: StageRun) -> None:
-        """Announce the stage; open a bar unless the stage is reused."""
-        self._shown, self._start, self._first = {}, time.monotonic(), None
+        """Announce the stage; open the live line unless the stage is reused."""
+        self._close()
         if run.cached:
             self._print(f"[bold]{run.title}[/]: reused {run.fingerprint[:8]}, finished earlier")
             return
-        resumed = f", resumed from step {run.resume_from}" if run.resume_from is not None else ""
+        resumed = f", resuming from step {run.resume_from}" if run.resume_from is not None else ""
         self._print(
-            f"[bold]{run.title}[/]: running as {run.fingerprint[:8]} in {run.directory}{resumed}"
+            f"[bold]{run.title}[/]: running as {run.fingerprint[:8]} in "
+            f"{_relative(run.directory)}{resumed}"
         )
         for name, size in run.adjusted.items():
             self._print(
                 f"  out of memory: {name} reduced from {size['configured']} to {size['used']}; the "
                 "global batch is unchanged"
             )
-        if self._console.is_terminal:
-            self._open_bar(run.title)
+        self._begin(run, "importing libraries")
+
+    def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
+        """Show what the program does."""
+        phase = PHASES.get(heartbeat.phase, heartbeat.phase)
+        self._progress = replace(self._progress, phase=phase)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Move the bar to the newest record."""
-        for record in records:
-            self._shown |= {k: v for k, v in record["metrics"].items() if k in run.headline_metrics}
-        step, total = records[-1]["step"], records[-1]["total_steps"]
-        if self._progress is not None:
-            (task,) = self._progress.task_ids
-            self._progress.update(task, completed=step, total=total, numbers=self._numbers())
-        elif time.monotonic() - self._last_line > LINE_EVERY_S:
-            self._last_line = time.monotonic()
-            time_left = self._time_left(records[-1])
-            self._print(f"{run.title}: step {step}/{total or '?'}  {self._numbers()}{time_left}")
+        """Move the line to the newest record."""
+        self._show(run, records)
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Close the bar; print the outcome."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Close the line; print the outcome."""
+        progress = self._progress
+        self._close()
         if not run.cached:
-            seconds = time.monotonic() - self._start
-            self._print(
-                f"[bold]{run.title}[/]: {status.lower()} in {seconds:.0f} s  {self._numbers()}"
+            numbers = "  ".join([f"{ENDS[status]} {progress.elapsed_s:.0f} s", *progress.numbers])
+            self._print(f"[bold]{run.title}[/]: {numbers}")
+
+    def _begin(self, run: StageRun, phase: str) -> None:
+        self._progress = StageProgress(run.title, phase, step=run.resume_from)
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=lambda: self._progress,
+                console=self._console,
+                transient=True,
+                refresh_per_second=4,
             )
+            self._live.start()
 
-    def _open_bar(self, title: str) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._progress.add_task(title, total=None, numbers="starting")
-        self._progress.start()
+    def _show(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        if records:
+            self._progress = self._progress.after(records, run)
+        if self._live is None and time.monotonic() - self._last_line > LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            progress = self._progress
+            left = [] if progress.left_s is None else [f"{progress.left_s:.0f} s left"]
+            waiting = f"{progress.phase}: " if progress.phase == WAITING else ""
+            parts = "  ".join([f"{waiting}step {progress.steps or '?'}", *progress.numbers, *left])
+            self._print(f"{run.title}: {parts}")
 
-    def _time_left(self, record: dict[str, Any]) -> str:
-        """Time left at the speed since the first record; the program's start-up is excluded."""
-        if self._first is None:
-            self._first = record["step"], record["time"]
-        steps, seconds = record["step"] - self._first[0], record["time"] - self._first[1]
-        if record["total_steps"] is None or steps <= 0:
-            return ""
-        return f"  {seconds / steps * (record['total_steps'] - record['step']):.0f} s left"
-
-    def _numbers(self) -> str:
-        return "  ".join(f"{name} {value:.3f}" for name, value in self._shown.items())
+    def _close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _print(self, text: str) -> None:
         self._console.print(text.rstrip(), highlight=False, soft_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    """`0:07`, `12:34` or `1:23:45`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _relative(path: Path) -> str:
+    """The path relative to the current folder, if it is below it."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)

@@ -16,6 +16,7 @@ from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_vali
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
 from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_directory
@@ -56,7 +57,11 @@ class StageRunner:
         run = identify(job, digests | dict(job.identities), context)
         with (
             explain_full_disk(f"stage {run.stage}", context.workspace),
-            recipe_lock(run.directory, wait=context.launch.wait),
+            recipe_lock(
+                run.directory,
+                wait=context.launch.wait,
+                while_waiting=lambda: _report_other(run, context),
+            ),
         ):
             finished = _finished(run)
             forced = run.stage in context.forced and run.fingerprint not in self._launched
@@ -68,6 +73,16 @@ class StageRunner:
             export = _launch_until_it_fits(job, run, context)
             self._launched.add(run.fingerprint)
             return export
+
+
+def _report_other(run: StageRun, context: RunContext) -> None:
+    """Report the progress of the process that runs the same recipe."""
+    records = [
+        record
+        for directory in attempts(run.directory)[-1:]
+        for record in read_json_lines(directory / run.metrics_file.name)[-1:]
+    ]
+    context.listener.stage_waiting(run, records)
 
 
 def _reuse(finished: StageRun, context: RunContext) -> Path:

@@ -27,7 +27,7 @@ def publish(directory, tmp_path):
 
 
 def reasons(workspace, published=(), *, unfinished=False):
-    leftovers, kept = survey(workspace, STAGES, published, [], unfinished=unfinished)
+    leftovers, kept = survey(workspace, STAGES, published, {}, unfinished=unfinished)
     removed = {
         leftover.path.relative_to(workspace).as_posix(): leftover.why for leftover in leftovers
     }
@@ -114,7 +114,7 @@ def test_freed_bytes_exclude_files_with_another_hard_link(make_work, workspace, 
     (two / "export" / "weights").unlink()
     os.link(one / "export" / "weights", two / "again")  # both links are removed: freed
     os.link(two / "job.json", tmp_path / "elsewhere")  # the other link stays: not freed
-    first, second = survey(workspace, STAGES, [], [], unfinished=False)[0]
+    first, second = survey(workspace, STAGES, [], {}, unfinished=False)[0]
     job, manifest = len('{"digests": {}}'), (one / "export" / "manifest.json").stat().st_size
     assert (first.size, first.freed) == (5 + job + manifest, 5 + job + manifest)
     assert (second.size, second.freed) == (5 + job, 0)
@@ -123,7 +123,7 @@ def test_freed_bytes_exclude_files_with_another_hard_link(make_work, workspace, 
 def test_a_published_version_outlives_its_work_directory(make_work, workspace, tmp_path):
     directory = make_work("sft", "a", content="12345")
     published = publish(directory, tmp_path)
-    (leftover,) = survey(workspace, STAGES, [], [], unfinished=False)[0]
+    (leftover,) = survey(workspace, STAGES, [], {}, unfinished=False)[0]
     assert leftover.freed == len(
         '{"digests": {}}'
     )  # job.json; the version has links to the files of the export
@@ -134,7 +134,7 @@ def test_a_published_version_outlives_its_work_directory(make_work, workspace, t
 
 def test_a_directory_locked_after_the_survey_is_kept(make_work, workspace):
     directory = make_work("sft", "a")
-    (leftover,) = survey(workspace, STAGES, [], [], unfinished=False)[0]
+    (leftover,) = survey(workspace, STAGES, [], {}, unfinished=False)[0]
     with recipe_lock(directory):
         assert remove(leftover, workspace).startswith(
             f"process {process_identity(os.getpid()).partition('@')[0]} since"
@@ -148,7 +148,9 @@ def test_interrupted_publications_are_removed_with_their_empty_folder(
     partial = tmp_path / "models" / "v1" / "sft_model.99.partial"
     partial.mkdir(parents=True)
     (partial / "weights").write_text("1234")
-    (leftover,) = survey(workspace, STAGES, [], [partial], unfinished=False)[0]
+    (leftover,) = survey(
+        workspace, STAGES, [], {partial: "left by an interrupted publication"}, unfinished=False
+    )[0]
     assert (leftover.why, leftover.size, leftover.freed) == (
         "left by an interrupted publication",
         4,
@@ -163,7 +165,7 @@ def test_a_published_version_of_unknown_origin_stops_the_survey(make_work, works
     (published / "manifest.json").unlink()
     (published / "manifest.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
-        survey(workspace, STAGES, [published], [], unfinished=False)
+        survey(workspace, STAGES, [published], {}, unfinished=False)
 
 
 def test_other_folders_in_the_workspace_are_ignored(workspace):
@@ -195,7 +197,7 @@ def test_links_inside_a_removed_directory_are_not_followed(make_work, workspace,
     (precious / "sub" / "file").write_text("12345")
     (directory / "folder").symlink_to(precious)
     (directory / "file").symlink_to(precious / "sub" / "file")
-    (leftover,) = survey(workspace, STAGES, [], [], unfinished=False)[0]
+    (leftover,) = survey(workspace, STAGES, [], {}, unfinished=False)[0]
     assert remove(leftover, workspace) is None
     assert not directory.exists()
     assert (precious / "sub" / "file").read_text() == "12345"
@@ -210,5 +212,7 @@ def test_an_interrupted_publication_behind_a_link_is_kept(workspace, tmp_path):
     (tmp_path / "models" / "v3").symlink_to(tmp_path / "precious")
     partials = sorted((tmp_path / "models").glob("*/*.partial"))
     assert len(partials) == 2
-    leftovers, kept = survey(workspace, STAGES, [], partials, unfinished=False)
+    leftovers, kept = survey(
+        workspace, STAGES, [], dict.fromkeys(partials, "partial"), unfinished=False
+    )
     assert leftovers == [] and sorted(kept) == partials

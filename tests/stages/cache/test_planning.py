@@ -10,6 +10,7 @@ from rlhf_pipeline.stages.cache.lock import recipe_lock
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.recipe_diff import EARLIER_FORM
 from rlhf_pipeline.stages.cache.workspace import RECIPE
+from rlhf_pipeline.stages.run import StageRunner
 
 
 @pytest.fixture
@@ -50,11 +51,13 @@ def test_a_finished_stage_is_found_and_a_changed_parameter_is_reported(drill, pl
     assert drill.launches == 1
 
 
-def test_recipes_are_compared_with_the_last_one_used(drill, plan):
+def test_recipes_are_compared_with_the_nearest_one_of_which_the_last_used_wins(drill, plan):
     drill.run(value=1)
     drill.run(value=2)
     assert plan(value=3) == ("run", "drill.value 2 -> 3")
     drill.run(value=1)  # reused, which also counts as use
+    assert plan(value=3) == ("run", "drill.value 1 -> 3")
+    StageRunner(drill.context()).run(drill.job(value=9, seed=7))
     assert plan(value=3) == ("run", "drill.value 1 -> 3")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def survey(
     workspace: Path,
     stages: Collection[str],
     published: Collection[Path],
-    abandoned: Collection[Path],
+    unwanted: Mapping[Path, str],
     *,
     unfinished: bool,
 ) -> tuple[list[Leftover], dict[Path, str]]:
@@ -46,8 +46,8 @@ def survey(
 
     Args:
         stages: names of all stages; other folders of the workspace are ignored.
-        published: all published versions; their results and inputs are kept, direct or not.
-        abandoned: directories of interrupted publications.
+        published: the published versions to keep, with their inputs, direct or not.
+        unwanted: published directories to remove, with the reason.
         unfinished: whether to remove unfinished stages that could resume from a checkpoint.
 
     Returns:
@@ -71,7 +71,7 @@ def survey(
             held[path] = f"can resume from step {step}; --unfinished removes it"
     needed = _needed(directories, published, held)
     found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
-    found |= dict.fromkeys(abandoned, "left by an interrupted publication")
+    found |= unwanted
     for path in found:
         if path not in held and (path.is_symlink() or path.parent.is_symlink()):
             held[path] = f"is a link to {path.resolve()}; remove that yourself"

@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -21,11 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) -> Iterator[None]:
+def recipe_lock(
+    first_attempt: Path,
+    *,
+    wait: bool = True,
+    record: bool = True,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Lock a recipe: the work directory `first_attempt` and the later attempts beside it.
 
     The kernel releases the lock of a process that has ended. The owner is recorded: it may use the
     result until it ends, see `user`. `record=False` writes no record, which needs disk space.
+    `while_waiting` is called once a second while another process holds the lock.
 
     Raises:
         StageError: another process holds the lock and `wait` is false.
@@ -37,7 +44,10 @@ def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) 
         lock.acquire(blocking=False)
     except Timeout:
         _report_holder(first_attempt, wait=wait)
-        lock.acquire()
+        while not lock.is_locked:
+            while_waiting()
+            with suppress(Timeout):
+                lock.acquire(timeout=1)
     try:
         if record:
             owner = {"driver": process_identity(os.getpid()), "since": time.time()}

@@ -15,12 +15,12 @@ from rlhf_pipeline.runtime.checkpoint_files import newest_step
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
 from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.lock import user
-from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
+from rlhf_pipeline.stages.cache.recipe_diff import distance, recipe_changes
 from rlhf_pipeline.stages.cache.workspace import (
     attempts,
     damage,
+    earlier_recipes,
     is_finished,
-    last_recipe,
     next_directory,
 )
 from rlhf_pipeline.stages.context import RunContext
@@ -110,6 +110,8 @@ def _plan(run: StageRun, pending: Mapping[str, str], *, forced: bool) -> Planned
 def _plan_new(run: StageRun, pending: Mapping[str, str]) -> PlannedStage:
     """The plan of a recipe without a work directory; the reasons are its changes."""
     awaited = [downstream(pending.values())] if pending else []
-    last = last_recipe(run.directory.parent, run.recipe)
-    new = recipe_changes(last, run.recipe, pending=pending) if last else ["never run here"]
+    earlier = earlier_recipes(run.directory.parent, run.recipe)
+    changes = [recipe_changes(recipe, run.recipe, pending=pending) for recipe in earlier]
+    # The nearest recipe, not the last one, explains why the stage has to run.
+    new = min(changes, key=distance) if changes else ["never run here"]
     return PlannedStage(run, "run" if new else "may run", (*awaited, *new))

@@ -30,6 +30,11 @@ def recipe_changes(
     ]
 
 
+def distance(changes: Collection[str]) -> tuple[bool, int]:
+    """Sorts recipes by their number of changes; those that cannot be compared come last."""
+    return EARLIER_FORM in changes, len(changes)
+
+
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     trust = {"base_model.trust_remote_code": recipe.get("trust_remote_code", False)}
     others = {name: recipe[name] for name in ("seed", "processes")}

@@ -77,17 +77,16 @@ def has_run(workspace: Path, stage: str) -> bool:
     return any((workspace / stage).glob(f"*/{RECIPE}"))
 
 
-def last_recipe(stage_directory: Path, like: dict[str, object]) -> dict[str, object] | None:
-    """The last recipe used of a stage; for stage `source`, of the same source."""
+def earlier_recipes(stage_directory: Path, like: dict[str, object]) -> list[dict[str, object]]:
+    """The recipes of a stage, last used first; for stage `source`, of the same source."""
     found = sorted(
         stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True
     )
+    recipes = []
     for path in found:
         with suppress(ValueError):  # the file is damaged
-            recipe = json.loads(path.read_text())
-            if _source(recipe) == _source(like):
-                return dict(recipe)
-    return None
+            recipes.append(json.loads(path.read_text()))
+    return [recipe for recipe in recipes if _source(recipe) == _source(like)]
 
 
 def _source(recipe: dict[str, object]) -> object:

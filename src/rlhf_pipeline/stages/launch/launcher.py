@@ -125,6 +125,8 @@ def _follow(
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
+        if 0 in ranks.heartbeats:
+            tail.listener.stage_phase(tail.run, ranks.heartbeats[0])
         if ranks.stuck:
             stuck = f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.describe()}"
             ranks.request_stacks()
@@ -218,15 +220,15 @@ class _MetricsTail:
     """Reads the metrics file as it grows and passes complete lines on."""
 
     def __init__(self, run: StageRun, listener: StageListener) -> None:
-        self._run = run
-        self._listener = listener
+        self.run = run
+        self.listener = listener
         self._position = 0
         self._inode = 0
 
     def forward(self) -> None:
-        if not self._run.metrics_file.is_file():
+        if not self.run.metrics_file.is_file():
             return
-        with self._run.metrics_file.open("rb") as file:
+        with self.run.metrics_file.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:  # a program that resumes replaces the file
                 self._inode, self._position = inode, 0
@@ -236,4 +238,4 @@ class _MetricsTail:
         self._position += len(complete)
         records: list[dict[str, Any]] = [json.loads(line) for line in complete.splitlines()]
         if records:
-            self._listener.stage_metrics(self._run, records)
+            self.listener.stage_metrics(self.run, records)
