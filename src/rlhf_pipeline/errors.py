@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import IO
 
 import click
 
@@ -41,7 +42,13 @@ class StageError(PipelineError):
 
 
 class Interrupted(PipelineError):  # noqa: N818 - not an error
-    """The user or the scheduler ended the stage by a signal."""
+    """The user or the scheduler ended the run by a signal."""
+
+    exit_code = 130
+
+    def show(self, file: IO[str] | None = None) -> None:
+        """Print the message without the word "Error": the user wanted the end."""
+        click.echo(self.format_message(), file=file, err=file is None)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

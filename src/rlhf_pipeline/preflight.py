@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rlhf_pipeline.config.base_model import BaseModelConfig
-from rlhf_pipeline.config.block import Block, leaves
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
+from rlhf_pipeline.config.validation import faults as block_faults
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, suggestion
-from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
 from rlhf_pipeline.stages.launch.resources import process_count
 
 
+def check_environment(conf: Path, name: str | None) -> None:
+    """Check the name of the environment, the option `--env`.
+
+    Raises:
+        ConfigError: the configuration has no such folder.
+    """
+    if name is not None and conf.is_dir() and not (conf / name).is_dir():
+        known = sorted(path.name for path in conf.iterdir() if path.is_dir())
+        raise ConfigError(
+            f"--env: found {name!r}{suggestion(name, known)}; the environments, which are folders "
+            f"of {conf.name}/, are {', '.join(known)}"
+        )
+
+
 def check_root(root: str) -> None:
     """Check the name of the folder for all artifacts.
 
     Raises:
-        ConfigError: Kedro or PYTHONPATH would read the name as a pattern or a list.
+        ConfigError: Kedro or PYTHONPATH would read the name as a pattern or a list, or nothing can
+            be written there.
     """
     found = [character for character in root if character in "*?[]{}:"]
     if found:
@@ -36,20 +51,33 @@ def check_root(root: str) -> None:
             f"root: found {found[0]!r} in {root!r}, which Kedro or PYTHONPATH reads as part of a "
             "pattern or a list. Fix: use a local folder without any of * ? [ ] { } :"
         )
+    folder = next(
+        path for path in (Path(root).absolute(), *Path(root).absolute().parents) if path.exists()
+    )
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        kind = "a folder that you cannot write to" if folder.is_dir() else "a file"
+        raise ConfigError(
+            f"root: found {root!r}, but {folder} is {kind}. Fix: set another folder with "
+            "--params=root=FOLDER, or root in conf/local/globals.yml"
+        )
 
 
-def preflight(parameters: Mapping[str, Any], *, gpus: int) -> None:
+def preflight(
+    parameters: Mapping[str, Any],
+    *,
+    gpus: int,
+    origin: Callable[[str], str | None] = lambda name: None,
+) -> None:
     """Check all parameters of a run together.
 
-    `parameters` maps top-level names to plain values or to blocks that Kedro has validated.
+    Args:
+        parameters: the blocks as plain values, by name.
+        gpus: number of GPUs of this machine.
+        origin: the file that sets a parameter; None: no file.
 
     Raises:
         ConfigError: the message has one line for each fault.
     """
-    parameters = {
-        name: value.model_dump(mode="json") if isinstance(value, Block) else value
-        for name, value in parameters.items()
-    }
     faults = [*_unknown_names(parameters), *_invalid_values(parameters)]
     if not faults:
         blocks = {
@@ -67,6 +95,7 @@ def preflight(parameters: Mapping[str, Any], *, gpus: int) -> None:
             *_fp16_faults(values, gpus),
             *_quantization_faults(values, gpus),
             *_source_faults("split.sources", split.records(), wants_text=False),
+            *_path_faults(base_model.path),
             *_length_faults(base_model.positions, split, ppo, evaluate),
             *_ptx_faults(base_model.positions, split, ppo),
             *reward_faults(ppo.rewards),
@@ -76,11 +105,43 @@ def preflight(parameters: Mapping[str, Any], *, gpus: int) -> None:
             texts = split.pretraining.records()
             faults += _source_faults("split.pretraining.sources", texts, wants_text=True)
     if faults:
-        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {fault}" for fault in faults)]))
+        located = [_with_origin(fault, origin) for fault in faults]
+        if len(located) == 1:
+            raise ConfigError(located[0])
+        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in located)]))
+
+
+def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:
+    """Check that the split has prompts for every phase that the chosen nodes train.
+
+    Args:
+        weights: `split.weights`, in the order of `PHASES`.
+        nodes: names of the nodes of the run.
+
+    Raises:
+        ConfigError: a phase has weight 0 although the run splits the data for it.
+    """
+    empty = [
+        phase
+        for phase, weight in zip(PHASES, weights, strict=True)
+        if weight == 0 and {"split", phase} <= set(nodes)
+    ]
+    if empty:
+        raise ConfigError(
+            f"split.weights: found {list(weights)}, with 0 for {', '.join(empty)}, expected more "
+            f"than 0 for each stage of the pipeline that trains. Fix: set all of {PHASES} above 0"
+        )
+
+
+def _with_origin(fault: str, origin: Callable[[str], str | None]) -> str:
+    """Name the file that sets the parameter of a fault `parameter: ...`."""
+    place, colon, rest = fault.partition(":")
+    file = origin(place)
+    return fault if file is None else f"{place} ({file}){colon}{rest}"
 
 
 def _unknown_names(parameters: Mapping[str, Any]) -> list[str]:
-    known = [*parameter_blocks(), "seed", "force"]
+    known = [*parameter_blocks(), "seed", "force", "inputs"]
     return [
         f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
         for name in parameters
@@ -89,30 +150,19 @@ def _unknown_names(parameters: Mapping[str, Any]) -> list[str]:
 
 
 def _invalid_values(parameters: Mapping[str, Any]) -> list[str]:
-    faults = []
+    faults: list[str] = []
     for name, block in parameter_blocks().items():
-        try:
-            block.model_validate(parameters.get(name, {}))
-        except ValidationError as error:
-            faults += [_fault(name, detail) for detail in error.errors()]
+        faults += block_faults(name, block, parameters.get(name, {}))
     seed = parameters.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         faults.append(f"seed: found {seed!r}, expected a whole number >= 0")
+    if parameters.get("inputs") not in (None, "newest"):
+        faults.append(f"inputs: found {parameters['inputs']!r}, expected newest or null")
     try:
         forced_stages(parameters.get("force"), stage_specs())
     except ConfigError as error:
         faults.append(str(error))
     return faults
-
-
-def _fault(block: str, detail: Any) -> str:
-    place = ".".join([block, *(str(part) for part in detail["loc"])])
-    value = detail["input"]
-    may_be_a_token = detail["type"] == "extra_forbidden" and isinstance(value, str)
-    message = detail["msg"].removeprefix("Value error, ")
-    is_shown = not (may_be_a_token or isinstance(value, dict) or message.startswith("found "))
-    found = f" (found {without_secrets(repr(value))})" if is_shown else ""
-    return f"{place}: {message}{found}"
 
 
 def _batch_size_faults(values: Mapping[str, Any], processes: int) -> list[str]:
@@ -194,6 +244,24 @@ def _source_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: b
         if known.local_only and source.path is None:
             faults.append(f"{place}.{index}.path: found null, expected a file for {source.name!r}")
     return faults
+
+
+def _path_faults(path: str | None) -> list[str]:
+    """Faults of a local base model; a name such as `facebook/opt-350m` is on the hub."""
+    if path is None:
+        return []
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return [
+            f"base_model.path: found {path!r}, a folder without config.json, expected a model "
+            "saved by `save_pretrained`. Fix: set the folder that contains config.json"
+        ]
+    if not folder.is_dir() and (path.startswith((".", "/")) or path.count("/") > 1):
+        return [
+            f"base_model.path: found no folder {path!r}. Fix: check the spelling; models on the "
+            "hub have names like facebook/opt-350m"
+        ]
+    return []
 
 
 def _length_faults(

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.preflight import preflight
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 PROJECT = Path(__file__).parents[2]
 EXAMPLES = re.findall(
@@ -22,7 +24,6 @@ def merged(base, changes):
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example(example):
-    parameters = {}
-    for path in sorted((PROJECT / "conf" / "base").glob("parameters*.yml")):
-        parameters |= yaml.safe_load(path.read_text())
+    loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
+    parameters = loader["parameters"]
     preflight(merged(parameters, yaml.safe_load(example)), gpus=8)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.hooks import prepare_parameters, provide_stages, run_context
+from rlhf_pipeline.hooks import provide_default_blocks, provide_stages, run_context
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
@@ -39,7 +39,7 @@ def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
     Raises:
         ConfigError, DataError, ArtifactError: the same as in `kedro run` before the first launch.
     """
-    prepare_parameters(catalog)
+    provide_default_blocks(catalog)
     planner = Planner(run_context(catalog))
     provide_stages(catalog, planner)
     rows: list[Row] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -82,12 +83,13 @@ class BaseModelConfig(Block):
     @field_validator("path")
     @classmethod
     def _no_url(cls, path: str | None) -> str | None:
+        """Refuse a URL; expand `~`."""
         if path is not None and "://" in path:
             raise ValueError(
                 "found a URL, expected a Hugging Face id or a folder. "
                 "Fix: use an id, and set the hub's token as HF_TOKEN in the environment"
             )
-        return path
+        return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

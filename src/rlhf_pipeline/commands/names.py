@@ -1,0 +1,62 @@
+"""Check the names of pipelines, nodes and data sets in the options of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from kedro.framework.project import pipelines
+from kedro.pipeline import Pipeline
+
+from rlhf_pipeline.errors import ConfigError, suggestion
+
+
+def check_names(chosen: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Check the chosen pipelines, and the nodes and data sets in the options of `kedro run`.
+
+    Raises:
+        ConfigError: the message has one line for each unknown name.
+    """
+    known = [name for name in pipelines if name != "__default__"]
+    faults = [
+        _unknown("--pipeline", name, known, "pipelines") for name in chosen if name not in pipelines
+    ]
+    if not faults:
+        pipeline = sum((pipelines[name] for name in chosen or ["__default__"]), Pipeline([]))
+        nodes = [node.name for node in pipeline.nodes]
+        data_sets = sorted(name for name in pipeline.datasets() if not _is_parameter(name))
+        named = {
+            "--from-nodes": ("from_nodes", nodes, "nodes"),
+            "--to-nodes": ("to_nodes", nodes, "nodes"),
+            "--nodes": ("node_names", nodes, "nodes"),
+            "--from-inputs": ("from_inputs", data_sets, "data sets"),
+            "--to-outputs": ("to_outputs", data_sets, "data sets"),
+            "--load-versions": ("load_versions", data_sets, "data sets"),
+            "--tags": (
+                "tags",
+                sorted({tag for node in pipeline.nodes for tag in node.tags}),
+                "tags",
+            ),
+            "--namespaces": (
+                "namespaces",
+                sorted({node.namespace for node in pipeline.nodes if node.namespace}),
+                "namespaces",
+            ),
+        }
+        faults = [
+            _unknown(option, name, known, kind)
+            for option, (key, known, kind) in named.items()
+            for name in options.get(key) or ()
+            if name not in known
+        ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _is_parameter(name: str) -> bool:
+    return name == "parameters" or name.startswith("params:")
+
+
+def _unknown(option: str, name: str, known: Collection[str], kind: str) -> str:
+    listed = f"the {kind} are {', '.join(known)}" if known else f"the pipeline has no {kind}"
+    return f"{option}: found {name!r}{suggestion(name, known)}; {listed}"

@@ -1,0 +1,144 @@
+"""Errors of Kedro, OmegaConf, the file system and other libraries, explained in one message."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from omegaconf.errors import OmegaConfBaseException
+from yaml.parser import ParserError
+
+from rlhf_pipeline.errors import Interrupted, PipelineError
+from rlhf_pipeline.redaction import without_secrets
+
+TRACEBACKS = "tracebacks"
+"""Folder in the project for the stacks of unexpected errors."""
+
+_KEDRO_YAML_ERROR = re.compile(r"Invalid YAML or JSON file (?P<file>.+), unable to read line")
+
+
+class UnexpectedError(PipelineError):
+    """An error that the user did not cause."""
+
+
+@contextmanager
+def explained_errors(*, show_traceback: bool) -> Iterator[None]:
+    """Turn any error inside the block into one message for the user, which click prints.
+
+    Args:
+        show_traceback: raise the original error, with its stack.
+    """
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort) as error:
+        if show_traceback and isinstance(error, PipelineError):
+            traceback.print_exc()
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted before a stage was running") from None
+    except Exception as error:
+        if show_traceback:
+            raise
+        explained = explain(error)
+        if isinstance(explained, UnexpectedError):
+            place = _save_stack(error)
+            explained = UnexpectedError(
+                f"{explained.message}\nThe stack is {place}. Fix: please report it with that stack"
+            )
+        raise explained from error
+
+
+def explain(error: Exception) -> click.ClickException:
+    """The error in words: an explained error in its chain of causes, or the cause that is known."""
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, click.ClickException):
+            return cause
+    for cause in causes:
+        message = _message(cause)
+        if message is not None:
+            return PipelineError(without_secrets(message))
+    first_line = str(error).strip().partition("\n")[0]
+    return UnexpectedError(f"unexpected {type(error).__name__}: {without_secrets(first_line)}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes; the context of an error counts unless `from None` hides it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _message(error: BaseException) -> str | None:
+    """The message for an error of a known kind."""
+    match error:
+        case ParserError():
+            return _invalid_yaml(error)
+        case OmegaConfBaseException():
+            first_line = str(error).partition("\n")[0]
+            return f"{error.full_key or 'conf'}: {first_line}. Fix: correct the value in conf/"
+        case ValueError(args=(str(text), *_)) if text.startswith("Duplicate keys found in "):
+            files, _, keys = text.removeprefix("Duplicate keys found in ").rpartition(": ")
+            return f"{keys}: found in two files, {files}. Fix: remove it from one of them"
+        case ValueError(args=(str(text), *_)) if text.startswith("Pipeline contains no nodes"):
+            return (
+                "no node of the pipeline fits all options such as --from-nodes and --to-nodes. "
+                "Fix: remove or correct one of them"
+            )
+        case OSError(errno=int(number), filename=str(path)):
+            return f"{path}: {os.strerror(number)}. Fix: {_FILE_FIXES.get(number, _OTHER_FILE_FIX)}"
+    return None
+
+
+_FILE_FIXES = {
+    errno.EACCES: "give yourself the right to write there, or set another folder with "
+    "--params=root=FOLDER",
+    errno.EROFS: "the file system is read-only; set another folder with --params=root=FOLDER",
+    errno.ENOTDIR: "a part of the path is a file; set another folder with --params=root=FOLDER",
+    errno.EEXIST: "the path is a file; set another folder with --params=root=FOLDER",
+    errno.ENOENT: "check the spelling of the path",
+}
+_OTHER_FILE_FIX = "check the path and its file system"
+
+
+def _invalid_yaml(error: BaseException) -> str | None:
+    """Kedro's message counts lines from zero and does not show the line."""
+    named = _KEDRO_YAML_ERROR.search(str(error))
+    mark = getattr(error.__cause__, "problem_mark", None)
+    if named is None or mark is None:
+        return None
+    file = Path(named["file"])
+    problem = getattr(error.__cause__, "problem", None) or "a syntax error"
+    line = file.read_text(encoding="utf-8").splitlines()[mark.line : mark.line + 1]
+    return "\n".join(
+        [
+            f"{_relative(file)}, line {mark.line + 1}, column {mark.column + 1}: {problem}",
+            *(f"    {text}" for text in line),
+            "Fix: correct this line or the one above it, e.g. quotes, brackets or indentation",
+        ]
+    )
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _save_stack(error: Exception) -> str:
+    """Save the stack of an unexpected error, which may not come again; return where it is."""
+    stack = without_secrets("".join(traceback.format_exception(error)))
+    file = Path(TRACEBACKS) / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.txt"
+    try:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(stack, encoding="utf-8")
+    except OSError:
+        click.echo(stack, err=True)
+        return "above"
+    return f"in {file}"
