@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kedro.config import OmegaConfigLoader
 from omegaconf import OmegaConf
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
@@ -24,6 +23,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.pipelines.base_model.nodes import base_model
 from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
 from rlhf_pipeline.pipelines.ppo.nodes import SPEC as PPO
@@ -124,5 +124,5 @@ def _take_core(cores: multiprocessing.Queue[int]) -> None:
 
 def _parameters() -> Tree:
     return dict(
-        OmegaConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+        LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)["parameters"]
     )

@@ -47,7 +47,7 @@ def run(seed: int) -> dict[str, float]:
     command = [
         str(Path(sys.executable).with_name("kedro")),
         "run",
-        "--pipelines=full",
+        "--pipeline=full",
         f"--params=seed={seed},root={root}",
     ]
     start = time.monotonic()

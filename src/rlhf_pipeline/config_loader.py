@@ -1,0 +1,137 @@
+"""The layers of the configuration: base, the embedded default, the environment, local, --params."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from kedro.config import OmegaConfigLoader
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.errors import ConfigError
+
+LOCAL = "local"
+RUNTIME = "--params"
+
+EMBEDDED = {"base_model.path": "embedded/model", "split.sources": "embedded/data"}
+"""Layers of parameters that suit only the embedded model, or only the embedded data. A layer is
+left out if another layer sets the parameter."""
+
+BUILT_MODEL = ("architecture", "vocab_size")
+"""Parameters of `base_model` that give way to a later `base_model.path`."""
+
+
+class LayeredConfigLoader(OmegaConfigLoader):
+    """Kedro's loader with these layers of parameters, of which a later one wins:
+
+        conf/base
+        conf/embedded/model      unless another layer sets base_model.path
+        conf/embedded/data       unless another layer sets split.sources
+        conf/ENVIRONMENT         with --env=ENVIRONMENT
+        conf/local
+        --params
+
+    Other files have the layers base, ENVIRONMENT and local. In globals.yml the environment wins
+    over conf/local, so that a smoke test never writes among real results.
+
+    The resolver `suffix` gives -ENVIRONMENT, -embedded for the embedded model, or nothing.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._origins: dict[str, str] = {}
+        super().__init__(*args, **kwargs)
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        """Load and merge the layers of one kind of configuration."""
+        if key in self.data or key not in self.config_patterns:
+            return dict(super().__getitem__(key))
+        if key == "parameters":
+            self._register_runtime_params_resolver()
+            return self._parameters()
+        config = dict(super().__getitem__(key))  # of base and the environment; local by default
+        if self._environment == LOCAL:
+            return config
+        order = [LOCAL, self._environment] if key == "globals" else [LOCAL]
+        for layer in order:
+            config |= self._merge_and_resolve(key, self._files(layer, key))
+        return config
+
+    def origin(self, name: str) -> str | None:
+        """The file that sets a parameter, or "--params"; None: nothing sets it."""
+        return self._origins.get(name)
+
+    def chosen(self) -> dict[str, Any]:
+        """The parameters that the environment, conf/local or --params set, by dotted name."""
+        defaults = tuple(self._get_conf_env_path(layer) for layer in ("base", *EMBEDDED.values()))
+        values = dict(leaves(self["parameters"]))
+        return {
+            name: values[name]
+            for name, origin in self._origins.items()
+            if name in values and not str(Path(origin).absolute()).startswith(defaults)
+        }
+
+    @property
+    def _environment(self) -> str:
+        return str(self.env or self.default_run_env)
+
+    def _parameters(self) -> dict[str, Any]:
+        layers = {
+            name: self._files(name, "parameters") for name in ("base", self._environment, LOCAL)
+        }
+        layers[RUNTIME] = {RUNTIME: OmegaConf.create(dict(self.runtime_params))}
+        set_by_user = [config for files in layers.values() for config in files.values()]
+        embedded = {
+            layer: self._files(layer, "parameters")
+            for place, layer in EMBEDDED.items()
+            if all(OmegaConf.select(config, place) is None for config in set_by_user)
+        }
+        ordered = {"base": layers.pop("base"), **embedded, **layers}
+        files = {name: config for layer in ordered.values() for name, config in layer.items()}
+        _let_built_models_give_way(list(files.values()))
+        suffix = self._suffix(has_embedded_model=EMBEDDED["base_model.path"] in embedded)
+        OmegaConf.register_new_resolver("suffix", lambda: suffix, replace=True)
+        for name, config in files.items():
+            places = leaves(cast(dict[str, Any], OmegaConf.to_container(config)))
+            self._origins |= {place: _shown(name) for place, _ in places}
+        merged = OmegaConf.unsafe_merge(*files.values())
+        return cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+
+    def _suffix(self, *, has_embedded_model: bool) -> str:
+        if self._environment not in (self.base_env, LOCAL):
+            return f"-{self._environment}"
+        return "-embedded" if has_embedded_model else ""
+
+    def _check_duplicates(self, key: str, config_per_file: dict[Path, Any]) -> None:
+        for path, config in config_per_file.items():
+            if not isinstance(config, DictConfig):
+                raise ConfigError(
+                    f"{_shown(str(path))}: found a list, expected parameters by name. Fix: write "
+                    "`name: value` lines"
+                )
+        super()._check_duplicates(key, config_per_file)
+
+    def _files(self, layer: str, key: str) -> dict[str, DictConfig]:
+        """The files of a layer, sorted by name; only base and the environment must exist."""
+        folder = self._get_conf_env_path(layer)
+        if layer in (LOCAL, *EMBEDDED.values()) and not self._fs.isdir(folder):
+            return {}
+        found = self._read_dir_configs(folder, self.config_patterns[key], key, set())
+        return {str(path): found[path] for path in sorted(found)}
+
+
+def _shown(file: str) -> str:
+    """The file relative to the current folder, if it is below it."""
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
+
+
+def _let_built_models_give_way(configs: list[DictConfig]) -> None:
+    """Remove the architecture and vocabulary of the files before one that sets a path."""
+    for index, config in enumerate(configs):
+        if OmegaConf.select(config, "base_model.path") is None:
+            continue
+        for earlier in configs[:index]:
+            for name in BUILT_MODEL:
+                if "base_model" in earlier:
+                    earlier.base_model.pop(name, None)

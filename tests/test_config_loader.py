@@ -1,0 +1,109 @@
+"""The layers of the configuration, and which one wins."""
+
+import pytest
+
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+
+
+@pytest.fixture
+def conf(tmp_path):
+    """Writes files of parameters by layer; returns the loader of an environment."""
+    layers = {
+        "base": "seed: 1\nbase_model: {path: null}\nsft: {epochs: 2, batch_size: 32}\n"
+        "register: {model: 'policy${suffix:}'}\n",
+        "embedded/model": "base_model: {vocab_size: 512, architecture: {model_type: llama}}\n"
+        "sft: {epochs: 9}\n",
+        "embedded/data": "split: {sources: [{name: synthetic}], test_fraction: 0.5}\n",
+        "tiny": "sft: {batch_size: 16}\nbase_model: {architecture: {hidden_size: 8}}\n",
+    }
+    for layer, text in layers.items():
+        (tmp_path / layer).mkdir(parents=True)
+        (tmp_path / layer / "parameters.yml").write_text(text)
+    (tmp_path / "base" / "globals.yml").write_text("root: data\n")
+    (tmp_path / "tiny" / "globals.yml").write_text("root: data/tiny\n")
+
+    def load(env=None, local=None, local_root=None, **runtime):
+        (tmp_path / "local").mkdir(exist_ok=True)
+        if local is not None:
+            (tmp_path / "local" / "parameters.yml").write_text(local)
+        if local_root is not None:
+            (tmp_path / "local" / "globals.yml").write_text(f"root: {local_root}\n")
+        return LayeredConfigLoader(
+            str(tmp_path), env=env, runtime_params=runtime, **CONFIG_LOADER_ARGS
+        )
+
+    return load
+
+
+def test_without_anything_of_the_users_the_embedded_default_applies(conf):
+    parameters = conf()["parameters"]
+    assert parameters["base_model"]["vocab_size"] == 512
+    assert parameters["sft"] == {"epochs": 9, "batch_size": 32}
+    assert parameters["split"] == {"sources": [{"name": "synthetic"}], "test_fraction": 0.5}
+    assert parameters["register"]["model"] == "policy-embedded"
+
+
+@pytest.mark.parametrize("origin", ["local", "params"])
+def test_a_path_alone_replaces_the_embedded_model_and_its_learning_rates(conf, origin):
+    loader = (
+        conf(local="base_model: {path: gpt2}\n")
+        if origin == "local"
+        else conf(base_model={"path": "gpt2"})
+    )
+    parameters = loader["parameters"]
+    assert parameters["base_model"] == {"path": "gpt2"}
+    assert parameters["sft"] == {"epochs": 2, "batch_size": 32}
+    assert parameters["split"]["sources"] == [{"name": "synthetic"}]
+    assert parameters["register"]["model"] == "policy"
+
+
+def test_sources_alone_replace_the_embedded_data_and_its_fractions(conf):
+    parameters = conf(local="split: {sources: [{name: files, path: x.csv}]}\n")["parameters"]
+    assert parameters["split"] == {"sources": [{"name": "files", "path": "x.csv"}]}
+    assert parameters["base_model"]["vocab_size"] == 512
+
+
+def test_conf_local_is_read_with_an_environment_too_and_wins(conf):
+    local = "sft: {batch_size: 4}\nbase_model: {path: gpt2}\n"
+    parameters = conf("tiny", local=local)["parameters"]
+    assert parameters["sft"]["batch_size"] == 4
+    assert parameters["base_model"] == {"path": "gpt2"}  # the architecture of tiny gives way
+
+
+def test_an_environment_has_a_registered_model_of_its_own(conf):
+    assert conf("tiny")["parameters"]["register"]["model"] == "policy-tiny"
+    assert conf("tiny", base_model={"path": "x"})["parameters"]["register"]["model"] == (
+        "policy-tiny"
+    )
+    chosen = conf("tiny", register={"model": "mine"})["parameters"]
+    assert chosen["register"]["model"] == "mine"
+
+
+def test_the_root_of_an_environment_wins_over_that_of_conf_local(conf, tmp_path):
+    assert conf(local_root="/big")["globals"]["root"] == "/big"
+    assert conf("tiny", local_root="/big")["globals"]["root"] == "data/tiny"
+    (tmp_path / "own").mkdir()
+    assert conf("own", local_root="/big")["globals"]["root"] == "/big"
+
+
+def test_path_and_architecture_in_one_file_both_stay_for_the_validation_to_refuse(conf):
+    local = "base_model: {path: gpt2, architecture: {model_type: opt}}\n"
+    base_model = conf(local=local)["parameters"]["base_model"]
+    assert base_model == {"path": "gpt2", "architecture": {"model_type": "opt"}}
+
+
+def test_every_parameter_knows_the_file_that_sets_it(conf, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    loader = conf("tiny", sft={"epochs": 3})
+    loader["parameters"]
+    assert loader.origin("sft.epochs") == "--params"
+    assert loader.origin("sft.batch_size") == "tiny/parameters.yml"
+    assert loader.origin("base_model.vocab_size") == "embedded/model/parameters.yml"
+    assert loader.origin("ppo.steps") is None
+
+
+def test_a_file_with_a_list_is_refused(conf):
+    with pytest.raises(ConfigError, match="found a list, expected parameters by name"):
+        conf(local="- sft\n")["parameters"]
