@@ -2,11 +2,16 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from ports import reserved_port
+from waiting import wait_until
 
 PROJECT = Path(__file__).parents[1]
 
@@ -80,13 +85,13 @@ def test_a_pipeline_without_published_inputs_would_fail(kedro):
 
 
 def test_unknown_names_and_invalid_values_are_refused(kedro):
-    assert "no pipeline 'pppo'; the pipelines are data_preparation, sft" in kedro(
+    assert "--pipeline: found 'pppo' (did you mean ppo?)" in kedro(
         "rlhf", "status", "-p", "pppo", fails=True
     )
-    assert "sft.batch_size: found 33, expected a multiple of 2 ranks" in kedro(
+    assert "sft.batch_size (--params): found 33, expected a multiple of 2 ranks" in kedro(
         "rlhf", "status", params=",sft.batch_size=33", fails=True
     )
-    refusal = "force: no stage 'pppo' (did you mean ppo?)"
+    refusal = "force (--params): no stage 'pppo' (did you mean ppo?)"
     assert refusal in kedro("rlhf", "status", params=",force=pppo", fails=True)
     assert refusal in kedro("run", params=",force=pppo", fails=True)
 
@@ -119,3 +124,46 @@ def test_status_force_and_clean_on_stages_that_have_run(kedro):
     assert not old.exists()
     assert "Nothing to remove." in kedro("rlhf", "clean", "--yes")
     assert [row[1] for row in rows(kedro("rlhf", "status"))[:2]] == ["finished", "finished"]
+
+
+@pytest.mark.slow
+def test_ui_prints_the_page_with_the_runs_and_serves_it(tmp_path):
+    with reserved_port() as port:
+        pass
+    command = [sys.executable, "-m", "kedro", "rlhf", "ui", f"--port={port}"]
+    settings = os.environ | {
+        "PYTHONPATH": str(PROJECT / "src"),
+        "PATH": "/usr/bin:/bin",  # without the environment's programs
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "DISPLAY": "",
+        "WAYLAND_DISPLAY": "",
+    }
+    server = subprocess.Popen(
+        command,
+        cwd=PROJECT,
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        link = server.stdout.readline().removeprefix("runs: ").strip()
+        address = f"http://127.0.0.1:{port}"
+        assert re.fullmatch(rf"{address}/#/experiments/\d+/runs\?workflowType=\S+", link)
+
+        pages = []
+
+        def answers():
+            with suppress(OSError):
+                pages.append(urllib.request.urlopen(address, timeout=2).read().decode())
+            return pages
+
+        wait_until(answers)
+        assert "MLflow" in pages[0]
+        second = subprocess.run(command, cwd=PROJECT, env=settings, capture_output=True, text=True)
+        assert f"Error: --port: another program answers at {port}" in second.stderr
+        assert "Fix: open the link above, or use `kedro rlhf ui --port=" in second.stderr
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, Version
-from kedro.io.core import DatasetError
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 from rich.console import Console
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.hooks import ErrorHook, PreflightHook, ResultsHook, _tags
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.hooks import PreflightHook, ResultsHook
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
 
@@ -66,30 +65,6 @@ def test_an_invalid_root_is_refused_before_the_catalog_is_created(tmp_path, para
         str(tmp_path), base_env="base", default_run_env="base", runtime_params=parameters
     )
     with pytest.raises(ConfigError, match=r"root: found '[\[{]' in '/data/a[\[{]b[\]}]'"):
-        PreflightHook().after_context_created(context=SimpleNamespace(config_loader=loader))
-
-
-def test_the_tags_of_a_run_contain_no_secret():
-    tags = _tags(
-        {
-            "runtime_params": {"path": "https://me:canary@host/a?sig=canary"},
-            "env": "tiny",
-            "run_id": "v",
-        }
-    )
-    assert tags == {
-        "kedro.version": "v",
-        "kedro.env": "tiny",
-        "kedro.runtime_params": "{'path': 'https://...@host/a?...'}",
-    }
-
-
-def test_an_error_wrapped_by_the_catalog_is_raised():
-    error = StageError("the disk is full")
-    wrapped = DatasetError("sft_model: ...")
-    wrapped.__cause__ = DatasetError("...")
-    wrapped.__cause__.__cause__ = error
-    with pytest.raises(StageError) as caught:
-        ErrorHook().on_pipeline_error(error=wrapped)
-    assert caught.value is error
-    ErrorHook().on_pipeline_error(error=DatasetError("Kedro's own"))
+        PreflightHook().after_context_created(
+            context=SimpleNamespace(config_loader=loader, env=None)
+        )

@@ -1,16 +1,18 @@
-"""Commands of the project: `kedro rlhf ...`.
+"""Commands of the project: `kedro run` with readable errors, and `kedro rlhf ...`.
 
 Each command imports what it needs when it is called: every `kedro` command loads this module.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
-from kedro.framework.cli.project import run  # noqa: F401 - for Kedro
+from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import _split_params
 from kedro.framework.startup import ProjectMetadata
 from kedro.io import CatalogProtocol
@@ -21,17 +23,46 @@ _PARAMS = click.option(
 )
 
 
+class Command(click.Command):
+    """A command whose errors are one message each; `--traceback` shows the stack as well."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(["--traceback"], is_flag=True, help="Show the stack of an error.")
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        from rlhf_pipeline.explain import explained_errors
+
+        with explained_errors(show_traceback=ctx.params.pop("traceback")):
+            return super().invoke(ctx)
+
+
 @click.group(name="rlhf-pipeline")
 def cli() -> None:
     """Commands of this project."""
 
 
+@cli.command(cls=Command, params=list(kedro_run.params), help=kedro_run.help)
+def run(pipeline: str | None, pipelines: list[str], **options: Any) -> Any:
+    """Call Kedro's own `run` after a check of the names in its options."""
+    from rlhf_pipeline.commands.names import check_names
+
+    if pipeline and pipelines:
+        raise click.UsageError("use either --pipeline or --pipelines")
+    names = [pipeline] if pipeline else list(pipelines)  # --pipeline is deprecated in Kedro
+    check_names(names, options)
+    return kedro_run.callback(pipeline=None, pipelines=names, **options)
+
+
 @cli.group()
 def rlhf() -> None:
-    """Show and clean up the results of the stages."""
+    """Show results, and clean up what no result needs."""
 
 
-@rlhf.command()
+@rlhf.command(cls=Command)
 @click.option(
     "--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline."
 )
@@ -45,30 +76,39 @@ def status(
     from kedro.framework.project import pipelines
     from rich.console import Console
 
+    from rlhf_pipeline.commands.names import check_names
     from rlhf_pipeline.commands.status import show
     from rlhf_pipeline.commands.status import status as plan
 
-    if pipeline not in pipelines:
-        raise click.BadParameter(
-            f"no pipeline {pipeline!r}; the pipelines are {', '.join(pipelines)}",
-            param_hint="--pipeline",
-        )
+    check_names([pipeline], {})
     with _catalog(metadata, env, params) as catalog:
-        show(plan(pipelines[pipeline], catalog), Console())
+        # A pipe has no width: one line for each stage.
+        console = Console(width=None if sys.stdout.isatty() else 500)
+        show(plan(pipelines[pipeline], catalog), console)
 
 
-@rlhf.command()
+@rlhf.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove; without it the command only lists.")
 @click.option(
     "--unfinished",
     is_flag=True,
     help="Also unfinished stages that could resume from a checkpoint.",
 )
+@click.option(
+    "--versions",
+    is_flag=True,
+    help="Also published versions, except the newest of each data set and registered ones.",
+)
 @_ENV
 @_PARAMS
 @click.pass_obj
 def clean(
-    metadata: ProjectMetadata, yes: bool, unfinished: bool, env: str | None, params: dict[str, Any]
+    metadata: ProjectMetadata,
+    yes: bool,
+    unfinished: bool,
+    versions: bool,
+    env: str | None,
+    params: dict[str, Any],
 ) -> None:
     """Remove work directories that no published version needs, and interrupted publications."""
     from rich.console import Console
@@ -76,7 +116,26 @@ def clean(
     from rlhf_pipeline.commands.clean import clean as clean_up
 
     with _catalog(metadata, env, params) as catalog:
-        clean_up(catalog, Console(), yes=yes, unfinished=unfinished)
+        clean_up(
+            catalog,
+            Console(),
+            Path(metadata.project_path),
+            yes=yes,
+            unfinished=unfinished,
+            versions=versions,
+        )
+
+
+@rlhf.command(cls=Command)
+@click.option("--port", default=5000, show_default=True, help="Port at 127.0.0.1.")
+@click.pass_obj
+def ui(metadata: ProjectMetadata, port: int) -> None:
+    """Show runs, metrics and registered models in MLflow, on this machine alone."""
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.ui import serve
+
+    serve(metadata.project_path, port, Console())
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +15,60 @@ from rich.console import Console
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import Interrupted, PipelineError
-from rlhf_pipeline.preflight import check_root, preflight
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.evaluation.report import summary
+from rlhf_pipeline.explain import explain
+from rlhf_pipeline.preflight import check_environment, check_phases, check_root, preflight
+from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.results import SplitSummary, print_results
+from rlhf_pipeline.run_options import run_name, run_tags, whole_run
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import Listeners, StageListener, Status
-from rlhf_pipeline.stages.job import Stages
+from rlhf_pipeline.stages.job import STAGES, Stages
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.tracking.child_run import mixture_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
 
-STAGES = "stages"
-"""The catalog entry from which every node gets its `Stages`."""
+PROJECT = "params:project"
+"""The catalog entry with the project folder, which contains the tracking database."""
 
 
 class PreflightHook:
     """Fails before the first node runs if the parameters are invalid."""
 
-    @hook_impl
+    @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
-        """Check the root folder before Kedro derives the paths of the catalog from it."""
+        """Check environment and parameters before Kedro derives anything from them."""
         loader = context.config_loader
+        check_environment(Path(loader.conf_source), context.env)
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
+        preflight(loader["parameters"], gpus=gpu_count(), origin=loader.origin)
 
     @hook_impl(tryfirst=True)
-    def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
-        """Check all parameters together, and that a configured port is free."""
-        prepare_parameters(catalog)
-        free_port(LaunchConfig.model_validate(catalog.load("parameters")["launch"]).master_port)
+    def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        """Check what the chosen nodes need: rows for each phase, a free port."""
+        provide_default_blocks(catalog)
+        split = SplitConfig.model_validate(catalog.load("params:split"))
+        check_phases(split.weights, {node.name for node in pipeline.nodes})
+        free_port(launch_config(catalog).master_port)
 
 
-def prepare_parameters(catalog: CatalogProtocol) -> None:
-    """Check all parameters on this machine; add the defaults of blocks missing in all files."""
-    parameters: dict[str, Any] = catalog.load("parameters")
-    preflight(parameters, gpus=gpu_count())
+def provide_default_blocks(catalog: CatalogProtocol) -> None:
+    """Add the defaults of parameter blocks missing in all files."""
     for name, block in parameter_blocks().items():
         if f"params:{name}" not in catalog:
             catalog[f"params:{name}"] = block()
+
+
+def launch_config(catalog: CatalogProtocol) -> LaunchConfig:
+    """The block `launch`."""
+    return LaunchConfig.model_validate(catalog.load("parameters")["launch"])
 
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
@@ -62,7 +77,7 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
     base_model = BaseModelConfig.model_validate(parameters["base_model"])
     return RunContext(
         workspace=catalog.load("workspace"),
-        launch=LaunchConfig.model_validate(parameters["launch"]),
+        launch=launch_config(catalog),
         forced=forced_stages(parameters.get("force"), stage_specs()),
         trust_remote_code=base_model.trust_remote_code,
         listener=Listeners(listeners),
@@ -84,20 +99,32 @@ class StagesHook:
         self._console = console
         self._project = Path()
         self._tracker: MlflowTracker | None = None
+        self._chosen: dict[str, Any] = {}
+        self._summary = ""
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Remember the project folder, which contains the tracking database."""
+        """Remember the project folder, which contains the tracking database, and the parameters
+        that the user chose."""
         self._project = Path(context.project_path)
+        self._chosen = context.config_loader.chosen()
 
     @hook_impl
-    def before_pipeline_run(self, run_params: dict[str, Any], catalog: CatalogProtocol) -> None:
-        """Start the parent run, and make the stage runner."""
-        names = run_params.get("pipeline_names") or ["__default__"]
-        self._tracker = MlflowTracker(tracking_uri(self._project), self._project)
-        listeners = ProgressDisplay(self._console), SplitSummary(self._console), self._tracker
-        provide_stages(catalog, StageRunner(run_context(catalog, *listeners)))
-        self._tracker.start("+".join(names), _tags(run_params))
+    def before_pipeline_run(
+        self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
+    ) -> None:
+        """Check the published inputs, start the parent run, and make the stage runner."""
+        tracker = MlflowTracker(tracking_uri(self._project), self._project)
+        listeners = ProgressDisplay(self._console), SplitSummary(self._console), tracker
+        context = run_context(catalog, *listeners)
+        chosen = {name: str(value) for name, value in self._chosen.items()}
+        changes = changes_since(published_inputs(pipeline, catalog), catalog, context)
+        if catalog.load("parameters").get("inputs") != "newest":
+            refuse_mixture(changes, whole_run(run_params, pipeline))
+        provide_stages(catalog, StageRunner(replace(context, mixture=changes)))
+        catalog[PROJECT] = MemoryDataset(self._project, copy_mode="assign")
+        self._tracker = tracker
+        tracker.describe(run_name(run_params), run_tags(run_params) | mixture_tag(changes), chosen)
 
     @hook_impl
     def before_node_run(self) -> None:
@@ -106,18 +133,32 @@ class StagesHook:
             self._tracker.catch_up()
 
     @hook_impl
+    def after_node_run(self, outputs: dict[str, Any]) -> None:
+        """Remember the verdict; a run that registers only opens its parent run here."""
+        for name, output in outputs.items():
+            if name.endswith("evaluation"):
+                verdict = summary(json.loads((output / "evaluation.json").read_text()), {})
+                report = (output / "report.md").read_text().partition("\n## Largest gains")[0]
+                self._summary = f"{verdict}\n\n{report}"
+        if self._tracker is not None:
+            self._tracker.open()
+
+    @hook_impl
     def after_pipeline_run(self) -> None:
         """Close the parent run."""
-        self._end("FINISHED")
+        self._end("FINISHED", self._summary)
 
     @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
-        """Close the parent run with its real status."""
-        self._end("KILLED" if isinstance(error, Interrupted) else "FAILED")
+        """Close the parent run with its real status and the reason."""
+        explained = explain(error)
+        status: Status = "KILLED" if isinstance(explained, Interrupted) else "FAILED"
+        reason = without_secrets(explained.format_message())
+        self._end(status, f"**{status.capitalize()}**\n\n```\n{reason}\n```")
 
-    def _end(self, status: Status) -> None:
+    def _end(self, status: Status, summary: str) -> None:
         if self._tracker is not None:
-            self._tracker.end(status)
+            self._tracker.end(status, summary)
             self._tracker = None
 
 
@@ -143,26 +184,3 @@ class ResultsHook:
             for name in sorted(pipeline.all_outputs())
         }
         print_results(results, self._console)
-
-
-class ErrorHook:
-    """Shows the errors of this package without a traceback: Kedro's catalog wraps them."""
-
-    @hook_impl(trylast=True)
-    def on_pipeline_error(self, error: Exception) -> None:
-        """Raise the wrapped `PipelineError`, after the other hooks have finished."""
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, PipelineError):
-            cause = cause.__cause__
-        if cause is not None:
-            raise cause
-
-
-def _tags(run_params: dict[str, Any]) -> dict[str, str]:
-    """The options of `kedro run` as tags of the parent run."""
-    names = ("env", "from_nodes", "to_nodes", "node_names", "tags", "runtime_params")
-    options = {name: run_params.get(name) for name in names}
-    return {
-        "kedro.version": str(run_params["run_id"]),
-        **{f"kedro.{key}": without_secrets(str(value)) for key, value in options.items() if value},
-    }

@@ -1,16 +1,18 @@
-"""Printing of the results of a run."""
+"""What a run prints at its end: the verdict, where the results are, what was registered."""
 
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
-from rlhf_pipeline.data.split_report import print_summary
-from rlhf_pipeline.evaluation.report import print_table
+from rlhf_pipeline.data.split_report import print_summary as print_split
+from rlhf_pipeline.evaluation.report import print_summary
 from rlhf_pipeline.stage_registry import policy_stages
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
@@ -25,38 +27,51 @@ class SplitSummary(StageListener):
         """Print the report's table."""
         if run.stage == "split" and status == "FINISHED" and not run.cached:
             report = json.loads((run.export / "report.json").read_text(encoding="utf-8"))
-            print_summary(report, self._console)
+            print_split(report, self._console)
 
 
 def print_results(results: dict[str, Any], console: Console) -> None:
-    """Print the comparison, the paths of all artifacts, and the registered versions.
+    """Print the verdict, the report or else the artifacts, and the registered versions.
 
     `results` maps names of data sets to the path of an artifact, or to the registration.
     """
     show = partial(console.print, highlight=False, soft_wrap=True)
-    for name, result in results.items():
-        if name.endswith("evaluation"):
-            evaluation = json.loads((result / "evaluation.json").read_text())
-            policy = policy_stages()[evaluation["candidate"]].SPEC
-            print_table(evaluation, policy.caveats, console)
     show("")
-    for name, result in results.items():
-        if isinstance(result, Path):
-            show(f"{name:>15}  {result}")
+    shown = {name: path for name, path in results.items() if isinstance(path, Path)}
+    if reports := {name: path for name, path in shown.items() if name.endswith("evaluation")}:
+        shown = {}
+    for path in reports.values():
+        evaluation = json.loads((path / "evaluation.json").read_text())
+        candidate = evaluation["candidate"]
+        print_summary(evaluation, policy_stages()[candidate].SPEC.caveats, console)
+        show("")
+        shown["report"] = path / "report.md"
+        if f"{candidate}_model" in results:
+            shown["model"] = results[f"{candidate}_model"]
+    for name, path in shown.items():
+        show(f"{name:>12}  {_link(path)}")
     for name, result in results.items():
         if name.endswith("registration"):
-            show("\n".join(_registration(result)))
+            show("\n".join(_registration(result, console)))
 
 
-def _registration(registration: dict[str, Any]) -> list[str]:
+def _link(path: Path) -> str:
+    """The path relative to the current folder, as a link that a terminal opens."""
+    shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    return f"[link={path.as_uri()}]{escape(shown)}[/link]"
+
+
+def _registration(registration: dict[str, Any], console: Console) -> list[str]:
     """The aliases of the model, the reasons against a promotion, and the page of the comparison."""
     aliases = ", ".join(
         f"{alias} = version {version}" for alias, version in sorted(registration["aliases"].items())
     )
-    refusals = [f"{'':>15}  not promoted: {reason}" for reason in registration["refusals"]]
+    refusals = [f"{'':>12}  not promoted: {reason}" for reason in registration["refusals"]]
     compare = f"http://127.0.0.1:5000{registration['compare']}"
+    # A log has no links.
+    page = f"[link={compare}]the page of both versions[/link]" if console.is_terminal else compare
     return [
-        f"{registration['model']:>15}  {aliases}",
+        f"{'registry':>12}  {registration['model']}: {aliases}",
         *refusals,
-        f"{'compare':>15}  make ui, then {compare}",
+        f"{'compare':>12}  make ui, then {page}",
     ]

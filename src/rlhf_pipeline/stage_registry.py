@@ -41,7 +41,7 @@ def stage_specs() -> dict[str, StageSpec]:
 
 
 def parameter_blocks() -> dict[str, type[Block]]:
-    """All parameter blocks by name; the only other parameters are `seed` and `force`."""
+    """All parameter blocks by name; the other parameters are `seed`, `force`, `inputs`."""
     blocks: dict[str, type[Block]] = {"launch": LaunchConfig}
     for spec in stage_specs().values():
         blocks |= spec.blocks

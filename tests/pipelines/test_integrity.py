@@ -13,11 +13,12 @@ from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
-from rlhf_pipeline.hooks import STAGES, run_context
+from rlhf_pipeline.hooks import PROJECT as PROJECT_FOLDER
+from rlhf_pipeline.hooks import run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache.planning import Planner
-from rlhf_pipeline.stages.job import Stages
+from rlhf_pipeline.stages.job import STAGES, Stages
 from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.slow
@@ -137,6 +138,7 @@ def stages(project, tmp_path_factory):
     bootstrap_project(PROJECT)
     with KedroSession.create(PROJECT, env="tiny", runtime_params={"root": str(root)}) as session:
         catalog = session.load_context().catalog
+        catalog[PROJECT_FOLDER] = PROJECT
         nodes = {node.name: node for node in register_pipelines()["full"].nodes}
 
         def call(name: str, *, cached: bool, stages: Stages | None = None) -> None:

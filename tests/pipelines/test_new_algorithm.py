@@ -51,7 +51,7 @@ def trained(tree, project, tmp_path_factory):
     shutil.copytree(project.root / "07_workspace", own.root / "07_workspace")
     kedro = str(Path(sys.executable).with_name("kedro"))
     result = subprocess.run(
-        [kedro, "run", "--env=tiny", "--pipelines=simpo", f"--params=root={own.root}"],
+        [kedro, "run", "--env=tiny", "--pipeline=simpo", f"--params=root={own.root}"],
         cwd=tree[0], env=os.environ | {"MLFLOW_TRACKING_URI": own.uri, "COLUMNS": "100"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -110,11 +110,11 @@ def test_the_policy_was_evaluated_against_sft(trained):
     assert sorted(evaluation["policies"]) == ["sft", "simpo"]
     assert evaluation["policies"]["simpo"]["kl"] != 0.0
     assert "SimPO never saw the scores of this judge." in (folder / "report.md").read_text()
-    assert "SIMPO against SFT" in trained.output
+    assert "SIMPO's answer" in trained.output
 
 
 def test_the_policy_was_registered(trained):
-    candidate = trained.client().get_model_version_by_alias("rlhf-policy", "candidate")
+    candidate = trained.client().get_model_version_by_alias("rlhf-policy-tiny", "candidate")
     assert Path(candidate.source) == trained.newest("06_models/simpo_model")
     assert candidate.tags["rlhf.stage"] == "simpo"
     registration = json.loads(trained.newest("08_reporting/simpo_registration.json").read_text())

@@ -1,15 +1,17 @@
 """The registered pipelines and the catalog."""
 
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
-from rlhf_pipeline.hooks import STAGES
+from rlhf_pipeline.hooks import PROJECT as PROJECT_FOLDER
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.preflight import preflight
 from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.stages.job import STAGES
 
 PROJECT = Path(__file__).parents[2]
 ORDER = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate", "register"]
@@ -68,7 +70,7 @@ def test_each_environment_has_every_data_set_and_valid_parameters(env, monkeypat
         free = {
             name for pipeline in pipelines for name in pipeline.inputs() | pipeline.all_outputs()
         }
-        assert [name for name in sorted(free) if name not in catalog] == [STAGES]
+        assert {name for name in free if name not in catalog} == {STAGES, PROJECT_FOLDER}
         preflight(catalog.load("parameters"), gpus=0)
 
 
@@ -80,4 +82,28 @@ def test_an_environment_overrides_single_keys_of_a_block():
         ppo = session.load_context().params["ppo"]
     assert ppo.steps == 3  # tiny
     assert (ppo.kl.coef, ppo.kl.maximum) == (0.5, 3.0)  # command line over base
-    assert ppo.actor.optimizer.learning_rate == 1.5e-4  # base
+    assert ppo.actor.optimizer.learning_rate == 1.5e-4  # embedded
+
+
+@pytest.mark.parametrize("name", ["full", "dpo"])
+def test_the_layers_of_the_drawing_follow_each_other(name):
+    """kedro-viz shows no layers if a later one leads back to an earlier one."""
+    bootstrap_project(PROJECT)
+    with KedroSession.create(PROJECT) as session:
+        catalog = session.load_context().catalog
+        pipeline = register_pipelines()[name]
+        layers = {
+            data: catalog.get(data).metadata["kedro-viz"]["layer"]
+            for data in pipeline.all_outputs()
+        }
+    earlier = {layer: set() for layer in layers.values()}
+    for step in pipeline.nodes:
+        inputs = {layers[data] for data in step.inputs if data in layers}
+        for data in step.outputs:
+            earlier[layers[data]] |= inputs - {layers[data]}
+    assert list(TopologicalSorter(earlier).static_order()) == [
+        "base model",
+        "data",
+        "models",
+        "reporting",
+    ]

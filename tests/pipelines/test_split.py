@@ -16,7 +16,7 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.pipelines.split import nodes
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.stages.run import StageRunner
 
 ROWS = [
@@ -26,7 +26,7 @@ ROWS = [
 BAD = {"prompt": "Question?", "chosen": "", "rejected": "Wrong."}
 
 
-class Launches:
+class Launches(StageListener):
     """Records the stages of a run."""
 
     def __init__(self) -> None:
@@ -34,10 +34,6 @@ class Launches:
 
     def stage_started(self, run: StageRun) -> None:
         self.stages.append(f"{run.stage} reused" if run.cached else run.stage)
-
-    def stage_metrics(self, run: StageRun, records: object) -> None: ...
-
-    def stage_ended(self, run: StageRun, status: str, metrics: object) -> None: ...
 
 
 @pytest.fixture

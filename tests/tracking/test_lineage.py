@@ -87,7 +87,7 @@ def stages(tmp_path):
 @pytest.fixture
 def tracker(uri, tmp_path):
     tracker = MlflowTracker(uri, tmp_path)
-    tracker.start("full", {})
+    tracker.describe("full", {})
     return tracker
 
 
@@ -230,7 +230,7 @@ def test_through_a_server(served, stages, tmp_path):
     from mlflow.artifacts import download_artifacts
 
     tracker = MlflowTracker(served.tracking_uri, tmp_path)
-    tracker.start("full", {})
+    tracker.describe("full", {})
     track(tracker, stages.split, stages.sft)
     split, sft = (child(served, stage) for stage in ("split", "sft"))
     assert data_sets(sft) == {"split/sft": ("training", data_sets(split)["split/sft"][1])}

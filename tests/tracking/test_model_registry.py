@@ -240,7 +240,10 @@ def test_the_gate_refuses_incomplete_metrics():
 def evaluated(directory, **lower_ends):
     """A published evaluation, by the lower end of the win rate of each judge."""
     directory.mkdir()
-    rates = {j: {"rate": 0.75, "lower": lower, "upper": 1.0} for j, lower in lower_ends.items()}
+    rates = {
+        judge: {"rate": 0.75, "lower": lower, "upper": 1.0, "n": 40}
+        for judge, lower in lower_ends.items()
+    }
     policies = {"sft": {"score": 1.0, "kl": 0.0}, "ppo": {"score": 2.0, "kl": 0.5}}
     evaluation = {"candidate": "ppo", "policies": policies, "win_rates": rates}
     (directory / "evaluation.json").write_text(json.dumps(evaluation))
@@ -262,8 +265,17 @@ def test_gold_decides_about_the_promotion_or_else_the_reward_model(
 ):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
     evaluation = evaluated(tmp_path / "evaluation", **lower_ends)
-    registration = register_evaluated(sft.folder, ppo.folder, evaluation, CONFIG, tmp_path)
+    registration = register_evaluated(
+        sft.folder, ppo.folder, evaluation, CONFIG, "synthetic", tmp_path
+    )
     assert ("champion" in registration.aliases) == promoted == (not registration.refusals)
+    version = client.get_model_version("rlhf-policy", registration.versions["ppo"])
+    assert version.tags["win rate"] == f"75.0% (95%: {read:.1%} to 100.0%)"
+    assert version.tags["KL"] == "0.50 nats"
+    assert "it prefers PPO's answer to SFT's on 75.0%" in version.description
+    assert version.description.endswith(" of 40 prompts. Data: synthetic") or (
+        "prefers it on" in version.description
+    )
     assert client.get_run(trained["ppo"]).data.metrics == {
         "eval/score": 2.0,
         "eval/kl": 0.5,

@@ -63,7 +63,8 @@ def end(run):
 
 def started(uri, project):
     tracker = MlflowTracker(uri, project)
-    tracker.start("full", {})
+    tracker.describe("full", {})
+    tracker.open()
     return tracker
 
 
@@ -71,7 +72,7 @@ def found(client):
     """Status, by name, of every run; a parent is called full."""
     experiment = experiment_id(client)
     return {
-        run.info.run_name: run
+        run.info.run_name.partition(" ")[0]: run
         for run in client.search_runs([experiment], order_by=["attributes.start_time DESC"])
     }
 
@@ -281,7 +282,7 @@ def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path
 
 def test_values_that_are_too_long_for_mlflow_are_truncated(uri, client, tmp_path):
     tracker = MlflowTracker(uri, tmp_path)
-    tracker.start("full", {"kedro.runtime_params": "x" * 9000})
+    tracker.describe("full", {"kedro.runtime_params": "x" * 9000})
     sft = stage_run(tmp_path, "sft")
     tracker.stage_started(
         StageRun(**{**vars(sft), "config": {"sft": {"path": "y" * 6001, "exact": "z" * 6000}}})

@@ -27,7 +27,7 @@ def record(step, **metrics):
 @pytest.fixture
 def tracker(uri, tmp_path):
     tracker = MlflowTracker(uri, tmp_path)
-    tracker.start("full", {"kedro.pipeline": "full"})
+    tracker.describe("full", {"kedro.pipeline": "full"})
     return tracker
 
 
@@ -94,10 +94,10 @@ def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents
     (parent,), (child,) = parents(), runs()
     assert (parent.info.run_name, parent.info.status) == ("full", "FINISHED")
     assert parent.data.tags["kedro.pipeline"] == "full"
-    assert (child.info.run_name, child.info.status) == ("ppo", "FINISHED")
+    assert (child.info.run_name, child.info.status) == ("ppo f00d", "FINISHED")
     assert child.data.tags == {
         "mlflow.parentRunId": parent.info.run_id,
-        "mlflow.runName": "ppo",
+        "mlflow.runName": "ppo f00d",
         "rlhf.stage": "ppo",
         "rlhf.driver": driver_tag(),
         "rlhf.fingerprint": "f00d",
@@ -134,11 +134,24 @@ def test_a_result_that_repeats_the_last_record_is_one_point(tracker, stage, clie
 def test_the_metrics_of_the_best_model_have_separate_names(tracker, stage, client, runs):
     tracker.stage_started(stage)
     tracker.stage_metrics(stage, [record(1, eval_loss=0.5), record(2, eval_loss=0.75)])
-    tracker.stage_ended(stage, "FINISHED", {"step": 1, "eval/loss": 0.5})
+    result = {"step": 1, "eval/loss": 0.5, "eval/entropy": 2.0}
+    run = replace(stage, headline_metrics=("eval/loss", "train/loss"))
+    tracker.stage_ended(run, "FINISHED", result)
     (child,) = runs()
     assert history(client, child, "eval/loss") == [(1, 1_001_000, 0.5), (2, 1_002_000, 0.75)]
-    assert (child.data.metrics["eval/loss"], child.data.metrics["best/eval/loss"]) == (0.75, 0.5)
-    assert child.data.metrics["best/step"] == 1
+    assert child.data.metrics == {
+        "eval/loss": 0.75,
+        "exported/eval_loss": 0.5,
+        "exported/step": 1,
+    }
+    assert child.data.tags["mlflow.note.content"].splitlines() == [
+        "The exported model, of step 1:",
+        "",
+        "| metric | value |",
+        "|---|---|",
+        "| eval/loss | 0.5 |",
+        "| eval/entropy | 2 |",
+    ]
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
@@ -182,7 +195,7 @@ def test_an_unfinished_run_is_resumed_without_a_step_twice(
     (before,) = runs()
 
     again = MlflowTracker(uri, tmp_path)
-    again.start("ppo", {})
+    again.describe("ppo", {})
     config = {**stage.config, "log": {"interval": 5}, "ppo": {**stage.config["ppo"], "lora": 4}}
     stage = replace(
         stage, config=config
@@ -221,7 +234,7 @@ def test_a_reused_stage_is_linked_to_the_run_that_trained_it(
     tracker.end("FINISHED")
 
     again = MlflowTracker(uri, tmp_path)
-    again.start("again", {})
+    again.describe("again", {})
     cached = replace(stage, cached=True)
     again.stage_started(cached)
     again.stage_ended(cached, "FINISHED", {"result/score": 1.0})
@@ -294,7 +307,7 @@ def test_an_unreachable_store_does_not_harm_a_stage(stage, tmp_path, monkeypatch
         "http://user:secret@127.0.0.1:9", tmp_path
     )  # nothing listens on the discard port
     with caplog.at_level(logging.WARNING, logger="rlhf_pipeline"):
-        tracker.start("full", {})
+        tracker.describe("full", {})
         tracker.stage_started(stage)
         tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])
         tracker.stage_ended(stage, "FINISHED", {})

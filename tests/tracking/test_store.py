@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.tracking.store import experiment_id, find_run, is_server, tracking_uri
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -21,6 +22,15 @@ def test_the_default_store_is_a_database_in_the_project(monkeypatch, tmp_path):
 def test_the_environment_can_set_another_store(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
     assert tracking_uri(tmp_path) == "http://tracking:5000"
+
+
+def test_a_store_that_mlflow_does_not_have_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+psycopg2://me:canary@host/runs")
+    assert tracking_uri(tmp_path).startswith("postgresql+psycopg2:")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgres://me:canary@host/runs")
+    with pytest.raises(ConfigError, match="did you mean postgresql") as caught:
+        tracking_uri(tmp_path)
+    assert "canary" not in str(caught.value)
 
 
 def test_only_http_is_a_server():

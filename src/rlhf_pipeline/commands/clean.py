@@ -14,17 +14,42 @@ from rich.table import Table
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
+from rlhf_pipeline.tracking.model_registry import registered_folders
+from rlhf_pipeline.tracking.store import tracking_uri
 
 
-def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: bool) -> None:
-    """Show what no published version needs; with `yes`, remove it."""
+def clean(
+    catalog: CatalogProtocol,
+    console: Console,
+    project: Path,
+    *,
+    yes: bool,
+    unfinished: bool,
+    versions: bool,
+) -> None:
+    """Show what no published version needs; with `yes`, remove it.
+
+    With `versions`, published versions count as well, except the newest one of each data set and
+    those that the model registry refers to.
+    """
     workspace: Path = catalog.load("workspace")
     names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
     found = (catalog.get(name) for name in sorted(names))
     datasets = [dataset for dataset in found if isinstance(dataset, ArtifactDataset)]
     published = [path for dataset in datasets for path in dataset.versions()]
-    abandoned = [path for dataset in datasets for path in dataset.abandoned()]
-    leftovers, kept = survey(workspace, stage_specs(), published, abandoned, unfinished=unfinished)
+    older = [path for dataset in datasets for path in dataset.versions()[:-1]]
+    if older:
+        registered = registered_folders(tracking_uri(project), project)
+        older = [path for path in older if path.resolve() not in registered]
+    unwanted = {
+        path: "left by an interrupted publication"
+        for dataset in datasets
+        for path in dataset.abandoned()
+    }
+    if versions:
+        unwanted |= dict.fromkeys(older, "an older version, not registered")
+        published = [path for path in published if path not in older]
+    leftovers, kept = survey(workspace, stage_specs(), published, unwanted, unfinished=unfinished)
     root = workspace.parent
     show = partial(console.print, highlight=False, soft_wrap=True)
     if leftovers:
@@ -42,6 +67,8 @@ def clean(catalog: CatalogProtocol, console: Console, *, yes: bool, unfinished: 
                 show(f"kept: {_name(leftover.path, root)}: in use by {holder}")
                 freed -= leftover.freed
         show(f"Removed; {decimal(freed)} freed.")
+    if older and not versions:
+        show(f"{len(older)} older versions are not registered; --versions removes them, too.")
 
 
 def _table(leftovers: list[Leftover], root: Path) -> Table:

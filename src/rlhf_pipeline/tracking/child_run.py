@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,12 @@ from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, experiment_id, find_ru
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
+
+
+DESCRIPTION_TAG = "mlflow.note.content"
+"""MLflow shows this tag as the description of a run."""
+TAG_LENGTH = 5000
+"""Characters of a tag's value that every version of MLflow accepts."""
 
 
 @dataclass
@@ -43,13 +50,14 @@ class ChildRun:
             opened = client.create_run(
                 experiment_id(client),
                 start_time=_milliseconds(records[0]) if records else None,
-                run_name=run.stage,
+                run_name=f"{run.title} {run.fingerprint[:4]}",
                 tags={
                     "mlflow.parentRunId": parent,
                     "rlhf.stage": run.stage,
                     DRIVER_TAG: driver_tag(),
                     FINGERPRINT_TAG: run.fingerprint,
                     "rlhf.directory": str(run.directory),
+                    **mixture_tag(run.mixture),
                     **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
                 },
             )
@@ -97,23 +105,48 @@ class ChildRun:
             self.step, self.time_ms = records[-1]["step"], _milliseconds(records[-1])
 
     def finish(
-        self, status: Status, metrics: dict[str, float], *, end_time: int | None = None
+        self,
+        status: Status,
+        metrics: dict[str, float],
+        headline: Collection[str] = (),
+        *,
+        end_time: int | None = None,
     ) -> None:
         """Log the result at step and time of the last record, so a repeated value is one point.
 
-        Training exports the best model. Its metrics are of an earlier step, hence `best/...`.
+        Training exports the best model, whose metrics are of an earlier step. The run's description
+        lists them. Only the step and the `headline` become metrics, `exported/...`: a chart with
+        one point says little.
         """
         from mlflow.entities import Metric
         from mlflow.utils.time import get_current_time_millis
 
         time_ms = self.time_ms or get_current_time_millis()
-        prefix = "best/" if "step" in metrics else ""
-        points = [
-            Metric(prefix + name, float(value), time_ms, self.step)
-            for name, value in metrics.items()
-        ]
+        result = metrics
+        if "step" in metrics:
+            shown = ("step", *headline)
+            result = {
+                f"exported/{name.replace('/', '_')}": metrics[name]
+                for name in shown
+                if name in metrics
+            }
+            self.client.set_tag(self.run_id, DESCRIPTION_TAG, _exported(metrics))
+        points = [Metric(name, float(value), time_ms, self.step) for name, value in result.items()]
         self.client.log_batch(self.run_id, metrics=points)
         self.client.set_terminated(self.run_id, status, end_time)
+
+
+def _exported(metrics: Mapping[str, float]) -> str:
+    """The metrics of the exported model as a Markdown table."""
+    rows = [f"| {name} | {value:.6g} |" for name, value in metrics.items() if name != "step"]
+    title = f"The exported model, of step {metrics['step']:.0f}:"
+    return "\n".join([title, "", "| metric | value |", "|---|---|", *rows])
+
+
+def mixture_tag(mixture: Mapping[str, list[str]]) -> dict[str, str]:
+    """The tag of a run whose inputs were made with other parameters; empty for other runs."""
+    text = "; ".join(f"{name}: {', '.join(changes)}" for name, changes in mixture.items())
+    return {"rlhf.mixture": truncate(text, TAG_LENGTH)} if mixture else {}
 
 
 def _milliseconds(record: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import BASELINE, deciding_judge
+from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import (
@@ -37,6 +38,8 @@ class Policy:
     """The published artifact, which contains a manifest."""
     metrics: dict[str, float]
     """`eval/...` to value."""
+    description: str = ""
+    """Description of the version in the registry."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,17 @@ class Registration:
 
 
 def register_evaluated(
-    sft_model: Path, candidate_model: Path, evaluation: Path, config: RegisterConfig, project: Path
+    sft_model: Path,
+    candidate_model: Path,
+    evaluation: Path,
+    config: RegisterConfig,
+    data: str,
+    project: Path,
 ) -> Registration:
     """Register the policies of an evaluation with its metrics, and apply the gate.
 
-    The gate reads the win rate of the deciding judge. All three artifacts are published; `project`
-    contains the tracking database, unless MLFLOW_TRACKING_URI is set.
+    The gate reads the win rate of the deciding judge. All three artifacts are published; `data`
+    names the sources; `project` contains the tracking database, unless MLFLOW_TRACKING_URI is set.
 
     Raises:
         ArtifactError: one of the three artifacts is damaged.
@@ -73,8 +81,13 @@ def register_evaluated(
     compared = json.loads((evaluation / "evaluation.json").read_text())
     candidate, rates = compared["candidate"], compared["win_rates"]
     rate = rates[deciding_judge(rates)]
+    # The run of the evaluation has the intervals; here they would hide the values.
     metrics = {
-        policy: {f"eval/{name}": value for name, value in given.items()}
+        policy: {
+            f"eval/{name}": value
+            for name, value in given.items()
+            if not name.endswith(("_lower", "_upper"))
+        }
         for policy, given in compared["policies"].items()
     }
     metrics[candidate] |= {
@@ -84,8 +97,10 @@ def register_evaluated(
     with request_limits(uploads=True):
         return register(
             connect(tracking_uri(project), project),
-            sft=Policy(sft_model, metrics[BASELINE]),
-            candidate=Policy(candidate_model, metrics[candidate]),
+            sft=Policy(sft_model, metrics[BASELINE], f"SFT baseline. Data: {data}"),
+            candidate=Policy(
+                candidate_model, metrics[candidate], f"{summary(compared, {})} Data: {data}"
+            ),
             refusals=gate(metrics[candidate], config),
             model=config.model,
         )
@@ -152,6 +167,7 @@ def register(
         }
         for stage, policy in policies.items():
             _log_evaluation(client, runs[stage], policy.metrics)
+            _describe(client, model, versions[stage], policy)
         aliases = _move_aliases(client, model, *versions.values(), promote=not refusals)
     except MlflowException as error:
         store = without_secrets(client.tracking_uri)
@@ -162,6 +178,25 @@ def register(
         ) from None  # the error itself can contain the store's password
     compare = compare_path(model, {versions[stage]: runs[stage] for stage in policies})
     return Registration(model, versions, runs, aliases, list(refusals), compare)
+
+
+def registered_folders(uri: str, project: Path) -> set[Path]:
+    """The local folders that registered versions refer to.
+
+    Raises:
+        StageError: the store cannot be reached.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        with request_limits():
+            versions = connect(uri, project).search_model_versions()
+    except MlflowException as error:
+        raise StageError(
+            f"MLflow at {without_secrets(uri)} does not say which versions are registered: "
+            f"{without_secrets(str(error))}. Fix: repeat the command when the store answers"
+        ) from None
+    return {Path(version.source).resolve() for version in versions if "://" not in version.source}
 
 
 def compare_path(model: str, runs: dict[str, str]) -> str:
@@ -231,6 +266,19 @@ def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> s
     }
     created = client.create_model_version(model, source=source, run_id=run_id, tags=tags)
     return str(created.version)
+
+
+def _describe(client: MlflowClient, model: str, version: str, policy: Policy) -> None:
+    """Let the list of versions show win rate and KL."""
+    metrics = policy.metrics
+    if "eval/win_rate" in metrics:
+        rate, lower, upper = (metrics[f"eval/win_rate{end}"] for end in ("", "_lower", "_upper"))
+        client.set_model_version_tag(
+            model, version, "win rate", f"{rate:.1%} (95%: {lower:.1%} to {upper:.1%})"
+        )
+    if "eval/kl" in metrics:
+        client.set_model_version_tag(model, version, "KL", f"{metrics['eval/kl']:z.2f} nats")
+    client.update_model_version(model, version, policy.description)
 
 
 def _log_evaluation(client: MlflowClient, run_id: str, metrics: dict[str, float]) -> None:

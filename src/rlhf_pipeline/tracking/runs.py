@@ -13,7 +13,7 @@ from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
-from rlhf_pipeline.tracking.child_run import ChildRun, truncate
+from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate
 from rlhf_pipeline.tracking.lineage import log_result
 from rlhf_pipeline.tracking.orphans import DRIVER_TAG, close_orphans, driver_tag, save_end
 from rlhf_pipeline.tracking.store import connect, experiment_id, find_run, request_limits
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 PIPELINE = "the pipeline run"
 RETRY_S = 60.0
 """Seconds between attempts to reach a failed store while a stage runs."""
-TAG_LENGTH = 5000
-"""Characters of a tag's value that every version of MLflow accepts."""
 
 
 class MlflowTracker(StageListener):
@@ -47,6 +45,7 @@ class MlflowTracker(StageListener):
         self._project = project
         self._name = "pipeline"
         self._tags: dict[str, str] = {}
+        self._params: dict[str, str] = {}
         self._client: MlflowClient | None = None
         self._parent: str | None = None
         self._children: dict[str, ChildRun] = {}
@@ -54,18 +53,31 @@ class MlflowTracker(StageListener):
         self._unsent: dict[str, tuple[StageRun, Status, dict[str, float]]] = {}
         self._failed_at: float | None = None
 
-    def start(self, run_name: str, tags: dict[str, str]) -> None:
-        """Open the parent run."""
-        self._name, self._tags = run_name, tags
+    def describe(
+        self, run_name: str, tags: dict[str, str], params: dict[str, str] | None = None
+    ) -> None:
+        """Set name, tags and parameters of the parent run, which the first stage opens.
+
+        A command that fails before its first stage therefore leaves no run.
+        """
+        self._name, self._tags, self._params = run_name, tags, params or {}
+
+    def open(self) -> None:
+        """Open the parent run if no stage has opened it."""
         with self._tolerate_failure(PIPELINE):
             self._connect()
 
-    def end(self, status: Status) -> None:
-        """Close the parent run with the real status of the pipeline."""
+    def end(self, status: Status, summary: str = "") -> None:
+        """Close the parent run with the real status of the pipeline.
+
+        `summary` is its description, as Markdown: the verdict, or the reason of a failure.
+        """
         self.catch_up()
         if self._parent is not None:
             with self._tolerate_failure(PIPELINE, self._parent, status):
                 client, parent = self._connect()
+                if summary:
+                    client.set_tag(parent, DESCRIPTION_TAG, truncate(summary, TAG_LENGTH))
                 client.set_terminated(parent, status)
 
     def catch_up(self) -> None:
@@ -79,6 +91,9 @@ class MlflowTracker(StageListener):
     def stage_started(self, run: StageRun) -> None:
         """Open the child run of the stage, or link the run that trained a reused stage."""
         self._children.pop(run.stage, None)
+        self.open()
+        if self._parent is None:  # the store is silent; asking again would take as long
+            return
         with self._tolerate_failure(run.stage):
             if not run.cached:
                 self._children[run.stage] = self._open(run)
@@ -87,10 +102,12 @@ class MlflowTracker(StageListener):
             trained = find_run(client, run.fingerprint)
             if trained is None:
                 child = self._open(run)
-                child.finish("FINISHED", Manifest.read(run.export).metrics, end_time=child.time_ms)
+                metrics = Manifest.read(run.export).metrics
+                child.finish("FINISHED", metrics, run.headline_metrics, end_time=child.time_ms)
                 trained = child.run_id
             else:
                 client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
+            self._log_headline(run, Manifest.read(run.export).metrics)
             log_result(client, trained, run)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
@@ -110,9 +127,13 @@ class MlflowTracker(StageListener):
         self._unsent[run.fingerprint] = run, status, metrics
         with self._tolerate_failure(run.stage, self._run_ids.get(run.fingerprint), status):
             self._close(run, status, metrics)
+            self._log_headline(run, metrics)
 
     def _connect(self) -> tuple[MlflowClient, str]:
         """Return client and parent run, created at the first call that reaches the store."""
+        from mlflow.entities import Param
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
+
         if self._client is None:
             self._client = connect(self._uri, self._project)
         if self._parent is None:
@@ -121,6 +142,11 @@ class MlflowTracker(StageListener):
             self._parent = self._client.create_run(
                 experiment, run_name=self._name, tags={DRIVER_TAG: driver_tag(), **tags}
             ).info.run_id
+            params = [
+                Param(name, truncate(value, MAX_PARAM_VAL_LENGTH))
+                for name, value in self._params.items()
+            ]
+            self._client.log_batch(self._parent, params=params)
             close_orphans(self._client, self._project, experiment)
         return self._client, self._parent
 
@@ -131,9 +157,18 @@ class MlflowTracker(StageListener):
         child.log_missing(run)
         return child
 
+    def _log_headline(self, run: StageRun, metrics: dict[str, float]) -> None:
+        """Log the metrics that the progress display shows to the parent run, too."""
+        client, parent = self._connect()
+        for name in run.headline_metrics:
+            if name in metrics:
+                is_own = name.startswith(f"{run.stage}/")
+                full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
+                client.log_metric(parent, full, metrics[name])
+
     def _close(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         child = self._children.pop(run.stage, None) or self._open(run)
-        child.finish(status, metrics)
+        child.finish(status, metrics, run.headline_metrics)
         if status == "FINISHED":
             log_result(child.client, child.run_id, run)
         del self._unsent[run.fingerprint]

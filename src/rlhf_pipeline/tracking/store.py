@@ -6,25 +6,47 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
+from rlhf_pipeline.errors import ConfigError, suggestion
+from rlhf_pipeline.redaction import without_secrets
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 EXPERIMENT = "rlhf-pipeline"
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+"""MLflow's pages then begin with runs and models instead of traces and prompts."""
 FINGERPRINT_TAG = "rlhf.fingerprint"
 ARTIFACTS = "mlartifacts"
+SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
+"""Kinds of stores that MLflow has without plugins."""
 
 
 def tracking_uri(project: Path) -> str:
     """The store's address: MLFLOW_TRACKING_URI if set, else a SQLite database in the project.
 
     The path is absolute, so commands started in any folder of the project share one store.
+
+    Raises:
+        ConfigError: neither MLflow nor a plugin of it has a store of such an address.
     """
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{project.resolve()}/mlflow.db"
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return f"sqlite:///{project.resolve()}/mlflow.db"
+    scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else "file"
+    plugins = entry_points(group="mlflow.tracking_store").names
+    known = sorted({*SCHEMES, *plugins})
+    if scheme not in known:
+        raise ConfigError(
+            f"MLFLOW_TRACKING_URI: found {without_secrets(uri)!r}, expected an address that begins "
+            f"with {', '.join(known)}{suggestion(scheme, known)}. Fix: correct or unset it"
+        )
+    return uri
 
 
 def is_server(uri: str) -> bool:
@@ -38,6 +60,7 @@ def connect(uri: str, project: Path) -> MlflowClient:
 
     for name in ("mlflow", "alembic"):  # they log every migration of a new database
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the tracker says it once
     if not uri.startswith("sqlite:"):
         return MlflowClient(uri)
     artifacts = project / ARTIFACTS
@@ -86,7 +109,10 @@ def experiment_id(client: MlflowClient) -> str:
             database = Path(make_url(client.tracking_uri).database or "").resolve()
             location = str(database.parent / ARTIFACTS)
         try:
-            return str(client.create_experiment(EXPERIMENT, artifact_location=location))
+            created = client.create_experiment(
+                EXPERIMENT, artifact_location=location, tags=EXPERIMENT_TAGS
+            )
+            return str(created)
         except MlflowException:
             found = client.get_experiment_by_name(EXPERIMENT)
             if found is None:  # otherwise another process created it first

@@ -1,0 +1,56 @@
+"""`kedro rlhf ui`: MLflow's pages, with the link to the runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import webbrowser
+from contextlib import closing, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.tracking.store import connect, experiment_id, is_server, tracking_uri
+
+OPEN_AFTER_S = 5.0
+"""Seconds that the server has to start before the browser opens."""
+
+
+def runs_page(server: str, project: Path) -> str:
+    """The address of the page with the runs; MLflow's own start page shows no runs."""
+    experiment = experiment_id(connect(tracking_uri(project), project))
+    return f"{server}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+
+
+def serve(project: Path, port: int, console: Console) -> None:
+    """Print the link, open it where there is a display, and serve until Ctrl-C.
+
+    With a tracking server in MLFLOW_TRACKING_URI, its pages are used and nothing is started.
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    uri = tracking_uri(project)
+    remote = is_server(uri)
+    page = runs_page(uri.rstrip("/") if remote else f"http://127.0.0.1:{port}", project)
+    console.print(f"runs: [link={page}]{page}[/link]", highlight=False, soft_wrap=True)
+    if remote:
+        return
+    with closing(socket.socket()) as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ConfigError(
+                f"--port: another program answers at {port}, perhaps an earlier `make ui`. Fix: "
+                f"open the link above, or use `kedro rlhf ui --port={port + 1}`"
+            )
+    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
+        threading.Timer(OPEN_AFTER_S, webbrowser.open, [page]).start()
+    # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    options = ["--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "mlflow", "ui", *options, "--workers", "1"]
+    with suppress(KeyboardInterrupt):
+        subprocess.run(command, env=os.environ | {"PATH": path}, check=True)

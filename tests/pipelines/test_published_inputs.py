@@ -1,0 +1,53 @@
+"""Starting from the results of other parameters: refused with the changes, or on record."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "changes"),
+    [
+        ("--from-nodes=ppo", "seed=5", ["seed 1234 -> 5"]),
+        (
+            "--nodes=ppo",
+            "sft.optimizer.learning_rate=0.01",
+            ["  reward_model, sft_model: sft.optimizer.learning_rate 0.003 -> 0.01"],
+        ),
+        (
+            "--pipeline=ppo",
+            "split.test_fraction=0.2,seed=5",
+            ["split.test_fraction 0.1 -> 0.2", "seed 1234 -> 5"],
+        ),
+        (
+            "--from-inputs=reward_model",
+            "reward_model.epochs=2",
+            ["  reward_model: reward_model.epochs 1.0 -> 2.0"],
+        ),
+        ("--from-nodes=evaluate", "ppo.kl.coef=0.3", ["  ppo_model: ppo.kl.coef 0.", " -> 0.3"]),
+    ],
+)
+def test_inputs_of_other_parameters_are_refused(project, options, params, changes):
+    runs = len(project.runs())
+    printed = project.kedro(options, params=params, check=False)
+    assert "the published inputs were made with other parameters (theirs -> yours):" in printed
+    for change in changes:
+        assert change in printed
+    assert "Fix: `kedro run --pipeline=full --env=tiny --params=" in printed
+    assert params in printed and "--params=inputs=newest" in printed
+    assert len(printed.splitlines()) <= 5
+    assert len(project.runs()) == runs
+
+
+def test_a_mixture_is_on_record_when_it_is_accepted(project):
+    project.kedro("--nodes=ppo", params="sft.epochs=2,ppo.steps=1,inputs=newest")
+    manifest = json.loads((project.newest("06_models/ppo_model") / "manifest.json").read_text())
+    assert manifest["mixture"] == {
+        name: ["sft.epochs 1.0 -> 2.0"] for name in ("reward_model", "sft_model")
+    }
+    tagged = [run for run in project.runs() if "rlhf.mixture" in run.data.tags]
+    names = {run.info.run_name.partition(" sft.epochs")[0].partition(" ")[0] for run in tagged}
+    assert names == {"ppo"} and len(tagged) == 2
+    assert tagged[0].data.tags["rlhf.mixture"].startswith("reward_model: sft.epochs 1.0 -> 2.0")
