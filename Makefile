@@ -8,10 +8,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Two at a time, whatever the machine: a test that launches something uses two processes itself.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadgroup
 
-.PHONY: run test quick long check format seeds kills stability overoptimization ui clean
+.PHONY: install run test quick long check format seeds kills stability overoptimization ui notebook clean
 
 run: $(VENV)/run.stamp
-	$(BIN)/kedro run --pipelines=full $(ARGS)
+	$(BIN)/kedro run --pipeline=full $(ARGS)
+
+install: $(VENV)/run.stamp   # only sets up .venv
 
 test: $(VENV)/dev.stamp
 	$(SIDE_BY_SIDE) -m "not long" $(ARGS)
@@ -45,7 +47,11 @@ overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, with an
 	$(BIN)/python benchmarks/overoptimization.py $(ARGS)
 
 ui: $(VENV)/run.stamp      # MLflow on this machine alone
-	$(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --workers 1 $(ARGS)
+	$(BIN)/kedro rlhf ui $(ARGS)
+
+notebook: $(VENV)/notebook.stamp   # the newest run as a page: notebooks/results.html
+	$(BIN)/jupyter nbconvert --log-level ERROR --to html --execute notebooks/results.ipynb $(ARGS)
+	@echo "the page: notebooks/results.html"
 
 clean:                     # the environment and all caches; results under data/ stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
@@ -59,3 +65,7 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/run.stamp
+
+$(VENV)/notebook.stamp: $(VENV)/run.stamp
+	$(PIP) --editable '.[notebook]'
+	touch $@

@@ -68,8 +68,8 @@ class ServedPolicy:
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
 
 
-def _load_pyfunc(path: str) -> ServedPolicy:
-    """Load a policy in its saved precision, on the GPU if there is one. MLflow calls this."""
+def load(path: str) -> ServedPolicy:
+    """Load a policy in its saved precision, on the GPU if there is one."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,3 +84,6 @@ def _load_pyfunc(path: str) -> ServedPolicy:
             path, dtype="auto", **loading_arguments(path, trust_remote_code=trust)
         )
     return ServedPolicy(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer)
+
+
+_load_pyfunc = load  # the name that MLflow calls

@@ -22,6 +22,7 @@ def test_the_notebook_runs_and_draws(project, monkeypatch):
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert "gold" in str(outputs[1]["data"])
+    assert [output for output in outputs if output.get("name") == "stderr"] == []
 
 
 def test_the_notebook_is_committed_without_outputs():
