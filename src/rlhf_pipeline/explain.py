@@ -22,6 +22,7 @@ TRACEBACKS = "tracebacks"
 """Folder in the project for the stacks of unexpected errors."""
 
 _KEDRO_YAML_ERROR = re.compile(r"Invalid YAML or JSON file (?P<file>.+), unable to read line")
+_INTERPOLATION = re.compile(r"^\w+ raised while resolving interpolation: ")
 
 
 class UnexpectedError(PipelineError):
@@ -83,7 +84,7 @@ def _message(error: BaseException) -> str | None:
         case ParserError():
             return _invalid_yaml(error)
         case OmegaConfBaseException():
-            first_line = str(error).partition("\n")[0]
+            first_line = _INTERPOLATION.sub("", str(error).partition("\n")[0])
             return f"{error.full_key or 'conf'}: {first_line}. Fix: correct the value in conf/"
         case ValueError(args=(str(text), *_)) if text.startswith("Duplicate keys found in "):
             files, _, keys = text.removeprefix("Duplicate keys found in ").rpartition(": ")

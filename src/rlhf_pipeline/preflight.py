@@ -23,6 +23,9 @@ from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
 from rlhf_pipeline.stages.launch.resources import process_count
 
+LAYERS = ("base", "embedded", "local")
+"""Folders of conf/ that are no environments: each is read by itself."""
+
 
 def check_environment(conf: Path, name: str | None) -> None:
     """Check the name of the environment, the option `--env`.
@@ -31,7 +34,9 @@ def check_environment(conf: Path, name: str | None) -> None:
         ConfigError: the configuration has no such folder.
     """
     if name is not None and conf.is_dir() and not (conf / name).is_dir():
-        known = sorted(path.name for path in conf.iterdir() if path.is_dir())
+        known = sorted(
+            path.name for path in conf.iterdir() if path.is_dir() and path.name not in LAYERS
+        )
         raise ConfigError(
             f"--env: found {name!r}{suggestion(name, known)}; the environments, which are folders "
             f"of {conf.name}/, are {', '.join(known)}"
@@ -129,7 +134,8 @@ def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:
     if empty:
         raise ConfigError(
             f"split.weights: found {list(weights)}, with 0 for {', '.join(empty)}, expected more "
-            f"than 0 for each stage of the pipeline that trains. Fix: set all of {PHASES} above 0"
+            "than 0 for each stage of the pipeline that trains. Fix: raise it, or choose a "
+            "pipeline without this stage"
         )
 
 

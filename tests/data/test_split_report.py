@@ -191,12 +191,12 @@ The first row of each phase, as the model sees it. It learns the marked tokens.
 
 **SFT**
 
-<pre>User: &lt;hi&gt;
+<pre style='white-space: pre-wrap'>User: &lt;hi&gt;
 <mark>Hello.&lt;|end|&gt;</mark></pre>
 
 **PPO, prompt**
 
-<pre>User: LONG ...</pre>
+<pre style='white-space: pre-wrap'>User: LONG ...</pre>
 
 ## Text for PPO's language-model loss
 

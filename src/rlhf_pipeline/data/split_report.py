@@ -189,7 +189,7 @@ def _example(segments: Sequence[tuple[str, bool]]) -> str:
         parts.append(f"<mark>{shown}</mark>" if learned and shown else shown)
         room -= min(room, len(text))
     more = " ..." if sum(len(text) for text, _ in segments) > SHOWN_CHARACTERS else ""
-    return f"<pre>{''.join(parts)}{more}</pre>"
+    return f"<pre style='white-space: pre-wrap'>{''.join(parts)}{more}</pre>"
 
 
 def _pretraining_section(pretraining: dict[str, Any]) -> Iterator[str]:

@@ -58,6 +58,7 @@ def _draw_scores(axes: Axes, answers: dict[str, list[Answer]], judge: str) -> No
     for (name, given), color in zip(scores.items(), (_ORANGE, _BLUE), strict=True):
         axes.hist(given, bins=24, range=limits, color=color, alpha=0.6, label=name.upper())
     axes.set(title=f"Scores of {_label(judge)}", xlabel="score", ylabel="answers")
+    axes.locator_params(axis="x", nbins=5)
     axes.legend(frameon=False)
 
 

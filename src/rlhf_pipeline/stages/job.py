@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -44,7 +45,10 @@ class StageSpec:
     def for_candidate(self, candidate: str) -> StageSpec:
         """The evaluation of a candidate policy; for PPO the name stays `evaluate`."""
         name = self.name if candidate == "ppo" else f"{self.name}_{candidate}"
-        return replace(self, name=name, headline_metrics=("sft/score", f"{candidate}/score"))
+        rates = (f"win_rate/{judge}" for judge in (REWARD_MODEL, GOLD))
+        return replace(
+            self, name=name, headline_metrics=("sft/score", f"{candidate}/score", *rates)
+        )
 
 
 @dataclass(frozen=True)
