@@ -1,11 +1,20 @@
 """The rows of each step and each rank."""
 
+from collections import Counter
+
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 import torch
 
-from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.distributed.batches import (
+    load_rows,
+    own_share,
+    sampled_rows,
+    shuffled,
+    step_rows,
+)
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 
@@ -47,18 +56,80 @@ def test_a_minibatch_contains_the_same_rows_for_any_number_of_ranks():
         assert sorted(np.concatenate([block[1] for block in blocks])) == list(range(8, 16))
 
 
-def write(path, count):
+def write(path, count, batch=None):
     table = pa.table(
         {"id": [str(i) for i in range(count)], "prompt_ids": [[i, i] for i in range(count)]}
     )
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+        writer.write_table(table, batch)
     return path
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 65, 1000])
+def test_every_number_is_at_one_position_of_a_shuffled_range(count):
+    assert sorted(shuffled(np.arange(count), count, (1, 2, 3))) == list(range(count))
+
+
+def test_every_order_is_about_equally_frequent():
+    orders = Counter(tuple(shuffled(np.arange(4), 4, (seed,))) for seed in range(4800))
+    assert len(orders) == 24
+    assert 140 < min(orders.values()) <= max(orders.values()) < 260  # 200 each, 4 deviations
+
+
+def test_a_large_range_is_shuffled_evenly_without_an_array_of_it():
+    count = 10**12
+    numbers = shuffled(np.arange(20_000), count, (5,))
+    assert len(set(numbers.tolist())) == 20_000
+    assert numbers.min() >= 0 and numbers.max() < count
+    tenths = np.bincount(numbers * 10 // count, minlength=10)
+    assert 1800 < tenths.min() <= tenths.max() < 2200
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+
+
+def test_a_sample_comes_from_the_whole_table():
+    assert sampled_rows(10, 20, seed=1).tolist() == list(range(10))
+    sample = sampled_rows(1000, 100, seed=1)
+    assert sample.tolist() == sorted(set(sample.tolist())) and len(sample) == 100
+    assert 30 < (sample < 500).sum() < 70
+    assert sample.tolist() != sampled_rows(1000, 100, seed=2).tolist()
 
 
 def test_columns_have_the_order_of_the_rows(tmp_path):
     table = load_rows(write(tmp_path / "t.arrow", 5), world(0, 2))
-    assert columns(table, np.array([3, 1])) == {"id": ["3", "1"], "prompt_ids": [[3, 3], [1, 1]]}
+    assert table.columns(np.array([3, 1])) == {"id": ["3", "1"], "prompt_ids": [[3, 3], [1, 1]]}
+
+
+def test_rows_come_from_all_batches_of_a_table(tmp_path):
+    table = load_rows(write(tmp_path / "t.arrow", 10, batch=3), world(0, 1))
+    rows = np.array([9, 0, 3, 2, 5, 3])
+    assert (table.num_rows, len(table.batches)) == (10, 4)
+    assert table.columns(rows)["id"] == [str(row) for row in rows]
+
+
+def own_memory():
+    """Bytes of this process, without the pages of mapped files, which the system can drop."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    """Ten million rows, read as training reads them: only the rows of a step are copied."""
+    path, count = tmp_path / "large.arrow", 10**7
+    schema = pa.schema({"prompt_ids": pa.list_(pa.int32())})
+    offsets = pa.array(np.arange(0, 4 * 10**5 + 1, 4, dtype=np.int32))
+    values = pa.ListArray.from_arrays(offsets, pa.array(np.arange(4 * 10**5, dtype=np.int32)))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for _ in range(count // 10**5):
+            writer.write_batch(pa.record_batch([values], schema=schema))
+    before, pool = own_memory(), pa.total_allocated_bytes()
+    table = load_rows(path, world(0, 1))
+    for step in range(50):
+        rows = step_rows(count, 64, step, seed=1)
+        first = [ids[0] for ids in table.columns(rows)["prompt_ids"]]
+        assert first == (rows % 10**5 * 4).tolist()
+    assert pa.total_allocated_bytes() - pool < 2**20
+    assert own_memory() - before < 16 * 2**20
 
 
 def test_a_table_with_fewer_rows_than_ranks_is_rejected(tmp_path):

@@ -367,6 +367,6 @@ def test_ptx_preserves_a_language_that_ppo_alone_forgets(inputs, world, tmp_path
             options, inputs | {"sft_model": learned, "pretraining": text}, world, tmp_path / name
         )
         after[name] = perplexity(models.actor.module, held_out)
-        assert lines[-1]["objective/score"] > lines[0]["objective/score"] + 0.5
+        assert lines[-1]["objective/kl"] > 1.0  # both policies have moved
     assert perplexity(model, held_out) < 2.5 and after["with"] < 3
     assert after["without"] > 6

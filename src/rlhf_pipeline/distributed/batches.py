@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,42 @@ import pyarrow as pa
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 
+ROUNDS = 8
+"""Rounds of the Feistel network in `shuffled`; four already look random for large tables."""
 
-def load_rows(path: Path, world: World) -> pa.Table:
-    """A prepared table, memory-mapped.
+_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A prepared table, memory-mapped. Reading rows copies these rows and nothing else."""
+
+    batches: list[pa.RecordBatch]
+    ends: np.ndarray
+    """For each batch, the number of rows up to its end."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def columns(self, rows: np.ndarray) -> dict[str, list[Any]]:
+        """The chosen rows, in the given order, as Python values by column."""
+        batches = np.searchsorted(self.ends, rows, side="right")
+        starts = np.concatenate([[0], self.ends])[batches]
+        places = zip(batches.tolist(), (rows - starts).tolist(), strict=True)
+        chosen = [self.batches[batch].slice(row, 1) for batch, row in places]
+        return dict(pa.Table.from_batches(chosen).to_pydict())
+
+
+def load_rows(path: Path, world: World) -> Rows:
+    """A prepared table.
 
     Raises:
         ArtifactError: the table has fewer rows than there are ranks.
     """
-    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    batches = list(pa.ipc.open_stream(pa.memory_map(str(path))))
+    table = Rows(batches, np.cumsum([batch.num_rows for batch in batches], dtype=np.int64))
     if table.num_rows < world.size:
         raise ArtifactError(
             f"{path}: found {table.num_rows} rows, expected at least {world.size}, one for each "
@@ -29,19 +57,27 @@ def load_rows(path: Path, world: World) -> pa.Table:
     return table
 
 
-def columns(table: pa.Table, rows: np.ndarray) -> dict[str, list[Any]]:
-    """The chosen rows, in the given order, as Python values by column."""
-    return dict(table.take(pa.array(rows)).to_pydict())
-
-
 def step_rows(count: int, batch_size: int, step: int, seed: int, *, stream: int = 0) -> np.ndarray:
     """Row numbers of the global batch of `step` (from 0), from a stream of seeded permutations.
 
     Each permutation of the `count` rows is a pass over the data. A batch may span two passes, so no
     batch is short. Tables that are read in parallel need different values of `stream`.
     """
-    position = np.arange(step * batch_size, (step + 1) * batch_size)
-    return np.array([_order(count, seed, int(p // count), stream)[p % count] for p in position])
+    positions = np.arange(step * batch_size, (step + 1) * batch_size)
+    passes = positions // count
+    parts = [
+        shuffled(positions[passes == number] % count, count, (seed, int(number), stream))
+        for number in np.unique(passes)
+    ]
+    return np.concatenate(parts)
+
+
+def sampled_rows(count: int, size: int, seed: int) -> np.ndarray:
+    """Row numbers of a random sample of at most `size` of `count` rows, in ascending order.
+
+    The first rows of a table would come from its first source alone.
+    """
+    return np.sort(shuffled(np.arange(min(size, count)), count, (seed,)))
 
 
 def own_share(rows: np.ndarray, world: World) -> np.ndarray:
@@ -52,6 +88,32 @@ def own_share(rows: np.ndarray, world: World) -> np.ndarray:
     return rows[world.rank :: world.size]
 
 
-@lru_cache(maxsize=4)
-def _order(count: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch, stream]).permutation(count)
+def shuffled(positions: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:
+    """The numbers at some positions of a random permutation of range(count), chosen by `key`.
+
+    The permutation is computed, not stored: a table of 10^8 rows would need an array of 0.8 GB on
+    each rank. A Feistel network permutes the numbers of an even count of bits; a result outside
+    the range is permuted again until it is inside (cycle walking, Black and Rogaway 2002).
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    keys = np.random.default_rng(list(key)).integers(2**64, size=ROUNDS, dtype=np.uint64)
+    numbers = _permuted(positions.astype(np.uint64), half, keys)
+    while (outside := numbers >= count).any():
+        numbers[outside] = _permuted(numbers[outside], half, keys)
+    return numbers.astype(np.int64)
+
+
+def _permuted(numbers: _Numbers, half: int, keys: _Numbers) -> _Numbers:
+    """A permutation of the numbers of 2 * `half` bits."""
+    shift, mask = np.uint64(half), np.uint64(2**half - 1)
+    left, right = numbers >> shift, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mixed(numbers: _Numbers) -> _Numbers:
+    """The finalizer of SplitMix64 (Steele et al. 2014): every bit depends on every bit."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, EvaluateConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
-from rlhf_pipeline.distributed.batches import columns, load_rows, own_share
+from rlhf_pipeline.distributed.batches import load_rows, own_share, sampled_rows
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, summary
 from rlhf_pipeline.evaluation.figures import FIGURE, plot_comparison
@@ -105,7 +105,7 @@ def load(
 ) -> Setup:
     """Load the prompts of this rank, the tokenizer and the judges."""
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
-    rows = own_share(np.arange(min(config.prompts, table.num_rows)), world)
+    rows = own_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
     trust = job.trust_remote_code
     return Setup(
         seed=job.seed,
@@ -113,7 +113,7 @@ def load(
         contract=contract,
         tokenizer=load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust),
         rows=rows,
-        prompts=columns(table, rows),
+        prompts=table.columns(rows),
         reference=baseline,
         judges=load_judges(job, config, world.device),
         device=world.device,

@@ -19,7 +19,7 @@ import torch
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
-from rlhf_pipeline.distributed.batches import columns, own_share, step_rows
+from rlhf_pipeline.distributed.batches import own_share, sampled_rows, step_rows
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
@@ -90,7 +90,7 @@ def training_prompts(setup: Setup, step: int) -> tuple[Rows, list[Seed]]:
     # All prompts once, then all of them again. The ranks divide the prompts, so each rank has all
     # responses to its prompts.
     tiled = np.tile(prompts, config.responses_per_prompt)
-    rows = columns(setup.prompts, own_share(tiled, world))
+    rows = setup.prompts.columns(own_share(tiled, world))
     slots = own_share(np.arange(config.responses_per_step), world)
     return rows, row_seeds(setup.seed, step, slots)
 
@@ -151,9 +151,10 @@ def held_out_metrics(setup: Setup) -> dict[str, float]:
     """
     validation, world = setup.validation, setup.world
     # Equally many prompts on each rank: ZeRO-3 needs all ranks in every forward pass.
-    share = max(1, min(setup.config.evaluation_prompts, validation.num_rows) // world.size)
-    slots = own_share(np.arange(share * world.size), world)
-    rows = columns(validation, slots)
+    count = min(setup.config.evaluation_prompts, validation.num_rows)
+    count = max(world.size, count - count % world.size)
+    slots = own_share(np.arange(count), world)
+    rows = validation.columns(sampled_rows(validation.num_rows, count, setup.seed)[slots])
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
     metrics = rollout_metrics(scored, world)

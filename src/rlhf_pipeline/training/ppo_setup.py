@@ -7,11 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-import pyarrow as pa
-
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import load_rows
+from rlhf_pipeline.distributed.batches import Rows, load_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import load_policy
@@ -34,8 +32,8 @@ class Setup:
 
     config: PPOConfig
     models: PPOModels
-    prompts: pa.Table
-    validation: pa.Table
+    prompts: Rows
+    validation: Rows
     text: TextBatches | None
     """For `ppo.ptx`; None if it is off."""
     world: World

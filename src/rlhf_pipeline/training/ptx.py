@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import pyarrow as pa
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.sequences import Sequences
@@ -26,7 +25,7 @@ class TextBatches:
     The n-th update of a run always takes the n-th batch, whether or not training was resumed.
     """
 
-    blocks: pa.Table
+    blocks: Rows
     """Column `input_ids`: token lists of equal length, at least 2."""
     config: PPOConfig
     world: World
@@ -52,7 +51,7 @@ class TextBatches:
         rows = step_rows(
             self.blocks.num_rows, self.config.ptx.batch_size, number, self.seed, stream=STREAM
         )
-        ids = torch.tensor(columns(self.blocks, own_share(rows, self.world))["input_ids"])
+        ids = torch.tensor(self.blocks.columns(own_share(rows, self.world))["input_ids"])
         mask = torch.ones_like(ids, dtype=torch.bool)
         return Sequences(ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:])
 

@@ -6,19 +6,18 @@ Passes over a fixed data set, held-out evaluations, and the best evaluated model
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self
 
 import numpy as np
-import pyarrow as pa
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SupervisedConfig
-from rlhf_pipeline.distributed.batches import columns, load_rows, own_share, step_rows
+from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import (
@@ -39,6 +38,9 @@ from rlhf_pipeline.training.best_models import BestModels
 from rlhf_pipeline.training.divergence import DivergenceGuard, stability_advice
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
+
+BLOCK = 64
+"""Micro batches of held-out rows that are in memory together, sorted by length."""
 
 
 class Batch(Protocol):
@@ -85,8 +87,8 @@ class Setup:
     engine: DeepSpeedEngine
     task: Task
     config: SupervisedConfig
-    training: pa.Table
-    validation: pa.Table
+    training: Rows
+    validation: Rows
     world: World
     seed: int
     best: BestModels
@@ -184,7 +186,7 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     """Take one optimizer step on a global batch; return its metrics."""
     engine, task, config, world = setup.engine, setup.task, setup.config, setup.world
     rows = step_rows(setup.training.num_rows, config.batch_size, step - 1, setup.seed)
-    batch = task.collate(columns(setup.training, own_share(rows, world)))
+    batch = task.collate(setup.training.columns(own_share(rows, world)))
     normalizer = world.sum(task.weight(batch)).to(world.device)
     learning_rate = engine.get_lr()[0]
     sums = optimizer_step(engine, world, micro_batch_losses(setup, batch, normalizer))
@@ -217,17 +219,26 @@ def evaluate(setup: Setup) -> dict[str, float]:
     engine, task, world = setup.engine, setup.task, setup.world
     size, count = setup.config.micro_batch_size_per_gpu, setup.validation.num_rows
     engine.eval()
-    batch = task.collate(columns(setup.validation, own_share(np.arange(count), world)))
-    # The losses are not used, so their normalizer does not matter.
-    losses = micro_batch_losses(setup, batch, torch.ones((), device=world.device))
-    most = math.ceil(math.ceil(count / world.size) / size)  # of the rank with the most rows
     sums: Sums = {}
-    for number in range(most):
-        # A rank with one row fewer may have one micro batch fewer. ZeRO-3 needs it in that forward
-        # pass all the same, with any rows.
-        _, own = losses[number % len(losses)]()
-        if number < len(losses):
-            sums = add_sums(sums, own)
+    done = 0
+    for loss in held_out_losses(setup):
+        sums = add_sums(sums, loss()[1])
         heartbeat.tick()
+        done += 1
+    # A rank with one row fewer may have one micro batch fewer. ZeRO-3 needs it in that forward pass
+    # all the same, with any rows.
+    for _ in range(math.ceil(math.ceil(count / world.size) / size) - done):
+        loss()
     engine.train()
     return task.metrics(world.sums(sums))
+
+
+def held_out_losses(setup: Setup) -> Iterator[Loss]:
+    """The losses of this rank's held-out rows, one for each micro batch; a block in memory."""
+    own = own_share(np.arange(setup.validation.num_rows), setup.world)
+    # The losses are not used, so their normalizer does not matter.
+    one = torch.ones((), device=setup.world.device)
+    block = setup.config.micro_batch_size_per_gpu * BLOCK
+    for start in range(0, len(own), block):
+        batch = setup.task.collate(setup.validation.columns(own[start : start + block]))
+        yield from micro_batch_losses(setup, batch, one)
