@@ -11,6 +11,7 @@ from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.data.sources import synthetic
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.evaluation import evaluate
 from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
 from rlhf_pipeline.models.forward import sequence_scores
@@ -74,7 +75,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     export = tmp_path / "export"
     answers = [json.loads(line) for line in (export / "answers.jsonl").read_text().splitlines()]
     assert [(a["policy"], a["row"]) for a in answers] == [
-        (policy, row) for policy in ("sft", "ppo") for row in range(6)
+        (policy, row) for policy in ("sft", "ppo") for row in sampled_rows(8, 6, seed=3)
     ]
     for answer in answers:
         messages = [{"role": "user", "content": QUESTIONS[answer["row"]]}]

@@ -46,3 +46,23 @@ def test_the_score_mean_is_stored_with_the_model(make_model, tmp_path):
     )
     store_score_mean(tmp_path, 0.75)
     assert load_scores(tmp_path, "fp32").score_mean == 0.75
+
+
+def test_a_head_in_bf16_gives_scores_in_fp32(make_model):
+    """Neighbouring bf16 numbers around 4 differ by 1/32, more than many margins of scores."""
+    model = freeze(load_scores(make_model(), "bf16", new_head=True))
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.head.weight)
+    scores = sequence_scores(model, collate(PROMPTS, RESPONSES, 0))
+    assert model.head.weight.dtype == torch.bfloat16 and scores.dtype == torch.float32
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def test_a_critic_estimates_centred_and_weighted_scores(make_model):
+    batch = collate(PROMPTS, RESPONSES, 0)
+    reward_model = freeze(load_scores(make_model(), "fp32", new_head=True))
+    torch.nn.init.normal_(reward_model.head.weight)
+    raw = response_values(reward_model, batch)
+    reward_model.config.score_mean = 3.0
+    critic = reward_model.like_rewards(2.0)
+    torch.testing.assert_close(response_values(critic, batch), 2 * (raw - 3))

@@ -15,6 +15,7 @@ import torch
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import Rows
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
 from rlhf_pipeline.distributed.world import join
@@ -114,9 +115,9 @@ def sft_steps(size, policy, world):
     )
     engine = train_engine(partial(load_policy, policy), config, total_steps=5)
     setup = Setup(
-        engine=engine, task=SFTTask(TokenContract.read(policy)), config=config, training=table,
-        validation=table, world=world, seed=1, best=None, guard=None,
-        checkpoints=None, done=0,
+        engine=engine, task=SFTTask(TokenContract.read(policy)), config=config,
+        training=Rows.of(table), validation=Rows.of(table), world=world, seed=1, best=None,
+        guard=None, checkpoints=None, done=0,
     )  # fmt: skip
     for step in range(1, 6):
         train_step(setup, step)

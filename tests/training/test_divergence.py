@@ -15,6 +15,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import Rows
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.distributed.optimizer_step import grad_norm
@@ -172,8 +173,8 @@ def fit_stage(stage, folder, world, policy, config_fields, damage=None):
         engine=engine,
         task=task,
         config=config,
-        training=TABLE,
-        validation=TABLE,
+        training=Rows.of(TABLE),
+        validation=Rows.of(TABLE),
         world=world,
         seed=1,
         best=best,

@@ -12,6 +12,7 @@ from ppo_runs import scored_rollout
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import Rows
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
@@ -58,9 +59,9 @@ def names(model):
 
 def setup_of(engine, task, config, rows, world):
     """What `train_step` needs, with all rows in one batch."""
-    table = pa.table(rows)
+    rows = Rows.of(pa.table(rows))
     return Setup(
-        engine=engine, task=task, config=config, training=table, validation=table, world=world,
+        engine=engine, task=task, config=config, training=rows, validation=rows, world=world,
         seed=1, best=None, guard=None, checkpoints=None, done=0,
     )  # fmt: skip
 
@@ -138,7 +139,7 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     before = [copy.deepcopy(model.state_dict()) for model in (*trained, *frozen)]
 
     scored = scored_rollout(models, PROMPTS, config, step=1)
-    metrics = rollout_metrics(scored, world)
+    metrics = rollout_metrics(scored, config, world)
     assert metrics["objective/kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["objective/kl_k3"] == pytest.approx(0.0, abs=1e-6)
     experience = make_experience(scored, config, kl_coef=0.1, world=world)

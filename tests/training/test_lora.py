@@ -290,12 +290,13 @@ def test_ppo_has_no_engine_for_the_reference(results):
 
 def setup_of(engine, task, config, world):
     """What `train_step` needs, with all rows in one batch of two micro batches."""
+    from rlhf_pipeline.distributed.batches import Rows
     from rlhf_pipeline.training.supervised import Setup
 
-    table = pa.table(ROWS)
+    rows = Rows.of(pa.table(ROWS))
     return Setup(
         engine=engine, task=task, config=config.model_copy(update={"micro_batch_size_per_gpu": 2}),
-        training=table, validation=table, world=world, seed=1, best=None, guard=None,
+        training=rows, validation=rows, world=world, seed=1, best=None, guard=None,
         checkpoints=None, done=0,
     )  # fmt: skip
 
@@ -374,7 +375,7 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
     before = copy.deepcopy(models.critic.module.state_dict())
     for step in (1, 2):
         scored = scored_rollout(models, ROWS["prompt_ids"], config, step)
-        kl = rollout_metrics(scored, world)["objective/kl_k3"]
+        kl = rollout_metrics(scored, config, world)["objective/kl_k3"]
         assert kl == 0 if step == 1 else kl > 0
         experience = make_experience(scored, config, kl_coef=0.1, world=world)
         update_models(models, experience, config, world, train_actor=True)

@@ -56,7 +56,7 @@ def test_the_gold_score_does_not_choose_the_exported_model(
     assert (first < second) == (sign > 0)
     best = run.setup.best["validation"].best
     assert best.step == trained.setup.best["validation"].best.step
-    assert best.selection_score == best.metrics["validation/score"]
+    assert best.selection_score == best.metrics["validation/shaped_score"]
 
 
 @pytest.fixture
@@ -101,3 +101,16 @@ def test_a_function_alone_replaces_the_reward_model_but_not_the_critic(
     assert run.setup.models.reward_model is None and run.setup.models.critic is not None
     assert line["objective/score"] == line["validation/score"] == 3.0
     assert not any(name.startswith("reward/") for name in line)
+
+
+def test_the_best_model_is_chosen_by_the_score_that_ppo_maximizes(ppo_inputs, world, tmp_path):
+    """A response without EOS has a fixed score in training, whatever the reward model says."""
+    options = {"sampling": {"max_response_tokens": 60}, "missing_eos_score": -7.0}
+    config = ppo_config(steps=1, evaluations=1, score_clip=0.25, **options)
+    run = run_ppo(config, ppo_inputs, world, tmp_path)
+    (line,) = run.lines
+    ended = line["validation/eos_fraction"]
+    assert 0 < ended < 1
+    shaped = line["validation/shaped_score"]
+    assert -7 * (1 - ended) - 0.25 * ended <= shaped <= -7 * (1 - ended) + 0.25 * ended
+    assert run.setup.best["validation"].best.selection_score == shaped != line["validation/score"]

@@ -19,19 +19,22 @@ def main(inputs: dict[str, str], folder: Path) -> None:
     import pyarrow as pa
 
     from rlhf_pipeline.data.token_contract import TokenContract
+    from rlhf_pipeline.distributed.batches import Rows
     from rlhf_pipeline.distributed.world import join
 
     world = join(1, timeout_s=600)
     paths = {name: Path(path) for name, path in inputs.items()}
     contract = TokenContract.read(paths["sft_model"])
-    table = pa.table(
-        {
-            "prompt_ids": [[5 + i] * (1 + i) for i in range(ROWS)],
-            "response_ids": [[20 + i] * (ROWS - i) for i in range(ROWS)],
-            "loss_mask": [[True] * (ROWS - i) for i in range(ROWS)],
-            "source": ["files"] * ROWS,
-            "messages": [[{"role": "user", "content": "?"}]] * ROWS,
-        }
+    table = Rows.of(
+        pa.table(
+            {
+                "prompt_ids": [[5 + i] * (1 + i) for i in range(ROWS)],
+                "response_ids": [[20 + i] * (ROWS - i) for i in range(ROWS)],
+                "loss_mask": [[True] * (ROWS - i) for i in range(ROWS)],
+                "source": ["files"] * ROWS,
+                "messages": [[{"role": "user", "content": "?"}]] * ROWS,
+            }
+        )
     )
     found = {}
     for stage in (0, 3):

@@ -153,3 +153,9 @@ Rewards = Annotated[tuple[Reward, ...], AfterValidator(_check_labels)]
 def uses_trained(rewards: Sequence[RewardSource]) -> bool:
     """Whether the trained reward model is one of the sources."""
     return any(isinstance(reward, TrainedReward) for reward in rewards)
+
+
+def trained_weight(rewards: Sequence[RewardSource]) -> float:
+    """The weight of the trained reward model in the score; 1 if it has no effect on the score."""
+    weights = [reward.weight for reward in rewards if isinstance(reward, TrainedReward)]
+    return sum(weights) or 1.0

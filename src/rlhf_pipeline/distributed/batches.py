@@ -26,6 +26,12 @@ class Rows:
     ends: np.ndarray
     """For each batch, the number of rows up to its end."""
 
+    @classmethod
+    def of(cls, table: pa.Table) -> Rows:
+        """The rows of a table."""
+        batches = table.to_batches()
+        return cls(batches, np.cumsum([batch.num_rows for batch in batches], dtype=np.int64))
+
     @property
     def num_rows(self) -> int:
         """Rows of the table."""
@@ -46,8 +52,7 @@ def load_rows(path: Path, world: World) -> Rows:
     Raises:
         ArtifactError: the table has fewer rows than there are ranks.
     """
-    batches = list(pa.ipc.open_stream(pa.memory_map(str(path))))
-    table = Rows(batches, np.cumsum([batch.num_rows for batch in batches], dtype=np.int64))
+    table = Rows.of(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
     if table.num_rows < world.size:
         raise ArtifactError(
             f"{path}: found {table.num_rows} rows, expected at least {world.size}, one for each "

@@ -19,6 +19,15 @@ from rlhf_pipeline.models.loading import DTYPES, HEAD, quantization, without_dro
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 
 
+class ScalarHead(nn.Linear):
+    """A linear layer that computes in fp32: neighbouring bf16 numbers around 4 differ by 1/32."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the scalars in fp32."""
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
 class TokenScores(nn.Module):
     """A sequence classifier with one label, whose head is applied to every token.
 
@@ -29,6 +38,16 @@ class TokenScores(nn.Module):
         super().__init__()
         self.classifier = classifier
         self.config = classifier.config
+        self._scale, self._shift = 1.0, 0.0
+
+    def like_rewards(self, weight: float) -> TokenScores:
+        """Let a critic that starts from the reward model estimate PPO's scores: centred, weighted.
+
+        Otherwise the mean score would be an error of every value at the start. `weight` is the
+        reward model's in `ppo.rewards`.
+        """
+        self._scale, self._shift = weight, self.score_mean
+        return self
 
     @property
     def score_mean(self) -> float:
@@ -43,7 +62,8 @@ class TokenScores(nn.Module):
     def forward(self, *, scores_to_keep: int, **inputs: Tensor) -> Tensor:
         """Return the scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32."""
         hidden = self.classifier.base_model(**inputs, use_cache=False)[0]
-        return self.head(hidden[:, -scores_to_keep:]).squeeze(-1).float()
+        scores: Tensor = self.head(hidden[:, -scores_to_keep:]).squeeze(-1)
+        return self._scale * (scores - self._shift)
 
 
 def load_scores(
@@ -91,6 +111,8 @@ def load_scores(
             f"{checkpoint}: found a {type(model).__name__} without a linear head `score`, expected "
             "a sequence classifier with one. Fix: use another reward model"
         )
+    if isinstance(head := getattr(model, HEAD, None), nn.Linear):
+        head.__class__ = ScalarHead  # keeps its weights and names, sharded or not
     return TokenScores(without_dropout(model))
 
 

@@ -78,14 +78,8 @@ def make_experience(
     that of its standard deviation, as in their papers.
     """
     mask = scored.sequences.response_mask
-    shaped = shaped_scores(
-        scored.scores,
-        scored.ended,
-        clip=config.score_clip,
-        missing_eos_score=config.missing_eos_score,
-    )
     rewards = per_token_rewards(
-        shaped,
+        training_scores(scored, config),
         scored.logprobs,
         scored.ref_logprobs,
         mask,
@@ -100,6 +94,16 @@ def make_experience(
     advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
     white = whiten(advantages, mask, _moments(advantages, mask, world))
     return Experience(scored.sequences, scored.logprobs, white, scored.values, returns)
+
+
+def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
+    """The scores that PPO maximizes, (B,): clipped, and fixed for responses without EOS."""
+    return shaped_scores(
+        scored.scores,
+        scored.ended,
+        clip=config.score_clip,
+        missing_eos_score=config.missing_eos_score,
+    )
 
 
 def response_advantages(returns: Tensor, config: PPOConfig, world: World) -> Tensor:

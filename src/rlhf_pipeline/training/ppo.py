@@ -110,7 +110,7 @@ def score(setup: Setup, rollout: Rollout, rows: Rows, *, held_out: bool = False)
 
 def check(setup: Setup, scored: Scored, log: StepLog) -> None:
     """Log the rollout's metrics; fail if it contains nothing to learn from."""
-    metrics = rollout_metrics(scored, setup.world)
+    metrics = rollout_metrics(scored, setup.config, setup.world)
     # In the first step that trains it, the actor is still the SFT model.
     trained = log.step > setup.config.critic_warmup_steps + 1
     log.add(metrics, rollout_fault(metrics, setup.config, f"at step {log.step}", trained=trained))
@@ -137,7 +137,7 @@ def evaluate(setup: Setup, log: StepLog) -> None:
                 rollout_fault(metrics, setup.config, where, trained=True),
             )
             if not exceeds_bound(metrics, setup.config):
-                selection_score = metrics["objective/score"]
+                selection_score = metrics["objective/shaped_score"]
                 best = setup.best[prefix]
                 best.offer(setup.models.actor, log.step, selection_score, dict(log.metrics))
 
@@ -157,7 +157,7 @@ def held_out_metrics(setup: Setup) -> dict[str, float]:
     rows = validation.columns(sampled_rows(validation.num_rows, count, setup.seed)[slots])
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
-    metrics = rollout_metrics(scored, world)
+    metrics = rollout_metrics(scored, setup.config, world)
     return metrics | gold_metrics(rows, scored.sequences, setup.models.tokenizer, world)
 
 

@@ -7,18 +7,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.training.experience import training_scores
 
 
-def rollout_metrics(scored: Scored, world: World) -> dict[str, float]:
+def rollout_metrics(scored: Scored, config: PPOConfig, world: World) -> dict[str, float]:
     """Means over the responses of all ranks."""
-    sums = world.sums({name: value.to(world.device) for name, value in scored.sums().items()})
+    own = scored.sums() | {"shaped": training_scores(scored, config).sum().double()}
+    sums = world.sums({name: value.to(world.device) for name, value in own.items()})
     count = sums["responses"]
     return {
         "objective/score": sums["score"] / count,
+        "objective/shaped_score": sums["shaped"] / count,
         "objective/kl": sums["kl"] / count,
         "objective/kl_k3": sums["kl_k3"] / count,
         "rollout/response_tokens": sums["tokens"] / count,

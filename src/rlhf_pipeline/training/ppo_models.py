@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import uses_trained
+from rlhf_pipeline.config.rewards import trained_weight, uses_trained
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.ema import EMA
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
@@ -114,8 +114,13 @@ def load_ppo_models(
     else:
         reference = frozen_model(policy, config.reference, config.actor, world)
     critic = None
+    weight = trained_weight(config.rewards)
     if config.critic is not None:
-        critic = train_engine(scores, config.critic, config.steps * updates)
+        critic = train_engine(
+            lambda *args, **kwargs: scores(*args, **kwargs).like_rewards(weight),
+            config.critic,
+            config.steps * updates,
+        )
     return PPOModels(
         actor=actor,
         reference=reference,

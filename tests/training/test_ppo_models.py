@@ -1,0 +1,41 @@
+"""The models of PPO together: their scales and their precision."""
+
+import pytest
+import torch
+from ppo_runs import ppo_config
+
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.scoring import score_sequences
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.training.ppo_models import load_ppo_models
+
+SEQUENCES = collate([[5, 6, 7], [8]], [[9, 10, 11], [12, 13]], 0)
+
+
+def load(config, inputs, world, folder):
+    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
+    return load_ppo_models(job, config, TokenContract.read(inputs["sft_model"]), world)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_the_critic_starts_on_the_scale_of_the_scores(ppo_inputs, world, tmp_path, weight):
+    """A critic that reads the whole response estimates its score, mean and weight included."""
+    config = ppo_config(rewards=[{"model": "trained", "weight": weight}])
+    models = load(config, ppo_inputs, world, tmp_path)
+    inputs = SEQUENCES.rows(torch.tensor([0])).model_inputs()
+    estimate = models.critic(**inputs, scores_to_keep=1)[0, 0]
+    raw = score_sequences(SEQUENCES, models.scorers(config, with_critic=False))
+    score = models.rewards(raw, {}).scores[0]
+    assert float(score) == pytest.approx(weight * (float(raw.scores[0]) - 0.1), abs=1e-5)
+    assert float(estimate) == pytest.approx(float(score), abs=1e-5)
+
+
+def test_a_reward_model_without_effect_leaves_the_critic_its_scale(ppo_inputs, world, tmp_path):
+    config = ppo_config(rewards=[{"model": "trained", "weight": 0.0}])
+    models = load(config, ppo_inputs, world, tmp_path)
+    inputs = SEQUENCES.rows(torch.tensor([0])).model_inputs()
+    with torch.no_grad():
+        raw = models.reward_model(**inputs, scores_to_keep=1)
+        estimate = models.critic(**inputs, scores_to_keep=1)
+    torch.testing.assert_close(estimate, raw - 0.1)
