@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_pipeline.rl.logprobs import entropy_of, logprobs_of, position_ids
+from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of, position_ids
 
 
 def logits_of(*weights: list[float]) -> Tensor:
     """One sequence a row, one position each: (B, 1, V)."""
     return torch.tensor(weights).log().unsqueeze(1)
+
+
+def entropy_of(logits: Tensor, **settings: Any) -> Tensor:
+    ids = torch.zeros(logits.shape[:-1], dtype=torch.long)
+    return logprobs_and_entropy(logits, ids, **settings)[1]
 
 
 def test_logprobs_of_the_chosen_tokens():
@@ -33,13 +41,46 @@ def test_padded_vocabulary_has_no_probability():
     torch.testing.assert_close(logprobs, torch.tensor([[-0.4700036]]))
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 2, 5, 8])
-def test_chunks_change_nothing(chunk_rows: int):
+@pytest.mark.parametrize("chunk", [1, 2, 5, 8, 100])
+def test_chunks_change_nothing(chunk: int):
     logits = logits_of([1.0, 1.0], [1.0, 2.0], [1.0, 3.0], [1.0, 4.0], [1.0, 5.0])
     # ln 1/2, ln 2/3, ln 3/4, ln 4/5, ln 5/6
     expected = torch.tensor([[-0.6931472], [-0.4054651], [-0.2876821], [-0.2231436], [-0.1823216]])
     ids = torch.ones(5, 1, dtype=torch.long)
-    torch.testing.assert_close(logprobs_of(logits, ids, chunk_rows=chunk_rows), expected)
+    torch.testing.assert_close(logprobs_of(logits, ids, chunk=chunk), expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 20, 21, 40, 100, 1000])
+def test_chunks_of_rows_and_of_positions_agree_bit_for_bit(chunk: int):
+    torch.manual_seed(1)
+    ids, weights = torch.randint(7, (4, 5)), torch.randn(2, 4, 5)
+    results = []
+    for size in (10**6, chunk):
+        torch.manual_seed(2)
+        logits = torch.randn(4, 6, 9, requires_grad=True)
+        # A view, as of the logits of a batch without the last position.
+        both = logprobs_and_entropy(logits[:, :-1], ids, vocab_size=7, chunk=size)
+        (torch.stack(both) * weights).sum().backward()
+        results.append((*both, logits.grad))
+    assert all(torch.equal(whole, part) for whole, part in zip(*results, strict=True))
+
+
+def test_no_tensor_is_larger_than_a_chunk():
+    """Besides the logits, their gradient and the results."""
+    logits = torch.zeros(2, 40, 1000, dtype=torch.bfloat16, requires_grad=True)
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dtype == torch.float32:
+                sizes.append(result.numel())
+            return result
+
+    with Sizes():
+        both = logprobs_and_entropy(logits, torch.zeros(2, 40, dtype=torch.long), chunk=5000)
+        sum(both).sum().backward()
+    assert max(sizes) == 5000
 
 
 def test_bfloat16_logits_give_float32_logprobs():
@@ -52,7 +93,7 @@ def test_bfloat16_logits_give_float32_logprobs():
 def test_gradient_of_a_logprob():
     logits = logits_of([1.0, 4.0, 25.0, 1000.0], [1.0, 4.0, 25.0, 1000.0]).requires_grad_()
     ids = torch.tensor([[2], [0]])
-    logprobs_of(logits, ids, temperature=2.0, vocab_size=3, chunk_rows=1).sum().backward()
+    logprobs_of(logits, ids, temperature=2.0, vocab_size=3, chunk=1).sum().backward()
     # (onehot - p) / temperature, p = [1, 2, 5] / 8; 0 for the padded vocabulary
     expected = torch.tensor([[[-0.0625, -0.125, 0.1875, 0.0]], [[0.4375, -0.125, -0.3125, 0.0]]])
     torch.testing.assert_close(logits.grad, expected)
@@ -60,7 +101,7 @@ def test_gradient_of_a_logprob():
 
 def test_gradient_scales_with_the_incoming_gradient():
     logits = logits_of([1.0, 1.0], [1.0, 3.0]).bfloat16().requires_grad_()
-    logprobs = logprobs_of(logits, torch.tensor([[0], [1]]), chunk_rows=1)
+    logprobs = logprobs_of(logits, torch.tensor([[0], [1]]), chunk=1)
     (logprobs * torch.tensor([[2.0], [-4.0]])).sum().backward()
     # 2 * ([1, 0] - [1/2, 1/2]) and -4 * ([0, 1] - [1/4, 3/4]);
     # in bfloat16, ln 3 is 1.1015625 and p is 0.7505.
@@ -78,7 +119,7 @@ def test_no_float32_logits_are_kept_for_the_backward_pass():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logprobs_of(logits, torch.zeros(4, 3, dtype=torch.long), chunk_rows=2)
+        logprobs_of(logits, torch.zeros(4, 3, dtype=torch.long), chunk=100)
     assert torch.bfloat16 in [tensor.dtype for tensor in kept]
     assert torch.float32 not in [tensor.dtype for tensor in kept]
 
@@ -89,18 +130,18 @@ def test_entropy():
     torch.testing.assert_close(entropy_of(logits), torch.tensor([[1.3862944, 1.0397208]]))
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 2])
-def test_entropy_belongs_to_the_sampled_distribution(chunk_rows: int):
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_entropy_belongs_to_the_sampled_distribution(chunk: int):
     # ln [4, 1, 1] / 2 = ln [2, 1, 1]: 1.5 ln 2. The other row is certain: 0.
     logits = logits_of([4.0, 1.0, 1.0, 1000.0], [1e30, 1.0, 1.0, 1.0])
-    entropy = entropy_of(logits, temperature=2.0, vocab_size=3, chunk_rows=chunk_rows)
+    entropy = entropy_of(logits, temperature=2.0, vocab_size=3, chunk=chunk)
     torch.testing.assert_close(entropy, torch.tensor([[1.0397208], [0.0]]))
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 2])
-def test_gradient_of_the_entropy(chunk_rows: int):
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_gradient_of_the_entropy(chunk: int):
     logits = logits_of([4.0, 1.0, 1.0, 1000.0], [1.0, 1.0, 1.0, 1000.0]).requires_grad_()
-    entropy = entropy_of(logits, temperature=2.0, vocab_size=3, chunk_rows=chunk_rows)
+    entropy = entropy_of(logits, temperature=2.0, vocab_size=3, chunk=chunk)
     (entropy * torch.tensor([[-2.0], [1.0]])).sum().backward()
     # p = [2, 1, 1] / 4, ln p = -0.6931472, -1.3862944, H = 1.0397208:
     # -p (ln p + H) = -0.1732868, 0.0866434, 0.0866434, divided by temperature 2, times -2.
@@ -115,8 +156,8 @@ def test_the_entropy_keeps_no_float32_logits_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
     ):
-        entropy_of(logits, chunk_rows=2)
-    assert [tensor.dtype for tensor in kept] == [torch.bfloat16]
+        entropy_of(logits, chunk=100)
+    assert [tensor.dtype for tensor in kept] == [torch.bfloat16, torch.int64]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.logprobs import entropy_of, logprobs_of
+from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of
 
 
 def response_logits(policy: nn.Module, batch: Sequences) -> Tensor:
@@ -37,10 +37,9 @@ def response_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return each response token's log-probability and its distribution's entropy, (B, R) each."""
     logits = response_logits(policy, batch)
-    logprobs = logprobs_of(
+    return logprobs_and_entropy(
         logits, batch.response_ids, temperature=temperature, vocab_size=vocab_size
     )
-    return logprobs, entropy_of(logits, temperature=temperature, vocab_size=vocab_size)
 
 
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
