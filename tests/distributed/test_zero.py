@@ -37,14 +37,26 @@ def sample(model, policy, prompts, sampling):
 def test_a_frozen_model_has_an_engine_only_if_it_is_sharded(policy, world):
     """An engine at stage 0 would create an optimizer; stages 1 and 2 need one."""
     load = partial(load_policy, policy)
-    whole = frozen_model(load, FrozenModelConfig(), block(deepspeed={"zero_stage": 2}), world)
-    sharded = frozen_model(load, FrozenModelConfig(), block(deepspeed={"zero_stage": 3}), world)
+    whole, sharded = (
+        frozen_model(
+            load, FrozenModelConfig().beside(block(deepspeed={"zero_stage": stage})), world
+        )
+        for stage in (2, 3)
+    )
     assert not isinstance(whole, DeepSpeedEngine) and not is_sharded(whole)
     assert isinstance(sharded, DeepSpeedEngine) and is_sharded(sharded)
     assert isinstance(sharded.optimizer, DeepSpeedZeRoOffload) and sharded.lr_scheduler is None
     assert not any(
         parameter.requires_grad for model in (whole, sharded) for parameter in model.parameters()
     )
+
+
+def test_a_frozen_model_has_the_precision_of_the_model_it_accompanies():
+    """Otherwise the first KL between actor and reference would not be 0."""
+    companion = block(deepspeed={"precision": "bf16"})
+    assert FrozenModelConfig().beside(companion).precision == "bf16"
+    explicit = FrozenModelConfig.model_validate({"deepspeed": {"precision": "fp32"}})
+    assert explicit.beside(companion).precision == "fp32"
 
 
 @pytest.mark.parametrize("stage", [1, 3])

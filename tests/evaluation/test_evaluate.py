@@ -1,24 +1,31 @@
 """The program on one rank, with tiny models: every judge scores every answer of every policy."""
 
 import json
+import shutil
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 import torch
+from deepspeed import DeepSpeedEngine
+from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.data.sources import synthetic
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
+from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.evaluation import evaluate
 from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
 from rlhf_pipeline.models.forward import sequence_scores
-from rlhf_pipeline.models.loading import freeze, load_tokenizer
+from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+from rlhf_pipeline.runtime.manifest import Manifest
 
 QUESTIONS = list(synthetic._questions())[:8]
 REFERENCES = ["a", None, "bb", "ccc", "dddd", "eeeee", "f", "g"]
@@ -58,7 +65,8 @@ def inputs(make_model, tmp_path_factory):
         writer.write_table(table)
     for folder in (reward_model, prompts):
         TokenContract.read(sft).write(folder)
-    return {"prompts": prompts, "sft_model": sft, "ppo_model": ppo, "reward_model": reward_model}
+    models = {"sft_model": sft, "ppo_model": ppo, "reward_model": reward_model}
+    return {"prompts": prompts} | {name: as_artifact(folder) for name, folder in models.items()}
 
 
 def test_every_judge_scores_every_answer(inputs, world, tmp_path):
@@ -90,6 +98,68 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     assert metrics["win_rate/words"] == evaluation["win_rates"]["words"]["rate"]
     report = (export / "report.md").read_text()
     assert "By the words judge," in report and "Nobody trained on words." in report
+
+
+def run(inputs, folder, **changes):
+    """The metrics of a small evaluation, and the texts of its report and answers."""
+    fields = {"prompts": 6, "samples": 2, "sampling": {"max_response_tokens": 6}} | changes
+    config = EvaluateConfig.model_validate(fields)
+    blocks = as_json({"evaluate": config, "candidate": CandidateConfig(name="ppo")})
+    folder.mkdir()
+    metrics = evaluate.main(LaunchedJob("evaluate", "f", 3, blocks, inputs, {}, folder, 60.0))
+    return metrics, (folder / "export" / "answers.jsonl").read_text()
+
+
+def test_one_model_at_a_time_is_in_memory(inputs, world, tmp_path, monkeypatch):
+    loaded = []
+
+    def frozen(*arguments):
+        assert [name for name, model in loaded if model() is not None] == []
+        model = frozen_model(*arguments)
+        loaded.append((type(model).__name__, weakref.ref(model)))
+        return model
+
+    monkeypatch.setattr(evaluate, "frozen_model", frozen)
+    run(inputs, tmp_path / "run")
+    assert [name for name, _ in loaded] == ["LlamaForCausalLM"] * 2 + ["TokenScores"]
+
+
+def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_path, monkeypatch):
+    sharded = {}
+    for name, folder in inputs.items():
+        sharded[name] = tmp_path / name
+        shutil.copytree(folder, sharded[name])
+        if name.endswith("_model"):
+            manifest = Manifest.read(folder)
+            engines = {"actor": {"zero_optimization": {"stage": 3}}}
+            replace(manifest, deepspeed=engines).write(sharded[name])
+    seen = []
+    monkeypatch.setattr(
+        evaluate, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1]
+    )
+    whole, in_shards = run(inputs, tmp_path / "a"), run(sharded, tmp_path / "b")
+    assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3 + [True] * 3
+    assert whole == in_shards
+    assert whole == run(sharded, tmp_path / "c", zero_stage=0)
+
+
+def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(
+    inputs, world, tmp_path, monkeypatch
+):
+    policy = tmp_path / "policy"
+    shutil.copytree(inputs["ppo_model"], policy)
+    load_policy(inputs["ppo_model"], "bf16").save_pretrained(policy)
+    precisions = []
+
+    def frozen(load, settings, world):
+        precisions.append(settings.precision)
+        return frozen_model(load, settings, world)
+
+    monkeypatch.setattr(evaluate, "frozen_model", frozen)
+    changed = inputs | {"ppo_model": policy}
+    run(changed, tmp_path / "a")
+    run(changed, tmp_path / "b", precision="fp32")
+    assert precisions == ["bf16", "fp32", "fp32"] + ["fp32"] * 3
 
 
 def test_the_reward_model_scores_the_last_token_minus_the_mean(inputs):

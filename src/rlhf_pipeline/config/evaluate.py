@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PositiveInt, field_validator
 
@@ -41,8 +41,12 @@ class EvaluateConfig(Block):
     sampling: SamplingConfig = SamplingConfig()
     """Decoding of both policies."""
 
-    precision: Precision = "fp32"
-    """Precision of both policies and the reward model."""
+    precision: Precision | None = None
+    """Precision of all models. None: each model has the precision that it was saved in."""
+
+    zero_stage: Literal[0, 3] | None = None
+    """0: a whole copy of the model on every rank; 3: sharded over the ranks. None: 3 for a model
+    that was trained at stage 3, else 0. One model at a time is in memory."""
 
     samples: PositiveInt = 20
     """Pairs of answers shown in the report."""

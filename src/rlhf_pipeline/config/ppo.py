@@ -269,7 +269,7 @@ class PPOConfig(SavingConfig):
     def _frozen_models(self) -> Self:
         self.reference.reject_if_unused("reference", self.actor)
         self.reference.require_offload_possible("reference", self.actor)
-        self.reward_model.require_offload_possible("reward_model", self.critic)
+        self.reward_model.require_offload_possible("reward_model", self.critic or self.actor)
         return self
 
     @model_validator(mode="after")

@@ -79,11 +79,12 @@ class FrozenDeepSpeedConfig(Block):
 
     zero_stage: Literal[0, 3] | None = None
     """0: a whole copy on every rank; 3: sharded over the ranks. None: 3 if the companion model in
-    training is at stage 3, else 0. The reference's companion is the actor, the reward model's is
-    the critic."""
+    training is at stage 3, else 0. The reference's companion is the actor; the reward model's is
+    the critic, or without one the actor."""
 
-    precision: Precision = "fp32"
-    """Precision of weights and activations. fp16 requires a GPU."""
+    precision: Precision | None = None
+    """Precision of weights and activations. None: that of the companion, so that the reference
+    equals the actor at the start and the first KL is 0. fp16 requires a GPU."""
 
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
@@ -161,15 +162,21 @@ class FrozenModelConfig(Block):
 
     deepspeed: FrozenDeepSpeedConfig = FrozenDeepSpeedConfig()
 
-    def zero_stage(self, companion: TrainedModelConfig | None) -> Literal[0, 3]:
-        """Return the configured ZeRO stage, or the default that follows the companion model."""
-        if self.deepspeed.zero_stage is not None:
-            return self.deepspeed.zero_stage
-        return 3 if companion is not None and companion.deepspeed.zero_stage == 3 else 0
+    def beside(self, companion: TrainedModelConfig) -> FrozenDeepSpeedConfig:
+        """Return the DeepSpeed settings; what is None follows the companion model."""
+        stage, precision = self.deepspeed.zero_stage, self.deepspeed.precision
+        if stage is None:
+            stage = 3 if companion.deepspeed.zero_stage == 3 else 0
+        return self.deepspeed.model_copy(
+            update={
+                "zero_stage": stage,
+                "precision": precision or companion.deepspeed.precision,
+            }
+        )
 
-    def require_offload_possible(self, name: str, companion: TrainedModelConfig | None) -> None:
+    def require_offload_possible(self, name: str, companion: TrainedModelConfig) -> None:
         """Raise `ValueError` if unsharded weights are to be offloaded; `name` is this block."""
-        if self.deepspeed.offload_parameters and self.zero_stage(companion) != 3:
+        if self.deepspeed.offload_parameters and self.beside(companion).zero_stage != 3:
             raise ValueError(
                 f"{name}.deepspeed.offload_parameters: found true at zero_stage 0, expected false: "
                 "it has no effect. Fix: set zero_stage to 3"

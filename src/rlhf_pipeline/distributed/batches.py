@@ -93,6 +93,15 @@ def own_share(rows: np.ndarray, world: World) -> np.ndarray:
     return rows[world.rank :: world.size]
 
 
+def even_share(rows: np.ndarray, world: World) -> np.ndarray:
+    """This rank's rows, equally many on each rank: the first row fills the gaps.
+
+    ZeRO-3 needs all ranks in every forward pass.
+    """
+    missing = -len(rows) % world.size
+    return own_share(np.concatenate([rows, np.repeat(rows[:1], missing)]), world)
+
+
 def shuffled(positions: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:
     """The numbers at some positions of a random permutation of range(count), chosen by `key`.
 

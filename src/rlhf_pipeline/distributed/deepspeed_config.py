@@ -42,6 +42,7 @@ def inference_settings(
     config: FrozenDeepSpeedConfig, *, hidden_size: int, on_gpu: bool
 ) -> dict[str, Any]:
     """DeepSpeed settings for a frozen model with sharded weights; see `training_settings`."""
+    assert config.precision is not None
     settings = _settings(3, config.precision, hidden_size)
     if config.offload_parameters:
         settings["zero_optimization"]["offload_param"] = _in_main_memory(on_gpu)

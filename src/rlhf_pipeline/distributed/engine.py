@@ -13,7 +13,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import sharded_loading
@@ -59,24 +59,24 @@ def train_engine(
 
 
 def frozen_model(
-    load: Callable[[Precision], M],
-    config: FrozenModelConfig,
-    companion: TrainedModelConfig | None,
-    world: World,
+    load: Callable[[Precision], M], config: FrozenDeepSpeedConfig, world: World
 ) -> M | DeepSpeedEngine:
     """Load a model for inference.
 
-    `companion` is the block of the model in training that this one accompanies. If `config` leaves
-    the ZeRO stage open, it follows from the companion's stage.
+    Args:
+        load: loads the model in a given precision.
+        config: with the ZeRO stage and the precision, see `FrozenModelConfig.beside`.
+        world: the ranks.
 
     Returns:
         At ZeRO stage 0, the model, whole on every rank. At stage 3, an engine that shards its
         weights.
     """
-    precision = config.deepspeed.precision
-    if config.zero_stage(companion) == 0:
+    precision = config.precision
+    assert precision is not None and config.zero_stage is not None
+    if config.zero_stage == 0:
         return freeze(load(precision)).to(world.device)
-    model, settings = _loaded(load, precision, partial(inference_settings, config.deepspeed))
+    model, settings = _loaded(load, precision, partial(inference_settings, config))
     engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
     engine.eval()
     return engine

@@ -3,39 +3,53 @@
     deepspeed --module rlhf_pipeline.evaluation.evaluate job.json
 
 The policies answer the same prompts with equal decoding and equal randomness. Every judge scores
-every answer.
+every answer. One model at a time is in memory: what could be trained can be evaluated.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
-from rlhf_pipeline.distributed.batches import load_rows, own_share, sampled_rows
+from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
+from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, summary
 from rlhf_pipeline.evaluation.figures import FIGURE, plot_comparison
-from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, load_judges
+from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, RewardModelJudge, load_judges
 from rlhf_pipeline.evaluation.report import render_markdown
-from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
+from rlhf_pipeline.models.forward import response_logprobs
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer, saved_precision
+from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
+from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rollout.function_reward import Answered
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.scoring import Scored, ScoringModels, score_sequences
+from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
+
+M = TypeVar("M", bound=nn.Module)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -47,106 +61,184 @@ class Setup:
     contract: TokenContract
     tokenizer: PreTrainedTokenizerBase
     rows: np.ndarray
-    """Numbers of this rank's prompts in the table."""
+    """Numbers of this rank's prompts in the table; the last one may repeat the first of all."""
     prompts: dict[str, list[Any]]
     """Columns of these rows."""
-    reference: PreTrainedModel
-    """The baseline, from which the KL is measured."""
     judges: list[Judge]
-    device: torch.device
+    """The judges without the reward model."""
+    trust: bool
+    """Whether code that ships with a model may run."""
+    world: World
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Load, answer, judge, compare; write the evaluation, the report and all answers."""
+    """Answer, judge, compare; write the evaluation, the report and all answers."""
     candidate = job.block("candidate", CandidateConfig)
     config = job.block("evaluate", EvaluateConfig)
     contract = common_contract(
         {name: path for name, path in job.inputs.items() if not name.startswith(JUDGE_PREFIX)}
     )
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    policies = load_policies(job, candidate.name, config, world)
-    setup = load(job, config, contract, policies[BASELINE], world)
-    writer = MetricsFile(job.metrics_file, len(policies), rank=world.rank)
+    folders = policy_folders(job, candidate.name)
+    writer = MetricsFile(job.metrics_file, len(folders), rank=world.rank)
+    setup = load(job, config, contract, world)
+    scored = answer_all(folders, setup)
     answers: dict[str, list[Answer]] = {}
-    for step, (name, policy) in enumerate(policies.items(), start=1):
-        heartbeat.at("evaluation", step)
-        answers[name] = gather(judge_answers(answer(policy, setup), setup), world)
-        metrics = summary(answers[name])
-        writer.write(step, {f"{name}/{metric}": value for metric, value in metrics.items()})
+    answers = judge_all(scored, job.inputs["reward_model"], setup, writer)
     evaluation = compare(answers, config)
     if world.rank == 0:
         write(evaluation, answers, candidate.caveats, job.export)
     return headline(evaluation)
 
 
-def load_policies(
-    job: LaunchedJob, candidate: str, config: EvaluateConfig, world: World
-) -> dict[str, PreTrainedModel]:
-    """Load the baseline, the candidate, and as "ppo_ema" the average of its weights, if any."""
+def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
+    """The baseline, the candidate, and as "ppo_ema" the average of its weights, if any."""
     model = job.inputs[f"{candidate}_model"]
     folders = {BASELINE: job.inputs[f"{BASELINE}_model"], candidate: model}
     if (model / "ema").is_dir():
         folders[f"{candidate}_ema"] = model / "ema"
-    trust = job.trust_remote_code
-    return {
-        name: freeze(load_policy(folder, config.precision, trust_remote_code=trust)).to(
-            world.device
-        )
-        for name, folder in folders.items()
-    }
+    return folders
 
 
-def load(
-    job: LaunchedJob,
-    config: EvaluateConfig,
-    contract: TokenContract,
-    baseline: PreTrainedModel,
-    world: World,
-) -> Setup:
-    """Load the prompts of this rank, the tokenizer and the judges."""
+def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
+    """Load the prompts of this rank, the tokenizer and the judges that are no models."""
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
-    rows = own_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
-    trust = job.trust_remote_code
+    rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
     return Setup(
         seed=job.seed,
         config=config,
         contract=contract,
-        tokenizer=load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust),
+        tokenizer=load_tokenizer(
+            job.inputs[f"{BASELINE}_model"], trust_remote_code=job.trust_remote_code
+        ),
         rows=rows,
         prompts=table.columns(rows),
-        reference=baseline,
-        judges=load_judges(job, config, world.device),
-        device=world.device,
+        judges=load_judges(job, config),
+        trust=job.trust_remote_code,
+        world=world,
     )
 
 
-def answer(policy: PreTrainedModel, setup: Setup) -> Scored:
-    """Answer the prompts of this rank, and compute the log-probabilities of the answers."""
-    sampling = setup.config.sampling
+def answer_all(folders: dict[str, Path], setup: Setup) -> dict[str, Scored]:
+    """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
+
+    The baseline comes last: it also reads the answers of the others.
+    """
+    found: dict[str, tuple[Sequences, Tensor]] = {}
+    references: dict[str, Tensor] = {}
+
+    def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
+        sequences = answer(policy, setup)
+        own = logprobs(policy, sequences, setup)
+        found[name] = sequences, own
+        if name == BASELINE:
+            others = {other: sequences for other, (sequences, _) in found.items() if other != name}
+            read = {other: logprobs(policy, answers, setup) for other, answers in others.items()}
+            references.update(read | {name: own})
+
+    for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
+        heartbeat.at("rollout", step)
+        with_model(load_policy, folder, setup, partial(answer_and_read, name=name))
+    return {
+        name: Scored(
+            sequences=sequences,
+            logprobs=own,
+            ref_logprobs=references[name],
+            values=None,
+            scores=torch.zeros(len(sequences)),
+            ended=(sequences.response_ids == setup.contract.eos_id).any(1),
+        )
+        for name, (sequences, own) in ((name, found[name]) for name in folders)
+    }
+
+
+def judge_all(
+    scored: Mapping[str, Scored], reward_model: Path, setup: Setup, writer: MetricsFile
+) -> dict[str, list[Answer]]:
+    """The judged answers of all ranks, by policy; writes the metrics of each policy."""
+
+    def judge_by(model: TokenScores | DeepSpeedEngine) -> dict[str, list[Answer]]:
+        size, device = setup.config.micro_batch_size_per_gpu, setup.world.device
+        judges = [RewardModelJudge(model, size, device), *setup.judges]
+        answers = {}
+        for step, (name, given) in enumerate(scored.items(), start=1):
+            heartbeat.at("scoring", step)
+            answers[name] = gather(judge_answers(given, setup, judges), setup.world)
+            metrics = summary(answers[name])
+            writer.write(step, {f"{name}/{metric}": value for metric, value in metrics.items()})
+        return answers
+
+    return with_model(load_scores, reward_model, setup, judge_by)
+
+
+def with_model(
+    load: Callable[..., M],
+    folder: Path,
+    setup: Setup,
+    work: Callable[[M | DeepSpeedEngine], R],
+) -> R:
+    """Load a frozen model, let `work` use it, and free its memory: one model at a time.
+
+    The model has the precision that it was saved in and is sharded as it was trained, unless the
+    configuration says otherwise.
+    """
+    stage = setup.config.zero_stage
+    if stage is None:
+        stage = 3 if 3 in trained_stages(folder) else 0
+    precision = setup.config.precision or saved_precision(folder)
+    settings = FrozenDeepSpeedConfig(zero_stage=stage, precision=precision)
+    model = frozen_model(
+        partial(load, folder, trust_remote_code=setup.trust), settings, setup.world
+    )
+    try:
+        return work(model)
+    finally:
+        if isinstance(model, DeepSpeedEngine):
+            model.destroy()
+        del model
+        gc.collect()
+        get_accelerator().empty_cache()
+
+
+def trained_stages(folder: Path) -> set[int]:
+    """The ZeRO stages of the models that the stage behind an artifact trained."""
+    artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
+    engines = Manifest.read(artifact).deepspeed.values()
+    return {settings["zero_optimization"]["stage"] for settings in engines}
+
+
+def answer(policy: PreTrainedModel | DeepSpeedEngine, setup: Setup) -> Sequences:
+    """Answer the prompts of this rank."""
     generator = TransformersGenerator(policy, setup.contract)
     seeds = row_seeds(setup.seed, 0, setup.rows)
-    sequences = generator.generate(setup.prompts["prompt_ids"], sampling, seeds).sequences
-    models = ScoringModels(
-        policy=policy,
-        reference=setup.reference,
-        critic=None,
-        reward_model=None,
-        contract=setup.contract,
-        device=setup.device,
-        temperature=sampling.temperature,
-        micro_batch_size=setup.config.micro_batch_size_per_gpu,
-    )
-    return score_sequences(sequences, models)
+    return generator.generate(setup.prompts["prompt_ids"], setup.config.sampling, seeds).sequences
 
 
-def judge_answers(scored: Scored, setup: Setup) -> list[Answer]:
+@torch.no_grad()
+def logprobs(policy: nn.Module, sequences: Sequences, setup: Setup) -> Tensor:
+    """Log-probability of each token of the answers, (B, R)."""
+    config = setup.config
+
+    def function(batch: Sequences) -> Tensor:
+        return response_logprobs(
+            policy,
+            batch,
+            vocab_size=setup.contract.vocab_size,
+            temperature=config.sampling.temperature,
+        )
+
+    size = config.micro_batch_size_per_gpu
+    return by_micro_batches(function, sequences, size, setup.world.device)
+
+
+def judge_answers(scored: Scored, setup: Setup, judges: list[Judge]) -> list[Answer]:
     """Let every judge score the answers."""
     sequences, prompts = scored.sequences, setup.prompts
     texts = setup.tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
     responses = [text.strip() for text in texts]
     text = Answered(prompts["messages"], prompts["reference"], responses)
     batch = AnswerBatch(scored, text, prompts["source"])
-    scores = {judge.name: judge.score(batch) for judge in setup.judges}
+    scores = {judge.name: judge.score(batch) for judge in judges}
     log_ratios = torch.where(
         sequences.response_mask, kl_estimate(scored.logprobs, scored.ref_logprobs, "k1"), 0.0
     )
@@ -167,10 +259,11 @@ def judge_answers(scored: Scored, setup: Setup) -> list[Answer]:
 
 
 def gather(own: list[Answer], world: World) -> list[Answer]:
-    """The answers of all ranks, in the order of the prompts."""
+    """The answers of all ranks, in the order of the prompts; repeated rows once."""
     parts: list[list[Answer]] = [[] for _ in range(world.size)]
     torch.distributed.all_gather_object(parts, own)
-    return sorted((answer for part in parts for answer in part), key=lambda answer: answer.row)
+    by_row = {answer.row: answer for part in parts for answer in part}
+    return [by_row[row] for row in sorted(by_row)]
 
 
 def write(

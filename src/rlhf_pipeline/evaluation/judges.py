@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from deepspeed import DeepSpeedEngine
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.models.forward import sequence_scores
-from rlhf_pipeline.models.loading import freeze
-from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
+from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.rollout.function_reward import Answered, FunctionSource, import_function
 from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -49,7 +49,7 @@ class Judge(Protocol):
 class RewardModelJudge:
     """The reward model's score minus the mean score of demonstrations."""
 
-    model: TokenScores
+    model: TokenScores | DeepSpeedEngine
     micro_batch_size: int
     device: torch.device
     name: str = REWARD_MODEL
@@ -88,21 +88,17 @@ class FunctionJudge:
         return list(self.function(answers.scored, answers.text).tolist())
 
 
-def load_judges(job: LaunchedJob, config: EvaluateConfig, device: torch.device) -> list[Judge]:
-    """Load the judges, the reward model first.
+def load_judges(job: LaunchedJob, config: EvaluateConfig) -> list[Judge]:
+    """Load the judges other than the reward model.
 
     Raises:
         StageError: a function cannot be imported, or does not take prompts and responses.
     """
-    reward_model = load_scores(
-        job.inputs["reward_model"], config.precision, trust_remote_code=job.trust_remote_code
-    )
     functions = [
         FunctionSource(judge.callable, import_function(judge, job.inputs[f"{JUDGE_PREFIX}{index}"]))
         for index, judge in enumerate(config.judges)
     ]
     return [
-        RewardModelJudge(freeze(reward_model).to(device), config.micro_batch_size_per_gpu, device),
         GoldJudge(),
         *(FunctionJudge(j.label, f) for j, f in zip(config.judges, functions, strict=True)),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +53,13 @@ def load_policy(
         eos_token_id=contract.eos_id, pad_token_id=contract.pad_id
     )
     return without_dropout(model)
+
+
+def saved_precision(checkpoint: Path) -> Precision:
+    """The precision that a checkpoint was saved in, by its config.json; fp32 if it is unknown."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    name = config.get("dtype") or config.get("torch_dtype")
+    return next((own for own, dtype in DTYPES.items() if str(dtype) == f"torch.{name}"), "fp32")
 
 
 def load_tokenizer(

@@ -92,7 +92,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
         load = partial(
             load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code
         )
-        reference = frozen_model(load, config.reference, config, world)
+        reference = frozen_model(load, config.reference.beside(config), world)
     task = DPOTask(contract, reference, config.beta, config.label_smoothing)
     metrics = train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
     if world.rank == 0:

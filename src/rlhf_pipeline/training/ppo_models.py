@@ -103,7 +103,8 @@ def load_ppo_models(
     tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
     reward_model = None
     if uses_trained(config.rewards):
-        reward_model = frozen_model(scores, config.reward_model, config.critic, world)
+        companion = config.critic or config.actor
+        reward_model = frozen_model(scores, config.reward_model.beside(companion), world)
     mean = None if reward_model is None else reward_model.score_mean
     rewards = load_rewards(job, config, contract, world, tokenizer=tokenizer, trained_mean=mean)
     updates = config.ppo_epochs * config.updates_per_epoch
@@ -112,7 +113,7 @@ def load_ppo_models(
     if config.actor.is_own_reference:
         reference: nn.Module = WithoutAdapters(actor)
     else:
-        reference = frozen_model(policy, config.reference, config.actor, world)
+        reference = frozen_model(policy, config.reference.beside(config.actor), world)
     critic = None
     weight = trained_weight(config.rewards)
     if config.critic is not None:
