@@ -105,6 +105,21 @@ def test_reward_model(checkpoint, contract, world):
     assert all(name.endswith(LAST_BIAS) for name in names(engine.module) - changes[1])
 
 
+def test_a_random_head_lets_all_weights_learn_from_the_first_step(checkpoint, contract, world):
+    load = partial(untrained, checkpoint, head_init="normal")
+    engine = train_engine(load, RewardModelConfig.model_validate(SUPERVISED), total_steps=1)
+    weight = engine.module.head.weight
+    assert float(weight.std()) == pytest.approx((weight.shape[1] + 1) ** -0.5, rel=0.4)
+    rows = {"prompt_ids": [[5]], "chosen_ids": [[20, 1]], "rejected_ids": [[23, 24, 1]]}
+    config = RewardModelConfig.model_validate(SUPERVISED | {"batch_size": 1})
+    setup = setup_of(engine, RewardModelTask(contract), config, rows, world)
+    before = copy.deepcopy(engine.module.state_dict())
+    train_step(setup, 1)
+    changed = moved(before, engine.module)
+    assert {"classifier.score.weight"} < changed
+    assert any("attn" in name or "attention" in name for name in changed)
+
+
 @pytest.fixture
 def reward_model(checkpoint, tmp_path):
     model = load_scores(checkpoint, "fp32", new_head=True)

@@ -6,12 +6,13 @@ deepspeed --module rlhf_pipeline.training.reward_model job.json
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.precision import Precision, Quantization
-from rlhf_pipeline.config.training import RewardModelConfig
+from rlhf_pipeline.config.training import HeadInit, RewardModelConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
@@ -60,7 +61,15 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("reward_model", RewardModelConfig)
     task = RewardModelTask(common_contract(job.inputs))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
+    metrics = train(
+        job,
+        config,
+        task,
+        partial(untrained, head_init=config.head_init),
+        world,
+        start="sft_model",
+        rows="comparisons",
+    )
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics
@@ -70,10 +79,11 @@ def untrained(
     sft_model: Path,
     precision: Precision,
     *,
+    head_init: HeadInit = "zeros",
     quantize: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> TokenScores:
-    """The SFT model with a scalar head of zeros: every answer scores 0."""
+    """The SFT model with a new scalar head; all ranks draw the same one."""
     model = load_scores(
         sft_model,
         precision,
@@ -82,7 +92,8 @@ def untrained(
         trust_remote_code=trust_remote_code,
     )
     with gathered(model.head.parameters()):
-        nn.init.zeros_(model.head.weight)
+        width = model.head.in_features
+        nn.init.normal_(model.head.weight, std=0.0 if head_init == "zeros" else (width + 1) ** -0.5)
     return model
 
 
