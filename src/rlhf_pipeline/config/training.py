@@ -24,7 +24,8 @@ class OptimizerConfig(Block):
     """Fraction of all optimizer steps in which the learning rate rises linearly from zero."""
 
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; 0 in the published settings of InstructGPT and DeepSpeed-Chat."""
+    """Decoupled weight decay of matrices and embeddings; norms and biases have none. 0 in the
+    published settings of InstructGPT and DeepSpeed-Chat."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's moments; (0.9, 0.95) as in InstructGPT."""

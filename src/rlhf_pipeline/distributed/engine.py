@@ -16,7 +16,7 @@ from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.distributed.zero import sharded_loading
+from rlhf_pipeline.distributed.zero import sharded_loading, whole_shape
 from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import pretrained
@@ -110,16 +110,28 @@ def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Opti
     compiles its own optimizers at their first use, which needs a compiler.
     """
     settings = config.optimizer
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
     if config.deepspeed.offload_optimizer and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         adam = DeepSpeedCPUAdam
     return adam(
-        parameters,
+        _parameter_groups(model, settings.weight_decay),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
-        weight_decay=settings.weight_decay,
     )
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters that train, by their weight decay: norms and biases have none.
+
+    Decay pulls toward zero, which is right for matrices; the scale of a norm rests at one.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if weight_decay == 0:
+        return [{"params": trained, "weight_decay": 0.0}]
+    matrices = [parameter for parameter in trained if len(whole_shape(parameter)) >= 2]
+    vectors = [parameter for parameter in trained if len(whole_shape(parameter)) < 2]
+    groups = ((matrices, weight_decay), (vectors, 0.0))
+    return [{"params": group, "weight_decay": decay} for group, decay in groups if group]

@@ -70,6 +70,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """The shape of a parameter, also where only a shard of it is present."""
+    return cast(torch.Size, getattr(parameter, "ds_shape", parameter.shape))
+
+
 def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """All weights and buffers by their `state_dict()` names, or only those in `names`.
 
