@@ -99,6 +99,26 @@ def test_many_ticks_cost_one_write_a_second(beating):
     assert beating.sleeps == [1.0] * 4
 
 
+def test_a_file_that_a_library_writes_ticks_while_it_grows(tmp_path, monkeypatch):
+    """Without growth there is no tick: a write that hangs is not progress."""
+    monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None))
+    monkeypatch.setattr(heartbeat, "WRITE_EVERY_S", 0.01)
+    (tmp_path / "earlier").write_bytes(bytes(100))
+    with heartbeat.while_writing(tmp_path), (tmp_path / "model").open("wb", buffering=0) as file:
+        file.truncate(2**30)  # reserved, not written
+        time.sleep(0.2)
+        ticks = heartbeat._here.ticks
+        assert ticks <= 1  # the file appeared
+        deadline = time.monotonic() + HANGS_S
+        while heartbeat._here.ticks < ticks + 3:
+            file.write(bytes(2**16))
+            assert time.monotonic() < deadline
+    ticks = heartbeat._here.ticks
+    (tmp_path / "later").write_bytes(bytes(2**16))
+    time.sleep(0.2)
+    assert heartbeat._here.ticks == ticks
+
+
 def test_a_rank_on_another_machine_reports_no_process_id(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None))
     monkeypatch.setattr(heartbeat, "_file", None)

@@ -117,7 +117,7 @@ def test_incomplete_checkpoints_of_an_earlier_attempt_are_removed(small):
         directory / "checkpoints/ema/best.partial",
     ):
         folder.mkdir(parents=True)
-    seal(complete)
+    seal(complete, {})
     with pytest.raises(StageError):
         small.run()
     assert not list(directory.rglob("*.partial"))

@@ -62,7 +62,7 @@ def main(job):
         checkpoint = job.checkpoints / "step-00000005"
         if job.resume_from is None:
             checkpoint.mkdir(parents=True)
-            seal(checkpoint)
+            seal(checkpoint, {})
         if size > 2:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if action == "vanish":

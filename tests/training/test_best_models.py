@@ -9,7 +9,9 @@ import torch
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.runtime import digests
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import file_entries
 from rlhf_pipeline.training.best_models import BestModels
 
 CONFIG = SFTConfig.model_validate(
@@ -86,6 +88,25 @@ def test_a_model_is_removed_only_after_a_checkpoint_contains_its_successor(
     again.forget_the_rest()
     assert names(tmp_path / "checkpoints") == ["best-00000004"]
     assert number_of(tmp_path / "checkpoints" / "best-00000004") == 4.5
+
+
+def test_the_export_is_read_neither_for_its_manifest_nor_to_compare_it(
+    policy, make_best_models, tmp_path, monkeypatch
+):
+    """The digest of a large file is computed once at each save, and while it is copied."""
+    weights, reads, read = "model.safetensors", [], digests.file_digest
+    monkeypatch.setattr(digests, "PIECE", 2**12)
+    monkeypatch.setattr(
+        digests, "file_digest", lambda path: (reads.append(path.name), read(path))[1]
+    )
+    best = make_best_models(1)
+    best.offer(numbered(policy, 2), 2, 1.0, {})
+    assert reads.count(weights) == 1
+    best.finish(numbered(policy, 4))
+    assert number_of(tmp_path / "export") == 2.0
+    entry = file_entries(tmp_path / "export")[weights]
+    assert reads.count(weights) == 1
+    assert entry.matches(tmp_path / "export" / weights)
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -24,7 +24,7 @@ from rlhf_pipeline.runtime.checkpoint_files import (
     newest_valid_step,
     seal,
 )
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.runtime.metrics_file import truncate_after
 
 SOURCE = Path(rlhf_pipeline.__file__).parents[1]
@@ -245,7 +245,7 @@ def make_checkpoint(directory: Path, step: int) -> Path:
     (checkpoint / "actor").mkdir(parents=True)
     (checkpoint / "actor" / "rank0.safetensors").write_bytes(bytes(100))
     (checkpoint / "loop.json").write_text("{}")
-    seal(checkpoint)
+    seal(checkpoint, file_entries(checkpoint))
     return checkpoint
 
 
@@ -313,6 +313,29 @@ def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
     with pytest.raises(StageError, match=r"the checkpoint of step 5 needs 0 MiB, .* MiB free"):
         checkpoints.save(5, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_each_rank_digests_its_files_while_it_writes_them(world, make_model, tmp_path, monkeypatch):
+    """The first rank would otherwise read the files of all ranks again while the others wait."""
+    from functools import partial
+
+    from rlhf_pipeline.config.training import TrainedModelConfig
+    from rlhf_pipeline.distributed.engine import train_engine
+    from rlhf_pipeline.models.loading import load_policy
+    from rlhf_pipeline.runtime import digests
+    from rlhf_pipeline.training.resume import Checkpoints
+
+    engine = train_engine(
+        partial(load_policy, make_model("llama")), TrainedModelConfig.model_validate(MODEL), 1
+    )
+    read, reads = digests.file_digest, []
+    with monkeypatch.context() as patch:
+        patch.setattr(digests, "file_digest", lambda path: (reads.append(path.name), read(path))[1])
+        Checkpoints(tmp_path, world, {"actor": engine}, keep=2).save(3, {})
+    assert sorted(reads) == ["engine.json", "loop.json"]
+    sealed = json.loads((tmp_path / "step-00000003" / "seal.json").read_text())
+    assert sorted(sealed) == ["actor/engine.json", "actor/rank0.safetensors", "loop.json"]
+    assert newest_valid_step(tmp_path) == 3
 
 
 def test_sigterm_saves_a_checkpoint_after_the_step_and_interrupts(world, tmp_path):

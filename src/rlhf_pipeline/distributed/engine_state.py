@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhf_pipeline.distributed.tensor_files import write_tensors
 from rlhf_pipeline.distributed.zero import Piece, fp32_shards, pieces, spread_fp32_shards
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.digests import FileEntry
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -29,28 +31,33 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def save_engine(
     engine: DeepSpeedEngine, directory: Path, *, average: list[Tensor] | None = None
-) -> None:
+) -> dict[str, FileEntry]:
     """Write this rank's part of an engine into a folder that all ranks share.
+
+    Returns the size and digest of each file that this rank wrote, by name.
 
     Args:
         directory: an existing, empty folder.
         average: the average of its weights, with the shapes of `fp32_shards(engine)`.
     """
     rank = torch.distributed.get_rank()
-    tensors: dict[str, Tensor] = {}
-    for kind, shards in _tensors(engine, average).items():
-        for piece, shard in zip(pieces(engine), shards, strict=True):
-            for part in piece:
-                tensors[f"{kind}|{part.name}"] = (
-                    shard.view(-1)[part.shard_slice].detach().cpu().clone()
-                )
-    starts = {part.name: str(part.start) for piece in pieces(engine) for part in piece}
-    if (
-        engine.zero_optimization_stage() > 0 or rank == 0
-    ):  # at stage 0 all ranks hold the same state
-        save_file(tensors, directory / f"rank{rank}.safetensors", metadata=starts)
+    written: dict[str, FileEntry] = {}
+    # At stage 0 all ranks hold the same state.
+    if engine.zero_optimization_stage() > 0 or rank == 0:
+        tensors = {
+            f"{kind}|{part.name}": shard.detach().view(-1)[part.shard_slice]
+            for kind, shards in _tensors(engine, average).items()
+            for piece, shard in zip(pieces(engine), shards, strict=True)
+            for part in piece
+        }
+        starts = {part.name: str(part.start) for piece in pieces(engine) for part in piece}
+        name = f"rank{rank}.safetensors"
+        written[name] = write_tensors(directory / name, tensors, starts)
     if rank == 0:
-        (directory / "engine.json").write_text(json.dumps(_counters(engine), indent=2))
+        path = directory / "engine.json"
+        path.write_text(json.dumps(_counters(engine), indent=2))
+        written[path.name] = FileEntry.of(path)
+    return written
 
 
 def load_engine(
@@ -164,6 +171,7 @@ def _read(written: list[_Written], kind: str, part: Piece, target: Tensor, direc
         for where, values in file.overlap(kind, part):
             target[where].copy_(values)
             found += len(values)
+            heartbeat.tick()
     if found != part.size:
         raise ArtifactError(
             f"{directory}: found {found} of {part.size} numbers of {kind} {part.name}. "

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.read_back import require_same
 from rlhf_pipeline.distributed.zero import whole_state_dict
-from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.lora import trained_names, write_adapter
 from rlhf_pipeline.models.scalar_head import pretrained
+from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import require_space
 
 
@@ -24,7 +25,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
     """Write safetensors, configuration, tokenizer, chat template and token contract.
 
     The folder is written completely or not at all. All ranks call this together; the first one
-    writes the files and reads them back. `model` may be an engine.
+    writes the files and reads them back (`require_same`). `model` may be an engine.
 
     Raises:
         ArtifactError: transformers reads a different model from the files.
@@ -34,34 +35,11 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
     weights = whole_state_dict(saved)
     if _is_first():
         with _replaced(directory, weights) as partial:
-            saved.save_pretrained(partial, state_dict=dict(weights))
-            _require_same(saved, weights, partial)
+            with heartbeat.while_writing(partial):
+                saved.save_pretrained(partial, state_dict=dict(weights))
+            require_same(saved, weights, partial)
             tokenizer.save_pretrained(partial)
             TokenContract.of(tokenizer).write(partial)
-
-
-def _require_same(saved: PreTrainedModel, weights: dict[str, Tensor], directory: Path) -> None:
-    """Require that transformers reads exactly these weights from the folder, bit for bit."""
-    loaded, info = type(saved).from_pretrained(
-        directory, dtype=saved.dtype, output_loading_info=True
-    )
-    found = loaded.state_dict()
-    differing = [
-        name for name in weights if name not in found or not _identical(weights[name], found[name])
-    ]
-    if wrong := [*info["missing_keys"], *info["unexpected_keys"], *differing]:
-        raise ArtifactError(
-            f"{directory}: the saved model differs from the model in memory: {', '.join(wrong[:3])}"
-        )
-
-
-def _identical(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bytes; NaN equals itself."""
-    one, other = one.detach().cpu(), other.detach().cpu()
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and torch.equal(
-        *(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    )
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:

@@ -8,12 +8,14 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+T = TypeVar("T")
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 
 
@@ -39,6 +41,12 @@ class World:
     def any(self, condition: bool) -> bool:
         """Whether the condition is true on at least one rank."""
         return bool(self.sum(torch.tensor(float(condition), device=self.device)) > 0)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, by rank. Any object that can be pickled, but a small one."""
+        values = [value] * self.size
+        torch.distributed.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

@@ -17,6 +17,8 @@ from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from rlhf_pipeline.runtime import heartbeat
+
 
 @contextmanager
 def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
@@ -93,6 +95,7 @@ def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> 
         with deepspeed.zero.GatheredParameters([tensor]):
             if first:
                 whole[name] = copies.setdefault(id(tensor), tensor.detach().cpu().clone())
+        heartbeat.tick()
     return whole
 
 

@@ -6,19 +6,20 @@
                               seal.json                     size and SHA-256 of the files above
 
 A checkpoint is written under another name and renamed when it is complete. Its seal, written last,
-detects later damage. Rows, random draws and learning rates are functions of the step, so a
-checkpoint does not contain them.
+detects later damage. Each rank digests its own file while it writes it. Rows, random draws and
+learning rates are functions of the step, so a checkpoint does not contain them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.runtime.manifest import FileEntry, file_entries
+from rlhf_pipeline.runtime.digests import FileEntry
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,9 @@ def newest_valid_step(directory: Path) -> int | None:
     return None
 
 
-def seal(directory: Path) -> None:
-    """Mark a checkpoint as complete."""
-    entries = {name: asdict(entry) for name, entry in file_entries(directory).items()}
+def seal(directory: Path, files: Mapping[str, FileEntry]) -> None:
+    """Mark a checkpoint as complete. `files` are the entries of its files, by relative path."""
+    entries = {name: asdict(entry) for name, entry in sorted(files.items())}
     (directory / SEAL).write_text(json.dumps(entries, indent=2))
 
 

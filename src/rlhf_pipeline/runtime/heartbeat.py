@@ -12,7 +12,8 @@ import json
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -91,6 +92,31 @@ def tick() -> None:
     _here = replace(_here, progressed=time.time(), ticks=_here.ticks + 1)
 
 
+@contextmanager
+def while_writing(folder: Path) -> Iterator[None]:
+    """Tick while a library writes files into a folder inside the block: once a second.
+
+    A write that hangs does not tick.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        before = _occupied(folder)
+        while not done.wait(WRITE_EVERY_S):
+            now = _occupied(folder)
+            if now != before:
+                tick()
+            before = now
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
 def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
     """The newest heartbeat of each rank that has reported, by rank."""
     found = (
@@ -98,6 +124,15 @@ def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
         for path in sorted((directory / FOLDER).glob("rank*.json"))
     )
     return {heartbeat.rank: heartbeat for heartbeat in found}
+
+
+def _occupied(folder: Path) -> dict[str, int]:
+    """Blocks on the disk of each file in a folder. safetensors reserves the size beforehand."""
+    blocks = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # it was renamed
+            blocks[path.name] = path.stat().st_blocks
+    return blocks
 
 
 def _report(path: Path, written: Heartbeat) -> None:

@@ -8,35 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
+from rlhf_pipeline.runtime.digests import FileEntry, file_digest, read_pieces, write_pieces
 from rlhf_pipeline.runtime.files import write_atomically
 
 NAME = "manifest.json"
 
 MLFLOW_FILE = "registered_model_meta"
 """File that MLflow adds to the folder of a model that it loads from its registry."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file of an artifact."""
-
-    size: int
-    """Bytes."""
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> FileEntry:
-        """The entry of a file."""
-        return cls(path.stat().st_size, file_digest(path))
-
-    def matches(self, path: Path) -> bool:
-        """Whether a file has this size and these bytes."""
-        return path.stat().st_size == self.size and file_digest(path) == self.sha256
 
 
 @dataclass(frozen=True)
@@ -113,12 +97,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def artifact_of(path: Path) -> Path | None:
     """The finished artifact that a folder is or belongs to. None: no artifact, or a file."""
     if path.is_file():
@@ -172,7 +150,20 @@ def content_digest(path: Path) -> str:
 
 def folder_digest(directory: Path) -> str:
     """Digest of a folder that no stage made, from the names and bytes of all its files."""
-    return _digest({name: entry.sha256 for name, entry in file_entries(directory).items()})
+    return _folder_digest(file_entries(directory))
+
+
+def copy_folder(source: Path, target: Path) -> str:
+    """Copy a folder that no stage made; return its `folder_digest`. Each file is read once."""
+    entries = {}
+    for name, path in _files(source).items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        entries[name] = write_pieces(target / name, read_pieces(path))
+    return _folder_digest(entries)
+
+
+def _folder_digest(entries: Mapping[str, FileEntry]) -> str:
+    return _digest({name: entry.sha256 for name, entry in entries.items()})
 
 
 def verify(directory: Path) -> Manifest:

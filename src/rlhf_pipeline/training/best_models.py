@@ -20,7 +20,7 @@ from rlhf_pipeline.models.lora import merged
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import folder_digest
+from rlhf_pipeline.runtime.manifest import copy_folder, folder_digest
 
 _BEST = "best-"
 
@@ -133,16 +133,7 @@ class BestModels:
             raise ValueError("no model was offered")
         self._save(last, "last")
         if self._world.rank == 0:
-            folder = self._folder(self.best)
-            if folder_digest(folder) != self.best.digest:
-                raise ArtifactError(
-                    f"{folder}: the best model has changed since step {self.best.step}. Fix: "
-                    f"remove {folder.parent} and run the same command again; the stage starts anew"
-                )
-            if self._config.lora is None:
-                shutil.copytree(folder, self.export, dirs_exist_ok=True)
-            else:
-                self._export_merged(self._config.lora, folder)
+            self._export(self.best)
         self._world.barrier()
         return {"step": self.best.step} | self.best.metrics
 
@@ -155,6 +146,18 @@ class BestModels:
             save_model(model, self._tokenizer, self._directory / name)
         else:
             save_adapter(model, self._base(model), self._directory / name)
+
+    def _export(self, best: EvaluatedModel) -> None:
+        folder, lora = self._folder(best), self._config.lora
+        found = copy_folder(folder, self.export) if lora is None else folder_digest(folder)
+        if found != best.digest:
+            shutil.rmtree(self.export, ignore_errors=True)
+            raise ArtifactError(
+                f"{folder}: the best model has changed since step {best.step}. Fix: "
+                f"remove {folder.parent} and run the same command again; the stage starts anew"
+            )
+        if lora is not None:
+            self._export_merged(lora, folder)
 
     def _export_merged(self, lora: LoRAConfig, best: Path) -> None:
         """Export the base weights merged with the best adapters.

@@ -21,6 +21,7 @@ from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
+from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.files import require_space
 
 
@@ -83,6 +84,7 @@ class Checkpoints:
         heartbeat.at("saving", step)
         final = checkpoint_path(self._directory, step)
         partial = final.with_name(final.name + ".partial")
+        own: dict[str, FileEntry] = {}  # the files that this rank writes
         if self._world.rank == 0:
             self._require_space(step)
             shutil.rmtree(partial, ignore_errors=True)
@@ -90,13 +92,14 @@ class Checkpoints:
             for name in self._engines:
                 (partial / name).mkdir()
             (partial / "loop.json").write_text(json.dumps(loop))
+            own["loop.json"] = FileEntry.of(partial / "loop.json")
         self._world.barrier()
         for name, engine in self._engines.items():
-            save_engine(engine, partial / name, average=self._averages.get(name))
-            heartbeat.tick()
-        self._world.barrier()
+            files = save_engine(engine, partial / name, average=self._averages.get(name))
+            own |= {f"{name}/{file}": entry for file, entry in files.items()}
+        written = self._world.gather(own)
         if self._world.rank == 0:
-            seal(partial)
+            seal(partial, {name: entry for files in written for name, entry in files.items()})
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             for old in list_checkpoints(self._directory)[: -self._keep]:
