@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.config.training import SavingConfig, SFTConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2}
@@ -72,3 +72,21 @@ def test_a_reference_block_is_accepted_if_the_start_is_not_kept(policy):
     reference = {"reference": {"deepspeed": {"precision": "bf16"}}}
     PPOConfig.model_validate(PPO | {"actor": MODEL | policy} | reference)
     DPOConfig.model_validate(SUPERVISED | policy | reference)
+
+
+@pytest.mark.parametrize(
+    ("fields", "due"),
+    [
+        ({}, [2, 4, 6, 7]),
+        ({"checkpoint_every": 3}, [2, 3, 4, 6, 7]),
+        ({"checkpoint_at_evaluations": False}, [7]),
+        ({"checkpoint_at_evaluations": False, "checkpoint_every": 3}, [3, 6, 7]),
+    ],
+)
+def test_checkpoints_follow_evaluations_intervals_and_the_last_step(fields, due):
+    """Of seven steps, the even ones are evaluated."""
+    config = SavingConfig.model_validate(fields)
+    assert due == [
+        step for step in range(1, 8) if config.checkpoint_due(step, last=7, evaluated=step % 2 == 0)
+    ]
+    assert config.recipe() == {}  # the choice does not change the result

@@ -200,7 +200,12 @@ class SavingConfig(Block):
     """Steps between two lines of metrics."""
 
     checkpoint_every: PositiveInt | None = operational(None)
-    """Steps between two checkpoints. Each evaluation always writes one. None: no others."""
+    """Steps between two checkpoints. None: no others than those of `checkpoint_at_evaluations`."""
+
+    checkpoint_at_evaluations: bool = operational(True)
+    """Write a checkpoint after each evaluation. False, for large models: only every
+    `checkpoint_every` steps and after the last step. A stage that resumes repeats the steps and
+    evaluations since its newest checkpoint, with the same result."""
 
     keep_last: PositiveInt = operational(2)
     """Number of newest checkpoints kept until the stage finishes: one to resume from, and
@@ -209,9 +214,13 @@ class SavingConfig(Block):
     keep_best: PositiveInt = operational(1)
     """Number of best evaluated models kept. The best one is exported."""
 
-    def checkpoint_due(self, step: int) -> bool:
-        """Whether `checkpoint_every` requires a checkpoint after this step."""
-        return self.checkpoint_every is not None and step % self.checkpoint_every == 0
+    def checkpoint_due(self, step: int, *, last: int, evaluated: bool) -> bool:
+        """Whether a checkpoint is due after this step, of `last` steps.
+
+        After the last step it is always due: without it, an export that fails would repeat steps.
+        """
+        regular = self.checkpoint_every is not None and step % self.checkpoint_every == 0
+        return step == last or regular or (evaluated and self.checkpoint_at_evaluations)
 
 
 class SupervisedConfig(SavingConfig, TrainedModelConfig):

@@ -96,8 +96,9 @@ class BestModels:
     def forget_the_rest(self) -> None:
         """Remove the models that better ones have replaced.
 
-        Call this only after a checkpoint that contains the new ranking: training that resumes from
-        an earlier checkpoint still needs the earlier models.
+        Call this only after a checkpoint that contains the new ranking, or after the end: training
+        that resumes from an earlier checkpoint still needs the earlier models. It repeats the later
+        evaluations and saves their models again.
         """
         if self._world.rank == 0:
             kept = {self._folder(model) for model in self._ranking}
@@ -134,6 +135,7 @@ class BestModels:
         self._save(last, "last")
         if self._world.rank == 0:
             self._export(self.best)
+        self.forget_the_rest()
         self._world.barrier()
         return {"step": self.best.step} | self.best.metrics
 

@@ -80,7 +80,8 @@ def train(setup: Setup) -> None:
         if stop:
             break
         kl_coef = next_kl_coef(kl_coef, log.metrics["objective/kl"], config)
-        setup.save(step, due=evaluates or config.checkpoint_due(step), kl_coef=kl_coef)
+        due = config.checkpoint_due(step, last=config.steps, evaluated=evaluates)
+        setup.save(step, due=due, kl_coef=kl_coef)
 
 
 def training_prompts(setup: Setup, step: int) -> tuple[Rows, list[Seed]]:

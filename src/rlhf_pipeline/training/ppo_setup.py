@@ -54,9 +54,9 @@ class Setup:
             Interrupted: a signal came.
         """
         best = {name: models.state() for name, models in self.best.items()}
-        self.checkpoints.step_ended(step, due=due, loop={"kl_coef": kl_coef, "best": best})
-        for models in self.best.values():
-            models.forget_the_rest()
+        if self.checkpoints.step_ended(step, due=due, loop={"kl_coef": kl_coef, "best": best}):
+            for models in self.best.values():
+                models.forget_the_rest()
 
 
 def policies(models: PPOModels) -> dict[str, Callable[[], AbstractContextManager[object]]]:

@@ -62,10 +62,11 @@ class Checkpoints:
             load_engine(engine, checkpoint / name, average=self._averages.get(name))
         return dict(json.loads((checkpoint / "loop.json").read_text()))
 
-    def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> None:
+    def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> bool:
         """Save a checkpoint if one is due or a rank received SIGTERM; obey SIGTERM after that.
 
-        All ranks call this together, with the state of the training loop as JSON.
+        All ranks call this together, with the state of the training loop as JSON. Returns whether
+        there is a checkpoint of this step.
 
         Raises:
             Interrupted: a rank received SIGTERM.
@@ -78,6 +79,7 @@ class Checkpoints:
             raise Interrupted(
                 f"ended by SIGTERM after step {step}. Run the same command again to resume"
             )
+        return due
 
     def save(self, step: int, loop: Mapping[str, Any]) -> None:
         """Write a checkpoint, complete or not at all; remove the oldest ones beyond `keep`."""

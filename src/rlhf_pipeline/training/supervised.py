@@ -177,9 +177,9 @@ def fit(setup: Setup) -> None:
             score = setup.task.selection_score(held_out)
             best.offer(setup.engine, step, score, dict(log.metrics))
         log.write(due=step in evaluated or step % config.log_every == 0)
-        due = step in evaluated or config.checkpoint_due(step)
-        setup.checkpoints.step_ended(step, due=due, loop={"best": best.state()})
-        best.forget_the_rest()
+        due = config.checkpoint_due(step, last=total, evaluated=step in evaluated)
+        if setup.checkpoints.step_ended(step, due=due, loop={"best": best.state()}):
+            best.forget_the_rest()
 
 
 def train_step(setup: Setup, step: int) -> dict[str, float]:

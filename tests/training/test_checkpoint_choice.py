@@ -1,0 +1,122 @@
+"""Evaluations without a checkpoint: training that resumes from an earlier step is still exact."""
+
+import json
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+from rank_fixtures import write_table
+
+from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import folder_digest
+from rlhf_pipeline.training import supervised
+from rlhf_pipeline.training.sft import SFTTask
+
+CONFIG = SFTConfig.model_validate(
+    {
+        "optimizer": {"learning_rate": 1e-3}, "epochs": 2, "batch_size": 4,
+        "micro_batch_size_per_gpu": 4, "evaluations": 8, "checkpoint_every": 3,
+        "checkpoint_at_evaluations": False,
+    }
+)  # fmt: skip
+"""Eight steps, each with an evaluation."""
+
+
+class KilledError(Exception):
+    """Stands for a kill."""
+
+
+@pytest.fixture(scope="module")
+def inputs(make_model, tmp_path_factory):
+    table = pa.table(
+        {
+            "id": [str(i) for i in range(16)],
+            "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(16)],
+            "response_ids": [[20 + i, 30 + i, 1] for i in range(16)],
+            "loss_mask": [[True] * 3] * 16,
+        }
+    )
+    model = make_model("llama", seed=1)
+    rows = write_table(table, tmp_path_factory.mktemp("rows"), TokenContract.read(model))
+    return {"base_model": model, "demonstrations": rows}
+
+
+@pytest.fixture
+def make_job(inputs, tmp_path):
+    def make(name):
+        (tmp_path / name).mkdir()
+        return LaunchedJob("sft", "f", 1, {}, inputs, {}, tmp_path / name, 60.0)
+
+    return make
+
+
+def train(job, world):
+    task = SFTTask(TokenContract.read(job.inputs["base_model"]))
+    return supervised.train(
+        job, CONFIG, task, load_policy, world, start="base_model", rows="demonstrations"
+    )
+
+
+def lines(job):
+    records = [json.loads(line) for line in job.metrics_file.read_text().splitlines()]
+    return [
+        (r["step"], {n: v for n, v in r["metrics"].items() if not n.startswith("time/")})
+        for r in records
+    ]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_training_resumes_exactly_from_a_step_before_the_newest_evaluation(
+    world, make_job, monkeypatch
+):
+    expected, job = make_job("uninterrupted"), make_job("interrupted")
+    metrics = train(expected, world)
+
+    evaluate, count = supervised.evaluate, []
+
+    def killed_at_the_sixth(setup):
+        count.append(1)
+        if len(count) == 6:
+            raise KilledError
+        return evaluate(setup)
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(supervised, "evaluate", killed_at_the_sixth)
+        train(job, world)
+    (checkpoint,) = list_checkpoints(job.checkpoints)
+    assert newest_valid_step(job.checkpoints) == 3
+    (ranked,) = json.loads((checkpoint / "loop.json").read_text())["best"]
+    # Steps 4 and 5 were better, but the checkpoint still needs the model of step 3.
+    assert ranked["step"] == 3
+    assert names(job.checkpoints) == [
+        "best-00000003", "best-00000004", "best-00000005", "step-00000003",
+    ]  # fmt: skip
+
+    assert train(replace(job, resume_from=3), world) == metrics
+    assert folder_digest(job.export) == folder_digest(expected.export)
+    assert lines(job) == lines(expected)
+    assert (
+        names(job.checkpoints)
+        == names(expected.checkpoints)
+        == ["best-00000008", "last", "step-00000006", "step-00000008"]
+    )
+
+
+def test_an_early_end_leaves_no_model_that_was_replaced(world, make_job, monkeypatch):
+    """PPO may stop at its KL limit, some evaluations after the newest checkpoint."""
+    job = make_job("stopped")
+    step_ended = supervised.Checkpoints.step_ended
+
+    def no_checkpoint(self, step, *, due, loop):
+        return step_ended(self, step, due=False, loop=loop)
+
+    monkeypatch.setattr(supervised.Checkpoints, "step_ended", no_checkpoint)
+    train(job, world)
+    assert names(job.checkpoints) == ["best-00000008", "last"]
