@@ -31,8 +31,8 @@ def train_engine(
     """Load a model into a DeepSpeed engine with AdamW and a learning-rate schedule.
 
     `load` loads the model in a given precision. At ZeRO stage 3, the weights are sharded while they
-    are read. With `lora.quantize`, `load` also gets the argument `quantize`. The schedule
-    ends after `total_steps` optimizer steps.
+    are read; at the other stages, `load` also gets the argument `device` if that is a GPU. With
+    `lora.quantize`, it also gets `quantize`. The schedule ends after `total_steps` optimizer steps.
     """
     if config.lora is not None and config.lora.quantize is not None:
         load = partial(load, quantize=config.lora.quantize)
@@ -59,12 +59,12 @@ def train_engine(
 
 
 def frozen_model(
-    load: Callable[[Precision], M], config: FrozenDeepSpeedConfig, world: World
+    load: Callable[..., M], config: FrozenDeepSpeedConfig, world: World
 ) -> M | DeepSpeedEngine:
     """Load a model for inference.
 
     Args:
-        load: loads the model in a given precision.
+        load: see `train_engine`.
         config: with the ZeRO stage and the precision, see `FrozenModelConfig.beside`.
         world: the ranks.
 
@@ -75,7 +75,7 @@ def frozen_model(
     precision = config.precision
     assert precision is not None and config.zero_stage is not None
     if config.zero_stage == 0:
-        return freeze(load(precision)).to(world.device)
+        return freeze(load(precision, **_placement(world.device)))
     model, settings = _loaded(load, precision, partial(inference_settings, config))
     engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
     engine.eval()
@@ -83,14 +83,32 @@ def frozen_model(
 
 
 def _loaded(
-    load: Callable[[Precision], M], precision: Precision, settings: Callable[..., dict[str, Any]]
+    load: Callable[..., M], precision: Precision, settings: Callable[..., dict[str, Any]]
 ) -> tuple[M, dict[str, Any]]:
     """The model, and the DeepSpeed settings for its width, which is known only after loading."""
-    on_gpu = torch.cuda.is_available()
-    with sharded_loading(settings(hidden_size=0, on_gpu=on_gpu)):
-        model = load(precision)
+    device = _own_device()
+    on_gpu = device.type == "cuda"
+    before = settings(hidden_size=0, on_gpu=on_gpu)
+    is_sharded = before["zero_optimization"]["stage"] == 3
+    with sharded_loading(before):
+        model = load(precision, **({} if is_sharded else _placement(device)))
     heartbeat.tick()
     return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu)
+
+
+def _own_device() -> torch.device:
+    """The device of this rank, which `join` has chosen."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _placement(device: torch.device) -> dict[str, torch.device]:
+    """The argument that makes `load` read weights onto a GPU, never whole into main memory.
+
+    The ranks of a machine would otherwise hold a copy each at the same time.
+    """
+    return {} if device.type == "cpu" else {"device": device}
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

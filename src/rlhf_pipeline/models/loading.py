@@ -36,6 +36,7 @@ def load_policy(
     *,
     quantize: Quantization | None = None,
     trust_remote_code: bool = False,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model: SFT model, actor or reference. Arguments: see
     `rlhf_pipeline.models.scalar_head.load_scores`."""
@@ -43,7 +44,7 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=DTYPES[precision],
-            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code),
+            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code, device=device),
             **quantization(quantize, precision),
         )
     contract = TokenContract.read(checkpoint)

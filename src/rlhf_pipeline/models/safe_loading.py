@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 from transformers.utils import find_adapter_config_file
 
@@ -21,6 +22,7 @@ def loading_arguments(
     revision: str | None = None,
     unpickle: bool = False,
     trust_remote_code: bool = False,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Check a model's folder and return the safe arguments of `from_pretrained`.
 
@@ -28,6 +30,7 @@ def loading_arguments(
         path: a folder, or a model id on the hub.
         unpickle: without safetensors, read the tensors of `pytorch_model.bin`, and nothing else.
         trust_remote_code: whether Python code that ships with the model may run.
+        device: where the weights go, each as it is read. None or the CPU: main memory.
 
     Raises:
         ArtifactError: the folder contains an adapter, or its configuration selects weights in
@@ -50,10 +53,12 @@ def loading_arguments(
             f"{path}: found transformers_weights {weights!r} in config.json, expected a "
             "safetensors file. Fix: save the model again with save_pretrained"
         )
+    on_accelerator = device is not None and device.type != "cpu"
     return {
         "revision": revision,
         "trust_remote_code": trust_remote_code,
         "use_safetensors": None if unpickle else True,
+        "device_map": {"": device} if on_accelerator else None,
     }
 
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
@@ -74,6 +75,7 @@ def load_scores(
     foreign: bool = False,
     quantize: Quantization | None = None,
     trust_remote_code: bool = False,
+    device: torch.device | None = None,
 ) -> TokenScores:
     """Load a model with one scalar per token: the reward model or the critic.
 
@@ -83,6 +85,8 @@ def load_scores(
         foreign: the model has another tokenizer than the policy and needs no token contract.
         quantize: storage of the weight matrices; None = `precision`.
         trust_remote_code: whether Python code that ships with the model may run.
+        device: where the weights go, each as it is read, so that main memory never holds a copy for
+            each rank. None: main memory.
 
     Raises:
         ArtifactError: the checkpoint has no trained scalar head and `new_head` is false, or a
@@ -94,7 +98,7 @@ def load_scores(
             num_labels=1,
             dtype=DTYPES[precision],
             output_loading_info=True,
-            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code),
+            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code, device=device),
             **quantization(quantize, precision),
         )
     if missing := [

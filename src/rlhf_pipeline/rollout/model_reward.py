@@ -61,12 +61,14 @@ class ModelSource:
                 "retokenize to true; it then reads text in its own chat template"
             )
         tokenizer = load_tokenizer(folder) if reward.retokenize else None
-        model = freeze(load_scores(folder, reward.precision, foreign=reward.retokenize))
+        model = freeze(
+            load_scores(folder, reward.precision, foreign=reward.retokenize, device=world.device)
+        )
         assert_no_dropout(model)
         mean = reward.mean
         if mean is None:
             mean = float(getattr(model.config, "score_mean", 0.0))
-        return cls(reward.path, model.to(world.device), mean, tokenizer, micro_batch_size)
+        return cls(reward.path, model, mean, tokenizer, micro_batch_size)
 
     @torch.no_grad()
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:

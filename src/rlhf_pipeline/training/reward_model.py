@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.precision import Precision, Quantization
@@ -82,6 +83,7 @@ def untrained(
     head_init: HeadInit = "zeros",
     quantize: Quantization | None = None,
     trust_remote_code: bool = False,
+    device: torch.device | None = None,
 ) -> TokenScores:
     """The SFT model with a new scalar head; all ranks draw the same one."""
     model = load_scores(
@@ -90,6 +92,7 @@ def untrained(
         new_head=True,
         quantize=quantize,
         trust_remote_code=trust_remote_code,
+        device=device,
     )
     with gathered(model.head.parameters()):
         width = model.head.in_features

@@ -1,0 +1,53 @@
+"""Where a model is loaded to."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.models.scalar_head import load_scores
+from rlhf_pipeline.training.reward_model import untrained
+
+LOADS = {
+    "policy": load_policy,
+    "critic": partial(load_scores, new_head=True),
+    "untrained reward model": untrained,
+}
+
+
+@pytest.fixture(params=LOADS)
+def load(request):
+    return LOADS[request.param]
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+def test_weights_are_read_onto_the_device(make_model, load, family):
+    """The device stands for a GPU and has no memory: a weight that is elsewhere was copied."""
+    model = load(make_model(family), "bf16", device=torch.device("meta"))
+    tensors = [*model.parameters(), *model.buffers()]
+    assert tensors and all(tensor.is_meta for tensor in tensors)
+
+
+def test_on_the_cpu_nothing_changes(make_model, load):
+    folder = make_model("llama")
+    torch.manual_seed(1)
+    plain = load(folder, "fp32")
+    torch.manual_seed(1)
+    placed = load(folder, "fp32", device=torch.device("cpu"))
+    assert not hasattr(placed, "hf_device_map")
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(placed.state_dict()[name], tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+def test_a_gpu_gets_the_same_bits(make_model, family):
+    folder = make_model(family)
+    plain = load_policy(folder, "bf16")
+    placed = load_policy(folder, "bf16", device=torch.device("cuda", 0))
+    for of in ("named_parameters", "named_buffers"):
+        for name, tensor in getattr(plain, of)():
+            found = dict(getattr(placed, of)())[name]
+            assert found.is_cuda and torch.equal(found.cpu(), tensor), name
