@@ -289,6 +289,13 @@ def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
     )
 
 
+def test_a_rank_needs_a_gpu_of_its_own(parameters):
+    preflight(changed(parameters, "launch.processes", 2), gpus=2)
+    with pytest.raises(ConfigError, match=r"launch\.processes: found 4, expected at most 2, one"):
+        preflight(changed(parameters, "launch.processes", 4), gpus=2)
+    preflight(changed(parameters, "launch.processes", 4), gpus=0)
+
+
 def test_fp16_is_accepted_on_a_gpu(parameters):
     preflight(changed(parameters, "sft.deepspeed.precision", "fp16"), gpus=2)
 

@@ -97,6 +97,7 @@ def preflight(
         evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
         faults = [
             *(_batch_size_faults(values, processes) or _group_faults(ppo, processes)),
+            *_process_faults(processes, gpus),
             *_fp16_faults(values, gpus),
             *_quantization_faults(values, gpus),
             *_source_faults("split.sources", split.records(), wants_text=False),
@@ -194,6 +195,15 @@ def _group_faults(ppo: PPOConfig, processes: int) -> list[str]:
         f"ppo.rollout_batch_size: found {ppo.rollout_batch_size}, expected a multiple of {unit}: "
         f"{processes} ranks (launch.processes) times {ppo.responses_per_prompt} responses "
         "(ppo.responses_per_prompt)"
+    ]
+
+
+def _process_faults(processes: int, gpus: int) -> list[str]:
+    if gpus == 0 or processes <= gpus:
+        return []
+    return [
+        f"launch.processes: found {processes}, expected at most {gpus}, one for each GPU. Fix: set "
+        "it to null for all GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES="
     ]
 
 

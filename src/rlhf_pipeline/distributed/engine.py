@@ -15,6 +15,7 @@ from transformers import get_scheduler
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
+from rlhf_pipeline.distributed.device import on_gpu, own_device
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import sharded_loading, whole_shape
 from rlhf_pipeline.models.loading import freeze
@@ -86,21 +87,12 @@ def _loaded(
     load: Callable[..., M], precision: Precision, settings: Callable[..., dict[str, Any]]
 ) -> tuple[M, dict[str, Any]]:
     """The model, and the DeepSpeed settings for its width, which is known only after loading."""
-    device = _own_device()
-    on_gpu = device.type == "cuda"
-    before = settings(hidden_size=0, on_gpu=on_gpu)
+    before = settings(hidden_size=0, on_gpu=on_gpu())
     is_sharded = before["zero_optimization"]["stage"] == 3
     with sharded_loading(before):
-        model = load(precision, **({} if is_sharded else _placement(device)))
+        model = load(precision, **({} if is_sharded else _placement(own_device())))
     heartbeat.tick()
-    return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu)
-
-
-def _own_device() -> torch.device:
-    """The device of this rank, which `join` has chosen."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu())
 
 
 def _placement(device: torch.device) -> dict[str, torch.device]:
@@ -129,7 +121,7 @@ def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Opti
     """
     settings = config.optimizer
     adam: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
-    if config.deepspeed.offload_optimizer and torch.cuda.is_available():
+    if config.deepspeed.offload_optimizer and on_gpu():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         adam = DeepSpeedCPUAdam

@@ -15,6 +15,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from rlhf_pipeline.distributed.device import take_device
+
 T = TypeVar("T")
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 
@@ -57,19 +59,19 @@ def join(seed: int, *, timeout_s: float) -> World:
     """Join the other ranks of this launch.
 
     All ranks use the same seed, so they initialise new weights equally.
+
+    Raises:
+        StageError: torch does not find the GPU of this rank.
     """
     # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs a
     # compiler and leaves 69 MB per rank in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    device = take_device()  # before NCCL, which would take the first GPU on every rank
     if os.environ["MASTER_ADDR"] == LOOPBACK and not torch.distributed.is_initialized():
         _meet_on_loopback(timedelta(seconds=timeout_s))
     deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
     torch.manual_seed(seed)
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
 

@@ -7,7 +7,13 @@ from ports import reserved_port
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count
+from rlhf_pipeline.stages.launch.resources import (
+    free_port,
+    gpu_count,
+    process_count,
+    rank_devices,
+    visible_gpus,
+)
 
 
 def test_a_port_in_use_is_reported():
@@ -25,16 +31,78 @@ def test_a_configured_port_is_used_and_any_other_is_free():
         assert free_port(None) not in (0, port)
 
 
-def test_gpus_are_those_that_the_environment_shows(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert gpu_count() == process_count(LaunchConfig(), gpu_count()) == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert process_count(LaunchConfig(), gpu_count()) == 3
+@pytest.fixture
+def machine(monkeypatch, nvidia_smi):
+    """Makes a machine of that many GPUs and sets environment variables of the launch."""
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(gpus, **variables):
+        nvidia_smi(gpus)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ["0", "1", "2", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "3, 1"}, ["3", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "2,-1,0"}, ["2"]),  # as in CUDA, -1 ends the list
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-5a5d6"}, ["GPU-8932f937", "GPU-5a5d6"]),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-GPU-8932f937/1/0"}, ["MIG-GPU-8932f937/1/0"]),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_GPUS": "2,3"}, ["0", "1"]),
+        ({"SLURM_JOB_GPUS": "2,3"}, ["2", "3"]),
+        ({"SLURM_JOB_GPUS": "2,3", "SLURM_STEP_GPUS": "3"}, ["3"]),
+        ({"SLURM_JOB_GPUS": "4,5,6,7"}, ["0", "1", "2", "3"]),  # the others are hidden
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "DS_ACCELERATOR": "cpu"}, []),
+    ],
+)
+def test_gpus_are_those_that_the_environment_shows(machine, variables, expected):
+    machine(4, **variables)
+    assert visible_gpus() == expected
+    assert process_count(LaunchConfig(), gpu_count()) == (len(expected) or 2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "message"),
+    [
+        ("0,0", "CUDA_VISIBLE_DEVICES: found '0,0', expected different numbers or UUIDs"),
+        ("first", "CUDA_VISIBLE_DEVICES: found 'first', expected different numbers or UUIDs"),
+        ("MIG-1a,MIG-2b", "found 2 devices with MIG instances, expected a single instance"),
+    ],
+)
+def test_a_list_that_cuda_would_cut_is_refused(machine, visible, message):
+    machine(4, CUDA_VISIBLE_DEVICES=visible)
+    with pytest.raises(ConfigError, match=message):
+        visible_gpus()
+
+
+def test_a_broken_driver_is_reported(machine):
+    """Training must not silently move to the CPU."""
+    machine(None)
+    with pytest.raises(ConfigError, match=r"nvidia-smi: .* \(NVIDIA-SMI has failed\)\. Fix: "):
+        gpu_count()
+
+
+def test_a_driver_without_devices_is_not_a_fault(machine):
+    machine(0)
+    assert gpu_count() == 0
+
+
+def test_each_rank_gets_a_gpu_and_without_one_all_are_hidden(machine):
+    machine(4)
+    assert rank_devices(2) == ["0", "1"]
+    machine(4, CUDA_VISIBLE_DEVICES="")
+    assert rank_devices(2) == ["-1", "-1"]
 
 
 @pytest.mark.parametrize("visible", ["-1", ""])
-def test_two_processes_run_without_a_gpu(monkeypatch, visible):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_two_processes_run_without_a_gpu(machine, visible):
+    machine(4, CUDA_VISIBLE_DEVICES=visible)
     assert gpu_count() == 0
     assert process_count(LaunchConfig(), gpu_count()) == 2
     assert process_count(LaunchConfig(processes=3), gpu_count()) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -28,7 +29,12 @@ from rlhf_pipeline.stages.job import StageSpec
 from rlhf_pipeline.stages.launch.failure import LOG, Attempt, kernel_kills, stage_error
 from rlhf_pipeline.stages.launch.hints import PORT
 from rlhf_pipeline.stages.launch.ranks import Ranks
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count
+from rlhf_pipeline.stages.launch.resources import (
+    free_port,
+    gpu_count,
+    process_count,
+    rank_devices,
+)
 from rlhf_pipeline.stages.processes import guarded, process_identity
 
 logger = logging.getLogger(__name__)
@@ -47,9 +53,8 @@ STACKS_S = 1.0
 def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     """Run a stage's program to its end, passing its metrics to the listener as they appear.
 
-    Success is exit code 0 *and* a manifest: DeepSpeed's runner exits with 0 when a child dies by a
-    signal. If another program takes the picked port first, the stage is launched once more on
-    another port.
+    Success is exit code 0 *and* a manifest. If another program takes the picked port first, the
+    stage is launched once more on another port.
 
     Raises:
         StageError: the program failed or hung.
@@ -72,19 +77,19 @@ def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     config = context.launch
     processes = process_count(config, gpu_count()) if spec.distributed else 1
     command = _command(spec, run.directory / "job.json", config, processes)
+    environment = _environment(spec, run.directory, processes)
     ranks = Ranks(run.directory, processes, config.hang_timeout_s if spec.distributed else None)
     start, kills_before = time.monotonic(), kernel_kills()
-    attempt = _supervise(Attempt(run, config, command, ranks), context.listener)
+    attempt = _supervise(Attempt(run, config, command, ranks), environment, context.listener)
     if attempt.code != 0 or not (run.export / NAME).is_file():
         kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
         seconds = time.monotonic() - start
         raise stage_error(replace(attempt, seconds=seconds, kernel_kills=kills))
 
 
-def _supervise(attempt: Attempt, listener: StageListener) -> Attempt:
+def _supervise(attempt: Attempt, environment: dict[str, str], listener: StageListener) -> Attempt:
     """Start a program, follow it, end all its processes; return how it ended."""
     run, ranks = attempt.run, attempt.ranks
-    environment = _environment(run.directory, ranks.processes)
     with (
         _signals_raise(),
         (run.directory / LOG).open("wb") as output,
@@ -139,13 +144,21 @@ def _follow(
 def _command(spec: StageSpec, job_file: Path, config: LaunchConfig, processes: int) -> list[str]:
     if not spec.distributed:
         return [sys.executable, "-m", spec.program, str(job_file)]
-    deepspeed = Path(sys.executable).with_name("deepspeed")
-    port = free_port(config.master_port)
-    options = ["--num_gpus", str(processes), "--master_port", str(port), "--no_local_rank"]
-    return [str(deepspeed), *options, "--module", spec.program, str(job_file)]
+    # The command `deepspeed` discards CUDA_VISIBLE_DEVICES and accepts numbers only. The launcher
+    # that it starts on each machine takes any names of GPUs, one for each rank.
+    world = {"localhost": rank_devices(processes)}
+    options = {
+        "world_info": base64.urlsafe_b64encode(json.dumps(world).encode()).decode(),
+        "master_port": free_port(config.master_port),
+    }
+    return [
+        *(sys.executable, "-m", "deepspeed.launcher.launch"),
+        *(f"--{name}={value}" for name, value in options.items()),
+        *("--no_local_rank", "--module", spec.program, str(job_file)),
+    ]
 
 
-def _environment(directory: Path, processes: int) -> dict[str, str]:
+def _environment(spec: StageSpec, directory: Path, processes: int) -> dict[str, str]:
     """The program's environment: it has this package but not MLflow; the ranks share the cores."""
     # DeepSpeed imports MLflow if it can, which costs each process seconds.
     guard = directory / "without_mlflow"
@@ -155,15 +168,17 @@ def _environment(directory: Path, processes: int) -> dict[str, str]:
     paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {
         "PYTHONPATH": os.pathsep.join(paths),
-        "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
         "DISABLE_SAFETENSORS_CONVERSION": "1",
         heartbeat.LAUNCH: f"{process_identity(os.getpid())} {directory.resolve()}",
     }
-    if gpu_count() == 0:
-        cores = len(os.sched_getaffinity(0))
-        settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // processes))}
+    gpus = gpu_count()
+    if spec.distributed:
+        settings["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"
+        settings["TOKENIZERS_PARALLELISM"] = "false"  # each rank would use all cores
+    if gpus == 0:
+        settings["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
     return os.environ | settings
 
 

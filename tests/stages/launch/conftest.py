@@ -1,0 +1,29 @@
+"""A stand-in for nvidia-smi."""
+
+import os
+import shlex
+
+import pytest
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Puts an nvidia-smi in front of PATH that lists that many GPUs; None: its driver is broken."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def install(gpus):
+        listing = "".join(
+            f"GPU {number}: NVIDIA A100-SXM4-40GB (UUID: GPU-8932f937-{number})\n"
+            f"  MIG 1g.5gb Device 0: (UUID: MIG-{number})\n"
+            for number in range(gpus or 0)
+        )
+        text, code = {None: ("NVIDIA-SMI has failed", 9), 0: ("No devices were found", 6)}.get(
+            gpus, (listing, 0)
+        )
+        program = folder / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\necho {shlex.quote(text)}\nexit {code}\n")
+        program.chmod(0o755)
+
+    return install
