@@ -22,7 +22,6 @@ import pytest
 from waiting import wait_until
 
 from rlhf_pipeline.stages import run
-from rlhf_pipeline.stages.launch import launcher
 
 pytestmark = pytest.mark.long
 
@@ -90,7 +89,7 @@ if __name__ == "__main__" and "RANK" in os.environ:
     run_program(main)
 elif __name__ == "__main__":
     class FailingListener:
-        stage_started = stage_ended = lambda *arguments: None
+        stage_started = stage_phase = stage_ended = lambda *arguments: None
         def stage_metrics(self, run, records):
             raise KeyError("in a hook of the driver")
     workspace, ranks, options, ports = (json.loads(argument) for argument in sys.argv[1:])
@@ -99,7 +98,7 @@ elif __name__ == "__main__":
         launcher.free_port = lambda configured: ports.pop() if ports else free(configured)
     fingerprint.fingerprint = lambda recipe: "toy".ljust(64, "0")
     spec = StageSpec("toy", "toy_program", libraries=())
-    launch = LaunchConfig(processes=2, **options)
+    launch = LaunchConfig(processes=2, grace_s=6.5, **options)
     context = RunContext(Path(workspace), launch, listener=FailingListener())
     try:
         StageRunner(context).run(Job(spec, {"toy": Toy(ranks=ranks)}, {}, 1))
@@ -112,7 +111,6 @@ CASES = {
     "TERM": (("wait", "parent"), {}, "driver", signal.SIGTERM),
     "HUP": (("wait", "wait"), {}, "driver", signal.SIGHUP),
     "driver": (("parent", "ignore"), {}, "driver", signal.SIGKILL),
-    "runner": (("wait", "ignore"), {}, "deepspeed", signal.SIGKILL),
     "launcher": (("wait", "parent"), {}, "deepspeed.launcher.launch", signal.SIGKILL),
     "rank": (("report", "parent"), {}, "1", signal.SIGKILL),
     "raise": (("ignore", "raise"), {}, "report", None),
@@ -218,9 +216,7 @@ def ended(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_process_is_left_after_ten_seconds(ended, name):
-    """At most seven of the seconds are waits."""
-    waits = launcher.GRACE_S, launcher.SETTLE_S + launcher.FAILED_GRACE_S
-    assert max(waits) <= 7
+    """The grace of the interrupted ranks is most of the seconds."""
     assert ended[name].remained == []
     assert ended[name].seconds < 10, ended[name].output
 
@@ -243,8 +239,7 @@ def test_a_killed_rank_is_the_cause_not_the_report_of_its_peer(ended):
 
 
 def test_a_killed_launcher_is_not_reported_as_a_killed_rank(ended):
-    for name in ("runner", "launcher"):
-        assert "the launcher was ended while its ranks were running" in ended[name].output
+    assert "the launcher was ended while its ranks were running" in ended["launcher"].output
 
 
 def test_a_rank_that_raises_is_the_cause(ended):

@@ -139,10 +139,19 @@ def kill_driver(driver, group, pause):
 
 def terminate_driver(driver, group, pause):
     """The ranks finish their step and save, so their pause ends when they have the signal."""
-    launcher = psutil.Process(group)  # the signal to the group ends it at once
     driver.terminate()
-    wait_until(lambda: not is_running(launcher))
+    for line in driver.stdout:
+        if "the ranks finish their step and write a checkpoint" in line:
+            break
+    ranks = psutil.Process(group).children()  # of DeepSpeed's launcher
+    wait_until(lambda: not any(has_pending_sigterm(rank.pid) for rank in ranks))
     pause.unlink()
+
+
+def has_pending_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = next(line for line in status.splitlines() if line.startswith("ShdPnd:"))
+    return bool(int(pending.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.fixture
@@ -206,6 +215,18 @@ def test_resumed_ppo_equals_uninterrupted_ppo_after_its_driver_was_killed(ppo):
     assert ppo.finish("interrupted") == directory
     assert resumed_from(directory) == 1
     require_equal(directory, ppo.finish("uninterrupted"))
+
+
+@pytest.mark.slow
+def test_ppo_obeys_sigterm_after_the_step_in_whose_rollout_it_came(ppo):
+    directory = ppo.interrupt("interrupted", 1, terminate_driver)
+    assert [path.name for path in list_checkpoints(directory / "checkpoints")] == [
+        "step-00000001",
+        "step-00000002",
+    ]
+    assert [step for step, _ in metrics(directory)] == [1, 2]
+    ppo.finish("interrupted")
+    assert resumed_from(directory) == 2
 
 
 @pytest.mark.long
@@ -347,3 +368,28 @@ def test_sigterm_saves_a_checkpoint_after_the_step_and_interrupts(world, tmp_pat
     with pytest.raises(Interrupted, match=r"after step 7\. Run the same command again"):
         checkpoints.step_ended(7, due=False, loop={})
     assert newest_valid_step(tmp_path) == 7
+
+
+def test_no_rank_ends_by_sigterm_before_the_checkpoint_is_sealed(world, tmp_path, monkeypatch):
+    """DeepSpeed's launcher kills the other ranks 30 seconds after the first one has ended."""
+    from rlhf_pipeline.distributed.world import World
+    from rlhf_pipeline.errors import Interrupted
+    from rlhf_pipeline.training.resume import Checkpoints
+
+    sealed_at_barrier = []
+    checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
+    monkeypatch.setattr(
+        World, "barrier", lambda self: sealed_at_barrier.append(newest_valid_step(tmp_path))
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        checkpoints.step_ended(7, due=False, loop={})
+    assert sealed_at_barrier[-1] == 7
+
+
+def test_the_seal_of_a_checkpoint_is_progress(tmp_path):
+    from rlhf_pipeline.runtime import heartbeat
+
+    heartbeat.at("saving", 2)
+    make_checkpoint(tmp_path, 2)
+    assert heartbeat._here.ticks == 2  # files

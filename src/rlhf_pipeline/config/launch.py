@@ -34,6 +34,12 @@ class LaunchConfig(Block):
     stage fails with the name of the slow rank. The ranks have at least five minutes to start. Keep
     it below `collective_timeout_s`, which reports less. None: no watchdog."""
 
+    grace_s: float = operational(120.0, ge=0)
+    """Seconds that the ranks have, after SIGTERM or Ctrl-C to `kedro run`, to finish their step and
+    write a checkpoint before they are killed. The time starts anew whenever a rank makes progress
+    in writing. A second Ctrl-C kills them at once. A scheduler must wait longer
+    (docs/troubleshooting.md)."""
+
     halve_micro_batch_on_oom: bool = operational(False)
     """When a rank runs out of memory, halve all micro batch sizes (`micro_batch_size_per_gpu`,
     `sampling.batch_size_per_gpu`) and resume from the newest checkpoint, repeatedly down to 1.

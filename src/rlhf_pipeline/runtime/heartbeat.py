@@ -87,7 +87,7 @@ def at(phase: Phase, step: int | None = None) -> None:
 
 
 def tick() -> None:
-    """Report that a piece of the phase is done: a micro batch, one token of every response."""
+    """Report that a piece of the phase is done: a micro batch, a token of each response, a file."""
     global _here
     _here = replace(_here, progressed=time.time(), ticks=_here.ticks + 1)
 

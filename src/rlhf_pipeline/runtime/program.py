@@ -32,6 +32,7 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     A failing rank writes its reason into the work directory before it exits with code 1: the
     message of a `PipelineError`, or the traceback of any other exception.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see `stages.processes.start`
     job = LaunchedJob.read(Path(sys.argv[1]))
     rank = int(os.environ.get("RANK", "0"))
     faulthandler.enable()  # a crash in compiled code leaves its stack in the log

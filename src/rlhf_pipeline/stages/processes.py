@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import psutil
 
@@ -37,6 +38,22 @@ def kill_launch(launch: str) -> None:
                     os.killpg(os.getpgid(process.pid), signal.SIGKILL)
 
 
+def start(
+    command: list[str], environment: dict[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, with SIGTERM blocked until it unblocks the signal.
+
+    A scheduler sends SIGTERM to every process of a job. It must not end a guard, nor DeepSpeed's
+    launcher, which would kill the ranks after 30 seconds. The programs unblock the signal.
+    `options` are those of `Popen`.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return subprocess.Popen(command, start_new_session=True, env=environment, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 @contextmanager
 def guarded(launch: str, python_path: str) -> Iterator[None]:
     """Kill the processes of a launch at the end of the block or of this process, even by SIGKILL.
@@ -46,7 +63,7 @@ def guarded(launch: str, python_path: str) -> Iterator[None]:
     command = [sys.executable, "-m", __name__, launch]
     environment = os.environ | {"PYTHONPATH": python_path}
     # Leaving the block closes the guard's input, as the end of this process does.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment):
+    with start(command, environment, stdin=subprocess.PIPE):
         yield
 
 

@@ -76,6 +76,9 @@ class Checkpoints:
         if due or interrupted:
             self.save(step, loop)
         if interrupted:
+            # DeepSpeed's launcher kills the others 30 seconds after the first rank has ended, and
+            # rank 0 may take longer to seal the checkpoint.
+            self._world.barrier()
             raise Interrupted(
                 f"ended by SIGTERM after step {step}. Run the same command again to resume"
             )

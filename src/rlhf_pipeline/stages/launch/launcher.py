@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.context import RunContext
@@ -35,15 +36,15 @@ from rlhf_pipeline.stages.launch.resources import (
     process_count,
     rank_devices,
 )
-from rlhf_pipeline.stages.processes import guarded, process_identity
+from rlhf_pipeline.stages.processes import guarded, process_identity, start
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-GRACE_S = 6.5
-"""Seconds between SIGTERM, after which training finishes its step and saves, and SIGKILL."""
-FAILED_GRACE_S = 3.0
-"""The same after a rank has failed: the other ranks cannot finish their step without it."""
+KILLED_S = 5.0
+"""Seconds that killed processes have to disappear."""
+TOLD_S = 1.0
+"""Seconds that the ranks have to end before the user is told why that takes longer."""
 SETTLE_S = 1.5
 """Seconds that the other ranks have to report after a rank has failed."""
 STACKS_S = 1.0
@@ -95,25 +96,24 @@ def _supervise(attempt: Attempt, environment: dict[str, str], listener: StageLis
         (run.directory / LOG).open("wb") as output,
         guarded(environment[heartbeat.LAUNCH], environment["PYTHONPATH"]),
     ):
-        process = subprocess.Popen(
+        process = start(
             attempt.command,
+            environment,
             stdin=subprocess.DEVNULL,  # nobody can answer a library that asks a question
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
         )
         tail = _MetricsTail(run, listener)
-        grace_s = GRACE_S
         try:
             stuck = _follow(process, ranks, tail, attempt.config)
-            code, grace_s = process.poll(), FAILED_GRACE_S
+            code = process.poll()
             orphaned = code is not None and bool(ranks.alive)
+        except BaseException:  # a signal to this process, or an error of a listener
+            _let_save(ranks, run.stage, attempt.config.grace_s)
+            raise
         finally:
-            try:
-                _end_group(process, grace_s)
-            finally:
-                tail.forward()
+            _kill_group(process)
+            tail.forward()
     return replace(attempt, code=code, stuck=stuck, orphaned=orphaned)
 
 
@@ -207,28 +207,52 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End the program's whole process group by SIGTERM, then SIGKILL.
+def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
+    """Send SIGTERM to every rank and wait until all have ended, at most `grace_s` seconds.
 
-    Ranks would outlive their launcher otherwise. A further signal to this process, for example a
-    second Ctrl-C, shortens the wait; the group is still ended.
+    Training finishes its step and writes a checkpoint. The time starts anew whenever a rank makes
+    progress in writing it. A rank that has not reported yet has nothing to save.
+
+    Raises:
+        Interrupted: a further signal to this process, for example a second Ctrl-C.
     """
-    again: Interrupted | None = None
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + grace_s
-        try:
-            os.killpg(process.pid, number)
-            while time.monotonic() < deadline:
-                process.poll()  # reaps the leader, otherwise the empty group would still exist
-                os.killpg(process.pid, 0)
-                time.sleep(POLL_S / 4)
-        except ProcessLookupError:
-            break
-        except Interrupted as error:
-            again = error
+    asked: set[int] = set()
+    saving: list[Heartbeat] = []
+    start = renewed = time.monotonic()
+    told = False
+    while alive := ranks.read():
+        for rank in set(alive) - asked:
+            ranks.send(rank, signal.SIGTERM)
+            asked.add(rank)
+        before, saving = saving, [h for h in ranks.heartbeats.values() if h.phase == "saving"]
+        now = time.monotonic()
+        renewed = now if saving != before else renewed
+        if now > renewed + grace_s:
+            return
+        if now > start + TOLD_S and not told:
+            logger.warning(
+                "stage %s: the ranks finish their step and write a checkpoint, for at most %g s "
+                "(launch.grace_s); a second Ctrl-C kills them",
+                stage,
+                grace_s,
+            )
+            told = True
+        time.sleep(POLL_S / 4)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the program's process group, and wait a little until it is gone.
+
+    Ranks would outlive their launcher otherwise. After a failure they cannot finish their step.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILLED_S
+        while time.monotonic() < deadline:
+            process.poll()  # reaps the leader, otherwise the empty group would still exist
+            os.killpg(process.pid, 0)
+            time.sleep(POLL_S / 4)
     process.wait()
-    if again is not None:
-        raise again
 
 
 class _MetricsTail:

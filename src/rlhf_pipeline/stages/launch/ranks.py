@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +54,8 @@ class Ranks:
             for rank, heartbeat in self.heartbeats.items()
             if rank not in self.deaths and (status := _status(heartbeat.pid)) != "running"
         }
-        # Read after the table of processes: a rank writes its last heartbeat before it ends.
-        newest = read_heartbeats(self._directory)
-        if newest != self.heartbeats:
-            self.heartbeats, self._progressed = newest, time.monotonic()
+        self.read()  # after the table of processes: a rank writes a last heartbeat before it ends
+        newest = self.heartbeats
         reports = (self._directory / ERRORS).glob("*.txt")
         reported = {int(report.stem.rpartition("-rank")[2]) for report in reports}
         for rank, status in ended.items():
@@ -65,6 +64,13 @@ class Ranks:
                 self.deaths[rank] = Death(newest[rank], time.time(), known)
         if self._failed_at is None and (reported or self.deaths):
             self._failed_at = time.monotonic()
+
+    def read(self) -> list[int]:
+        """Read the heartbeats, without judging what has ended; return the ranks that are alive."""
+        newest = read_heartbeats(self._directory)
+        if newest != self.heartbeats:
+            self.heartbeats, self._progressed = newest, time.monotonic()
+        return self.alive
 
     @property
     def failed_s(self) -> float:
@@ -106,7 +112,14 @@ class Ranks:
     def request_stacks(self) -> None:
         """Make every rank print the stacks of its threads into the log."""
         for rank in self.alive:
-            os.kill(self.heartbeats[rank].pid or 0, signal.SIGUSR1)
+            self.send(rank, signal.SIGUSR1)
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank on this machine, unless it has just ended."""
+        pid = self.heartbeats[rank].pid
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def _status(pid: int | None) -> int | str:
