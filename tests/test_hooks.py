@@ -1,19 +1,23 @@
 """Hooks: checks before a run, tags, printed results and errors."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from kedro.config import OmegaConfigLoader
-from kedro.io import DataCatalog, Version
+from kedro.framework.hooks.manager import _create_hook_manager
+from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 from rich.console import Console
 
+from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.hooks import PreflightHook, ResultsHook
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 
 def export(folder: Path, content: str) -> Path:
@@ -68,3 +72,28 @@ def test_an_invalid_root_is_refused_before_the_catalog_is_created(tmp_path, para
         PreflightHook().after_context_created(
             context=SimpleNamespace(config_loader=loader, env=None)
         )
+
+
+def test_lengths_are_checked_against_the_model_that_the_split_receives(tmp_path):
+    """A model on the hub is known once it is fetched. Both limits need 512 + 256 positions."""
+    conf = str(Path(__file__).parents[1] / "conf")
+    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    parameters["split"] |= {"max_prompt_tokens": 512, "max_response_tokens": 256}
+    names = ("split", "ppo", "evaluate")
+    catalog = DataCatalog({f"params:{name}": MemoryDataset(parameters[name]) for name in names})
+    manager = _create_hook_manager()
+    manager.register(PreflightHook())
+
+    def split_with(positions: int) -> None:
+        config = {"model_type": "llama", "max_position_embeddings": positions}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        manager.hook.before_node_run(
+            node=None, catalog=catalog, inputs={"base_model": tmp_path}, is_async=False, run_id="1"
+        )
+
+    split_with(768)
+    with pytest.raises(
+        ConfigError,
+        match=r"split\.max_response_tokens: found 256, expected at most 255: .* 767 positions",
+    ):
+        split_with(767)

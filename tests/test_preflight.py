@@ -1,10 +1,12 @@
 """Invalid parameters fail before a run starts; the message contains name, value and fix."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
@@ -117,7 +119,7 @@ def test_the_defaults_pass(parameters):
             "ppo.sampling.max_response_tokens",
             200,
             "ppo.sampling.max_response_tokens: found 200, expected at most 192: the model's 256 "
-            "positions (base_model.architecture.max_position_embeddings) less "
+            "positions (max_position_embeddings) less "
             "split.max_prompt_tokens 64",
         ),
         (
@@ -318,3 +320,44 @@ def test_validated_blocks_are_checked_too(parameters):
     wrong["dpo"] = DPOConfig.model_validate(wrong["dpo"])
     with pytest.raises(ConfigError, match="found fp16, which needs a GPU"):
         preflight(wrong, gpus=0)
+
+
+def test_lengths_must_fit_the_positions_of_a_model_in_a_folder(parameters, tmp_path):
+    config = {"model_type": "gpt2", "n_positions": 120}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    parameters["base_model"] = {"path": str(tmp_path)}
+    parameters = changed(parameters, "split.max_response_tokens", 56)
+    parameters = changed(parameters, "ppo.sampling.max_response_tokens", 56)
+    preflight(changed(parameters, "evaluate.sampling.max_response_tokens", 56), gpus=0)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(changed(parameters, "evaluate.sampling.max_response_tokens", 57), gpus=0)
+    assert str(refusal.value) == (
+        "evaluate.sampling.max_response_tokens: found 57, expected at most 56: the model's 120 "
+        "positions (max_position_embeddings) less split.max_prompt_tokens 64"
+    )
+    with pytest.raises(
+        ConfigError, match=r"split\.max_prompt_tokens: found 120, expected fewer th"
+    ):
+        preflight(changed(parameters, "split.max_prompt_tokens", 120), gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"model_type": "llama", "max_position_embeddings": 90}, 90),
+        ({"model_type": "opt"}, 2048),
+        ({"model_type": "bloom"}, None),
+        ({"model_type": "lab's own", "max_position_embeddings": 90}, 90),
+        (None, None),
+    ],
+)
+def test_positions_of_a_saved_model(tmp_path, config, positions):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert positions_in(tmp_path) == positions
+
+
+def test_a_damaged_configuration_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: found .*, expected JSON"):
+        positions_in(tmp_path)

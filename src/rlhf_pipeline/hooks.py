@@ -14,12 +14,20 @@ from kedro.pipeline import Pipeline
 from rich.console import Console
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
-from rlhf_pipeline.preflight import check_environment, check_phases, check_root, preflight
+from rlhf_pipeline.preflight import (
+    check_environment,
+    check_lengths,
+    check_phases,
+    check_root,
+    preflight,
+)
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.results import SplitSummary, print_results
@@ -57,6 +65,19 @@ class PreflightHook:
         split = SplitConfig.model_validate(catalog.load("params:split"))
         check_phases(split.weights, {node.name for node in pipeline.nodes})
         free_port(launch_config(catalog).master_port)
+
+    @hook_impl(tryfirst=True)
+    def before_node_run(self, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
+        """Check the lengths before a node reads a model: that of the hub is first seen here."""
+        for model in (
+            value for name, value in inputs.items() if name in ("base_model", "sft_model")
+        ):
+            check_lengths(
+                model,
+                SplitConfig.model_validate(catalog.load("params:split")),
+                PPOConfig.model_validate(catalog.load("params:ppo")),
+                EvaluateConfig.model_validate(catalog.load("params:evaluate")),
+            )
 
 
 def provide_default_blocks(catalog: CatalogProtocol) -> None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
@@ -102,19 +103,36 @@ def preflight(
             *_quantization_faults(values, gpus),
             *_source_faults("split.sources", split.records(), wants_text=False),
             *_path_faults(base_model.path),
+            *_ptx_faults(split, ppo),
             *_length_faults(base_model.positions, split, ppo, evaluate),
-            *_ptx_faults(base_model.positions, split, ppo),
             *reward_faults(ppo.rewards),
             *reward_faults(evaluate.judges, "evaluate.judges"),
         ]
         if split.pretraining is not None:
             texts = split.pretraining.records()
             faults += _source_faults("split.pretraining.sources", texts, wants_text=True)
+    _refuse([_with_origin(fault, origin) for fault in faults])
+
+
+def check_lengths(
+    model: Path, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
+) -> None:
+    """Check the limits of prompts, responses and texts against the positions of a model.
+
+    `preflight` does this for models that are built or in a local folder. A model on the hub is
+    known once stage base_model has fetched it to the folder `model`.
+
+    Raises:
+        ConfigError: the message has one line for each fault.
+    """
+    _refuse(_length_faults(positions_in(model), split, ppo, evaluate))
+
+
+def _refuse(faults: Sequence[str]) -> None:
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
     if faults:
-        located = [_with_origin(fault, origin) for fault in faults]
-        if len(located) == 1:
-            raise ConfigError(located[0])
-        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in located)]))
+        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in faults)]))
 
 
 def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:
@@ -283,36 +301,38 @@ def _path_faults(path: str | None) -> list[str]:
 def _length_faults(
     positions: int | None, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
 ) -> list[str]:
+    """Faults of the limits, given the model's positions (None: unlimited, or not known yet)."""
     if positions is None:
         return []
+    model = f"the model's {positions} positions (max_position_embeddings)"
     responses = {
         "split.max_response_tokens": split.max_response_tokens,
         "ppo.sampling.max_response_tokens": ppo.sampling.max_response_tokens,
         "evaluate.sampling.max_response_tokens": evaluate.sampling.max_response_tokens,
     }
-    return [
-        f"{place}: found {response}, expected at most {positions - split.max_prompt_tokens}: the "
-        f"model's {positions} positions (base_model.architecture.max_position_embeddings) less "
-        f"split.max_prompt_tokens {split.max_prompt_tokens}"
+    prompt = split.max_prompt_tokens
+    faults = [
+        f"{place}: found {response}, expected at most {positions - prompt}: {model} less "
+        f"split.max_prompt_tokens {prompt}"
         for place, response in responses.items()
-        if split.max_prompt_tokens + response > positions
+        if prompt + response > positions > prompt
     ]
-
-
-def _ptx_faults(positions: int | None, split: SplitConfig, ppo: PPOConfig) -> list[str]:
-    """Faults of the plain text that PPO's language-model loss needs."""
+    if prompt >= positions:
+        faults.append(f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}")
     text = split.pretraining
-    if ppo.ptx is None:
-        return []
-    if text is None:
-        return [
-            "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
-            "block_tokens of split.pretraining, or set ppo.ptx to null"
-        ]
-    if positions is not None and text.block_tokens > positions:
-        return [
-            f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most the "
-            f"model's {positions} positions (base_model.architecture.max_position_embeddings): "
+    if ppo.ptx is not None and text is not None and text.block_tokens > positions:
+        faults.append(
+            f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most {model}: "
             "ppo.ptx reads whole blocks"
-        ]
-    return []
+        )
+    return faults
+
+
+def _ptx_faults(split: SplitConfig, ppo: PPOConfig) -> list[str]:
+    """Faults of the plain text that PPO's language-model loss needs."""
+    if ppo.ptx is None or split.pretraining is not None:
+        return []
+    return [
+        "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
+        "block_tokens of split.pretraining, or set ppo.ptx to null"
+    ]

@@ -7,6 +7,7 @@ transformers would take two seconds on every command; parsing the source takes m
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.errors import suggestion
+from rlhf_pipeline.errors import ConfigError, suggestion
 
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 """Fields of every family that the tokenizer determines."""
@@ -102,6 +103,33 @@ def find_family(model_type: str) -> Family:
             if constants.get("model_type") == model_type:
                 return Family(model_type, fields, constants.get("attribute_map", {}))
     raise ValueError(f"found no configuration class of model_type {model_type} in {source}")
+
+
+def positions(architecture: Mapping[str, Any]) -> int | None:
+    """The maximum number of tokens of a model configuration; None if unlimited or not known."""
+    try:
+        family = find_family(str(architecture.get("model_type")))
+    except ValueError:  # a model with its own code
+        return architecture.get("max_position_embeddings")
+    found: int | None = family.value(architecture, "max_position_embeddings")
+    return found
+
+
+def positions_in(folder: Path) -> int | None:
+    """`positions` of the model saved in a folder; None without a config.json.
+
+    Raises:
+        ConfigError: config.json is not JSON.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return positions(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{file}: found {error}, expected JSON. Fix: save the model again with save_pretrained"
+        ) from error
 
 
 def _assignments(node: ast.ClassDef) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rlhf_pipeline.config.architecture import find_family
+from rlhf_pipeline.config.architecture import find_family, positions, positions_in
 from rlhf_pipeline.config.block import Block
 
 COMMIT, BYTES = "commit", "bytes"
@@ -50,12 +50,11 @@ class BaseModelConfig(Block):
 
     @property
     def positions(self) -> int | None:
-        """Maximum number of tokens of a built model; None if unlimited or not known yet."""
-        return (
-            None
-            if self.architecture is None
-            else _value(self.architecture, "max_position_embeddings")
-        )
+        """Maximum number of tokens of a built model or of one in a local folder; None if unlimited,
+        or not known yet."""
+        if self.architecture is not None:
+            return positions(self.architecture)
+        return None if self.path is None else positions_in(Path(self.path))
 
     @field_validator("architecture")
     @classmethod
