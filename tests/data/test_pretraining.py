@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.data import record_files
 from rlhf_pipeline.data.pretraining import pack
@@ -119,3 +120,29 @@ def test_a_text_longer_than_a_tokenizer_s_limit_is_not_cut(
     tokenizer.backend_tokenizer.enable_truncation(3)
     packed(write_records("texts", Text("~" * 9)), block_tokens=10)
     assert blocks(tmp_path) == [ids(tokenizer, "~~~~~~~~~.")]
+
+
+@pytest.mark.parametrize("begins_text", [True, False])
+def test_blocks_begin_with_bos_if_the_tokenizer_puts_it_before_text(
+    write_records, packed, tokenizer, tmp_path: Path, begins_text: bool
+) -> None:
+    """GPT-2 and SmolLM2 name a BOS that they never put before text."""
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    if begins_text:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bos)]
+        )
+    counts = packed(write_records("texts", Text("~~~"), Text("^^")), block_tokens=3)
+    if begins_text:
+        expected = [[bos, *ids(tokenizer, pair)] for pair in ("~~", "~.", "^^")]
+    else:
+        expected = [ids(tokenizer, three) for three in ("~~~", ".^^")]
+    assert blocks(tmp_path) == expected
+    assert counts == {
+        "documents": 2,
+        "tokens": 7,
+        "block_tokens": 3,
+        "blocks": len(expected),
+        "tokens_left_out": 1,
+    }

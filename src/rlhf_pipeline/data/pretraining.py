@@ -34,11 +34,12 @@ def pack(
 ) -> dict[str, Any]:
     """Join all documents, an EOS after each, and write them as blocks of equal length.
 
-    Documents with control tokens are left out, and count as bad rows.
+    Each block begins with BOS if the tokenizer puts one before text: such a model has never seen
+    text without it. Documents with control tokens are left out, and count as bad rows.
 
     Returns:
-        The part `pretraining` of the report. Tokens include EOS; those of the incomplete last block
-        are left out.
+        The part `pretraining` of the report. Tokens include EOS, but not BOS; those of the
+        incomplete last block are left out.
 
     Raises:
         DataError: the text does not fill one block, or too many rows are bad.
@@ -46,7 +47,11 @@ def pack(
     assert config.pretraining is not None
     block_tokens = config.pretraining.block_tokens
     counts = [RowCounts.read(folder) for folder in sources]
-    control_tokens = ControlTokenFilter(tokenizer, labels, counts, config.max_bad_fraction)
+    control_tokens = ControlTokenFilter(
+        tokenizer, contract, labels, counts, config.max_bad_fraction
+    )
+    bos = _leading_bos(tokenizer)
+    text_tokens = block_tokens - len(bos)
     documents, tokens, blocks = 0, 0, 0
     rest = np.empty(0, np.int32)
     writer = ArrowWriter(output / "pretraining" / "train.arrow", _SCHEMA)
@@ -56,13 +61,12 @@ def pack(
         joined = [token for document in ids for token in (*document, tokenizer.eos_token_id)]
         tokens += len(joined)
         rest = np.concatenate([rest, np.array(joined, np.int32)])
-        full = len(rest) // block_tokens
+        full = len(rest) // text_tokens
         if full:
-            writer.write(
-                {"input_ids": list(rest[: full * block_tokens].reshape(full, block_tokens))}
-            )
+            text = rest[: full * text_tokens].reshape(full, text_tokens)
+            writer.write({"input_ids": list(np.hstack([np.tile(bos, (full, 1)), text]))})
         blocks += full
-        rest = rest[full * block_tokens :]
+        rest = rest[full * text_tokens :]
     writer.close()
     if not blocks:
         raise DataError(
@@ -84,6 +88,12 @@ def pack(
 
 def _accepted_texts(
     sources: Sequence[Path], control_tokens: ControlTokenFilter
+def _leading_bos(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """BOS if the tokenizer puts one before text, as Llama's does; else nothing: (1,) or (0,)."""
+    first = tokenizer("")["input_ids"][:1]
+    return np.array(first if first == [tokenizer.bos_token_id] else [], np.int32)
+
+
 ) -> Iterator[list[str]]:
     """Batches of the texts without control tokens."""
     for source, folder in enumerate(sources):
