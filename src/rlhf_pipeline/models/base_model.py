@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PAD_TOKEN = "<|pad|>"  # noqa: S105
 EOS_TOKEN = "<|end|>"  # noqa: S105
+EMBEDDING_MULTIPLE = 64
+"""New embeddings have a multiple of this many rows, for which GPUs have fast kernels."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -113,7 +116,7 @@ def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
     fields = dict(config.architecture or {})
     model_type = fields.pop("model_type")
     fields |= {
-        "vocab_size": len(tokenizer),
+        "vocab_size": math.ceil(len(tokenizer) / EMBEDDING_MULTIPLE) * EMBEDDING_MULTIPLE,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
@@ -131,7 +134,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer))
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=EMBEDDING_MULTIPLE)
 
 
 if __name__ == "__main__":
