@@ -45,6 +45,11 @@ def test_the_defaults_pass(parameters):
             "launch.processes: found 'many', expected a whole number",
         ),
         ("launch.procesess", 2, "launch.procesess: unknown parameter (did you mean processes?)"),
+        (
+            "base_model.template_date",
+            "today",
+            "base_model.template_date: found 'today', expected a date like 2024-07-26",
+        ),
         ("seed", -1, "seed: found -1, expected a whole number >= 0"),
         ("seed", "x", "seed: found 'x', expected a whole number >= 0"),
         (

@@ -24,3 +24,9 @@ def test_a_url_with_a_token_is_refused_and_not_repeated():
     ) as refusal:
         BaseModelConfig(path="https://me:canary@huggingface.co/facebook/opt-350m")
     assert "canary" not in str(refusal.value)
+
+
+def test_the_template_s_date_is_part_of_the_recipe():
+    assert BaseModelConfig(path="lab/chat").recipe()["template_date"] == "2024-07-26"
+    changed = BaseModelConfig(path="lab/chat", template_date="2023-02-01")
+    assert changed.recipe()["template_date"] == "2023-02-01"

@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 
-from rlhf_pipeline.data.template import plain_text, render_prompts, render_responses, render_turns
+from rlhf_pipeline.data.template import (
+    fix_date,
+    plain_text,
+    render_prompts,
+    render_responses,
+    render_turns,
+)
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
 
 QUESTION = [{"role": "user", "content": "Why?"}]
@@ -170,6 +179,42 @@ class TestTurns:
             ("So.<|im_end|>", True),
             ("\n<|im_start|>user\nHm.<|im_end|>\n<|im_start|>assistant\n", False),
         ]
+class TestDate:
+    """Templates that render today's date get a fixed one."""
+
+    DAY = date(2023, 2, 1)
+
+    def rendered(self, tokenizer, template: str) -> str:
+        tokenizer.chat_template = template
+        fix_date(tokenizer, self.DAY)
+        return render_prompts(tokenizer, ["a:1"], [QUESTION])[0]
+
+    @pytest.mark.parametrize(
+        ("call", "expected"),
+        [
+            ('strftime_now("%d %b %Y")', "01 Feb 2023"),
+            ("strftime_now( '%Y-%m-%d' )", "2023-02-01"),
+        ],
+    )
+    def test_calls_become_dates(self, tokenizer, call: str, expected: str) -> None:
+        guarded = "{% if strftime_now is defined %}Today: {{ CALL }}{% endif %}"
+        assert self.rendered(tokenizer, guarded.replace("CALL", call)) == f"Today: {expected}"
+
+    def test_of_several_templates(self, tokenizer) -> None:
+        tokenizer.chat_template = {"default": "{{ strftime_now('%Y') }}", "tools": "no date"}
+        fix_date(tokenizer, self.DAY)
+        assert tokenizer.chat_template == {"default": '{{ "2023" }}', "tools": "no date"}
+
+    def test_other_templates_stay_as_they_are(self, tokenizer) -> None:
+        before = tokenizer.chat_template
+        fix_date(tokenizer, self.DAY)
+        assert tokenizer.chat_template == before
+
+    def test_a_computed_format_is_refused(self, tokenizer) -> None:
+        with pytest.raises(ArtifactError, match="calls strftime_now without a literal format"):
+            self.rendered(tokenizer, "{% set form = '%Y' %}{{ strftime_now(form) }}")
+
+
 
     def test_llama_2_begins_every_turn_with_bos(self, tokenizer) -> None:
         tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token = LLAMA_2, "<s>", "</s>"

@@ -1,6 +1,7 @@
 """Reward models of the user as sources of rewards."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -104,3 +105,17 @@ def test_a_language_model_is_not_a_reward_model(load_one, policy):
         ArtifactError, match=r"is not a reward model: it has no weights for score\.weight"
     ):
         load_one({"path": str(policy), "retokenize": True})
+
+
+def test_its_template_renders_a_fixed_date(load_one, foreign, tmp_path):
+    folder = shutil.copytree(foreign, tmp_path / "dated")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
+    tokenizer.save_pretrained(folder)
+    reward = {"path": str(folder), "retokenize": True}
+    for given, expected in (({}, "26 Jul 2024"), ({"template_date": "2023-02-01"}, "01 Feb 2023")):
+        tokenizer = load_one(reward | given).tokenizer
+        assert (
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+            == expected
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_pipeline.config.architecture import find_family, positions, positions_in
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.chat_template import TEMPLATE_DATE
 
 COMMIT, BYTES = "commit", "bytes"
 """Names of the digest that identifies a base model: a commit on the hub, or a folder's bytes."""
@@ -38,6 +40,10 @@ class BaseModelConfig(Block):
     """Read `pytorch_model.bin` if `path` has no safetensors. torch reads only tensors
     (`weights_only`) and executes nothing; later stages read safetensors. False: refuse such a
     model."""
+
+    template_date: date = TEMPLATE_DATE
+    """The date (year-month-day) that a chat template renders in place of today's, such as Llama
+    3.1's "Today Date". Exported tokenizers contain it."""
 
     architecture: dict[str, Any] | None = None
     """Fields of a Hugging Face model configuration, including `model_type` (`llama`, `opt`, ...),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.chat_template import TEMPLATE_DATE
 from rlhf_pipeline.config.precision import Precision
 
 INPUT_PREFIX = "rewards."
@@ -84,6 +86,10 @@ class ModelReward(RewardSource):
     retokenize: bool = False
     """Whether to pass prompt and response as text, in the model's own chat template and tokens.
     Required if its tokenizer differs from the policy's."""
+
+    template_date: date = TEMPLATE_DATE
+    """With `retokenize`: the date that its chat template renders in place of today's, like
+    `base_model.template_date`."""
 
     mean: float | None = Field(default=None, allow_inf_nan=False)
     """Mean that is subtracted from its scores. None: the `score_mean` in its config.json, or 0."""

@@ -18,6 +18,7 @@ _EXPECTED = {
     "float": "a number",
     "bool": "true or false",
     "string": "text",
+    "date": "a date like 2024-07-26",
     "list": "a list",
     "tuple": "a list",
     "dict": "parameters by name",

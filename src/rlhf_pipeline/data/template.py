@@ -6,7 +6,9 @@ one call per dialogue. `ids` identify the examples in errors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from datetime import date
 from typing import TYPE_CHECKING
 
 from jinja2 import Template, TemplateError
@@ -34,6 +36,34 @@ HUMAN_ASSISTANT_TEMPLATE = (
 
 _PLAIN = Template(HUMAN_ASSISTANT_TEMPLATE)
 
+_TODAY = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
+
+
+def fix_date(tokenizer: PreTrainedTokenizerBase, day: date) -> None:
+    """Write a fixed date into chat templates that render today's.
+
+    transformers gives templates a function `strftime_now(format)`. Each call becomes its result, so
+    data, results and exported tokenizers do not depend on the day of the run.
+
+    Raises:
+        ArtifactError: a template computes the format of the date.
+    """
+
+    def fixed(template: str) -> str:
+        found = _TODAY.sub(lambda call: f'"{day.strftime(call["format"])}"', template)
+        if re.search(r"strftime_now\s*\(", found):
+            raise ArtifactError(
+                f"tokenizer {tokenizer.name_or_path}: the chat template calls strftime_now without "
+                "a literal format, expected one like '%d %b %Y'. Fix: write a fixed date into its "
+                "chat template, and set the path to the changed folder."
+            )
+        return found
+
+    match tokenizer.chat_template:
+        case str(template):
+            tokenizer.chat_template = fixed(template)
+        case dict(named):
+            tokenizer.chat_template = {name: fixed(one) for name, one in named.items()}
 
 def render_prompts(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[str], prompts: Sequence[Conversation]

@@ -21,7 +21,7 @@ from transformers import (
 
 from rlhf_pipeline.config.base_model import COMMIT, BaseModelConfig
 from rlhf_pipeline.data.corpus import corpus
-from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
+from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models.loading import load_tokenizer
@@ -61,6 +61,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
         ensure_pad_token(tokenizer, model)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
+    fix_date(tokenizer, config.template_date)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(job.export)
     tokenizer.save_pretrained(job.export)

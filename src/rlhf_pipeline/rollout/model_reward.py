@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.rewards import ModelReward
-from rlhf_pipeline.data.template import render_dialogues
+from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode
 from rlhf_pipeline.distributed.world import World
@@ -61,6 +61,8 @@ class ModelSource:
                 "retokenize to true; it then reads text in its own chat template"
             )
         tokenizer = load_tokenizer(folder) if reward.retokenize else None
+        if tokenizer is not None:
+            fix_date(tokenizer, reward.template_date)
         model = freeze(
             load_scores(folder, reward.precision, foreign=reward.retokenize, device=world.device)
         )
