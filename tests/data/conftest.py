@@ -16,6 +16,7 @@ from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message, Record, Unused
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
+from rlhf_pipeline.data.token_contract import TokenContract
 
 SENTENCES = (
     "\n\nHuman: What colour is the sky on a clear day?\n\nAssistant: On a clear day the sky is "
@@ -118,6 +119,7 @@ def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, 
         report = module.split_sources(
             split_config(count=len(folders), texts=len(texts), **changes),
             tokenizer,
+            TokenContract.of(tokenizer),
             seed,
             sources=folders,
             pretraining=texts,

@@ -6,26 +6,39 @@ from rlhf_pipeline.data.control_tokens import ControlTokenFilter, control_tokens
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
 
 
+def controls(tokenizer) -> frozenset[str]:
+    return control_tokens(tokenizer, TokenContract.of(tokenizer))
+
+
 def test_control_tokens(tokenizer) -> None:
-    assert control_tokens(tokenizer) == {"<|pad|>", "<|end|>"}
+    assert controls(tokenizer) == {"<|pad|>", "<|end|>"}
     tokenizer.add_special_tokens({"unk_token": "<unk>", "additional_special_tokens": ["<|turn|>"]})
-    assert control_tokens(tokenizer) == {"<|pad|>", "<|end|>", "<|turn|>"}
+    assert controls(tokenizer) == {"<|pad|>", "<|end|>", "<|turn|>"}
     tokenizer.unk_token = "<|end|>"  # GPT-2's unknown token is its EOS
-    assert "<|end|>" in control_tokens(tokenizer)
+    assert "<|end|>" in controls(tokenizer)
 
 
-def test_added_words_are_not_control_tokens(tokenizer) -> None:
+def test_added_words_are_not_controls(tokenizer) -> None:
     tokenizer.add_tokens(["penguin"])
-    assert control_tokens(tokenizer) == {"<|pad|>", "<|end|>"}
+    assert controls(tokenizer) == {"<|pad|>", "<|end|>"}
+
+
+def test_an_unknown_token_that_ends_responses_is_a_control_token(tokenizer) -> None:
+    tokenizer.add_special_tokens({"unk_token": "<|endoftext|>"})  # as in Qwen2.5
+    contract = TokenContract.of(tokenizer, [1, tokenizer.unk_token_id])
+    assert control_tokens(tokenizer, contract) == {"<|pad|>", "<|end|>", "<|endoftext|>"}
 
 
 def control_token_filter(
     tokenizer, *counts: RowCounts, max_bad_fraction: float = 1.0
 ) -> ControlTokenFilter:
-    return ControlTokenFilter(tokenizer, ["own", "other"], counts, max_bad_fraction)
+    return ControlTokenFilter(
+        tokenizer, TokenContract.of(tokenizer), ["own", "other"], counts, max_bad_fraction
+    )
 
 
 def test_texts_without_control_tokens_are_accepted_and_not_counted(tokenizer) -> None:

@@ -15,6 +15,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.phase_files import Row, RowMaker, demonstration
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import render, tokenize
 
 Piece = tuple[str, bool]
@@ -134,9 +135,9 @@ def row_of(dialogue: Dialogue, tokenizer: PreTrainedTokenizerFast, config: Split
         prompt += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     answer = prompt.pop()["content"]
     batch = ExampleBatch(["own:1"], [prompt], [answer], [None], [None])
-    (tokens,) = tokenize(
-        render(batch, tokenizer, turns=[config.sft_loss == "assistant"]), tokenizer
-    )
+    contract = TokenContract.of(tokenizer)
+    rendered = render(batch, tokenizer, contract, turns=[config.sft_loss == "assistant"])
+    (tokens,) = tokenize(rendered, tokenizer, contract)
     return RowMaker(config, tokenizer.bos_token_id).make("own", prompt, tokens, "sft")
 
 

@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from rlhf_pipeline.data import record_files
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.records import Text
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
 
 END = 1
@@ -23,7 +24,9 @@ def packed(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, i
     def packed(*sources: Path, block_tokens: int, max_bad_fraction: float = 0.0) -> dict[str, int]:
         texts = {"sources": [{"name": "files", "path": "a.txt"}], "block_tokens": block_tokens}
         config = split_config(max_bad_fraction=max_bad_fraction, pretraining=texts)
-        report = pack(config, [source.name for source in sources], tokenizer, sources, tmp_path)
+        labels = [source.name for source in sources]
+        contract = TokenContract.of(tokenizer)
+        report = pack(config, labels, tokenizer, contract, sources, tmp_path)
         del report["sources"]
         return report
 

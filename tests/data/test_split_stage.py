@@ -68,6 +68,7 @@ from rlhf_pipeline.data.split import split_sources
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.token_contract import TokenContract
 
 rows, folder = int(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir()
@@ -81,6 +82,7 @@ tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[3])
 split_sources(
     config,
     tokenizer,
+    TokenContract.of(tokenizer),
     0,
     sources=[folder],
     pretraining=[],

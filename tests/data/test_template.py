@@ -38,17 +38,24 @@ FORGETS_THINKING = CHATML.replace(
 )
 
 
+def use(tokenizer, template: str, **control_tokens: str) -> None:
+    """Give the tokenizer another template and its control tokens."""
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens(control_tokens)
+
+
+def responses(tokenizer, *arguments) -> list[str]:
+    return render_responses(tokenizer, TokenContract.of(tokenizer), *arguments)
+
+
 def render(tokenizer, prompt, response) -> tuple[str, str]:
     prompts = render_prompts(tokenizer, ["own.jsonl:7"], [prompt])
-    return prompts[0], render_responses(tokenizer, ["own.jsonl:7"], [prompt], prompts, [response])[
-        0
-    ]
+    return prompts[0], responses(tokenizer, ["own.jsonl:7"], [prompt], prompts, [response])[0]
 
 
 def turns(tokenizer, prompt) -> list[tuple[str, bool]]:
-    return render_turns(
-        tokenizer, "own.jsonl:7", prompt, render_prompts(tokenizer, ["own.jsonl:7"], [prompt])[0]
-    )
+    (text,) = render_prompts(tokenizer, ["own.jsonl:7"], [prompt])
+    return render_turns(tokenizer, TokenContract.of(tokenizer), "own.jsonl:7", prompt, text)
 
 
 def test_our_template(tokenizer) -> None:
@@ -67,15 +74,16 @@ def test_system_message_and_earlier_turns(tokenizer) -> None:
 def test_a_batch_keeps_its_order(tokenizer) -> None:
     prompts = render_prompts(tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]])
     assert prompts == ["\n\nHuman: Why?\n\nAssistant:", "Be kind.\n\nHuman: Why?\n\nAssistant:"]
-    responses = render_responses(
-        tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]], prompts, ["1", "2"]
-    )
-    assert responses == [" 1<|end|>", " 2<|end|>"]
+    dialogues = [QUESTION, DIALOGUE[:2]]
+    assert responses(tokenizer, ["a", "b"], dialogues, prompts, ["1", "2"]) == [
+        " 1<|end|>",
+        " 2<|end|>",
+    ]
 
 
 def test_an_empty_batch(tokenizer) -> None:
     assert render_prompts(tokenizer, [], []) == []
-    assert render_responses(tokenizer, [], [], [], []) == []
+    assert responses(tokenizer, [], [], [], []) == []
 
 
 def test_bos_if_the_tokenizer_has_one(tokenizer) -> None:
@@ -84,7 +92,7 @@ def test_bos_if_the_tokenizer_has_one(tokenizer) -> None:
 
 
 def test_text_after_the_eos_is_cut_off(tokenizer) -> None:
-    tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|im_end|>"
+    use(tokenizer, CHATML, eos_token="<|im_end|>")
     assert render(tokenizer, QUESTION, "Because.") == (
         "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
         "Because.<|im_end|>",
@@ -102,16 +110,38 @@ def test_a_template_without_eos_gets_one(tokenizer) -> None:
     assert render(tokenizer, QUESTION, "Because.")[1] == "Because.<|im_end|>\n<|end|>"
 
 
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("{{ m.content }}<|eot|>", "So.<|eot|>"),  # Llama 3
+        ("{{ m.content }}<|eot|>\n", "So.<|eot|>"),  # ChatML
+        ("{{ m.content }}<|eot|>\n{{ eos_token }}", "So.<|eot|>"),  # Phi-3
+        ("{{ m.content }}{{ eos_token }}", "So.<|end|>"),
+        ("{{ m.content }}", "So.<|end|>"),
+    ],
+)
+def test_a_turn_ends_at_the_first_token_that_the_template_ends_it_with(
+    tokenizer, turn, expected
+) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        + turn
+        + "{% endif %}{% endfor %}"
+    )
+    contract = TokenContract.of(tokenizer, tokenizer.convert_tokens_to_ids(["<|eot|>"]))
+    assert render_responses(tokenizer, contract, ["a:1"], [QUESTION], ["Why?"], ["So."]) == [
+        expected
+    ]
+
+
 def test_a_generation_prompt_that_differs_from_the_dialogue_is_refused(tokenizer) -> None:
     tokenizer.chat_template = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
     with pytest.raises(ArtifactError, match=r"own.jsonl:7: .* expected its own prompt.*<think>"):
         render(tokenizer, QUESTION, "Because.")
 
 
-def test_a_tokenizer_without_template_or_eos_is_refused(tokenizer) -> None:
-    tokenizer.eos_token = None
-    with pytest.raises(ArtifactError, match="no EOS"):
-        render(tokenizer, QUESTION, "Because.")
+def test_a_tokenizer_without_template_is_refused(tokenizer) -> None:
     tokenizer.chat_template = None
     with pytest.raises(ArtifactError, match="no chat template"):
         render_prompts(tokenizer, ["own.jsonl:7"], [QUESTION])
@@ -135,7 +165,7 @@ def test_the_error_names_the_answer_that_the_template_rejects(tokenizer) -> None
         ArtifactError,
         match="a:2: the tokenizer's chat template rejects the turns user, assistant: si",
     ):
-        render_responses(tokenizer, ["a:1", "a:2"], [QUESTION, QUESTION], ["", ""], ["So.", ""])
+        responses(tokenizer, ["a:1", "a:2"], [QUESTION, QUESTION], ["", ""], ["So.", ""])
 
 
 def test_braces_in_the_data_are_data(tokenizer) -> None:
@@ -149,36 +179,6 @@ def test_plain_text_has_no_special_tokens() -> None:
     assert plain_text(DIALOGUE) == "Be kind.\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: Hm."
 
 
-class TestTurns:
-    """Each piece of the assistant equals the generated text."""
-
-    def test_a_prompt_without_earlier_turns_is_one_piece(self, tokenizer) -> None:
-        assert turns(tokenizer, DIALOGUE[:2]) == [("Be kind.\n\nHuman: Why?\n\nAssistant:", False)]
-
-    def test_our_template(self, tokenizer) -> None:
-        assert turns(tokenizer, DIALOGUE) == [
-            ("Be kind.\n\nHuman: Why?\n\nAssistant:", False),
-            (" So.<|end|>", True),
-            ("\n\nHuman: Hm.\n\nAssistant:", False),
-        ]
-
-    def test_several_turns_with_the_same_words(self, tokenizer) -> None:
-        prompt = [*DIALOGUE[1:3], *DIALOGUE[1:3], *QUESTION]
-        assert turns(tokenizer, prompt) == [
-            ("\n\nHuman: Why?\n\nAssistant:", False),
-            (" So.<|end|>", True),
-            ("\n\nHuman: Why?\n\nAssistant:", False),
-            (" So.<|end|>", True),
-            ("\n\nHuman: Why?\n\nAssistant:", False),
-        ]
-
-    def test_the_line_break_of_chatml_belongs_to_the_next_turn(self, tokenizer) -> None:
-        tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|im_end|>"
-        assert turns(tokenizer, DIALOGUE[1:]) == [
-            ("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", False),
-            ("So.<|im_end|>", True),
-            ("\n<|im_start|>user\nHm.<|im_end|>\n<|im_start|>assistant\n", False),
-        ]
 class TestDate:
     """Templates that render today's date get a fixed one."""
 
@@ -215,9 +215,39 @@ class TestDate:
             self.rendered(tokenizer, "{% set form = '%Y' %}{{ strftime_now(form) }}")
 
 
+class TestTurns:
+    """Each piece of the assistant equals the generated text."""
+
+    def test_a_prompt_without_earlier_turns_is_one_piece(self, tokenizer) -> None:
+        assert turns(tokenizer, DIALOGUE[:2]) == [("Be kind.\n\nHuman: Why?\n\nAssistant:", False)]
+
+    def test_our_template(self, tokenizer) -> None:
+        assert turns(tokenizer, DIALOGUE) == [
+            ("Be kind.\n\nHuman: Why?\n\nAssistant:", False),
+            (" So.<|end|>", True),
+            ("\n\nHuman: Hm.\n\nAssistant:", False),
+        ]
+
+    def test_several_turns_with_the_same_words(self, tokenizer) -> None:
+        prompt = [*DIALOGUE[1:3], *DIALOGUE[1:3], *QUESTION]
+        assert turns(tokenizer, prompt) == [
+            ("\n\nHuman: Why?\n\nAssistant:", False),
+            (" So.<|end|>", True),
+            ("\n\nHuman: Why?\n\nAssistant:", False),
+            (" So.<|end|>", True),
+            ("\n\nHuman: Why?\n\nAssistant:", False),
+        ]
+
+    def test_the_line_break_of_chatml_belongs_to_the_next_turn(self, tokenizer) -> None:
+        use(tokenizer, CHATML, eos_token="<|im_end|>")
+        assert turns(tokenizer, DIALOGUE[1:]) == [
+            ("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("So.<|im_end|>", True),
+            ("\n<|im_start|>user\nHm.<|im_end|>\n<|im_start|>assistant\n", False),
+        ]
 
     def test_llama_2_begins_every_turn_with_bos(self, tokenizer) -> None:
-        tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token = LLAMA_2, "<s>", "</s>"
+        use(tokenizer, LLAMA_2, bos_token="<s>", eos_token="</s>")
         assert turns(tokenizer, DIALOGUE) == [
             ("<s>[INST] <<SYS>>Be kind.<</SYS>>Why? [/INST]", False),
             (" So. </s>", True),
@@ -225,7 +255,7 @@ class TestDate:
         ]
 
     def test_a_template_that_rewrites_earlier_turns_is_refused(self, tokenizer) -> None:
-        tokenizer.chat_template, tokenizer.eos_token = FORGETS_THINKING, "<|im_end|>"
+        use(tokenizer, FORGETS_THINKING, eos_token="<|im_end|>")
         thinking = [*QUESTION, {"role": "assistant", "content": "<think>hm</think>So."}, *QUESTION]
         with pytest.raises(ArtifactError) as error:
             turns(tokenizer, thinking)

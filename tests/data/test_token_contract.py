@@ -12,9 +12,9 @@ def test_a_saved_contract_is_read_back(tokenizer, tmp_path):
     contract = TokenContract.of(tokenizer)
     contract.write(tmp_path)
     assert TokenContract.read(tmp_path) == contract
-    assert (contract.pad_id, contract.eos_id, contract.bos_id, contract.vocab_size) == (
+    assert (contract.pad_id, contract.eos_ids, contract.bos_id, contract.vocab_size) == (
         0,
-        1,
+        (1,),
         None,
         len(tokenizer),
     )
@@ -44,10 +44,10 @@ def test_the_error_names_the_first_difference(tokenizer, tmp_path):
         folder.mkdir()
         TokenContract.of(tokenizer).write(folder)
     file = models["reward_model"] / "token_contract.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_id": 7}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_ids": [7]}))
     with pytest.raises(
         ArtifactError,
-        match=r"sft_model and reward_model use different tokenizers: eos_id is 1 in .* and 7 in",
+        match=r"sft_model and reward_model use different tokenizers: eos_ids is \(1,\) in .*\(7,\)",
     ):
         common_contract(models)
 
@@ -55,3 +55,48 @@ def test_the_error_names_the_first_difference(tokenizer, tmp_path):
 def test_a_model_without_a_contract_is_refused(tmp_path):
     with pytest.raises(ArtifactError, match=r"token_contract\.json not found"):
         common_contract({"reward_model": tmp_path})
+
+
+def test_the_tokenizer_s_eos_comes_first_and_the_model_s_follow(tokenizer, tmp_path):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>", "<|eom|>"]})
+    turn, message = tokenizer.convert_tokens_to_ids(["<|eot|>", "<|eom|>"])
+    contract = TokenContract.of(tokenizer, [message, 1, turn])
+    assert contract.eos_ids == (1, turn, message)
+    assert contract.eos_token_id == [1, turn, message]
+    assert TokenContract.of(tokenizer, turn).eos_ids == (1, turn)
+    for model_eos in (None, 1, [1]):
+        assert TokenContract.of(tokenizer, model_eos).eos_token_id == 1
+    contract.write(tmp_path)
+    assert TokenContract.read(tmp_path) == contract
+
+
+@pytest.mark.parametrize(("number", "token"), [(70, "."), (10**6, "None")])
+def test_an_ordinary_token_cannot_end_responses(tokenizer, number, token):
+    with pytest.raises(
+        ArtifactError,
+        match=rf"found eos_token_id {number} in the model's generation config, which is .*{token}.*"
+        ", expected a control token",
+    ):
+        TokenContract.of(tokenizer, [1, number])
+
+
+def test_padding_that_equals_another_end_of_the_model_is_refused(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"], "pad_token": "<|eot|>"})
+    with pytest.raises(ArtifactError, match=r"that differs from EOS '<\|end\|>', '<\|eot\|>'"):
+        TokenContract.of(tokenizer, tokenizer.pad_token_id)
+
+
+def test_a_tokenizer_without_eos_is_refused(tokenizer):
+    tokenizer.eos_token = None
+    with pytest.raises(ArtifactError, match="found no EOS token, so a response could never end"):
+        TokenContract.of(tokenizer, 1)
+
+
+def test_a_contract_with_a_single_eos_is_still_read(tokenizer, tmp_path):
+    contract = TokenContract.of(tokenizer)
+    contract.write(tmp_path)
+    file = tmp_path / "token_contract.json"
+    fields = json.loads(file.read_text())
+    del fields["eos_ids"]
+    file.write_text(json.dumps(fields | {"eos_id": 1}))
+    assert TokenContract.read(tmp_path) == contract

@@ -9,6 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import ExampleBatch
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import (
     Limited,
     Rendered,
@@ -35,7 +36,8 @@ def batch(*rows: tuple[str, str | None, str | None]) -> ExampleBatch:
 
 
 def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokenized]:
-    return tokenize(render(batch(*rows), tokenizer), tokenizer)
+    contract = TokenContract.of(tokenizer)
+    return tokenize(render(batch(*rows), tokenizer, contract), tokenizer, contract)
 
 
 def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitConfig:
@@ -51,6 +53,7 @@ class TestRender:
                 ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")
             ),
             tokenizer,
+            TokenContract.of(tokenizer),
         )
         assert rendered.ids == ["own:0", "own:1", "own:2", "own:3"]
         assert [text[9:13].rstrip("\n") for text in rendered.prompts] == [
@@ -72,19 +75,21 @@ class TestRender:
         examples = ExampleBatch(
             ["own:0", "own:1", "own:2"], [long, long, [user]], ["a"] * 3, [None] * 3, [None] * 3
         )
-        rendered = render(examples, tokenizer, turns=[False, True, True])
+        rendered = render(
+            examples, tokenizer, TokenContract.of(tokenizer), turns=[False, True, True]
+        )
         pieces = [(PROMPT, False), (" So.<|end|>", True), (PROMPT, False)]
         assert rendered.turns == [None, pieces, None]
 
     def test_a_template_error_names_the_record(self, tokenizer) -> None:
         tokenizer.chat_template = "{{ raise_exception('never') if messages[0].content == 'Who?' }}"
         with pytest.raises(ArtifactError, match=r"own:1: .*never"):
-            render(batch(("Why?", "a", None), ("Who?", "b", None), ("How?", "c", None)), tokenizer)
+            tokens(tokenizer, ("Why?", "a", None), ("Who?", "b", None), ("How?", "c", None))
 
     def test_an_error_in_an_answer_names_its_record(self, tokenizer) -> None:
         tokenizer.chat_template = "{{ raise_exception('silence') if messages[-1].content == '' }}"
         with pytest.raises(ArtifactError, match=r"own:2: .*silence"):
-            render(batch(("Why?", None, "a"), ("Why?", "a", "b"), ("Why?", "", "c")), tokenizer)
+            tokens(tokenizer, ("Why?", None, "a"), ("Why?", "a", "b"), ("Why?", "", "c"))
 
 
 class TestTokenize:
@@ -117,7 +122,7 @@ class TestTokenize:
     def test_turns_are_the_prompt_with_the_assistant_s_tokens_marked(self, tokenizer) -> None:
         pieces = [("~~", False), ("~<|end|>", True), ("~~~", False)]
         rendered = Rendered(["own:0"] * 2, ["~", "~~~"], [None] * 2, [None] * 2, [None, pieces])
-        first, second = tokenize(rendered, tokenizer)
+        first, second = tokenize(rendered, tokenizer, TokenContract.of(tokenizer))
         tilde = tokenizer.convert_tokens_to_ids("~")
         assert first.turns is None
         assert second.turns == (
@@ -144,29 +149,45 @@ class TestTokenize:
         with pytest.raises(
             ArtifactError, match=r"own:0: expected the EOS id 1 .* exactly once, at the end"
         ):
-            tokenize(Rendered(["own:0"], ["~"], [None], [response], [None]), tokenizer)
+            tokenize(
+                Rendered(["own:0"], ["~"], [None], [response], [None]),
+                tokenizer,
+                TokenContract.of(tokenizer),
+            )
+
+    def test_any_eos_of_the_model_ends_a_response_but_only_one(self, tokenizer) -> None:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
+        turn_end = tokenizer.convert_tokens_to_ids("<|eot|>")
+        contract = TokenContract.of(tokenizer, [turn_end])
+
+        def tokenized(answer: str) -> list[int]:
+            rendered = Rendered(["own:0"], ["~"], [answer], [None], [None])
+            return tokenize(rendered, tokenizer, contract)[0].chosen
+
+        assert tokenized("~<|eot|>")[-1] == turn_end
+        assert tokenized("~<|end|>")[-1] == 1
+        with pytest.raises(ArtifactError, match=r"expected the EOS id 1 \('<\|end\|>'\) or \d+ "):
+            tokenized("~<|eot|>~<|end|>")
 
     def test_eos_inside_an_earlier_turn_is_refused(self, tokenizer) -> None:
         pieces = [("~", False), ("~<|end|>~<|end|>", True), ("~", False)]
         with pytest.raises(
             ArtifactError, match=r"own:0: expected the EOS id 1 .* exactly once, at the end"
         ):
-            tokenize(Rendered(["own:0"], ["~"], ["~<|end|>"], [None], [pieces]), tokenizer)
+            tokenize(
+                Rendered(["own:0"], ["~"], ["~<|end|>"], [None], [pieces]),
+                tokenizer,
+                TokenContract.of(tokenizer),
+            )
 
     def test_eos_inside_a_prompt_is_allowed(self, tokenizer) -> None:
         pieces = [("~<|end|>~<|end|>", False)]
-        (one,) = tokenize(Rendered(["own:0"], ["~<|end|>"], [None], [None], [pieces]), tokenizer)
-        assert one.prompt[-1] == 1
-
-    def test_an_eos_of_several_tokens_is_refused(self, tokenizer) -> None:
-        tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", "'</s>'")
-        tokenizer._special_tokens_map["eos_token"] = (
-            "</s>"  # a name without a token, as in a damaged tokenizer file
+        (one,) = tokenize(
+            Rendered(["own:0"], ["~<|end|>"], [None], [None], [pieces]),
+            tokenizer,
+            TokenContract.of(tokenizer),
         )
-        with pytest.raises(
-            ArtifactError, match="Fix: check that the tokenizer encodes its EOS token as one token"
-        ):
-            tokens(tokenizer, ("Why?", "Because.", None))
+        assert one.prompt[-1] == 1
 
 
 class TestEncode:

@@ -1,5 +1,7 @@
 """Scoring a rollout by the models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,6 +45,12 @@ def test_each_row_is_scored_as_it_is_alone(policy, contract, make_reward_model, 
             torch.testing.assert_close(whole[row, :length], part[0], rtol=1e-5, atol=1e-5)
         score = sequence_scores(models.reward_model, alone)
         torch.testing.assert_close(scored.scores[row], score[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_response_ended_if_it_contains_any_eos_of_the_model(policy, contract):
+    models = scoring_models(policy, replace(contract, eos_ids=(1, 24)))
+    scored = score_sequences(collate(PROMPTS, RESPONSES, contract.pad_id), models)
+    assert scored.ended.tolist() == [True, True, True]
 
 
 def test_without_critic_and_reward_model_values_are_none_and_scores_zero(policy, contract):

@@ -1,5 +1,7 @@
 """Generation by transformers, with given random numbers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,19 @@ def test_a_response_ends_after_its_eos_or_at_the_maximum_length(policy, generato
     sampling = SamplingConfig(max_response_tokens=4)
     rollout = generator.generate([[5, 6], [5, 6]], sampling, [(0,), (1,)])
     assert responses(rollout.sequences) == [[20, 1], [21, 22, 23, 24]]
+
+
+def test_any_eos_of_the_model_ends_a_response(policy, monkeypatch):
+    ids = torch.tensor([[5, 6, 20, 22, 1, 0], [5, 6, 21, 1, 22, 0]])
+    passed = {}
+    monkeypatch.setattr(
+        policy[0], "generate", lambda **kwargs: passed.update(kwargs) or ids, raising=False
+    )
+    generator = TransformersGenerator(policy[0], replace(policy[1], eos_ids=(1, 22)))
+    sampling = SamplingConfig(max_response_tokens=4)
+    rollout = generator.generate([[5, 6], [5, 6]], sampling, [(0,), (1,)])
+    assert responses(rollout.sequences) == [[20, 22], [21, 1]]
+    assert passed["generation_config"].eos_token_id == [1, 22]
 
 
 def test_samples_follow_the_policy(policy, generator):

@@ -12,6 +12,7 @@ import pyarrow as pa
 from rlhf_pipeline.data.record_files import example_batch
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.token_contract import TokenContract
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,13 +27,14 @@ class ControlTokenFilter:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
+        contract: TokenContract,
         labels: Sequence[str],
         counts: Sequence[RowCounts],
         max_bad_fraction: float,
     ) -> None:
         self._labels, self._counts, self._max_bad_fraction = labels, counts, max_bad_fraction
         # Longest first: one token may be the beginning of another.
-        tokens = sorted(control_tokens(tokenizer), key=lambda token: (-len(token), token))
+        tokens = sorted(control_tokens(tokenizer, contract), key=lambda token: (-len(token), token))
         self._pattern = re.compile("|".join(map(re.escape, tokens)))
 
     def usable_rows(self, source: int, examples: pa.Table) -> np.ndarray:
@@ -64,11 +66,12 @@ class ControlTokenFilter:
         return False
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+def control_tokens(tokenizer: PreTrainedTokenizerBase, contract: TokenContract) -> frozenset[str]:
     """The texts that the tokenizer reads as control tokens.
 
-    The token for unknown words does not count, unless it is also the BOS, EOS or padding token.
+    The token for unknown words does not count, unless it is also BOS, padding, or an EOS.
     """
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    roles = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+    ends = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
+    roles = {tokenizer.bos_token, tokenizer.pad_token, *ends}
     return frozenset(special - ({tokenizer.unk_token} - roles))

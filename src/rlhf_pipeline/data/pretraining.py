@@ -16,6 +16,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.record_files import ArrowWriter, texts
 from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode, one_ahead
 from rlhf_pipeline.errors import DataError
 
@@ -29,6 +30,7 @@ def pack(
     config: SplitConfig,
     labels: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
+    contract: TokenContract,
     sources: Sequence[Path],
     output: Path,
 ) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def pack(
     batches = _accepted_texts(sources, control_tokens)
     for batch, ids in one_ahead(batches, lambda batch: encode(batch, tokenizer)):
         documents += len(batch)
-        joined = [token for document in ids for token in (*document, tokenizer.eos_token_id)]
+        joined = [token for document in ids for token in (*document, contract.eos_id)]
         tokens += len(joined)
         rest = np.concatenate([rest, np.array(joined, np.int32)])
         full = len(rest) // text_tokens
@@ -86,14 +88,14 @@ def pack(
     }
 
 
-def _accepted_texts(
-    sources: Sequence[Path], control_tokens: ControlTokenFilter
 def _leading_bos(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """BOS if the tokenizer puts one before text, as Llama's does; else nothing: (1,) or (0,)."""
     first = tokenizer("")["input_ids"][:1]
     return np.array(first if first == [tokenizer.bos_token_id] else [], np.int32)
 
 
+def _accepted_texts(
+    sources: Sequence[Path], control_tokens: ControlTokenFilter
 ) -> Iterator[list[str]]:
     """Batches of the texts without control tokens."""
     for source, folder in enumerate(sources):

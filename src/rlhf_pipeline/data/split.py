@@ -43,9 +43,11 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
     base_model = job.inputs["base_model"]
     config = job.block("split", SplitConfig)
+    contract = TokenContract.read(base_model)
     report = split_sources(
         config,
         AutoTokenizer.from_pretrained(base_model, trust_remote_code=job.trust_remote_code),
+        contract,
         job.seed,
         sources=_input_folders(job, "source"),
         pretraining=_input_folders(job, "pretraining"),
@@ -55,7 +57,6 @@ def main(job: LaunchedJob) -> dict[str, float]:
     (job.export / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (job.export / "report.md").write_text(render_markdown(report), encoding="utf-8")
     plot_lengths(report, job.export / "lengths.png")
-    contract = TokenContract.read(base_model)
     for phase in (path for path in job.export.iterdir() if path.is_dir()):
         contract.write(phase)
     return headline(report)
@@ -64,6 +65,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
 def split_sources(
     config: SplitConfig,
     tokenizer: PreTrainedTokenizerBase,
+    contract: TokenContract,
     seed: int,
     *,
     sources: Sequence[Path],
@@ -87,14 +89,16 @@ def split_sources(
     tables = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
     labels = _unique_labels(config.sources)
-    control_tokens = ControlTokenFilter(tokenizer, labels, counts, config.max_bad_fraction)
+    control_tokens = ControlTokenFilter(
+        tokenizer, contract, labels, counts, config.max_bad_fraction
+    )
     usable = [control_tokens.usable_rows(index, table) for index, table in enumerate(tables)]
     plan = blend(config, tables, usable, seed)
     files = {table.path: PhaseFile.open(table, output, *plan.rows(table)) for table in TABLES}
     batches = _needed_batches(config, tables, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
-    for batch, tokenized, rows in _make_rows(config, tokenizer, batches, plan.parts):
+    for batch, tokenized, rows in _make_rows(config, tokenizer, contract, batches, plan.parts):
         for file in files.values():
             file.add(rows, batch.numbers, config)
         for one in tokenized:
@@ -111,7 +115,7 @@ def split_sources(
     report["examples"] = first_examples(output, tokenizer)
     if config.pretraining is not None:
         text_labels = _unique_labels(config.pretraining.sources)
-        report["pretraining"] = pack(config, text_labels, tokenizer, pretraining, output)
+        report["pretraining"] = pack(config, text_labels, tokenizer, contract, pretraining, output)
     return report
 
 
@@ -164,13 +168,18 @@ def _only(answers: list[str | None], wanted: np.ndarray) -> list[str | None]:
 def _make_rows(
     config: SplitConfig,
     tokenizer: PreTrainedTokenizerBase,
+    contract: TokenContract,
     batches: Iterable[_Batch],
     parts: np.ndarray,
 ) -> Iterator[tuple[_Batch, list[Tokenized], list[Row]]]:
     """Yield each batch, tokenized and as rows; the next batch is tokenized meanwhile."""
     maker = RowMaker(config, tokenizer.bos_token_id)
-    rendered = ((batch, render(batch.examples, tokenizer, turns=batch.turns)) for batch in batches)
-    for (batch, _), tokenized in one_ahead(rendered, lambda pair: tokenize(pair[1], tokenizer)):
+    rendered = (
+        (batch, render(batch.examples, tokenizer, contract, turns=batch.turns)) for batch in batches
+    )
+    for (batch, _), tokenized in one_ahead(
+        rendered, lambda pair: tokenize(pair[1], tokenizer, contract)
+    ):
         source = config.sources[batch.source].name
         rows = [
             maker.make(source, messages, tokens, PARTS[part], reference)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Template, TemplateError
 
 from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ HUMAN_ASSISTANT_TEMPLATE = (
 """
 
 _PLAIN = Template(HUMAN_ASSISTANT_TEMPLATE)
-
 _TODAY = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 
 
@@ -64,6 +64,7 @@ def fix_date(tokenizer: PreTrainedTokenizerBase, day: date) -> None:
             tokenizer.chat_template = fixed(template)
         case dict(named):
             tokenizer.chat_template = {name: fixed(one) for name, one in named.items()}
+
 
 def render_prompts(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[str], prompts: Sequence[Conversation]
@@ -109,25 +110,26 @@ def render_dialogues(
 
 def render_responses(
     tokenizer: PreTrainedTokenizerBase,
+    contract: TokenContract,
     ids: Sequence[str],
     prompts: Sequence[Conversation],
     prompt_texts: Sequence[str],
     responses: Sequence[str],
 ) -> list[str]:
-    """Render responses: the text that the template adds to each prompt's text, up to the last EOS.
+    """Render responses: the text that the template adds to each prompt's text, up to its EOS.
 
-    A model stops at the EOS, so anything after it (a line break in ChatML) is cut off. If the
-    template ends a turn without EOS, one is added. `prompt_texts` come from `render_prompts`.
+    Any EOS of the contract may end the turn. The model stops there, so anything after it is cut
+    off: a line break in ChatML, a second EOS for the whole dialogue in Phi-3. If the template ends
+    a turn without EOS, the tokenizer's is added. `prompt_texts` come from `render_prompts`.
 
     Raises:
-        ArtifactError: the tokenizer has no EOS token, or a dialogue does not begin with its
-            prompt's text, so that the model would generate after other text than it trained on.
+        ArtifactError: a dialogue does not begin with its prompt's text, so that the model would
+            generate after other text than it trained on.
     """
-    eos = tokenizer.eos_token
-    if not eos:
-        raise ArtifactError(
-            "the tokenizer has no EOS token. Fix: set one that differs from its padding token."
-        )
+    tokens = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
+    one = "|".join(map(re.escape, tokens))
+    # The last EOS, with those directly before it: the first of them ends the turn.
+    last = re.compile(rf"(?P<end>{one})(\s*({one}))*(?!.*({one}))", re.DOTALL)
     dialogues = [
         [*prompt, {"role": "assistant", "content": response}]
         for prompt, response in zip(prompts, responses, strict=True)
@@ -141,13 +143,19 @@ def render_responses(
                 f"expected its own prompt {start!r}. Fix: use a template that begins every "
                 "assistant turn with its generation prompt."
             )
-        answer, found, _ = dialogue[len(start) :].rpartition(eos)
-        texts.append(answer + eos if found else dialogue[len(start) :] + eos)
+        end = last.search(dialogue, len(start))
+        texts.append(
+            dialogue[len(start) : end.end("end")] if end else dialogue[len(start) :] + tokens[0]
+        )
     return texts
 
 
 def render_turns(
-    tokenizer: PreTrainedTokenizerBase, name: str, prompt: Conversation, prompt_text: str
+    tokenizer: PreTrainedTokenizerBase,
+    contract: TokenContract,
+    name: str,
+    prompt: Conversation,
+    prompt_text: str,
 ) -> list[tuple[str, bool]]:
     """Divide a prompt's text (from `render_prompts`) into pieces, with True for the assistant.
 
@@ -163,7 +171,8 @@ def render_turns(
     for index in (index for index, message in enumerate(prompt) if message["role"] == "assistant"):
         history = [prompt[:index]]
         before = render_prompts(tokenizer, [name], history)
-        answer = render_responses(tokenizer, [name], history, before, [prompt[index]["content"]])[0]
+        said = [prompt[index]["content"]]
+        answer = render_responses(tokenizer, contract, [name], history, before, said)[0]
         if not prompt_text.startswith(before[0] + answer):
             raise ArtifactError(
                 f"{name}: the chat template renders the assistant's turn {answer!r} differently "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,28 +26,39 @@ class TokenContract:
     chat_template_digest: str
     """SHA-256 of the chat template."""
     pad_id: int
-    eos_id: int
+    eos_ids: tuple[int, ...]
+    """The tokens that end a response, see `end_tokens`."""
     bos_id: int | None
     vocab_size: int
     """Number of tokens. A model's embedding may be padded; padding rows are never sampled."""
 
+    @property
+    def eos_id(self) -> int:
+        """The tokenizer's EOS."""
+        return self.eos_ids[0]
+
+    @property
+    def eos_token_id(self) -> int | list[int]:
+        """The value of `eos_token_id` in configurations of transformers: one id, or a list."""
+        return self.eos_id if len(self.eos_ids) == 1 else list(self.eos_ids)
+
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenContract:
-        """The contract of a tokenizer.
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, model_eos: int | Sequence[int] | None = None
+    ) -> TokenContract:
+        """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`.
 
         Raises:
-            ArtifactError: EOS or padding token is missing, or both are the same token.
+            ArtifactError: EOS or padding token is missing, one token is both, or one of the
+                model's EOS ids is not a control token.
         """
-        if tokenizer.eos_token_id is None:
-            raise ArtifactError(
-                f"tokenizer {tokenizer.name_or_path}: found no EOS token, so a response could "
-                "never end. Fix: set its `eos_token`."
-            )
-        if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        eos_ids = end_tokens(tokenizer, model_eos)
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id in eos_ids:
+            ends = tokenizer.convert_ids_to_tokens(list(eos_ids))
             raise ArtifactError(
                 f"tokenizer {tokenizer.name_or_path}: found padding token "
                 f"{tokenizer.pad_token!r}, expected one that differs from EOS "
-                f"{tokenizer.eos_token!r}. Fix: run stage base_model on the model; it adds a "
+                f"{', '.join(map(repr, ends))}. Fix: run stage base_model on the model; it adds a "
                 "padding token."
             )
         # The current truncation and padding settings are not part of the contract.
@@ -58,7 +70,7 @@ class TokenContract:
             vocabulary_digest=_digest(json.dumps(state, sort_keys=True)),
             chat_template_digest=_digest(str(tokenizer.chat_template)),
             pad_id=tokenizer.pad_token_id,
-            eos_id=tokenizer.eos_token_id,
+            eos_ids=eos_ids,
             bos_id=tokenizer.bos_token_id,
             vocab_size=len(tokenizer),
         )
@@ -72,11 +84,48 @@ class TokenContract:
                 f"{folder}: {NAME} not found, so this pipeline did not make the model. Fix: run "
                 "stage base_model on it first."
             )
-        return cls(**json.loads(path.read_text()))
+        fields = json.loads(path.read_text())
+        if "eos_id" in fields:  # a contract of a version that knew one EOS
+            fields["eos_ids"] = [fields.pop("eos_id")]
+        return cls(**fields | {"eos_ids": tuple(fields["eos_ids"])})
 
     def write(self, folder: Path) -> None:
         """Store the contract with a model."""
         (folder / NAME).write_text(json.dumps(asdict(self), indent=2))
+
+
+def end_tokens(
+    tokenizer: PreTrainedTokenizerBase, model_eos: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's EOS, then the model's others, ascending.
+
+    Chat models have several. Llama 3 ends a turn with `<|eot_id|>`, a document with
+    `<|end_of_text|>`, and a message to a tool with `<|eom_id|>`.
+
+    Args:
+        tokenizer: a tokenizer with an EOS token.
+        model_eos: `eos_token_id` of the model's generation config.
+
+    Raises:
+        ArtifactError: the tokenizer has no EOS, or one of the model's is not a control token: a
+            response would end at an ordinary word.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ArtifactError(
+            f"tokenizer {tokenizer.name_or_path}: found no EOS token, so a response could never "
+            "end. Fix: set its `eos_token`."
+        )
+    ids = {model_eos} if isinstance(model_eos, int) else set(model_eos or ())
+    for number in sorted(ids):
+        token = tokenizer.added_tokens_decoder.get(number)
+        if token is None or not token.special:
+            raise ArtifactError(
+                f"tokenizer {tokenizer.name_or_path}: found eos_token_id {number} in the model's "
+                f"generation config, which is {tokenizer.convert_ids_to_tokens(number)!r}, "
+                "expected a control token. Fix: save the model with the right eos_token_id in "
+                "generation_config.json, and set base_model.path to its folder."
+            )
+    return (tokenizer.eos_token_id, *sorted(ids - {tokenizer.eos_token_id}))
 
 
 def common_contract(models: dict[str, Path]) -> TokenContract:

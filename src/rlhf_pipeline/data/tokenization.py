@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.template import render_prompts, render_responses, render_turns
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, DataError
 
 if TYPE_CHECKING:
@@ -60,7 +61,11 @@ class Limited:
 
 
 def render(
-    batch: ExampleBatch, tokenizer: PreTrainedTokenizerBase, *, turns: Sequence[bool] | None = None
+    batch: ExampleBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    contract: TokenContract,
+    *,
+    turns: Sequence[bool] | None = None,
 ) -> Rendered:
     """Apply the chat template to all prompts and answers of a batch.
 
@@ -73,6 +78,7 @@ def render(
         rows = [row for row, answer in enumerate(column) if answer is not None]
         texts = render_responses(
             tokenizer,
+            contract,
             [batch.ids[row] for row in rows],
             [batch.prompts[row] for row in rows],
             [prompts[row] for row in rows],
@@ -88,11 +94,15 @@ def render(
     for row, wanted in enumerate(turns or ()):
         # A prompt of at most two messages has no earlier turn of the assistant.
         if wanted and len(batch.prompts[row]) > 2:
-            pieces[row] = render_turns(tokenizer, batch.ids[row], batch.prompts[row], prompts[row])
+            pieces[row] = render_turns(
+                tokenizer, contract, batch.ids[row], batch.prompts[row], prompts[row]
+            )
     return Rendered(batch.ids, prompts, chosen, answers(batch.rejected), pieces)
 
 
-def tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Tokenized]:
+def tokenize(
+    rendered: Rendered, tokenizer: PreTrainedTokenizerBase, contract: TokenContract
+) -> list[Tokenized]:
     """Tokenize a rendered batch.
 
     Prompt and response are tokenized separately. So no token crosses the boundary, and a response
@@ -110,7 +120,7 @@ def tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[Tok
     for name, prompt, chosen, rejected, pieces in zip(*rows, strict=True):
         for answer in (chosen, rejected, *(text for text, own in pieces or () if own)):
             if answer is not None:
-                _check_end(name, ids[answer], tokenizer)
+                _check_end(name, ids[answer], tokenizer, contract)
         turns = None
         if pieces is not None:
             turns = (
@@ -189,14 +199,16 @@ def newest_values(ids: list[int], values: list[A], limit: int, bos_id: int | Non
     return values[:leading] + values[len(values) - limit + leading :]
 
 
-def _check_end(name: str, response_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    if (
-        response_ids[-1] != tokenizer.eos_token_id
-        or response_ids.count(tokenizer.eos_token_id) != 1
-    ):
+def _check_end(
+    name: str, response_ids: list[int], tokenizer: PreTrainedTokenizerBase, contract: TokenContract
+) -> None:
+    *before, last = [token in contract.eos_ids for token in response_ids]
+    if any(before) or not last:
+        known = " or ".join(
+            f"{number} ({tokenizer.convert_ids_to_tokens(number)!r})" for number in contract.eos_ids
+        )
         raise ArtifactError(
-            f"{name}: expected the EOS id {tokenizer.eos_token_id} ({tokenizer.eos_token!r}) "
-            f"exactly once, at the end of the response; found {response_ids[-3:]} at the end. "
-            "Fix: check that the tokenizer encodes its EOS token as one token, and that the text "
-            "does not contain it."
+            f"{name}: expected the EOS id {known} exactly once, at the end of the response; found "
+            f"{response_ids[-3:]} at the end. Fix: check that the tokenizer encodes its EOS token "
+            "as one token, and that the text does not contain it."
         )

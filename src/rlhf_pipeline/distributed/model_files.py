@@ -39,7 +39,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
                 saved.save_pretrained(partial, state_dict=dict(weights))
             require_same(saved, weights, partial)
             tokenizer.save_pretrained(partial)
-            TokenContract.of(tokenizer).write(partial)
+            eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
+            TokenContract.of(tokenizer, eos).write(partial)
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:

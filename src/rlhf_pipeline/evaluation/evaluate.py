@@ -40,7 +40,7 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rollout.function_reward import Answered
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches
+from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches, ended
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -146,7 +146,7 @@ def answer_all(folders: dict[str, Path], setup: Setup) -> dict[str, Scored]:
             ref_logprobs=references[name],
             values=None,
             scores=torch.zeros(len(sequences)),
-            ended=(sequences.response_ids == setup.contract.eos_id).any(1),
+            ended=ended(sequences.response_ids, setup.contract),
         )
         for name, (sequences, own) in ((name, found[name]) for name in folders)
     }

@@ -22,9 +22,9 @@ from transformers import (
 from rlhf_pipeline.config.base_model import COMMIT, BaseModelConfig
 from rlhf_pipeline.data.corpus import corpus
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import TokenContract, end_tokens
 from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.loading import load_tokenizer, plain_generation
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
@@ -62,11 +62,13 @@ def main(job: LaunchedJob) -> dict[str, float]:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
     fix_date(tokenizer, config.template_date)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    contract = TokenContract.of(tokenizer, model.generation_config.eos_token_id)
+    model.config.pad_token_id, model.config.eos_token_id = contract.pad_id, contract.eos_token_id
+    model.generation_config = plain_generation(contract)
     model.save_pretrained(job.export)
     tokenizer.save_pretrained(job.export)
-    contract = TokenContract.of(tokenizer)
-    if TokenContract.of(load_tokenizer(job.export, trust_remote_code=trust)) != contract:
+    loaded = load_tokenizer(job.export, trust_remote_code=trust)
+    if TokenContract.of(loaded, contract.eos_ids) != contract:
         raise ArtifactError(
             f"{config.path or 'base_model.architecture'}: the tokenizer changes when it is saved "
             "and loaded, because transformers rebuilds it for model type "
@@ -131,8 +133,9 @@ def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Add a pad token if the tokenizer has none or uses EOS for padding."""
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+    """Add a pad token if the tokenizer has none or uses an EOS of the model for padding."""
+    ends = end_tokens(tokenizer, model.generation_config.eos_token_id)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=EMBEDDING_MULTIPLE)

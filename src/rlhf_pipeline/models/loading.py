@@ -47,12 +47,7 @@ def load_policy(
             **loading_arguments(checkpoint, trust_remote_code=trust_remote_code, device=device),
             **quantization(quantize, precision),
         )
-    contract = TokenContract.read(checkpoint)
-    # A hub model's generation settings (top-k, repetition penalty) would change the sampled
-    # distribution.
-    model.generation_config = GenerationConfig(
-        eos_token_id=contract.eos_id, pad_token_id=contract.pad_id
-    )
+    model.generation_config = plain_generation(TokenContract.read(checkpoint))
     return without_dropout(model)
 
 
@@ -61,6 +56,14 @@ def saved_precision(checkpoint: Path) -> Precision:
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     name = config.get("dtype") or config.get("torch_dtype")
     return next((own for own, dtype in DTYPES.items() if str(dtype) == f"torch.{name}"), "fp32")
+
+
+def plain_generation(contract: TokenContract) -> GenerationConfig:
+    """Generation that stops at every EOS and samples from the model's own distribution.
+
+    A hub model's settings (top-k, repetition penalty) would change that distribution.
+    """
+    return GenerationConfig(eos_token_id=contract.eos_token_id, pad_token_id=contract.pad_id)
 
 
 def load_tokenizer(

@@ -33,7 +33,7 @@ class Scored:
     scores: Tensor
     """(B,) raw scores of the reward model, zeros without one; centred after `RewardSum`."""
     ended: Tensor
-    """(B,) bool: the response contains EOS."""
+    """(B,) bool: the response contains one of the EOS tokens."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     """If several sources of rewards are summed: the centred scores of each, (B,), unweighted."""
 
@@ -93,8 +93,13 @@ def score_sequences(sequences: Sequences, models: ScoringModels) -> Scored:
         scores=torch.zeros(len(sequences))
         if reward_model is None
         else run(lambda batch: sequence_scores(reward_model, batch)),
-        ended=(sequences.response_ids == models.contract.eos_id).any(1),
+        ended=ended(sequences.response_ids, models.contract),
     )
+
+
+def ended(response_ids: Tensor, contract: TokenContract) -> Tensor:
+    """Which responses (B, R) end by themselves, (B,) bool. Padding is never EOS."""
+    return torch.isin(response_ids, response_ids.new_tensor(contract.eos_ids)).any(1)
 
 
 def by_micro_batches(

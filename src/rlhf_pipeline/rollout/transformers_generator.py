@@ -77,14 +77,14 @@ class TransformersGenerator:
             generation_config=GenerationConfig(
                 max_new_tokens=sampling.max_response_tokens,
                 do_sample=False,  # the sampler leaves a single token to choose
-                eos_token_id=contract.eos_id,
+                eos_token_id=contract.eos_token_id,
                 pad_token_id=contract.pad_id,
             ),
             logits_processor=LogitsProcessorList([sampler]),
             # ZeRO-3 needs every rank in every forward pass, so all ranks wait for the slowest.
             synced_gpus=is_sharded(model) and not self._gather,
         )
-        return [_until_eos(row, contract.eos_id) for row in output[:, ids.shape[1] :].tolist()]
+        return [_until_eos(row, contract.eos_ids) for row in output[:, ids.shape[1] :].tolist()]
 
 
 class InverseCDFSampler(LogitsProcessor):
@@ -120,6 +120,7 @@ class InverseCDFSampler(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
 
 
-def _until_eos(row: list[int], eos_id: int) -> list[int]:
-    """The response up to and including its EOS; all of it if there is none."""
-    return row[: row.index(eos_id) + 1] if eos_id in row else row
+def _until_eos(row: list[int], eos_ids: Sequence[int]) -> list[int]:
+    """The response up to and including its first EOS; all of it if there is none."""
+    end = next((count for count, token in enumerate(row, 1) if token in eos_ids), len(row))
+    return row[:end]
