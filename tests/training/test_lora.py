@@ -400,29 +400,12 @@ def test_without_lora_all_parameters_train_and_none_is_added(make_model, world, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="4-bit weights need a GPU")
-def test_adapters_trained_on_a_4_bit_base_are_merged_into_the_whole_base(
-    make_model, world, tmp_path
-):
+def test_adapters_trained_on_a_4_bit_base_are_merged_into_the_whole_base(make_model, on_ranks):
     pytest.importorskip("bitsandbytes", reason="the extra `quantization` is not installed")
-    from rlhf_pipeline.data.token_contract import TokenContract
-    from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.models.loading import load_tokenizer
-    from rlhf_pipeline.training.best_models import BestModels
-    from rlhf_pipeline.training.sft import SFTTask
-
     checkpoint = make_model("llama")
-    config = block("sft", {"deepspeed": {"precision": "bf16"}, "lora": LORA | {"quantize": "nf4"}})
-    read = partial(load_policy, checkpoint)
-    engine = train_engine(read, config, 1)
-    assert engine.module.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
-    task = SFTTask(TokenContract.read(checkpoint))
-    _, changed = train_one_step(setup_of(engine, task, config, world))
-    assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
-    job = LaunchedJob("sft", "f", 1, {}, {"base_model": checkpoint}, {}, tmp_path, 600.0)
-    best = BestModels(job, world, load_tokenizer(checkpoint), config, read)
-    best.offer(engine, 1, 1.0, {})
-    best.finish(engine)
-    weights = load_file(tmp_path / "export" / "model.safetensors")
+    argument = {"quantized": checkpoint}
+    results = on_ranks(__file__, argument, ranks=1, accelerator="cuda")  # the tests have the CPU
+    weights = load_file(results / "export" / "model.safetensors")
     start = load_policy(checkpoint, "bf16").state_dict()
     assert weights.keys() <= start.keys() and {weight.dtype for weight in weights.values()} == {
         torch.bfloat16
@@ -430,5 +413,32 @@ def test_adapters_trained_on_a_4_bit_base_are_merged_into_the_whole_base(
     assert torch.equal(weights["model.embed_tokens.weight"], start["model.embed_tokens.weight"])
 
 
+def train_quantized(checkpoint: Path, folder: Path) -> None:
+    """Train adapters on a 4-bit base for one step, and export the model."""
+    from rlhf_pipeline.data.token_contract import TokenContract
+    from rlhf_pipeline.distributed.engine import train_engine
+    from rlhf_pipeline.distributed.world import join
+    from rlhf_pipeline.models.loading import load_tokenizer
+    from rlhf_pipeline.training.best_models import BestModels
+    from rlhf_pipeline.training.sft import SFTTask
+
+    world = join(0, timeout_s=600)
+    config = block("sft", {"deepspeed": {"precision": "bf16"}, "lora": LORA | {"quantize": "nf4"}})
+    read = partial(load_policy, checkpoint)
+    engine = train_engine(read, config, 1)
+    assert engine.module.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
+    task = SFTTask(TokenContract.read(checkpoint))
+    _, changed = train_one_step(setup_of(engine, task, config, world))
+    assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
+    job = LaunchedJob("sft", "f", 1, {}, {"base_model": checkpoint}, {}, folder, 600.0)
+    best = BestModels(job, world, load_tokenizer(checkpoint), config, read)
+    best.offer(engine, 1, 1.0, {})
+    best.finish(engine)
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    given, results_folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    if "quantized" in given:
+        train_quantized(Path(given["quantized"]), results_folder)
+    else:
+        main(given, results_folder)

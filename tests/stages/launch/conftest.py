@@ -16,7 +16,8 @@ def nvidia_smi(tmp_path, monkeypatch):
     def install(gpus):
         listing = "".join(
             f"GPU {number}: NVIDIA A100-SXM4-40GB (UUID: GPU-8932f937-{number})\n"
-            f"  MIG 1g.5gb Device 0: (UUID: MIG-{number})\n"
+            f"  MIG 3g.20gb Device 0: (UUID: MIG-{number}-0)\n"
+            f"  MIG 3g.20gb Device 1: (UUID: MIG-{number}-1)\n"
             for number in range(gpus or 0)
         )
         text, code = {None: ("NVIDIA-SMI has failed", 9), 0: ("No devices were found", 6)}.get(
