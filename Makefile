@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Two at a time, whatever the machine: a test that launches something uses two processes itself.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadgroup
 
-.PHONY: install run test quick long check format seeds kills stability overoptimization ui notebook clean
+.PHONY: install run test quick long check format seeds kills gpu stability overoptimization ui notebook clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -39,6 +39,9 @@ seeds: $(VENV)/run.stamp   # the default pipeline on five seeds: does PPO beat S
 
 kills: $(VENV)/dev.stamp   # training killed at random moments and started again: is it the training that was not?
 	$(BIN)/python benchmarks/kills.py $(ARGS)
+
+gpu: $(VENV)/dev.stamp     # everything on the GPUs of this machine, with times and memory: docs/performance.md
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small minibatches: docs/stability.md
 	$(BIN)/python benchmarks/stability.py $(ARGS)

@@ -59,7 +59,7 @@ class Start:
 
 def prepare(seed: int, workspace: Path) -> Start:
     """Run everything before PPO with the default parameters."""
-    given, common = _parameters(), (seed, StageRunner(RunContext(workspace, LAUNCH)))
+    given, common = parameters(), (seed, StageRunner(RunContext(workspace, LAUNCH)))
     split_config = SplitConfig.model_validate(given["split"])
     base = base_model(BaseModelConfig.model_validate(given["base_model"]), split_config, *common)
     rows = split(base, split_config, *common)
@@ -72,21 +72,21 @@ def prepare(seed: int, workspace: Path) -> Start:
 
 def train_reward_model(start: Start, changes: Tree) -> Path:
     """Train a reward model with the default parameters and some changes."""
-    config = RewardModelConfig.model_validate(_parameters()["reward_model"] | changes)
+    config = RewardModelConfig.model_validate(parameters()["reward_model"] | changes)
     return reward_model(start.split, start.sft_model, config, start.seed, start.stages())
 
 
 def train(start: Start, changes: Tree) -> Path:
     """Train a policy by PPO with the default parameters and some changes, nested like `ppo`."""
     config = PPOConfig.model_validate(
-        OmegaConf.to_container(OmegaConf.merge(_parameters()["ppo"], changes))
+        OmegaConf.to_container(OmegaConf.merge(parameters()["ppo"], changes))
     )
     return ppo(start.split, start.sft_model, start.reward_model, config, start.seed, start.stages())
 
 
 def compare(start: Start, policy: Path) -> Tree:
     """The result of stage evaluate for a policy, with the default parameters."""
-    config = EvaluateConfig.model_validate(_parameters()["evaluate"])
+    config = EvaluateConfig.model_validate(parameters()["evaluate"])
     models = start.sft_model, policy, start.reward_model
     export = evaluate(PPO)(start.split, *models, config, start.seed, start.stages())
     return dict(json.loads((export / "evaluation.json").read_text()))
@@ -122,7 +122,7 @@ def _take_core(cores: multiprocessing.Queue[int]) -> None:
     os.sched_setaffinity(0, {cores.get()})
 
 
-def _parameters() -> Tree:
-    return dict(
-        LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)["parameters"]
-    )
+def parameters(environment: str = "base") -> Tree:
+    """The parameters of an environment."""
+    loader = LayeredConfigLoader(str(PROJECT / "conf"), env=environment, **CONFIG_LOADER_ARGS)
+    return dict(loader["parameters"])

@@ -1,0 +1,370 @@
+"""Does everything work on the GPUs of this machine, how fast, and in how much memory?
+
+    python benchmarks/gpu.py                     # all rows, on all GPUs that it may use
+    python benchmarks/gpu.py --rows default lora # some rows
+    python benchmarks/gpu.py --dry-run           # lists the rows
+    python benchmarks/gpu.py --cpu-rehearsal     # a tiny version of each row, to test this script
+
+The rows are the tests marked `gpu`; all stages with the default model and with 1.2 billion weights;
+training in fp16, with adapters, with 4-bit weights and with offload; and training that is killed
+and resumes. The large model is random and trains for a few steps on short texts: its figures show
+that it fits and runs, not how well it learns. Results: benchmarks/results/gpu/.
+The exit code is 0 if every row passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from experiments import PROJECT, RESULTS, Tree, commit, parameters
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.pipelines.base_model.nodes import base_model
+from rlhf_pipeline.pipelines.dpo.nodes import SPEC as DPO
+from rlhf_pipeline.pipelines.dpo.nodes import dpo
+from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
+from rlhf_pipeline.pipelines.ppo.nodes import SPEC as PPO
+from rlhf_pipeline.pipelines.ppo.nodes import ppo
+from rlhf_pipeline.pipelines.reward_model.nodes import reward_model
+from rlhf_pipeline.pipelines.sft.nodes import sft
+from rlhf_pipeline.pipelines.split.nodes import split
+from rlhf_pipeline.preflight import preflight
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.stage_registry import parameter_blocks
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.launch.resources import visible_gpus
+from rlhf_pipeline.stages.run import StageRunner
+
+FOLDER = RESULTS / "gpu"
+
+
+def trained(block: Tree) -> Tree:
+    """The same settings for every model that trains."""
+    return {
+        **dict.fromkeys(("sft", "reward_model", "dpo"), block),
+        "ppo": {"actor": block, "critic": block},
+    }
+
+
+def engines(precision: str, zero_stage: int = 2, **deepspeed: bool) -> Tree:
+    """A precision for all models, with the same ZeRO stage for every model that trains.
+
+    PPO's reference is left out: with adapters, the actor is its own reference.
+    """
+    settings = {"precision": precision, "zero_stage": zero_stage, **deepspeed}
+    return merged(
+        trained({"deepspeed": settings, "optimizer": {"learning_rate": 1e-5}}),
+        {"ppo": {"reward_model": frozen(precision)}, "evaluate": {"precision": precision}},
+    )
+
+
+def frozen(precision: str) -> Tree:
+    """A frozen model."""
+    return {"deepspeed": {"precision": precision}}
+
+
+def reference(precision: str) -> Tree:
+    """PPO's reference, a model of its own."""
+    return {"ppo": {"reference": frozen(precision)}}
+
+
+def merged(*trees: Tree) -> Tree:
+    """Nested parameters; later ones win."""
+    return dict(OmegaConf.to_container(OmegaConf.merge(*trees)))  # type: ignore[arg-type]
+
+
+BILLION = {
+    "base_model": {
+        "architecture": {
+            "hidden_size": 2048,
+            "intermediate_size": 5504,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "initializer_range": 0.02,
+        }
+    }
+}
+"""A Llama of 1.2 billion weights."""
+ADAPTERS = trained({"lora": {"rank": 16}, "optimizer": {"learning_rate": 1e-4}})
+QUANTIZED = trained({"lora": {"quantize": "nf4"}})
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters with which the stages run."""
+
+    title: str
+    changes: Tree = field(default_factory=dict)
+    """Changes to the environment."""
+    environment: str = "tiny"
+    """The data and the steps; the model is in `changes`."""
+    whole: bool = False
+    """Whether to run evaluation and DPO as well."""
+    gpu_only: Tree = field(default_factory=dict)
+    """Changes that no CPU can do."""
+
+
+ROWS = {
+    "default": Row("default model, fp32", environment="base", whole=True),
+    "bf16": Row(
+        "1.2B, bf16, ZeRO 2", merged(BILLION, engines("bf16"), reference("bf16")), whole=True
+    ),
+    "fp16": Row(
+        "1.2B, fp16, ZeRO 2",
+        merged(BILLION, engines("bf16"), reference("bf16")),
+        gpu_only=merged(engines("fp16"), reference("fp16")),
+    ),
+    "lora": Row("1.2B, bf16, LoRA", merged(BILLION, engines("bf16"), ADAPTERS)),
+    "4-bit": Row(
+        "1.2B, 4-bit base, LoRA", merged(BILLION, engines("bf16"), ADAPTERS), gpu_only=QUANTIZED
+    ),
+    "offload": Row(
+        "1.2B, bf16, ZeRO 3, offload",
+        merged(
+            BILLION,
+            engines("bf16", 3, offload_optimizer=True, offload_parameters=True),
+            reference("bf16"),
+        ),
+    ),
+}
+REHEARSED = {
+    "base_model": {"architecture": {"hidden_size": 48, "intermediate_size": 96,
+                                    "num_hidden_layers": 2, "num_attention_heads": 4}},
+    "split": {"sources": [{"name": "synthetic", "samples": 200}]},
+    "ppo": {"steps": 2},
+}  # fmt: skip
+"""The model and the data of a rehearsal."""
+OTHERS = {"tests": "the tests marked gpu", "resume": "SIGKILL and resume, bf16, ZeRO 2"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table."""
+
+    row: str
+    stage: str
+    verdict: str
+    """pass or FAIL."""
+    seconds: float
+    rate: str = ""
+    """Median over the steps after the first."""
+    peak_mib: int | None = None
+    """The most memory used on one of the GPUs, by all processes."""
+    reason: str = ""
+
+
+class Meter(StageListener):
+    """Measures every stage that is launched."""
+
+    def __init__(self, row: str) -> None:
+        self.row = row
+        self.results: list[Result] = []
+
+    def stage_started(self, run: StageRun) -> None:
+        """Start the clock and the readings of the memory."""
+        self._start, self._memory = time.monotonic(), Memory()
+
+    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
+        """Add the result."""
+        peak = self._memory.stop()
+        if not run.cached:
+            seconds = time.monotonic() - self._start
+            verdict = "pass" if status == "FINISHED" else "FAIL"
+            speed = rate(run)
+            self.results.append(Result(self.row, run.title, verdict, seconds, speed, peak))
+
+
+class Memory(threading.Thread):
+    """Reads the used memory of the GPUs once a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._ended = threading.Event()
+        self._peak: int | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Read until `stop`."""
+        gpus = visible_gpus()
+        query = [
+            "nvidia-smi",
+            "--query-gpu=index,uuid,memory.used",
+            "--format=csv,noheader,nounits",
+        ]
+        while gpus and not self._ended.wait(1):
+            listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+            for line in listing.splitlines():
+                index, uuid, used = line.split(", ")
+                if index in gpus or any(uuid.startswith(gpu) for gpu in gpus):
+                    self._peak = max(self._peak or 0, int(used))
+
+    def stop(self) -> int | None:
+        """End; return the peak in MiB."""
+        self._ended.set()
+        self.join()
+        return self._peak
+
+
+def rate(run: StageRun) -> str:
+    """The speed of a training stage, from its metrics."""
+    steps = [r["metrics"] for r in read_json_lines(run.metrics_file)][1:]
+    config = run.config.get(run.stage, {})
+    if not steps or "time/step_s" not in steps[0]:
+        return ""
+    if run.stage == "sft":
+        return f"{median(s['sft/tokens'] / s['time/step_s'] for s in steps):,.0f} tokens/s"
+    if run.stage == "ppo":
+        answers = config["rollout_batch_size"] * config["responses_per_prompt"]
+        sampled = (s["rollout/response_tokens"] * answers / s["time/rollout_s"] for s in steps)
+        return f"{median(sampled):,.0f} sampled tokens/s"
+    return f"{median(config['batch_size'] / s['time/step_s'] for s in steps):,.1f} pairs/s"
+
+
+def run_stages(name: str, rehearsal: bool) -> list[Result]:
+    """Run the stages of a row; the result of the last one has the reason if it failed."""
+    row, meter, start = ROWS[name], Meter(ROWS[name].title), time.monotonic()
+    values = row_parameters(row, rehearsal)
+    try:
+        preflight(values, gpus=len(visible_gpus()))
+        blocks = {
+            name: block.model_validate(values.get(name, {}))
+            for name, block in parameter_blocks().items()
+        }
+        context = RunContext(FOLDER / "workspace", LaunchConfig(), listener=meter)
+        common = values["seed"], StageRunner(context)
+        base = base_model(blocks["base_model"], blocks["split"], *common)
+        rows = split(base, blocks["split"], *common)
+        policy = sft(rows, base, blocks["sft"], *common)
+        scores = reward_model(rows, policy, blocks["reward_model"], *common)
+        trained_by_ppo = ppo(rows, policy, scores, blocks["ppo"], *common)
+        if row.whole:
+            evaluate(PPO)(rows, policy, trained_by_ppo, scores, blocks["evaluate"], *common)
+            trained_by_dpo = dpo(rows, policy, blocks["dpo"], *common)
+            evaluate(DPO)(rows, policy, trained_by_dpo, scores, blocks["evaluate"], *common)
+    except PipelineError as error:
+        failed = [result for result in meter.results if result.verdict == "FAIL"]
+        last = failed[-1] if failed else Result(row.title, "", "FAIL", time.monotonic() - start)
+        passed = [result for result in meter.results if result is not last]
+        return [*passed, Result(**asdict(last) | {"reason": error.format_message()})]
+    return meter.results
+
+
+def row_parameters(row: Row, rehearsal: bool) -> Tree:
+    """All parameters of a row."""
+    if rehearsal:
+        return merged(parameters("tiny"), row.changes, REHEARSED)
+    return merged(parameters(row.environment), row.changes, row.gpu_only)
+
+
+def run_tests(rehearsal: bool) -> Result:
+    """Run the tests that need a GPU; a skipped one fails, except in a rehearsal."""
+    title, start = OTHERS["tests"], time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--color=no"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    (FOLDER / "tests.log").write_text(done.stdout + done.stderr)
+    lines = done.stdout.splitlines() or ["no output"]
+    skipped = [line for line in lines if line.startswith("SKIPPED")]
+    ok = done.returncode == 0 and (rehearsal or not skipped)
+    reason = "; ".join([lines[-1].strip("= "), *([] if ok else skipped)])
+    verdict = "pass" if ok else "FAIL"
+    return Result(title, "pytest", verdict, time.monotonic() - start, reason=reason)
+
+
+def run_kills(rehearsal: bool) -> Result:
+    """Kill training and resume it: the results must be equal bit for bit."""
+    title, start = OTHERS["resume"], time.monotonic()
+    stages = ["sft"] if rehearsal else ["sft", "ppo"]
+    options = ["--kills", "1", "--zero", "2", "--precision", "bf16", "--stages", *stages]
+    command = [sys.executable, str(PROJECT / "benchmarks" / "kills.py"), *options]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    (FOLDER / "kills.log").write_text(done.stdout + done.stderr)
+    kills = RESULTS / "kills" / "kills.json"
+    rows = json.loads(kills.read_text()) if kills.is_file() else []
+    wrong = [f"{row['stage']}: {name}" for row in rows for name in row if row[name] is False]
+    reason = "; ".join(wrong) or ("" if done.returncode == 0 else f"see {FOLDER / 'kills.log'}")
+    verdict = "pass" if done.returncode == 0 else "FAIL"
+    return Result(title, " and ".join(stages), verdict, time.monotonic() - start, reason=reason)
+
+
+def show(results: list[Result], console: Console) -> None:
+    """Print the table."""
+    passed = sum(result.verdict == "pass" for result in results)
+    table = Table(title=f"{passed} of {len(results)} passed")
+    for column in ("row", "stage", "result", "seconds", "speed", "peak MiB", "reason"):
+        table.add_column(column, overflow="fold")
+    for r in results:
+        peak = "" if r.peak_mib is None else f"{r.peak_mib:,}"
+        table.add_row(r.row, r.stage, r.verdict, f"{r.seconds:.0f}", r.rate, peak, r.reason)
+    console.print(table)
+
+
+def list_rows(names: list[str], rehearsal: bool, console: Console) -> None:
+    """Print what would run."""
+    for name in names:
+        if name in OTHERS:
+            console.print(f"{name}: {OTHERS[name]}")
+            continue
+        row = ROWS[name]
+        stages = "sft, reward_model, ppo" + ", evaluate, dpo, evaluate_dpo" * row.whole
+        changes = merged(row.changes, REHEARSED if rehearsal else row.gpu_only)
+        console.print(f"{name}: {row.title}: {stages}")
+        for parameter, value in leaves(changes):
+            console.print(f"    {parameter}={value}", highlight=False)
+
+
+def main() -> int:
+    """Run the rows; print the table after each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ["tests", *ROWS, "resume"]
+    parser.add_argument("--rows", nargs="+", default=names, choices=names)
+    parser.add_argument("--dry-run", action="store_true", help="list the rows, run nothing")
+    parser.add_argument("--cpu-rehearsal", action="store_true", help="tiny rows on the CPU")
+    arguments = parser.parse_args()
+    console, rehearsal = Console(), arguments.cpu_rehearsal
+    if arguments.dry_run:
+        list_rows(arguments.rows, rehearsal, console)
+        return 0
+    if rehearsal:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not visible_gpus():
+        console.print(
+            "gpu: found 0 GPUs, expected at least one. Fix: check `nvidia-smi` and "
+            "CUDA_VISIBLE_DEVICES, or rehearse on the CPU with --cpu-rehearsal",
+            soft_wrap=True,
+        )
+        return 2
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    results: list[Result] = []
+    for name in arguments.rows:
+        if name in OTHERS:
+            results.append(run_tests(rehearsal) if name == "tests" else run_kills(rehearsal))
+        else:
+            results += run_stages(name, rehearsal)
+        record: dict[str, Any] = {"commit": commit(), "gpus": visible_gpus()}
+        record["results"] = [asdict(result) for result in results]
+        (FOLDER / "gpu.json").write_text(json.dumps(record, indent=2))
+        show(results, console)
+    return 0 if all(result.verdict == "pass" for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
