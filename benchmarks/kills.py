@@ -257,7 +257,7 @@ def tracked(store: Path, stage: str) -> dict[str, Any]:
             name
             for run in runs
             for name in run.data.metrics
-            if "/" in name and not name.startswith(("time/", "best/"))
+            if "/" in name and not name.startswith(("time/", "exported/"))
         }
     }
     return {"runs": [run.info.status for run in runs], "logged": logged}
