@@ -9,7 +9,7 @@ from torch import nn
 
 from rlhf_pipeline.distributed import device
 from rlhf_pipeline.distributed.device import on_gpu, take_device
-from rlhf_pipeline.distributed.engine import _loaded
+from rlhf_pipeline.distributed.loading import loaded
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 
@@ -32,7 +32,7 @@ def test_hidden_gpus_are_not_used(world, monkeypatch):
     model = nn.Module()
     model.config = SimpleNamespace(hidden_size=32)
     settings = partial(dict, zero_optimization={"stage": 0})
-    assert _loaded(lambda precision: model, "fp32", settings)[1]["on_gpu"] is False
+    assert loaded(lambda precision: model, "fp32", settings)[1]["on_gpu"] is False
     assert not on_gpu()
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
-from rlhf_pipeline.distributed import engine
-from rlhf_pipeline.distributed.engine import frozen_model, train_engine
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
+from rlhf_pipeline.distributed import loading
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.frozen_model import frozen_model
 
 GPU = torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def load(precision, **arguments):
     ],
 )
 def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
-    monkeypatch.setattr(engine, "_own_device", lambda: device)
+    monkeypatch.setattr(loading, "own_device", lambda: device)
     fields = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"zero_stage": zero_stage}}
     with pytest.raises(AskedError) as asked:
         train_engine(load, TrainedModelConfig.model_validate(fields), 1)
@@ -43,8 +44,8 @@ def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
     ("zero_stage", "device", "expected"), [(0, GPU, {"device": GPU}), (3, GPU, {}), (0, CPU, {})]
 )
 def test_a_frozen_model(world, monkeypatch, zero_stage, device, expected):
-    monkeypatch.setattr(engine, "_own_device", lambda: device)
-    config = FrozenModelConfig.model_validate({"deepspeed": {"zero_stage": zero_stage}})
+    monkeypatch.setattr(loading, "own_device", lambda: device)
+    config = FrozenDeepSpeedConfig(zero_stage=zero_stage, precision="fp32")
     with pytest.raises(AskedError) as asked:
-        frozen_model(load, config, None, replace(world, device=device))
+        frozen_model(load, config, replace(world, device=device))
     assert asked.value.args == (expected,)

@@ -11,7 +11,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.engine import frozen_model, train_engine
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rollout.generation import row_seeds

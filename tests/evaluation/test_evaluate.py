@@ -17,7 +17,7 @@ from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.data.sources import synthetic
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
-from rlhf_pipeline.distributed.engine import frozen_model
+from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.evaluation import evaluate
 from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
 from rlhf_pipeline.models.forward import sequence_scores

@@ -1,10 +1,10 @@
-"""Loading a model into a DeepSpeed engine, for training or for inference."""
+"""A model in a DeepSpeed engine for training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import deepspeed
 import torch
@@ -12,18 +12,14 @@ from deepspeed import DeepSpeedEngine
 from torch import nn
 from transformers import get_scheduler
 
-from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
-from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
-from rlhf_pipeline.distributed.device import on_gpu, own_device
-from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.distributed.zero import sharded_loading, whole_shape
-from rlhf_pipeline.models.loading import freeze
+from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.distributed.deepspeed_config import training_settings
+from rlhf_pipeline.distributed.device import on_gpu
+from rlhf_pipeline.distributed.loading import loaded
+from rlhf_pipeline.distributed.zero import whole_shape
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def train_engine(
@@ -37,7 +33,7 @@ def train_engine(
     """
     if config.lora is not None and config.lora.quantize is not None:
         load = partial(load, quantize=config.lora.quantize)
-    model, settings = _loaded(load, config.deepspeed.precision, partial(training_settings, config))
+    model, settings = loaded(load, config.deepspeed.precision, partial(training_settings, config))
     if config.lora is not None:
         add_adapters(model, config.lora)
     if config.gradient_checkpointing:
@@ -57,50 +53,6 @@ def train_engine(
     engine.train()
     heartbeat.tick()
     return engine
-
-
-def frozen_model(
-    load: Callable[..., M], config: FrozenDeepSpeedConfig, world: World
-) -> M | DeepSpeedEngine:
-    """Load a model for inference.
-
-    Args:
-        load: see `train_engine`.
-        config: with the ZeRO stage and the precision, see `FrozenModelConfig.beside`.
-        world: the ranks.
-
-    Returns:
-        At ZeRO stage 0, the model, whole on every rank. At stage 3, an engine that shards its
-        weights.
-    """
-    precision = config.precision
-    assert precision is not None and config.zero_stage is not None
-    if config.zero_stage == 0:
-        return freeze(load(precision, **_placement(world.device)))
-    model, settings = _loaded(load, precision, partial(inference_settings, config))
-    engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
-    engine.eval()
-    return engine
-
-
-def _loaded(
-    load: Callable[..., M], precision: Precision, settings: Callable[..., dict[str, Any]]
-) -> tuple[M, dict[str, Any]]:
-    """The model, and the DeepSpeed settings for its width, which is known only after loading."""
-    before = settings(hidden_size=0, on_gpu=on_gpu())
-    is_sharded = before["zero_optimization"]["stage"] == 3
-    with sharded_loading(before):
-        model = load(precision, **({} if is_sharded else _placement(own_device())))
-    heartbeat.tick()
-    return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu())
-
-
-def _placement(device: torch.device) -> dict[str, torch.device]:
-    """The argument that makes `load` read weights onto a GPU, never whole into main memory.
-
-    The ranks of a machine would otherwise hold a copy each at the same time.
-    """
-    return {} if device.type == "cpu" else {"device": device}
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, Evaluat
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
-from rlhf_pipeline.distributed.engine import frozen_model
+from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, summary
 from rlhf_pipeline.evaluation.figures import FIGURE, plot_comparison

@@ -1,0 +1,43 @@
+"""A frozen model for inference, whole on every rank or sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import deepspeed
+from deepspeed import DeepSpeedEngine
+from torch import nn
+
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
+from rlhf_pipeline.distributed.deepspeed_config import inference_settings
+from rlhf_pipeline.distributed.loading import loaded, placement
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.loading import freeze
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def frozen_model(
+    load: Callable[..., M], config: FrozenDeepSpeedConfig, world: World
+) -> M | DeepSpeedEngine:
+    """Load a model for inference.
+
+    Args:
+        load: see `rlhf_pipeline.distributed.engine.train_engine`.
+        config: with the ZeRO stage and the precision, see `FrozenModelConfig.beside`.
+        world: the ranks.
+
+    Returns:
+        At ZeRO stage 0, the model, whole on every rank. At stage 3, an engine that shards its
+        weights.
+    """
+    precision = config.precision
+    assert precision is not None and config.zero_stage is not None
+    if config.zero_stage == 0:
+        return freeze(load(precision, **placement(world.device)))
+    model, settings = loaded(load, precision, partial(inference_settings, config))
+    engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
+    engine.eval()
+    return engine

@@ -1,0 +1,36 @@
+"""Loading a model for an engine: sharded while it is read, or read onto the rank's own GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.distributed.device import on_gpu, own_device
+from rlhf_pipeline.distributed.zero import sharded_loading
+from rlhf_pipeline.runtime import heartbeat
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def loaded(
+    load: Callable[..., M], precision: Precision, settings: Callable[..., dict[str, Any]]
+) -> tuple[M, dict[str, Any]]:
+    """The model, and the DeepSpeed settings for its width, which is known only after loading."""
+    before = settings(hidden_size=0, on_gpu=on_gpu())
+    is_sharded = before["zero_optimization"]["stage"] == 3
+    with sharded_loading(before):
+        model = load(precision, **({} if is_sharded else placement(own_device())))
+    heartbeat.tick()
+    return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu())
+
+
+def placement(device: torch.device) -> dict[str, torch.device]:
+    """The argument that makes `load` read weights onto a GPU, never whole into main memory.
+
+    The ranks of a machine would otherwise hold a copy each at the same time.
+    """
+    return {} if device.type == "cpu" else {"device": device}
