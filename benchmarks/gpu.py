@@ -52,6 +52,8 @@ from rlhf_pipeline.stages.launch.resources import visible_gpus
 from rlhf_pipeline.stages.run import StageRunner
 
 FOLDER = RESULTS / "gpu"
+WIDTH = 120
+"""Columns of the narrowest table."""
 
 
 def trained(block: Tree) -> Tree:
@@ -238,7 +240,7 @@ def rate(run: StageRun) -> str:
 
 def run_stages(name: str, rehearsal: bool) -> list[Result]:
     """Run the stages of a row; the result of the last one has the reason if it failed."""
-    row, meter, start = ROWS[name], Meter(ROWS[name].title), time.monotonic()
+    row, meter, start = ROWS[name], Meter(name), time.monotonic()
     values = row_parameters(row, rehearsal)
     try:
         preflight(values, gpus=len(visible_gpus()))
@@ -259,7 +261,7 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
             evaluate(DPO)(rows, policy, trained_by_dpo, scores, blocks["evaluate"], *common)
     except PipelineError as error:
         failed = [result for result in meter.results if result.verdict == "FAIL"]
-        last = failed[-1] if failed else Result(row.title, "", "FAIL", time.monotonic() - start)
+        last = failed[-1] if failed else Result(name, "", "FAIL", time.monotonic() - start)
         passed = [result for result in meter.results if result is not last]
         return [*passed, Result(**asdict(last) | {"reason": error.format_message()})]
     return meter.results
@@ -274,7 +276,7 @@ def row_parameters(row: Row, rehearsal: bool) -> Tree:
 
 def run_tests(rehearsal: bool) -> Result:
     """Run the tests that need a GPU; a skipped one fails, except in a rehearsal."""
-    title, start = OTHERS["tests"], time.monotonic()
+    start = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--color=no"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     (FOLDER / "tests.log").write_text(done.stdout + done.stderr)
@@ -283,12 +285,12 @@ def run_tests(rehearsal: bool) -> Result:
     ok = done.returncode == 0 and (rehearsal or not skipped)
     reason = "; ".join([lines[-1].strip("= "), *([] if ok else skipped)])
     verdict = "pass" if ok else "FAIL"
-    return Result(title, "pytest", verdict, time.monotonic() - start, reason=reason)
+    return Result("tests", "pytest", verdict, time.monotonic() - start, reason=reason)
 
 
 def run_kills(rehearsal: bool) -> Result:
     """Kill training and resume it: the results must be equal bit for bit."""
-    title, start = OTHERS["resume"], time.monotonic()
+    start = time.monotonic()
     stages = ["sft"] if rehearsal else ["sft", "ppo"]
     options = ["--kills", "1", "--zero", "2", "--precision", "bf16", "--stages", *stages]
     command = [sys.executable, str(PROJECT / "benchmarks" / "kills.py"), *options]
@@ -299,7 +301,7 @@ def run_kills(rehearsal: bool) -> Result:
     wrong = [f"{row['stage']}: {name}" for row in rows for name in row if row[name] is False]
     reason = "; ".join(wrong) or ("" if done.returncode == 0 else f"see {FOLDER / 'kills.log'}")
     verdict = "pass" if done.returncode == 0 else "FAIL"
-    return Result(title, " and ".join(stages), verdict, time.monotonic() - start, reason=reason)
+    return Result("resume", " and ".join(stages), verdict, time.monotonic() - start, reason=reason)
 
 
 def show(results: list[Result], console: Console) -> None:
@@ -338,7 +340,8 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="list the rows, run nothing")
     parser.add_argument("--cpu-rehearsal", action="store_true", help="tiny rows on the CPU")
     arguments = parser.parse_args()
-    console, rehearsal = Console(), arguments.cpu_rehearsal
+    console = Console(width=max(WIDTH, Console().width))
+    rehearsal = arguments.cpu_rehearsal
     if arguments.dry_run:
         list_rows(arguments.rows, rehearsal, console)
         return 0
