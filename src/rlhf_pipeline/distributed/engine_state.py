@@ -107,7 +107,9 @@ def _start_optimizer(engine: DeepSpeedEngine, step: int) -> None:
     adam = _adam(engine)
     for shard in fp32_shards(engine):
         moments = {moment: torch.zeros_like(shard) for moment in MOMENTS}
-        counted = torch.tensor(float(step)) if isinstance(adam, torch.optim.AdamW) else step
+        # Fused AdamW counts on the device of the parameter, DeepSpeed's AdamW on the host.
+        is_fused = isinstance(adam, torch.optim.AdamW)
+        counted = torch.tensor(float(step), device=shard.device) if is_fused else step
         adam.state[shard] = {"step": counted, **moments}
 
 
