@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
@@ -105,14 +106,22 @@ def skip_optimizer_steps(engine: DeepSpeedEngine, count: int) -> None:
         engine.lr_scheduler.step()
 
 
-def grad_norm(engine: DeepSpeedEngine) -> Tensor | float | None:
+def grad_norm(engine: DeepSpeedEngine) -> Tensor | None:
     """Gradient norm of the newest optimizer step before clipping, equal on all ranks.
 
-    Reading it does not wait for the device. It is infinite once DeepSpeed has skipped a step
-    because a gradient was not finite: such a step leaves the weights unchanged and shows nowhere
-    else. In fp16 a skipped step is normal, it finds the loss scale; the norm of that step is None.
-    The norm is also None if DeepSpeed reports none: at stage 0.
+    It is 0-dim on the engine's device, so the host can read it together with other numbers. It is
+    infinite once DeepSpeed has skipped a step because a gradient was not finite: such a step leaves
+    the weights unchanged and shows nowhere else. In fp16 a skipped step is normal, it finds the
+    loss scale; the norm of that step is None. The norm is also None if DeepSpeed reports none: at
+    stage 0.
     """
+    norm = engine.get_global_grad_norm()
     if engine.fp16_enabled():
-        return engine.get_global_grad_norm() if engine.was_step_applied() else None
-    return math.inf if engine.skipped_steps else engine.get_global_grad_norm()
+        norm = norm if engine.was_step_applied() else None
+    elif engine.skipped_steps:
+        norm = math.inf
+    if norm is None:
+        return None
+    if isinstance(norm, Tensor):  # in main memory if the optimizer is there
+        return norm.to(engine.device, non_blocking=True)
+    return torch.full((), norm, dtype=torch.float64, device=engine.device)

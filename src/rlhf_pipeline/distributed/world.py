@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -30,19 +31,30 @@ class World:
     device: torch.device
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor summed over all ranks; the argument is not changed."""
-        total = tensor.detach().clone()
+        """The tensor summed over all ranks, on this rank's device; the argument is not changed.
+
+        NCCL sums tensors of the device only, so a tensor in main memory is copied first.
+        """
+        total = tensor.detach().to(self.device, non_blocking=True, copy=True)
         torch.distributed.all_reduce(total)
         return total
 
-    def sums(self, values: dict[str, Tensor]) -> dict[str, float]:
-        """Additive scalars summed over all ranks, in one collective."""
+    def sums(
+        self, values: Mapping[str, Tensor], *, equal: Mapping[str, Tensor] | None = None
+    ) -> dict[str, float]:
+        """Additive scalars summed over all ranks, in one collective.
+
+        `equal` are scalars on the device that all ranks already have. The host reads them together
+        with the sums, so it waits for the device once.
+        """
+        equal = equal or {}
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
-        return dict(zip(values, total.tolist(), strict=True))
+        found = torch.cat([total, *(value.double().view(1) for value in equal.values())])
+        return dict(zip([*values, *equal], found.tolist(), strict=True))
 
     def any(self, condition: bool) -> bool:
         """Whether the condition is true on at least one rank."""
-        return bool(self.sum(torch.tensor(float(condition), device=self.device)) > 0)
+        return bool(self.sum(torch.tensor(float(condition))) > 0)
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, by rank. Any object that can be pickled, but a small one."""
@@ -73,7 +85,13 @@ def join(seed: int, *, timeout_s: float) -> World:
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.manual_seed(seed)
-    return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+    return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), _own_device())
+
+
+def _own_device() -> torch.device:
+    """The device of this rank, according to DeepSpeed's accelerator."""
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device(get_accelerator().current_device_name())
 
 
 def _meet_on_loopback(timeout: timedelta) -> None:

@@ -18,7 +18,7 @@ from rlhf_pipeline.training.experience import training_scores
 def rollout_metrics(scored: Scored, config: PPOConfig, world: World) -> dict[str, float]:
     """Means over the responses of all ranks."""
     own = scored.sums() | {"shaped": training_scores(scored, config).sum().double()}
-    sums = world.sums({name: value.to(world.device) for name, value in own.items()})
+    sums = world.sums(own)
     count = sums["responses"]
     return {
         "objective/score": sums["score"] / count,
@@ -42,7 +42,7 @@ def gold_metrics(
     texts = tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
     gold = [g for g in map(gold_score, rows["source"], rows["messages"], texts) if g is not None]
     counts = torch.tensor([sum(gold), len(texts) - len(gold), len(texts)]).double()
-    total, unknown, count = world.sum(counts.to(world.device)).tolist()
+    total, unknown, count = world.sum(counts).tolist()
     return {} if unknown else {"objective/gold_score": total / count}
 
 

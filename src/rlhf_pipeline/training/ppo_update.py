@@ -71,11 +71,14 @@ def update_models(
                     remaining = config.ppo_epochs - epoch
                     skip_optimizer_steps(engine, remaining * config.updates_per_epoch)
                 break
+    explained = _explained_variance(experience, world)
+    totals = world.sums(sums, equal=explained | _grad_norms(engines))
     return (
         metrics
-        | _means(world.sums(sums))
-        | _critic_metrics(experience, world)
-        | _optimizer_metrics(engines)
+        | _means({name: totals[name] for name in sums})
+        # Equal returns, for example if all responses are cut, have no variance to explain.
+        | {name: totals[name] for name in explained if not math.isnan(totals[name])}
+        | _optimizer_metrics(engines, totals)
     )
 
 
@@ -94,7 +97,8 @@ def update_minibatch(
     With `text`, the actor's loss is the sum of PPO's and `ptx.coef` times that of the text, each a
     mean over its own tokens.
     """
-    tokens = minibatch.sequences.response_mask.sum().double().to(world.device)
+    tokens = minibatch.sequences.response_mask.sum().double()
+    tokens = tokens.to(world.device, non_blocking=True)
     normalizer = world.sum(tokens)
     size = config.micro_batch_size_per_gpu
     pieces = [minibatch.rows(index) for index in micro_batches(minibatch.lengths, size)]
@@ -216,22 +220,27 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def _critic_metrics(experience: Experience, world: World) -> dict[str, float]:
+def _explained_variance(experience: Experience, world: World) -> dict[str, Tensor]:
+    """Over the responses of all ranks; NaN if all returns are equal, empty without a critic."""
     values, returns = experience.old_values, experience.returns
     if values is None or returns is None:
         return {}
     moments = value_sums(values, returns, experience.sequences.response_mask)
-    explained = float(explained_variance(world.sum(moments.to(world.device))))
-    # Equal returns, for example if all responses are cut, have no variance to explain.
-    return {} if math.isnan(explained) else {"value/explained_variance": explained}
+    return {"value/explained_variance": explained_variance(world.sum(moments))}
 
 
-def _optimizer_metrics(engines: dict[str, DeepSpeedEngine]) -> dict[str, float]:
+def _grad_norms(engines: dict[str, DeepSpeedEngine]) -> dict[str, Tensor]:
+    norms = {f"optim/{name}_grad_norm": grad_norm(engine) for name, engine in engines.items()}
+    return {name: norm for name, norm in norms.items() if norm is not None}
+
+
+def _optimizer_metrics(
+    engines: dict[str, DeepSpeedEngine], totals: dict[str, float]
+) -> dict[str, float]:
     metrics = {}
     for name, engine in engines.items():
         metrics[f"optim/{name}_lr"] = engine.get_lr()[0]
-        norm = grad_norm(engine)
-        if norm is not None:
-            metrics[f"optim/{name}_grad_norm"] = float(norm)
+        if (norm := f"optim/{name}_grad_norm") in totals:
+            metrics[norm] = totals[norm]
         metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
     return metrics

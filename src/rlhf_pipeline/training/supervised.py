@@ -187,17 +187,15 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     engine, task, config, world = setup.engine, setup.task, setup.config, setup.world
     rows = step_rows(setup.training.num_rows, config.batch_size, step - 1, setup.seed)
     batch = task.collate(setup.training.columns(own_share(rows, world)))
-    normalizer = world.sum(task.weight(batch)).to(world.device)
+    normalizer = world.sum(task.weight(batch))
     learning_rate = engine.get_lr()[0]
     sums = optimizer_step(engine, world, micro_batch_losses(setup, batch, normalizer))
     norm = grad_norm(engine)
-    if norm is not None:  # equal on all ranks; it reaches the host together with the sums
-        sums["grad_norm"] = torch.as_tensor(norm, device=world.device) / world.size
-    totals = world.sums(sums)
+    norms = {} if norm is None else {"optim/grad_norm": norm}
+    totals = world.sums(sums, equal=norms)
     metrics = {f"{task.name}/{name}": value for name, value in task.metrics(totals).items()}
     metrics["optim/lr"] = learning_rate
-    if norm is not None:
-        metrics["optim/grad_norm"] = totals["grad_norm"]
+    metrics |= {name: totals[name] for name in norms}
     return metrics | {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
 
 
