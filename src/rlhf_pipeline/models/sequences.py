@@ -64,12 +64,12 @@ class Sequences:
         )
 
     def to(self, device: torch.device) -> Sequences:
-        """Copy the batch to another device."""
+        """Copy the batch from main memory to a device; the host does not wait for the copy."""
         return Sequences(
-            self.prompt_ids.to(device),
-            self.prompt_mask.to(device),
-            self.response_ids.to(device),
-            self.response_mask.to(device),
+            self.prompt_ids.to(device, non_blocking=True),
+            self.prompt_mask.to(device, non_blocking=True),
+            self.response_ids.to(device, non_blocking=True),
+            self.response_mask.to(device, non_blocking=True),
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
@@ -110,15 +111,11 @@ def by_micro_batches(
     Returns:
         (B,) or (B, R) float32 on the CPU, in the order of the rows, padded with zeros.
     """
-    whole: Tensor | None = None
-    for index in micro_batches(sequences.lengths, size):
-        part = function(sequences.rows(index).to(device)).float().cpu()
-        if whole is None:
-            whole = torch.zeros(sequences.response_ids.shape[: part.dim()])
-        if part.dim() == 2:
-            whole[index, : part.shape[1]] = part
-        else:
-            whole[index] = part
+    groups, parts = list(micro_batches(sequences.lengths, size)), []
+    width = sequences.response_ids.shape[1]
+    for index in groups:
+        part = function(sequences.rows(index).to(device)).float()
+        parts.append(part if part.dim() == 1 else pad(part, (0, width - part.shape[1])))
         heartbeat.tick()
-    assert whole is not None, "a rollout has at least one row"
-    return whole
+    # The host waits for the device here and nowhere above.
+    return torch.cat(parts).cpu()[torch.cat(groups).argsort()]

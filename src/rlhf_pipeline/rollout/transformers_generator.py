@@ -41,7 +41,7 @@ class TransformersGenerator:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
     ) -> Rollout:
         """See `Generator.generate`."""
-        draws = uniform_draws(seeds, sampling.max_response_tokens).to(self._policy.device)
+        draws = uniform_draws(seeds, sampling.max_response_tokens)
         responses: list[list[int]] = [[] for _ in prompts]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         with self._model() as model:
@@ -69,7 +69,10 @@ class TransformersGenerator:
     ) -> list[list[int]]:
         """Responses to one micro batch of prompts."""
         contract = self._contract
-        ids, mask = (t.to(draws.device) for t in pad(prompts, contract.pad_id, left=True))
+        ids, mask, draws = (
+            tensor.to(self._policy.device, non_blocking=True)
+            for tensor in (*pad(prompts, contract.pad_id, left=True), draws)
+        )
         sampler = InverseCDFSampler(draws, ids.shape[1], sampling.temperature, contract.vocab_size)
         output = model.generate(
             input_ids=ids,

@@ -47,7 +47,9 @@ class Experience:
 
     def to(self, device: torch.device) -> Experience:
         """The same experience on another device."""
-        return self._with(self.sequences.to(device), lambda tensor: tensor.to(device))
+        return self._with(
+            self.sequences.to(device), lambda tensor: tensor.to(device, non_blocking=True)
+        )
 
     def minibatches(self, size: int) -> Iterator[Experience]:
         """Consecutive blocks of `size` rows.
@@ -131,4 +133,4 @@ def response_advantages(returns: Tensor, config: PPOConfig, world: World) -> Ten
 
 def _moments(x: Tensor, mask: Tensor, world: World) -> Tensor:
     """`masked_moments` over all ranks, on the CPU."""
-    return world.sum(masked_moments(x, mask).to(world.device)).cpu()
+    return world.sum(masked_moments(x, mask)).cpu()

@@ -81,7 +81,7 @@ def ranking_sums(chosen: Tensor, rejected: Tensor) -> Sums:
     """
     margin = (chosen - rejected).detach().double()
     return {
-        "pairs": torch.tensor(float(len(chosen)), device=chosen.device),
+        "pairs": torch.full((), float(len(chosen)), device=chosen.device),
         "correct": (margin > 0).sum() + 0.5 * (margin == 0).sum(),
         "margin": margin.sum(),
         "chosen": chosen.detach().double().sum(),

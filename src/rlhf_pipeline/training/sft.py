@@ -50,7 +50,9 @@ class Demonstrations:
 
     def to(self, device: torch.device) -> Demonstrations:
         """The same rows on another device."""
-        return Demonstrations(self.sequences.to(device), self.loss_mask.to(device))
+        return Demonstrations(
+            self.sequences.to(device), self.loss_mask.to(device, non_blocking=True)
+        )
 
 
 @dataclass(frozen=True)
