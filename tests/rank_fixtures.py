@@ -20,6 +20,8 @@ import rlhf_pipeline
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
+TESTS = Path(__file__).parent
+
 
 def as_artifact(folder: Path) -> Path:
     """The folder with a manifest, as if a stage had finished it."""
@@ -122,7 +124,7 @@ def on_ranks(tmp_path_factory):
         folder = tmp_path_factory.mktemp("ranks")
         deepspeed = Path(sys.executable).with_name("deepspeed")
         environment = {
-            "PYTHONPATH": str(Path(rlhf_pipeline.__file__).parents[1]),
+            "PYTHONPATH": f"{Path(rlhf_pipeline.__file__).parents[1]}{os.pathsep}{TESTS}",
             "DS_ACCELERATOR": accelerator,
             "OMP_NUM_THREADS": "1",
         }

@@ -1,0 +1,58 @@
+"""How often this project's code makes the host wait for the device; waits of libraries not counted.
+
+A wait costs little by itself, but the device then has no work until the host has queued some again.
+"""
+
+from collections import Counter
+
+import pytest
+from tiny_jobs import MAIN, tiny_job, trained
+
+
+def own_waits(strict, phase: str) -> dict[int | None, int]:
+    """The waits of a phase by step."""
+    return Counter(wait.step for wait in strict.waits if wait.own and wait.phase == phase)
+
+
+@pytest.mark.parametrize("program", ["sft", "dpo"])
+def test_an_optimizer_step_of_supervised_training_waits_twice(strict, inputs, tmp_path, program):
+    """For its metrics, and for whether a rank received SIGTERM; four micro batches add nothing."""
+    MAIN[program](tiny_job(program, inputs, tmp_path, trained(2) | {"evaluations": 1}))
+    # The last step waits for its metrics here, and for SIGTERM after it has saved its model.
+    assert own_waits(strict, "update") == {1: 2, 2: 1}
+
+
+@pytest.mark.parametrize(
+    "changes, optimizer_steps",
+    [
+        ({}, 2),
+        ({"critic_warmup_steps": 1}, 1),
+        ({"minibatch_size": 4, "ppo_epochs": 2, "kl": {"stop_update": 9.0}}, 8),
+    ],
+    ids=["one minibatch", "critic alone", "four minibatches"],
+)
+def test_an_optimizer_step_of_ppo_waits_at_most_twice(
+    strict, inputs, tmp_path, changes, optimizer_steps
+):
+    """A rollout waits for its metrics, for SIGTERM, and with `stop_update` after each epoch."""
+    blocks = {"actor": trained(1), "critic": trained(1), "evaluations": 1}
+    MAIN["ppo"](tiny_job("ppo", inputs, tmp_path, blocks | changes))
+    waits = own_waits(strict, "update")[1]
+    assert waits == 2 + (2 if "kl" in changes else 0)
+    assert waits <= 2 * optimizer_steps
+
+
+def test_generation_waits_once_for_each_micro_batch_and_scoring_once_for_each_model(
+    strict, inputs, tmp_path
+):
+    """A generated token never waits. Scoring waits for its metrics and its moments, too."""
+    blocks = {
+        "actor": trained(1), "critic": trained(1), "evaluations": 1, "micro_batch_size_per_gpu": 1,
+        "sampling": {"max_response_tokens": 6, "batch_size_per_gpu": 4},
+    }  # fmt: skip
+    MAIN["ppo"](tiny_job("ppo", inputs, tmp_path, blocks))
+    assert own_waits(strict, "rollout") == {1: 2, 2: 2}  # eight responses
+    assert own_waits(strict, "scoring") == {1: 4 + 2, 2: 4 + 2}
+    assert {wait.kind for wait in strict.waits if wait.own and wait.phase == "rollout"} == {
+        "tolist"
+    }
