@@ -26,7 +26,7 @@ def take_device() -> torch.device:
         StageError: torch does not find that GPU.
     """
     if not on_gpu():
-        return torch.device("cpu")
+        return own_device()
     number, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if number >= found:
         raise StageError(

@@ -36,7 +36,7 @@ def frozen_model(
     precision = config.precision
     assert precision is not None and config.zero_stage is not None
     if config.zero_stage == 0:
-        return freeze(load(precision, **placement(world.device)))
+        return freeze(load(precision, **placement(world.device))).to(world.device)
     model, settings = loaded(load, precision, partial(inference_settings, config))
     engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
     engine.eval()

@@ -33,4 +33,4 @@ def placement(device: torch.device) -> dict[str, torch.device]:
 
     The ranks of a machine would otherwise hold a copy each at the same time.
     """
-    return {} if device.type == "cpu" else {"device": device}
+    return {"device": device} if device.type == "cuda" else {}

@@ -85,13 +85,7 @@ def join(seed: int, *, timeout_s: float) -> World:
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.manual_seed(seed)
-    return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), _own_device())
-
-
-def _own_device() -> torch.device:
-    """The device of this rank, according to DeepSpeed's accelerator."""
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    return torch.device(get_accelerator().current_device_name())
+    return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
 
 
 def _meet_on_loopback(timeout: timedelta) -> None:
