@@ -61,12 +61,14 @@ def count(stage: str) -> Iterator[Row]:
     """Run the program of a stage again; yield the waits of each of its phases."""
     from strict_device import StrictDevice
 
+    from rlhf_pipeline.runtime import heartbeat
     from rlhf_pipeline.runtime.job import LaunchedJob
 
     (written,) = (RESULTS / "root" / "07_workspace" / stage).glob("*/job.json")
     directory = RESULTS / stage
     directory.mkdir()
     job = replace(LaunchedJob.read(written), directory=directory, resume_from=None)
+    heartbeat.at("loading")
     with StrictDevice() as strict, counted_work() as work:
         import_module(f"rlhf_pipeline.{PROGRAMS[stage]}").main(job)
     own = Counter(wait.phase for wait in strict.waits if wait.own)
