@@ -28,7 +28,9 @@ def inputs(ppo_inputs, make_model, tmp_path_factory):
         name: write_table(pa.table(columns), tmp_path_factory.mktemp(name), contract)
         for name, columns in tables.items()
     }
-    shutil.copy(ppo_inputs["prompts"] / "validation.arrow", ppo_inputs["prompts"] / "test.arrow")
+    folders["prompts"] = tmp_path_factory.mktemp("prompts")
+    shutil.copytree(ppo_inputs["prompts"], folders["prompts"], dirs_exist_ok=True)
+    shutil.copy(folders["prompts"] / "validation.arrow", folders["prompts"] / "test.arrow")
     models = {
         "base_model": ppo_inputs["sft_model"],
         "ppo_model": as_artifact(make_model("llama", seed=2)),
