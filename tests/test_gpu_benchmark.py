@@ -31,7 +31,7 @@ def run(*options: str) -> subprocess.CompletedProcess:
 
 
 def test_every_row_is_valid_on_eight_gpus_and_in_a_rehearsal(gpu, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.preflight.find_spec", lambda name: object())
+    monkeypatch.setattr("rlhf_pipeline.parameter_faults.find_spec", lambda name: object())
     for row in gpu.ROWS.values():
         preflight(gpu.row_parameters(row, rehearsal=False), gpus=8)
         preflight(gpu.row_parameters(row, rehearsal=True), gpus=0)
@@ -45,7 +45,7 @@ def test_a_dry_run_lists_every_row(gpu):
     assert "sft.lora.quantize=nf4" in listed.stdout
 
 
-def test_a_machine_without_gpus_is_told_what_to_do():
+def test_without_gpus_the_message_says_what_to_do():
     refused = run()
     assert refused.returncode == 2, refused.stderr
     assert refused.stdout.startswith("gpu: found 0 GPUs, expected at least one. Fix: check")

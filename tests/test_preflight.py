@@ -310,7 +310,7 @@ def test_fp16_is_accepted_on_a_gpu(parameters):
 @pytest.mark.parametrize("installed", [True, False])
 def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeypatch):
     found = {"bitsandbytes": object()} if installed else {}
-    monkeypatch.setattr("rlhf_pipeline.preflight.find_spec", found.get)
+    monkeypatch.setattr("rlhf_pipeline.parameter_faults.find_spec", found.get)
     quantized = changed(parameters, "sft.lora", {"quantize": "nf4"})
     if installed:
         preflight(quantized, gpus=2)

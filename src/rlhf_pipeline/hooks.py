@@ -69,11 +69,9 @@ class PreflightHook:
     @hook_impl(tryfirst=True)
     def before_node_run(self, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
         """Check the lengths before a node reads a model: that of the hub is first seen here."""
-        for model in (
-            value for name, value in inputs.items() if name in ("base_model", "sft_model")
-        ):
+        for name in {"base_model", "sft_model"} & inputs.keys():
             check_lengths(
-                model,
+                inputs[name],
                 SplitConfig.model_validate(catalog.load("params:split")),
                 PPOConfig.model_validate(catalog.load("params:ppo")),
                 EvaluateConfig.model_validate(catalog.load("params:evaluate")),

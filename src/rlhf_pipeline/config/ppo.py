@@ -14,58 +14,10 @@ from pydantic import (
 )
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.kl import KLConfig
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.config.training import FrozenModelConfig, SavingConfig, TrainedModelConfig
-
-
-class KLConfig(Block):
-    """KL constraint to the reference.
-
-    KL is in nats per response: the sum over its tokens, averaged over responses.
-    """
-
-    coef: NonNegativeFloat = 0.1
-    """Coefficient of the per-token penalty -coef * KL in the reward. With `target`: its initial
-    value."""
-
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of a token's KL in the penalty (Schulman, "Approximating KL Divergence"): k1, which
-    is log pi - log pi_ref, is unbiased; k2 and k3 are never negative. Metrics always use k1."""
-
-    target: PositiveFloat | None = None
-    """KL that an adaptive coefficient maintains (Ziegler et al. 2019). None: fixed coefficient."""
-
-    horizon: PositiveInt = 1000
-    """Responses over which the adaptive coefficient changes by a factor of at most 1.22 (e^0.2)."""
-
-    maximum: PositiveFloat | None = None
-    """KL limit: above it, training stops early and exports the best model within the limit. At a
-    large KL, the reward model's score rises while true quality falls (Gao et al. 2022). None: no
-    limit."""
-
-    explosion: PositiveFloat | None = 100.0
-    """KL above which training has diverged: the stage fails and exports nothing. Must exceed
-    `maximum`. Useful policies stay below some tens of nats; very long responses with a small `coef`
-    may need more. None: no limit."""
-
-    stop_update: PositiveFloat | None = None
-    """Skip the remaining epochs of a step once the mean KL per token from the sampling policy to
-    the trained one (`policy/approx_kl`) exceeds this over an epoch. Learning-rate schedules advance
-    as if no epoch was skipped. None: no limit."""
-
-    @model_validator(mode="after")
-    def _check_limits(self) -> Self:
-        if (
-            self.explosion is not None
-            and self.maximum is not None
-            and self.explosion <= self.maximum
-        ):
-            raise ValueError(
-                f"explosion: found {self.explosion:g}, expected more than maximum {self.maximum:g}"
-                ". Fix: raise it, or set it to null for no limit"
-            )
-        return self
 
 
 class EMAConfig(Block):
@@ -210,6 +162,11 @@ class PPOConfig(SavingConfig):
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
     @property
+    def reward_model_companion(self) -> TrainedModelConfig:
+        """The model in training whose ZeRO stage and precision the reward model follows."""
+        return self.critic or self.actor
+
+    @property
     def responses_per_step(self) -> int:
         """Responses per step, over all ranks."""
         return self.rollout_batches * self.rollout_batch_size
@@ -269,7 +226,7 @@ class PPOConfig(SavingConfig):
     def _frozen_models(self) -> Self:
         self.reference.reject_if_unused("reference", self.actor)
         self.reference.require_offload_possible("reference", self.actor)
-        self.reward_model.require_offload_possible("reward_model", self.critic or self.actor)
+        self.reward_model.require_offload_possible("reward_model", self.reward_model_companion)
         return self
 
     @model_validator(mode="after")

@@ -83,7 +83,6 @@ def main(job: LaunchedJob) -> dict[str, float]:
     writer = MetricsFile(job.metrics_file, len(folders), rank=world.rank)
     setup = load(job, config, contract, world)
     scored = answer_all(folders, setup)
-    answers: dict[str, list[Answer]] = {}
     answers = judge_all(scored, job.inputs["reward_model"], setup, writer)
     evaluation = compare(answers, config)
     if world.rank == 0:
@@ -132,9 +131,12 @@ def answer_all(folders: dict[str, Path], setup: Setup) -> dict[str, Scored]:
         own = logprobs(policy, sequences, setup)
         found[name] = sequences, own
         if name == BASELINE:
-            others = {other: sequences for other, (sequences, _) in found.items() if other != name}
-            read = {other: logprobs(policy, answers, setup) for other, answers in others.items()}
-            references.update(read | {name: own})
+            references.update(
+                {
+                    other: own if other == name else logprobs(policy, answers, setup)
+                    for other, (answers, _) in found.items()
+                }
+            )
 
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
         heartbeat.at("rollout", step)
@@ -148,7 +150,8 @@ def answer_all(folders: dict[str, Path], setup: Setup) -> dict[str, Scored]:
             scores=torch.zeros(len(sequences)),
             ended=ended(sequences.response_ids, setup.contract),
         )
-        for name, (sequences, own) in ((name, found[name]) for name in folders)
+        for name in folders
+        for sequences, own in [found[name]]
     }
 
 
@@ -184,7 +187,7 @@ def with_model(
     """
     stage = setup.config.zero_stage
     if stage is None:
-        stage = 3 if 3 in trained_stages(folder) else 0
+        stage = 3 if 3 in zero_stages(folder) else 0
     precision = setup.config.precision or saved_precision(folder)
     settings = FrozenDeepSpeedConfig(zero_stage=stage, precision=precision)
     model = frozen_model(
@@ -200,8 +203,8 @@ def with_model(
         get_accelerator().empty_cache()
 
 
-def trained_stages(folder: Path) -> set[int]:
-    """The ZeRO stages of the models that the stage behind an artifact trained."""
+def zero_stages(folder: Path) -> set[int]:
+    """The ZeRO stages of the engines of the stage that made an artifact."""
     artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
     engines = Manifest.read(artifact).deepspeed.values()
     return {settings["zero_optimization"]["stage"] for settings in engines}
@@ -260,9 +263,7 @@ def judge_answers(scored: Scored, setup: Setup, judges: list[Judge]) -> list[Ans
 
 def gather(own: list[Answer], world: World) -> list[Answer]:
     """The answers of all ranks, in the order of the prompts; repeated rows once."""
-    parts: list[list[Answer]] = [[] for _ in range(world.size)]
-    torch.distributed.all_gather_object(parts, own)
-    by_row = {answer.row: answer for part in parts for answer in part}
+    by_row = {answer.row: answer for part in world.gather(own) for answer in part}
     return [by_row[row] for row in sorted(by_row)]
 
 

@@ -36,7 +36,7 @@ from rlhf_pipeline.training.ppo_update import update_models
 from rlhf_pipeline.training.rollout_faults import rollout_fault
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 
-Rows = dict[str, list[Any]]
+Columns = dict[str, list[Any]]
 """Columns of the prompts' table."""
 
 HELD_OUT_STEP = 2**31
@@ -84,7 +84,7 @@ def train(setup: Setup) -> None:
         setup.save(step, due=due, kl_coef=kl_coef)
 
 
-def training_prompts(setup: Setup, step: int) -> tuple[Rows, list[Seed]]:
+def training_prompts(setup: Setup, step: int) -> tuple[Columns, list[Seed]]:
     """The prompts of this rank in a training step, and the seed of each response."""
     config, world = setup.config, setup.world
     prompts = step_rows(setup.prompts.num_rows, config.prompts_per_step, step - 1, setup.seed)
@@ -96,13 +96,13 @@ def training_prompts(setup: Setup, step: int) -> tuple[Rows, list[Seed]]:
     return rows, row_seeds(setup.seed, step, slots)
 
 
-def roll_out(setup: Setup, rows: Rows, seeds: list[Seed], step: int | None = None) -> Rollout:
+def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
     """Sample a response to each prompt. None: held-out prompts, part of the evaluation."""
     heartbeat.at("evaluation" if step is None else "rollout", step)
     return setup.models.generator.generate(rows["prompt_ids"], setup.config.sampling, seeds)
 
 
-def score(setup: Setup, rollout: Rollout, rows: Rows, *, held_out: bool = False) -> Scored:
+def score(setup: Setup, rollout: Rollout, rows: Columns, *, held_out: bool = False) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.at("evaluation" if held_out else "scoring")
     scorers = setup.models.scorers(setup.config, with_critic=not held_out)

@@ -104,8 +104,8 @@ def load_ppo_models(
     tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
     reward_model = None
     if uses_trained(config.rewards):
-        companion = config.critic or config.actor
-        reward_model = frozen_model(scores, config.reward_model.beside(companion), world)
+        settings = config.reward_model.beside(config.reward_model_companion)
+        reward_model = frozen_model(scores, settings, world)
     mean = None if reward_model is None else reward_model.score_mean
     rewards = load_rewards(job, config, contract, world, tokenizer=tokenizer, trained_mean=mean)
     updates = config.ppo_epochs * config.updates_per_epoch

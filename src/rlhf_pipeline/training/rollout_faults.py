@@ -37,7 +37,7 @@ def rollout_fault(
 def ppo_advice(metric: str, config: PPOConfig) -> str:
     """The fix for a metric of PPO that is not finite."""
     if metric.endswith("/score"):  # the reward model does not train: it was damaged from the start
-        precision = config.reward_model.beside(config.critic or config.actor).precision
+        precision = config.reward_model.beside(config.reward_model_companion).precision
         return f"check the reward model and ppo.reward_model.deepspeed.precision ({precision})"
     if config.critic is not None and ("value" in metric or "critic" in metric):
         return stability_advice("ppo.critic.", config.critic)

@@ -169,7 +169,7 @@ def test_ranks_that_save_get_time_as_long_as_they_make_progress(monkeypatch, ran
     assert ranks.sent == [(0, signal.SIGTERM)]
 
 
-def test_the_user_is_told_why_a_signal_is_not_obeyed_at_once(monkeypatch, caplog):
+def test_a_warning_says_why_a_signal_is_not_obeyed_at_once(monkeypatch, caplog):
     _let_save(Saving(monkeypatch, ends=0.5), "sft", 120.0)
     assert caplog.text == ""
     _let_save(Saving(monkeypatch, ends=5.0), "sft", 120.0)

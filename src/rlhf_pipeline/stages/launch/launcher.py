@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 KILLED_S = 5.0
 """Seconds that killed processes have to disappear."""
-TOLD_S = 1.0
-"""Seconds that the ranks have to end before the user is told why that takes longer."""
+WARN_S = 1.0
+"""Seconds after SIGTERM until a warning says why the ranks have not ended."""
 SETTLE_S = 1.5
 """Seconds that the other ranks have to report after a rank has failed."""
 STACKS_S = 1.0
@@ -219,7 +219,7 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
     asked: set[int] = set()
     saving: list[Heartbeat] = []
     start = renewed = time.monotonic()
-    told = False
+    warned = False
     while alive := ranks.read():
         for rank in set(alive) - asked:
             ranks.send(rank, signal.SIGTERM)
@@ -229,14 +229,14 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
         renewed = now if saving != before else renewed
         if now > renewed + grace_s:
             return
-        if now > start + TOLD_S and not told:
+        if now > start + WARN_S and not warned:
             logger.warning(
                 "stage %s: the ranks finish their step and write a checkpoint, for at most %g s "
                 "(launch.grace_s); a second Ctrl-C kills them",
                 stage,
                 grace_s,
             )
-            told = True
+            warned = True
         time.sleep(POLL_S / 4)
 
 
