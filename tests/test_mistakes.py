@@ -123,6 +123,10 @@ MISTAKES = {
         ["base_model.path (--params): found no folder '/no/such/model'. Fix: check the spelling"],
         params="base_model.path=/no/such/model",
     ),
+    "missing .gguf file": Mistake(
+        ["base_model.path (--params): found no file '/no/such.gguf'. Fix: check the spelling"],
+        params="base_model.path=/no/such.gguf",
+    ),
     "model folder without a model": Mistake(
         ["base_model.path (--params): found '{tmp}', a folder without config.json"],
         params="base_model.path={tmp}",

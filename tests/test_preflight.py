@@ -219,7 +219,7 @@ def test_messages_do_not_repeat_possible_secrets(parameters):
     message = str(refusal.value)
     assert "base_model.token: unknown parameter" in message
     assert "split.sources.0.path: a URL with user or password would appear in logs" in message
-    assert "base_model.path: found a URL, expected a Hugging Face id or a folder" in message
+    assert "base_model.path: found a URL, expected a Hugging Face id, a folder" in message
     assert "canary" not in message
 
 
@@ -318,6 +318,19 @@ def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeyp
         message = r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .* '\.\[quantization\]'"
         with pytest.raises(ConfigError, match=message):
             preflight(quantized, gpus=2)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_gguf_file_needs_its_reader(parameters, installed, monkeypatch, tmp_path):
+    found = {"gguf": object()} if installed else {}
+    monkeypatch.setattr("rlhf_pipeline.parameter_faults.find_spec", found.get)
+    (tmp_path / "model.gguf").touch()
+    named = changed(parameters, "base_model", {"path": str(tmp_path / "model.gguf")})
+    if installed:
+        preflight(named, gpus=0)
+    else:
+        with pytest.raises(ConfigError, match=r"a \.gguf file needs gguf, .* '\.\[gguf\]'"):
+            preflight(named, gpus=0)
 
 
 def test_validated_blocks_are_checked_too(parameters):

@@ -107,9 +107,9 @@ def quantization_faults(values: Mapping[str, Any], gpus: int) -> list[str]:
             for place in places
         ]
     if find_spec("bitsandbytes") is None:
-        install = ".venv/bin/pip install --constraint constraints.txt --editable '.[quantization]'"
         return [
-            f"{place}: 4-bit weights need bitsandbytes, which is not installed. Fix: {install}"
+            f"{place}: 4-bit weights need bitsandbytes, which is not installed. "
+            f"{_install('quantization')}"
             for place in places
         ]
     return []
@@ -147,6 +147,8 @@ def path_faults(path: str | None) -> list[str]:
     if path is None:
         return []
     folder = Path(path)
+    if path.endswith(".gguf"):
+        return gguf_faults(folder)
     if folder.is_dir() and not (folder / "config.json").is_file():
         return [
             f"base_model.path: found {path!r}, a folder without config.json, expected a model "
@@ -156,6 +158,17 @@ def path_faults(path: str | None) -> list[str]:
         return [
             f"base_model.path: found no folder {path!r}. Fix: check the spelling; models on the "
             "hub have names like facebook/opt-350m"
+        ]
+    return []
+
+
+def gguf_faults(file: Path) -> list[str]:
+    """A file of llama.cpp's format that does not exist, or whose reader is not installed."""
+    if not file.is_file():
+        return [f"base_model.path: found no file '{file}'. Fix: check the spelling"]
+    if find_spec("gguf") is None:
+        return [
+            f"base_model.path: a .gguf file needs gguf, which is not installed. {_install('gguf')}"
         ]
     return []
 
@@ -198,3 +211,8 @@ def ptx_faults(split: SplitConfig, ppo: PPOConfig) -> list[str]:
         "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
         "block_tokens of split.pretraining, or set ppo.ptx to null"
     ]
+
+
+def _install(extra: str) -> str:
+    """How to install an optional dependency."""
+    return f"Fix: .venv/bin/pip install --constraint constraints.txt --editable '.[{extra}]'"

@@ -30,3 +30,11 @@ def test_the_template_s_date_is_part_of_the_recipe():
     assert BaseModelConfig(path="lab/chat").recipe()["template_date"] == "2024-07-26"
     changed = BaseModelConfig(path="lab/chat", template_date="2023-02-01")
     assert changed.recipe()["template_date"] == "2023-02-01"
+
+
+@pytest.mark.parametrize("option", ["trust_remote_code", "unpickle_weights"])
+def test_trust_in_a_gguf_file_is_refused(option):
+    with pytest.raises(ValidationError, match=r"with a \.gguf file, .* Fix: set both to false"):
+        BaseModelConfig(path="model.gguf", **{option: True})
+    assert BaseModelConfig(path="model.gguf").is_gguf
+    assert not BaseModelConfig(path="model").is_gguf

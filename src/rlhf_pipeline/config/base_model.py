@@ -13,7 +13,7 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.chat_template import TEMPLATE_DATE
 
 COMMIT, BYTES = "commit", "bytes"
-"""Names of the digest that identifies a base model: a commit on the hub, or a folder's bytes."""
+"""Names of the digest that identifies a base model: a commit on the hub, or local bytes."""
 
 
 class BaseModelConfig(Block):
@@ -23,8 +23,8 @@ class BaseModelConfig(Block):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     path: str | None = None
-    """Causal language model with its tokenizer: a Hugging Face id (`facebook/opt-350m`) or a local
-    folder. None: build a model from `architecture`."""
+    """Causal language model with its tokenizer: a Hugging Face id (`facebook/opt-350m`), a local
+    folder, or a local `.gguf` file. None: build a model from `architecture`."""
 
     revision: str | None = None
     """Hub revision of `path`: branch, tag or commit. Each run resolves it to a commit, which is
@@ -62,6 +62,11 @@ class BaseModelConfig(Block):
             return positions(self.architecture)
         return None if self.path is None else positions_in(Path(self.path))
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether `path` names a file of llama.cpp's format."""
+        return self.path is not None and self.path.endswith(".gguf")
+
     @field_validator("architecture")
     @classmethod
     def _known_fields(cls, architecture: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -91,7 +96,7 @@ class BaseModelConfig(Block):
         """Refuse a URL; expand `~`."""
         if path is not None and "://" in path:
             raise ValueError(
-                "found a URL, expected a Hugging Face id or a folder. "
+                "found a URL, expected a Hugging Face id, a folder or a .gguf file. "
                 "Fix: use an id, and set the hub's token as HF_TOKEN in the environment"
             )
         return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
@@ -107,10 +112,16 @@ class BaseModelConfig(Block):
                 "found trust_remote_code or unpickle_weights without path, expected path. "
                 "Fix: set path, or set both to false"
             )
+        if self.is_gguf and (self.trust_remote_code or self.unpickle_weights):
+            raise ValueError(
+                "found trust_remote_code or unpickle_weights with a .gguf file, which contains "
+                "neither code nor pickles. Fix: set both to false"
+            )
         if self.path is None and (self.architecture is None or self.vocab_size is None):
             raise ValueError(
                 "found neither path nor architecture with vocab_size, expected one of them. "
-                "Fix: set path to a Hugging Face id or folder, or set both others to build a model"
+                "Fix: set path to a Hugging Face id, folder or .gguf file, or set both others to "
+                "build a model"
             )
         return self
 

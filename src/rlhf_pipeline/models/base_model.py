@@ -24,6 +24,7 @@ from rlhf_pipeline.data.corpus import corpus
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
 from rlhf_pipeline.data.token_contract import TokenContract, end_tokens
 from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.models.gguf_file import bits_per_weight, load_gguf
 from rlhf_pipeline.models.loading import load_tokenizer, plain_generation
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -42,10 +43,15 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("base_model", BaseModelConfig)
     torch.manual_seed(job.seed)
     trust = config.trust_remote_code
+    metrics = {}
     if config.path is None:
         trained = train_tokenizer(config, list(job.inputs.values()))
         tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
+    elif config.is_gguf:
+        model, tokenizer = load_gguf(Path(config.path))
+        metrics["base_model/bits_per_weight"] = bits_per_weight(Path(config.path))
+        ensure_pad_token(tokenizer, model)
     else:
         # The commit that the driver resolved; the branch may have moved since.
         revision = job.digests.get(COMMIT)
@@ -75,7 +81,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
             f"{model.config.model_type}. Fix: use a tokenizer of that type"
         )
     contract.write(job.export)
-    return {
+    return metrics | {
         "base_model/parameters": model.num_parameters(),
         "base_model/vocab_size": len(tokenizer),
     }

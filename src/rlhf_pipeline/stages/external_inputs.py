@@ -13,11 +13,12 @@ from rlhf_pipeline.config.reward_files import source_file
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward, RewardSource
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.hub import commit_of
+from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 
 
 def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
-    """The commit of `revision` on the hub, or the digest of a local folder.
+    """The commit of `revision` on the hub, or the digest of a local folder or file.
 
     Empty for a model that is built from `base_model.architecture`.
 
@@ -26,6 +27,8 @@ def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
     """
     if config.path is None:
         return {}
+    if config.is_gguf:
+        return {BYTES: file_digest(Path(config.path))}
     if Path(config.path).is_dir():
         return {BYTES: folder_digest(Path(config.path))}
     try:

@@ -1,0 +1,123 @@
+"""A `.gguf` file as base model: a tiny quantized Llama, written by llama.cpp's own package."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models import base_model
+from rlhf_pipeline.models.gguf_file import bits_per_weight, load_gguf
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.runtime.job import LaunchedJob
+
+WIDTH, INNER, LAYERS, HEADS = 32, 64, 2, 4
+TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+# GPT-2's alphabet of bytes: the printable ones, and characters from 256 on for the others.
+BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+ALPHABET = [chr(b) for b in BYTES] + [chr(256 + i) for i in range(256 - len(BYTES))]
+TOKENS = ["<s>", "</s>", *ALPHABET, "ab", *(f"<unused{i}>" for i in range(61))]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf")
+
+
+def write_gguf(path):
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3, *[1] * (len(TOKENS) - 2)])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(1)
+    writer.add_chat_template(TEMPLATE)
+    numbers = np.random.default_rng(0)
+    for name, shape in shapes().items():
+        weights = numbers.normal(0, 0.3, shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, weights)
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(weights, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def shapes():
+    layer = {
+        "attn_q": (WIDTH, WIDTH), "attn_k": (WIDTH, WIDTH), "attn_v": (WIDTH, WIDTH),
+        "attn_output": (WIDTH, WIDTH), "ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH),
+        "ffn_down": (WIDTH, INNER), "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,),
+    }  # fmt: skip
+    blocks = {
+        f"blk.{index}.{name}.weight": shape
+        for index in range(LAYERS)
+        for name, shape in layer.items()
+    }
+    return {
+        "token_embd.weight": (len(TOKENS), WIDTH),
+        **blocks,
+        "output_norm.weight": (WIDTH,),
+    }
+
+
+def export(file, folder):
+    job = LaunchedJob(
+        "base_model", "f", 1, {"base_model": {"path": str(file)}}, {}, {}, folder, 60.0
+    )
+    return job.export, base_model.main(job)
+
+
+def test_the_export_is_an_ordinary_model_with_the_files_weights_tokenizer_and_template(
+    file, tmp_path
+):
+    folder, metrics = export(file, tmp_path)
+    assert metrics["base_model/bits_per_weight"] == pytest.approx(8.5, abs=0.2)  # Q8_0: 34 bytes/32
+
+    model, tokenizer = load_policy(folder, "fp32"), load_tokenizer(folder)
+    stored = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    down = stored["blk.1.ffn_down.weight"]
+    expected = gguf.quants.dequantize(down.data, down.tensor_type)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, torch.from_numpy(expected))
+
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab c"}], tokenize=False) == (
+        "<s>user: ab c</s>"
+    )
+    assert tokenizer.decode(tokenizer("ab c")["input_ids"]) == "ab c"
+    # The file pads with its EOS; padding gets a token of its own, in an embedding of 64 * n rows.
+    assert tokenizer.pad_token == "<|pad|>" and tokenizer.eos_token == "</s>"
+    assert model.get_input_embeddings().num_embeddings == 384
+    assert not list(folder.glob("*.gguf"))
+
+
+@pytest.mark.parametrize("bytes_left", [10, 1000, 20_000])
+def test_a_damaged_file_is_refused(file, tmp_path, bytes_left):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:bytes_left])
+    with pytest.raises(ArtifactError, match=r"base_model\.path: .*cut\.gguf: transformers cannot"):
+        load_gguf(cut)
+
+
+def test_the_bits_of_unquantized_weights(tmp_path):
+    writer = gguf.GGUFWriter(str(tmp_path / "f16.gguf"), "llama")
+    writer.add_tensor("a", np.zeros((4, 4), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert bits_per_weight(tmp_path / "f16.gguf") == 16
