@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from rlhf_pipeline.tracking.child_run import mixture_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
 
+logger = logging.getLogger(__name__)
+
 PROJECT = "params:project"
 """The catalog entry with the project folder, which contains the tracking database."""
 
@@ -62,8 +65,16 @@ class PreflightHook:
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Check what the chosen nodes need: rows for each phase, a free port."""
         provide_default_blocks(catalog)
+        nodes = {node.name for node in pipeline.nodes}
         split = SplitConfig.model_validate(catalog.load("params:split"))
-        check_phases(split.weights, {node.name for node in pipeline.nodes})
+        check_phases(split.weights, nodes)
+        base_model = BaseModelConfig.model_validate(catalog.load("params:base_model"))
+        if "base_model" in nodes and base_model.is_gguf:
+            logger.warning(
+                "base_model.path: quantized weights of %s become float32; the precision they lost "
+                "is not restored. The metric base_model/bits_per_weight is what they have",
+                base_model.path,
+            )
         free_port(launch_config(catalog).master_port)
 
     @hook_impl(tryfirst=True)

@@ -1,12 +1,15 @@
-"""Several ranks as threads of one process."""
+"""Several ranks as threads of one process; inputs of SFT."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import pyarrow as pa
 import pytest
 import torch
+from rank_fixtures import write_table
 
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World
 
 
@@ -39,3 +42,19 @@ def on_threads():
             return list(pool.map(function, worlds))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def sft_inputs(make_model, tmp_path_factory):
+    """A tiny model and 16 demonstrations, for training and for validation."""
+    table = pa.table(
+        {
+            "id": [str(i) for i in range(16)],
+            "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(16)],
+            "response_ids": [[20 + i, 30 + i, 1] for i in range(16)],
+            "loss_mask": [[True] * 3] * 16,
+        }
+    )
+    model = make_model("llama", seed=1)
+    rows = write_table(table, tmp_path_factory.mktemp("rows"), TokenContract.read(model))
+    return {"base_model": model, "demonstrations": rows}

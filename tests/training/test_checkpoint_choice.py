@@ -3,9 +3,7 @@
 import json
 from dataclasses import replace
 
-import pyarrow as pa
 import pytest
-from rank_fixtures import write_table
 
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -30,26 +28,11 @@ class KilledError(Exception):
     """Stands for a kill."""
 
 
-@pytest.fixture(scope="module")
-def inputs(make_model, tmp_path_factory):
-    table = pa.table(
-        {
-            "id": [str(i) for i in range(16)],
-            "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(16)],
-            "response_ids": [[20 + i, 30 + i, 1] for i in range(16)],
-            "loss_mask": [[True] * 3] * 16,
-        }
-    )
-    model = make_model("llama", seed=1)
-    rows = write_table(table, tmp_path_factory.mktemp("rows"), TokenContract.read(model))
-    return {"base_model": model, "demonstrations": rows}
-
-
 @pytest.fixture
-def make_job(inputs, tmp_path):
+def make_job(sft_inputs, tmp_path):
     def make(name):
         (tmp_path / name).mkdir()
-        return LaunchedJob("sft", "f", 1, {}, inputs, {}, tmp_path / name, 60.0)
+        return LaunchedJob("sft", "f", 1, {}, sft_inputs, {}, tmp_path / name, 60.0)
 
     return make
 

@@ -240,6 +240,9 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Number of evenly spaced evaluations on the held-out rows; the last one follows the last step.
     The best evaluated model is exported."""
 
+    evaluate_at_start: bool = operational(False)
+    """Also evaluate the model before its first step, for comparison. It is never exported."""
+
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning: next-token loss on the demonstrations' responses.

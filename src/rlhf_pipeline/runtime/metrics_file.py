@@ -1,7 +1,7 @@
 """`metrics.jsonl`, the metrics of a stage: the program appends to it, the driver follows it.
 
-One JSON object a line: {"step", "total_steps", "time", "metrics"}. Steps count from 1, time is in
-seconds since 1970, metrics maps `group/name` to a number.
+One JSON object a line: {"step", "total_steps", "time", "metrics"}. Steps count from 1; step 0 is
+before training. Time is in seconds since 1970, metrics maps `group/name` to a number.
 """
 
 from __future__ import annotations

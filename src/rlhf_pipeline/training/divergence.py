@@ -28,7 +28,7 @@ class DivergenceGuard:
         """Raise `StageError` for the first metric that is not a finite number."""
         for name, value in metrics.items():
             if not math.isfinite(value):
-                start = ", or the initial model is damaged" if step == 1 else ""
+                start = ", or the initial model is damaged" if step <= 1 else ""
                 cause = f"training has diverged{start}"
                 fault = f"{name} is {value} at step {step}: {cause}. Fix: {self.advice(name)}"
                 self.fail(step, metrics, fault)

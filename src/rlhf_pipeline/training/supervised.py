@@ -167,13 +167,17 @@ def fit(setup: Setup) -> None:
     config, best = setup.config, setup.best
     total = optimizer_steps(config, setup.training.num_rows)
     evaluated = evaluation_steps(total, config.evaluations)
+    if config.evaluate_at_start and not setup.done:
+        log = StepLog(0, setup.guard)
+        log.add(validation_metrics(evaluate(setup)))
+        log.write(due=True)
     for step in range(setup.done + 1, total + 1):
         heartbeat.at("update", step)
         log = StepLog(step, setup.guard)
         log.add(train_step(setup, step))
         if step in evaluated:
             held_out = evaluate(setup)
-            log.add({f"validation/{name}": value for name, value in held_out.items()})
+            log.add(validation_metrics(held_out))
             score = setup.task.selection_score(held_out)
             best.offer(setup.engine, step, score, dict(log.metrics))
         log.write(due=step in evaluated or step % config.log_every == 0)
@@ -229,6 +233,11 @@ def evaluate(setup: Setup) -> dict[str, float]:
         loss()
     engine.train()
     return task.metrics(world.sums(sums))
+
+
+def validation_metrics(held_out: dict[str, float]) -> dict[str, float]:
+    """Held-out metrics under the names in `metrics.jsonl`."""
+    return {f"validation/{name}": value for name, value in held_out.items()}
 
 
 def held_out_losses(setup: Setup) -> Iterator[Loss]:
