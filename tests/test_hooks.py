@@ -97,3 +97,21 @@ def test_lengths_are_checked_against_the_model_that_the_split_receives(tmp_path)
         match=r"split\.max_response_tokens: found 256, expected at most 255: .* 767 positions",
     ):
         split_with(767)
+
+
+@pytest.mark.parametrize(("nodes", "warnings"), [(["base_model", "split"], 1), (["sft"], 0)])
+def test_a_run_that_converts_a_gguf_file_says_what_is_lost(nodes, warnings, caplog):
+    conf = str(Path(__file__).parents[1] / "conf")
+    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    parameters["base_model"] = {"path": "small.Q4_1.gguf"}
+    blocks = {f"params:{name}": MemoryDataset(block) for name, block in parameters.items()}
+    catalog = DataCatalog(blocks | {"parameters": MemoryDataset(parameters)})
+    pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
+    PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warnings
+    assert all(
+        "quantized weights of small.Q4_1.gguf become float32; the precision they lost is not "
+        "restored" in message
+        for message in said
+    )
