@@ -59,7 +59,7 @@ def test_each_stage_has_a_program_that_exists():
         assert "run_program(main)" in path.read_text(), path
 
 
-@pytest.mark.parametrize("env", ["local", "tiny", "hh-rlhf"])
+@pytest.mark.parametrize("env", ["local", "tiny", "hh-rlhf", "smollm2"])
 def test_each_environment_has_every_data_set_and_valid_parameters(env, monkeypatch):
     monkeypatch.setenv("HH_RLHF_PATH", "comparisons.jsonl.gz")
     bootstrap_project(PROJECT)
