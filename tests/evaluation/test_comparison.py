@@ -1,6 +1,7 @@
 """The comparison of literal answers: the stored form, any number of judges, and who decides."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,14 @@ from rlhf_pipeline.evaluation.comparison import Answer, compare, deciding_judge,
 CONFIG = EvaluateConfig(samples=1, sampling={"temperature": 0.7, "max_response_tokens": 8})
 
 
+LOG_2 = math.log(2)
+
+
 def answer(row, text, score, gold, kl=0.0, ended=True):
     scores = {"score": score, "gold": gold}
-    return Answer(row, f"User: {row}?", text, scores, kl, len(text.split()), ended)
+    tokens = len(text.split())
+    sft_logprob = -tokens * LOG_2 - row  # so the mean per token is not the mean per answer
+    return Answer(row, f"User: {row}?", text, scores, kl, sft_logprob, tokens, ended)
 
 
 ANSWERS = {
@@ -45,6 +51,7 @@ EVALUATION = {
             "gold_score": 0.6666666666666666,
             "gold_score_lower": -1.0618590939120756,
             "gold_score_upper": 2.3951924272454086,
+            "sft_perplexity": 3.6442376007810187,  # 2 * e ** (3 / 5)
             "response_tokens": 1.6666666666666667,
             "eos_fraction": 0.6666666666666666,
             "distinct_1": 0.6,
@@ -60,6 +67,7 @@ EVALUATION = {
             "gold_score": 1.5,
             "gold_score_lower": 0.520018007729973,
             "gold_score_upper": 2.479981992270027,
+            "sft_perplexity": 3.2974425414002564,  # 2 * e ** (3 / 6)
             "response_tokens": 2.0,
             "eos_fraction": 1.0,
             "distinct_1": 0.6666666666666666,
@@ -102,7 +110,7 @@ EVALUATION = {
 
 LINE = (
     '{"row": 0, "prompt": "User: 0?", "response": "a c d", "score": 1.0, "gold_score": 1.0, '
-    '"kl": 0.5, "response_tokens": 3, "ended": true}'
+    '"kl": 0.5, "sft_logprob": -2.0794415416798357, "response_tokens": 3, "ended": true}'
 )
 
 

@@ -110,6 +110,31 @@ def run(inputs, folder, **changes):
     return metrics, (folder / "export" / "answers.jsonl").read_text()
 
 
+def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path, monkeypatch):
+    answer, given = evaluate.answer, []  # the candidate's answers, then the baseline's
+
+    def recorded(policy, setup):
+        given.append(answer(policy, setup))
+        return given[-1]
+
+    monkeypatch.setattr(evaluate, "answer", recorded)
+    _, lines = run(inputs, tmp_path / "run")
+    written = [json.loads(line)["sft_logprob"] for line in lines.splitlines()]
+    sft = load_policy(inputs["sft_model"], "fp32").eval()
+    expected = []
+    for sequences in reversed(given):
+        for row in range(len(sequences)):
+            prompt = sequences.prompt_ids[row][sequences.prompt_mask[row].bool()]
+            response = sequences.response_ids[row][sequences.response_mask[row]]
+            with torch.no_grad():
+                logits = sft(input_ids=torch.cat([prompt, response])[None]).logits[0]
+            logits = logits[:, : TokenContract.read(inputs["sft_model"]).vocab_size]
+            places = torch.arange(len(response)) + len(prompt) - 1
+            chosen = logits[places].log_softmax(-1)[torch.arange(len(response)), response]
+            expected.append(float(chosen.sum()))
+    assert written == pytest.approx(expected, abs=1e-4)
+
+
 def test_one_model_at_a_time_is_in_memory(inputs, world, tmp_path, monkeypatch):
     loaded = []
 

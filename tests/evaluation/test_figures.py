@@ -7,7 +7,16 @@ from rlhf_pipeline.evaluation.figures import plot_comparison
 
 def answers(shift):
     return [
-        Answer(i, f"p{i}", "a b", {"score": i / 10 + shift, "gold": i % 3 + shift}, i / 20, 2, True)
+        Answer(
+            i,
+            f"p{i}",
+            "a b",
+            {"score": i / 10 + shift, "gold": i % 3 + shift},
+            i / 20,
+            -3.0,
+            2,
+            True,
+        )
         for i in range(30)
     ]
 

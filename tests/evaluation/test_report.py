@@ -20,6 +20,7 @@ EVALUATION = {
             "score_upper": -1.375,
             "gold_score": 1.25,
             "kl": 0.0,
+            "sft_perplexity": 6.5,
             "response_tokens": 125.25,
             "response_tokens_lower": 120.0,
             "response_tokens_upper": 130.5,
@@ -33,6 +34,7 @@ EVALUATION = {
             "score_upper": 2.125,
             "gold_score": 1.0,
             "kl": 0.5,
+            "sft_perplexity": 5.0,
             "response_tokens": 98.0,
             "response_tokens_lower": 95.0,
             "response_tokens_upper": 101.0,
@@ -104,6 +106,7 @@ Both answered the same 400 held-out prompts (temperature 0.7, max_response_token
 | reward model score | -1.50 [-1.62, -1.38] | 2.00 [1.88, 2.12] | +3.50 |
 | gold score | 1.25 | 1.00 | -0.25 |
 | KL from SFT (nats) | 0.00 | 0.50 | +0.50 |
+| perplexity by SFT | 6.50 | 5.00 | -1.50 |
 | response tokens | 125.2 [120.0, 130.5] | 98.0 [95.0, 101.0] | -27.2 |
 | ended by itself | 0.875 | 1.000 | +0.125 |
 | distinct words | 0.500 | 0.250 | -0.250 |

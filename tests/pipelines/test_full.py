@@ -120,6 +120,7 @@ def test_the_report_compares_both_policies(project):
         "score",
         "gold_score",
         "kl",
+        "sft_perplexity",
         "response_tokens",
         "eos_fraction",
         "distinct_1",

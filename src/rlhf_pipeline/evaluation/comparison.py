@@ -5,6 +5,7 @@ The driver imports this module, so it must not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,6 +32,8 @@ class Answer:
     """Score by judge; None if the judge has no score for this prompt."""
     kl: float
     """log pi(response) - log pi_sft(response), nats."""
+    sft_logprob: float
+    """log pi_sft(response), nats."""
     response_tokens: int
     ended: bool
 
@@ -42,6 +45,7 @@ class Answer:
             "response": self.response,
             **{score_name(judge): score for judge, score in self.scores.items()},
             "kl": self.kl,
+            "sft_logprob": self.sft_logprob,
             "response_tokens": self.response_tokens,
             "ended": self.ended,
         }
@@ -106,7 +110,11 @@ def compare(answers: dict[str, list[Answer]], config: EvaluateConfig) -> dict[st
 
 
 def summary(answers: list[Answer]) -> dict[str, float]:
-    """Means over prompts; scores and KL with their 95% intervals."""
+    """Means over prompts, scores and KL with their 95% intervals; the baseline's perplexity.
+
+    `sft_perplexity` is that of all answers, per token: a policy whose answers SFT would hardly
+    write has a high one, whatever the judges say.
+    """
     scores = {score_name(judge): _scores(answers, judge) for judge in complete_judges(answers)}
     # The KL comes after the reward model's score: evaluation.json keeps this order of its keys.
     columns = {score_name(REWARD_MODEL): [], "kl": [a.kl for a in answers]} | scores
@@ -115,8 +123,10 @@ def summary(answers: list[Answer]) -> dict[str, float]:
         mean, lower, upper = mean_with_interval(values)
         metrics |= {name: mean, f"{name}_lower": lower, f"{name}_upper": upper}
     texts = [a.response for a in answers]
+    tokens = [a.response_tokens for a in answers]
     return metrics | {
-        "response_tokens": float(np.mean([a.response_tokens for a in answers])),
+        "sft_perplexity": math.exp(-sum(a.sft_logprob for a in answers) / sum(tokens)),
+        "response_tokens": float(np.mean(tokens)),
         "eos_fraction": float(np.mean([a.ended for a in answers])),
         "distinct_1": distinct_n(texts, 1),
         "distinct_2": distinct_n(texts, 2),

@@ -242,9 +242,9 @@ def judge_answers(scored: Scored, setup: Setup, judges: list[Judge]) -> list[Ans
     text = Answered(prompts["messages"], prompts["reference"], responses)
     batch = AnswerBatch(scored, text, prompts["source"])
     scores = {judge.name: judge.score(batch) for judge in judges}
-    log_ratios = torch.where(
-        sequences.response_mask, kl_estimate(scored.logprobs, scored.ref_logprobs, "k1"), 0.0
-    )
+    mask = sequences.response_mask
+    log_ratios = kl_estimate(scored.logprobs, scored.ref_logprobs, "k1").where(mask, 0.0)
+    sft_logprobs = scored.ref_logprobs.where(mask, 0.0)
     return [
         Answer(
             row=int(row),
@@ -254,7 +254,8 @@ def judge_answers(scored: Scored, setup: Setup, judges: list[Judge]) -> list[Ans
             response=text.responses[i],
             scores={name: given[i] for name, given in scores.items()},
             kl=float(log_ratios[i].sum()),
-            response_tokens=int(sequences.response_mask[i].sum()),
+            sft_logprob=float(sft_logprobs[i].sum()),
+            response_tokens=int(mask[i].sum()),
             ended=bool(scored.ended[i]),
         )
         for i, row in enumerate(setup.rows)

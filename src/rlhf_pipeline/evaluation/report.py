@@ -28,6 +28,7 @@ from rlhf_pipeline.evaluation.figures import FIGURE
 
 METRICS = {
     "kl": ("KL from SFT (nats)", "z.2f"),
+    "sft_perplexity": ("perplexity by SFT", "z.2f"),
     "response_tokens": ("response tokens", "z.1f"),
     "eos_fraction": ("ended by itself", "z.3f"),
     "distinct_1": ("distinct words", "z.3f"),
