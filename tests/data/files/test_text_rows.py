@@ -66,7 +66,9 @@ def test_the_search_for_the_closing_quote_is_limited(
 ) -> None:
     monkeypatch.setattr(text_rows, "MAX_CHARACTERS", 100)
     with pytest.raises(
-        DataError, match=r"a.csv:3: the row has more than 100 characters\. Fix: close its quotes"
+        DataError,
+        match=r"a.csv:3: the quote of the row is never closed \(field larger than field limit "
+        r"\(100\)\)\. Fix: close it",
     ):
         read(write("a.csv", b'x,y\n1,2\n1,"2\n' + b"3,4\n" * 1000))
     assert len(read(write("b.csv", b"x,y\n" + b"3,4\n" * 1000))) == 1000

@@ -18,6 +18,8 @@ from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
 _PIECE = 2**20
+_NEVER_CLOSED = ("unexpected end of data", "field larger than field limit")
+"""Messages of the csv module for a field that goes on to the end of the file or to the limit."""
 
 
 def text_rows(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
@@ -61,35 +63,20 @@ def csv_rows(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
 
 def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:
     """Yield the fields of every row that is not blank, with the line where the row begins."""
-    begin = characters = 0
-    ended = False
-
-    def lines() -> Iterator[str]:
-        nonlocal characters, ended
-        while line := file.readline(MAX_CHARACTERS):
-            characters += len(line)
-            if characters >= MAX_CHARACTERS:
-                raise FileFault(
-                    begin,
-                    f"the row has more than {MAX_CHARACTERS:,} characters. Fix: close its quotes.",
-                )
-            yield line
-        ended = True
-
     csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
-    reader = csv.reader(lines(), strict=True)
+    reader = csv.reader(file, strict=True)
     while True:
-        begin, characters = reader.line_num + 1, 0
+        begin = reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            if ended:
+            if str(error).startswith(_NEVER_CLOSED):
                 raise FileFault(
                     begin,
-                    "the quote of the row is never closed. Fix: close it; double a quote inside a "
-                    "field.",
+                    f"the quote of the row is never closed ({error}). Fix: close it; double a "
+                    "quote inside a field.",
                 ) from None
             yield begin, Unused(f"not CSV ({error})")
         else:
