@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING
@@ -23,13 +22,11 @@ def summary(counts: Mapping[int, int]) -> dict[str, int]:
 
     Percentiles are nearest rank: the smallest length that at least p percent do not exceed.
     """
-    ordered = sorted(counts.items())
-    ranks = np.cumsum([rows for _, rows in ordered])
-    described = {"total": sum(length * rows for length, rows in ordered), "max": ordered[-1][0]}
-    for percent in (50, 90, 99):
-        rank = -(-int(ranks[-1]) * percent // 100)
-        described[f"p{percent}"] = ordered[int(np.searchsorted(ranks, rank))][0]
-    return described
+    lengths, rows = _columns(counts)
+    percentiles = np.percentile(lengths, (50, 90, 99), weights=rows, method="inverted_cdf")
+    p50, p90, p99 = map(int, percentiles)
+    total, longest = int(lengths @ rows), int(lengths.max())
+    return {"total": total, "max": longest, "p50": p50, "p90": p90, "p99": p99}
 
 
 def draw(axes: Axes, name: str, counts: Mapping[int, int], limit: int) -> None:
@@ -39,32 +36,27 @@ def draw(axes: Axes, name: str, counts: Mapping[int, int], limit: int) -> None:
     """
     from matplotlib.ticker import MaxNLocator
 
-    total = sum(counts.values())
-    over = sum(count for length, count in counts.items() if length > limit)
+    lengths, rows = _columns(counts)
+    is_over = lengths > limit
+    total, over = int(rows.sum()), int(rows[is_over].sum())
     axes.set_title(f"{name.capitalize()}s ({total:,})", loc="left", pad=26)
     axes.set(xlabel="length in tokens", ylabel=f"number of {name}s")
     axes.spines[["top", "right"]].set_visible(False)
     if not counts:
         axes.set(xticks=[], yticks=[])
         return
-    width, bars = histogram(counts, limit)
-    last, longest, end = max(bars), max(counts), max(bars) + width - 0.5
-    for is_over, color, label in (
-        (False, _BLUE, f"within the limit ({limit:,})"),
-        (True, _ORANGE, f"over {limit:,}: {over:,} ({over / total:.1%})"),
+    edges = bar_edges(counts, limit)
+    longest, end = int(lengths.max()), edges[-1]
+    for chosen, color, label in (
+        (~is_over, _BLUE, f"within the limit ({limit:,})"),
+        (is_over, _ORANGE, f"over {limit:,}: {over:,} ({over / total:.1%})"),
     ):
-        if shown := {start: bars[start] for start in bars if (start > limit) == is_over}:
-            drawn = axes.bar(
-                [start - 0.5 for start in shown],
-                list(shown.values()),
-                width,
-                align="edge",
-                color=color,
-                label=label,
-            )
+        if chosen.any():
+            shown = np.minimum(lengths[chosen], end)  # the last bar contains its right edge
+            _, _, bars = axes.hist(shown, edges, weights=rows[chosen], color=color, label=label)
     if longest > end:
-        drawn[-1].set(hatch="////", edgecolor="white", linewidth=0)
-        axes.set_xlabel(f"length in tokens (hatched: {last:,} to {longest:,})")
+        bars[-1].set(hatch="////", edgecolor="white", linewidth=0)
+        axes.set_xlabel(f"length in tokens (hatched: {edges[-2] + 0.5:,.0f} to {longest:,})")
     if limit < end:
         axes.axvline(limit + 0.5, color="0.25", linewidth=1, linestyle="--", clip_on=False)
     axes.set_xlim(0, end)
@@ -82,23 +74,21 @@ def draw(axes: Axes, name: str, counts: Mapping[int, int], limit: int) -> None:
     )
 
 
-def histogram(counts: Mapping[int, int], limit: int) -> tuple[int, dict[int, int]]:
-    """Count lengths in bars of equal width; return (width, first length of a bar -> number).
+def bar_edges(counts: Mapping[int, int], limit: int) -> np.ndarray:
+    """The edges of bars of equal width. None contains lengths on both sides of the limit.
 
-    No bar contains lengths on both sides of the limit. The bars cover 99% of the lengths, and the
-    limit if it is near or exceeded; one more bar contains the rest of the tail.
+    The bars cover 99% of the lengths, and the limit if it is near or exceeded; one more bar is for
+    the rest of the tail.
     """
-    end = summary(counts)["p99"]
-    if max(counts) > limit or limit <= 3 * end:
+    longest, end = max(counts), summary(counts)["p99"]
+    if longest > limit or limit <= 3 * end:
         end = max(end, limit)
     width = ceil(end / _BARS)
-    last = _first(end, width, limit)
-    bars = Counter({last: 0})
-    for length, count in counts.items():
-        bars[min(_first(length, width, limit), last + width)] += count
-    return width, dict(sorted(bars.items()))
+    last = ceil((end - limit) / width)
+    has_tail = longest > limit + last * width
+    return limit + 0.5 + width * np.arange(-ceil(limit / width), last + has_tail + 1)
 
 
-def _first(length: int, width: int, limit: int) -> int:
-    """The first length of the bar that contains `length`."""
-    return limit + 1 + (length - limit - 1) // width * width
+def _columns(counts: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths, and the number of texts of each, both (N,)."""
+    return np.array([*counts], np.int64), np.array([*counts.values()], np.int64)
