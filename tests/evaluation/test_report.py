@@ -119,9 +119,11 @@ Intervals are 95%.
 
 ## Which answer is better?
 
-**By the reward model, PPO is better.** It prefers PPO's answer to SFT's on 77.5% of 400 prompts: 300 wins, 20 ties (each counts half), 80 losses. With 95% confidence the true rate is between 73.1% and 81.3%, above the 50% of two equal policies. PPO was trained to maximize the score of the reward model, so this judge favours PPO.
+Two equal policies have 50%; a tie counts half.
 
-**By the gold judge, no difference is shown.** It prefers PPO's answer to SFT's on 47.5% of 400 prompts: 180 wins, 20 ties (each counts half), 200 losses. With 95% confidence the true rate is between 42.7% and 52.4%, on both sides of the 50% of two equal policies. PPO never saw the scores of this judge.
+**By the reward model, PPO is better.** It prefers PPO's answer to SFT's on 77.5% (95%: 73.1% to 81.3%) of 400 prompts: 300 wins, 20 ties, 80 losses. PPO was trained to maximize the score of the reward model, so this judge favours PPO.
+
+**By the gold judge, no difference is shown.** It prefers PPO's answer to SFT's on 47.5% (95%: 42.7% to 52.4%) of 400 prompts: 180 wins, 20 ties, 200 losses. PPO never saw the scores of this judge.
 
 ## Largest gains by the gold judge
 
@@ -199,8 +201,8 @@ def test_a_variant_is_shown_beside_the_candidate():
     evaluation["policies"]["ppo_ema"] = {"score": 2.5, "kl": 0.25}
     evaluation["variants"] = {"ppo_ema": {"score": evaluation["win_rates"]["score"]}}
     sentence = (
-        "By the reward model, PPO EMA's answer is better than SFT's on 77.5% of 400 prompts, "
-        "with 95% confidence between 73.1% and 81.3%."
+        "The reward model prefers PPO EMA's answer to SFT's on 77.5% (95%: 73.1% to 81.3%) of "
+        "400 prompts."
     )
     rows = (
         "| reward model score | 2.00 [1.88, 2.12] | 2.50 | +0.50 |\n| gold score | 1.00 | - | - |\n"
@@ -234,23 +236,21 @@ def test_a_function_judge_stands_beside_the_others_and_needs_no_caveat():
     markdown = render_markdown(evaluation, CAVEATS)
     assert "| gold score | 1.25 | 1.00 | -0.25 |\n| words score | 2.00 | 3.50 | +1.50 |" in markdown
     assert "**By the words judge, no difference is shown.** It prefers PPO's" in markdown
-    assert markdown.count("on both sides of the 50% of two equal policies.\n\n") == 1
+    assert markdown.count("180 wins, 20 ties, 200 losses.\n\n") == 1
     assert "(score -1.00, gold 1.00, words 4.00)" in markdown
     assert "The words judge prefers it on" in printed(evaluation)
 
 
 @pytest.mark.parametrize(
-    ("lower", "upper", "verdict", "where"),
+    ("lower", "upper", "verdict"),
     [
-        (0.501, 0.6, "PPO is better", "above"),
-        (0.5, 0.6, "no difference is shown", "on both sides of"),
-        (0.4, 0.5, "no difference is shown", "on both sides of"),
-        (0.4, 0.499, "PPO is worse", "below"),
+        (0.501, 0.6, "PPO is better"),
+        (0.5, 0.6, "no difference is shown"),
+        (0.4, 0.5, "no difference is shown"),
+        (0.4, 0.499, "PPO is worse"),
     ],
 )
-def test_the_verdict_needs_the_whole_interval(lower, upper, verdict, where):
+def test_the_verdict_needs_the_whole_interval(lower, upper, verdict):
     evaluation = deepcopy(EVALUATION)
     evaluation["win_rates"]["gold"] |= {"lower": lower, "upper": upper}
-    text = render_markdown(evaluation, CAVEATS)
-    assert f"**By the gold judge, {verdict}.**" in text
-    assert f"{where} the 50% of two equal policies. PPO never" in text
+    assert f"**By the gold judge, {verdict}.**" in render_markdown(evaluation, CAVEATS)

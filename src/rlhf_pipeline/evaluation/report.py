@@ -42,6 +42,13 @@ ABSENT = "-"
 BAR = 40
 """Columns of the bar of wins, ties and losses."""
 
+KINDS = {
+    "wins": ("\N{FULL BLOCK}", "green"),
+    "ties": ("\N{MEDIUM SHADE}", "yellow"),
+    "losses": ("\N{LIGHT SHADE}", "red"),
+}
+"""Outcome of a prompt to its character and colour in the bar."""
+
 
 def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
     """Render the whole report as Markdown; texts of models are shown literally.
@@ -54,13 +61,16 @@ def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> s
     lines += _markdown_table(evaluation, BASELINE, candidate)
     lines += ["", "Intervals are 95%.", "", f"![Win rates, scores and KL]({FIGURE})", ""]
     lines += ["## Which answer is better?", ""]
+    lines += ["Two equal policies have 50%; a tie counts half.", ""]
     for judge, rate in evaluation["win_rates"].items():
-        found = f"{_win_rate(rate, candidate)} {caveats.get(judge, '')}".rstrip()
+        counts = ", ".join(f"{rate[kind]} {kind}" for kind in KINDS)
+        found = f"It {_preference(rate, candidate)}: {counts}. {caveats.get(judge, '')}".rstrip()
         lines += [f"**{_verdict(judge, rate, candidate)}** {found}", ""]
     for variant, rates in evaluation["variants"].items():
         lines += [f"## {_title(variant)} beside {title}", ""]
         lines += [*_markdown_table(evaluation, candidate, variant), ""]
-        lines += [*(_variant_rate(variant, judge, rate) for judge, rate in rates.items()), ""]
+        for judge, rate in rates.items():
+            lines += [f"{_judge(judge).capitalize()} {_preference(rate, variant)}.", ""]
     judge = _judge(deciding_judge(evaluation["win_rates"]))
     for heading, samples in (
         (f"Largest gains by {judge}", evaluation["largest_gains"]),
@@ -97,8 +107,8 @@ def summary(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
     deciding = deciding_judge(rates)
     rate = rates[deciding]
     sentences = [
-        f"{_verdict(deciding, rate, candidate).removesuffix('.')}: it prefers {_title(candidate)}'s"
-        f" answer to SFT's on {_interval(rate)} of {rate['n']} prompts."
+        f"{_verdict(deciding, rate, candidate).removesuffix('.')}: it "
+        f"{_preference(rate, candidate)}."
     ]
     sentences += [caveats[deciding]] if deciding == REWARD_MODEL and deciding in caveats else []
     sentences += [
@@ -109,27 +119,26 @@ def summary(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
     return " ".join(sentences)
 
 
+def _preference(rate: dict[str, float], policy: str) -> str:
+    return f"prefers {_title(policy)}'s answer to SFT's on {_interval(rate)} of {rate['n']} prompts"
+
+
 def _interval(rate: dict[str, float]) -> str:
     return f"{rate['rate']:.1%} (95%: {rate['lower']:.1%} to {rate['upper']:.1%})"
 
 
 def _bar(rate: dict[str, float], candidate: str) -> Text:
     """Wins, ties and losses as a bar of characters that differ without colours, too."""
-    kinds = {
-        "wins": ("\N{FULL BLOCK}", "green"),
-        "ties": ("\N{MEDIUM SHADE}", "yellow"),
-        "losses": ("\N{LIGHT SHADE}", "red"),
-    }
     edges = [0.0]
-    for kind in kinds:
+    for kind in KINDS:
         edges.append(edges[-1] + rate[kind] / rate["n"] * BAR)
     blocks = [
         (character * (round(end) - round(start)), colour)
         for (character, colour), start, end in zip(
-            kinds.values(), edges[:-1], edges[1:], strict=True
+            KINDS.values(), edges[:-1], edges[1:], strict=True
         )
     ]
-    counts = ", ".join(f"{rate[kind]} {kind}" for kind in kinds)
+    counts = ", ".join(f"{rate[kind]} {kind}" for kind in KINDS)
     return Text.assemble((_title(candidate), "bold"), " ", *blocks, (" SFT", "bold"), f"  {counts}")
 
 
@@ -144,14 +153,6 @@ def _title(policy: str) -> str:
 
 def _judge(name: str) -> str:
     return "the reward model" if name == REWARD_MODEL else f"the {name} judge"
-
-
-def _variant_rate(variant: str, judge: str, rate: dict[str, float]) -> str:
-    return (
-        f"By {_judge(judge)}, {_title(variant)}'s answer is better than SFT's on {rate['rate']:.1%}"
-        f" of {rate['n']} prompts, with 95% confidence between {rate['lower']:.1%} and "
-        f"{rate['upper']:.1%}."
-    )
 
 
 def _setting(evaluation: dict[str, Any]) -> str:
@@ -192,18 +193,6 @@ def _verdict(judge: str, rate: dict[str, float], candidate: str) -> str:
     else:
         found = "no difference is shown"
     return f"By {_judge(judge)}, {found}."
-
-
-def _win_rate(rate: dict[str, float], candidate: str) -> str:
-    where = (
-        "above" if rate["lower"] > 0.5 else "below" if rate["upper"] < 0.5 else "on both sides of"
-    )
-    return (
-        f"It prefers {_title(candidate)}'s answer to SFT's on {rate['rate']:.1%} of {rate['n']} "
-        f"prompts: {rate['wins']} wins, {rate['ties']} ties (each counts half), {rate['losses']} "
-        f"losses. With 95% confidence the true rate is between {rate['lower']:.1%} and "
-        f"{rate['upper']:.1%}, {where} the 50% of two equal policies."
-    )
 
 
 def _scores(sample: dict[str, Any], policy: str) -> str:
