@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
-from kedro.io.core import DatasetError
 from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.runtime.job import LaunchedJob, as_json
-from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
 from rlhf_pipeline.stage_registry import parameter_blocks
-from rlhf_pipeline.stages.cache.fingerprint import recipe
+from rlhf_pipeline.stages.cache.fingerprint import FORM
 from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
-from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, first_attempt
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import STAGES, Job
+from rlhf_pipeline.stages.cache.workspace import RECIPE, work_directory
 
 SHOWN = 3
 """Changes that a refusal shows of each input, and inputs."""
@@ -52,37 +46,51 @@ def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, 
     return {name: catalog.load(name) for name in names}
 
 
-def changes_since(
-    inputs: Mapping[str, Path], catalog: CatalogProtocol, context: RunContext
-) -> dict[str, list[str]]:
+def changes_since(inputs: Mapping[str, Path], catalog: CatalogProtocol) -> dict[str, list[str]]:
     """How the recipes of published inputs differ from the present parameters.
 
-    Code, libraries and the number of ranks do not count: they are not parameters.
+    Code, libraries, the number of ranks and what a hub or store contains do not count: they are not
+    parameters. Local data files and reward functions do.
 
     Returns:
         Data set to changes such as "seed 5 -> 1234"; inputs without a change are missing.
     """
+    parameters: dict[str, Any] = catalog.load("parameters")
+    present = {
+        name: block.model_validate(parameters.get(name, {})).recipe()
+        for name, block in parameter_blocks().items()
+    }
     found = {}
-    makers = sum((pipelines[name] for name in pipelines), Pipeline([]))
     for name, artifact in inputs.items():
-        comparison = _Comparison(_lineage(artifact, context.workspace), context)
-        results: dict[str, Any] = {STAGES: comparison, **inputs}
-        for node in makers.to_outputs(name).nodes:
-            try:
-                values = [results.get(each) or _load(each, catalog) for each in node.inputs]
-                results[node.outputs[0]] = node.func(*values)
-            except (PipelineError, DatasetError, OSError):
-                continue  # the node needs a result that is gone, or a hub that is unreachable
-        if comparison.changes:
-            found[name] = list(dict.fromkeys(comparison.changes))
+        changes: list[str] = []
+        for directory, job in _jobs_behind(artifact, catalog.load("workspace")).items():
+            old = json.loads((directory / RECIPE).read_text())
+            files = {
+                key: content_digest(path) for key, path in job.inputs.items() if path.is_file()
+            }
+            new = old | {"form": FORM, "inputs": old["inputs"] | files}
+            if job.stage != "source":  # its parameters are those of the split
+                new["config"] = {key: present.get(key, old["config"][key]) for key in old["config"]}
+                new["seed"] = parameters["seed"]
+            changes += recipe_changes(old, new, pending=())
+        if changes:
+            found[name] = list(dict.fromkeys(changes))
     return found
 
 
-def _load(name: str, catalog: CatalogProtocol) -> Any:
-    """Load a data set. Kedro validates only the blocks that the chosen pipeline reads."""
-    value = catalog.load(name)
-    block = parameter_blocks().get(name.removeprefix("params:"))
-    return block.model_validate(value) if block and isinstance(value, dict) else value
+def _jobs_behind(artifact: Path, workspace: Path) -> dict[Path, LaunchedJob]:
+    """The jobs that led to an artifact, the earliest first, by their work directories.
+
+    Jobs whose work directory was removed are missing, with those before them.
+    """
+    directory = work_directory(artifact, workspace)
+    if directory is None or not (directory / RECIPE).is_file():
+        return {}
+    job = LaunchedJob.read(directory / "job.json")
+    jobs: dict[Path, LaunchedJob] = {}
+    for parent in filter(None, map(artifact_of, job.inputs.values())):
+        jobs |= _jobs_behind(parent, workspace)
+    return jobs | {directory: job}
 
 
 def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
@@ -116,83 +124,3 @@ def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
             ]
         )
     )
-
-
-Key = tuple[str | None, ...]
-
-
-@dataclass
-class _Lineage:
-    """The recipes behind an artifact, as far as their work directories exist."""
-
-    recipes: dict[Key, dict[str, Any]] = field(default_factory=dict)
-    artifacts: dict[Key, Path] = field(default_factory=dict)
-    complete: bool = True
-
-
-def _lineage(artifact: Path, workspace: Path) -> _Lineage:
-    lineage = _Lineage()
-    pending = [artifact]
-    while pending:
-        path = pending.pop()
-        manifest = Manifest.read(path)
-        directory = first_attempt(workspace, manifest.stage, manifest.fingerprint)
-        try:
-            made_by = next(each for each in attempts(directory) if (each / RECIPE).is_file())
-            recipe = json.loads((made_by / RECIPE).read_text())
-            job = LaunchedJob.read(made_by / "job.json")
-        except (StopIteration, OSError, ValueError):
-            lineage.complete = False
-            continue
-        key = _key(manifest.stage, manifest.config)
-        lineage.recipes[key], lineage.artifacts[key] = recipe, path
-        for parent in map(artifact_of, job.inputs.values()):
-            if parent is not None:
-                pending.append(parent)
-        if not all(parent.exists() for parent in job.inputs.values()):
-            lineage.complete = False
-    return lineage
-
-
-def _key(stage: str, config: Mapping[str, Any]) -> Key:
-    """What identifies a stage in a lineage: its name; for stage `source` also the source."""
-    source = config.get("source")
-    if source is None:
-        return (stage,)
-    return (stage, *(source[name] for name in ("name", "path", "subset", "split")))
-
-
-@dataclass
-class _Comparison:
-    """Compares the jobs of the nodes with the recipes of a lineage, in place of a `StageRunner`."""
-
-    lineage: _Lineage
-    context: RunContext
-    changes: list[str] = field(default_factory=list)
-
-    def run(self, job: Job) -> Path:
-        """Note the changes of the stage's parameters; return its artifact in the lineage.
-
-        Raises:
-            ConfigError: the lineage does not contain the stage.
-        """
-        key = _key(job.spec.name, as_json(job.config))
-        old = self.lineage.recipes.get(key)
-        if old is None:
-            if self.lineage.complete:
-                self.changes.append(f"{' '.join(filter(None, key))} is new")
-            raise ConfigError(f"no earlier {key}")
-        made = [name for name, path in job.inputs.items() if artifact_of(path) is not None]
-        files = {name: _digest(path) for name, path in job.inputs.items() if name not in made}
-        new = recipe(
-            job,
-            digests=files | dict(job.identities),
-            processes=old["processes"],
-            trust_remote_code=self.context.trust_remote_code,
-        )
-        same = {name: old[name] for name in ("code", "versions", "processes")}
-        self.changes += recipe_changes(old, new | same, pending=made)
-        return self.lineage.artifacts[key]
-
-
-_digest = cache(content_digest)  # every input of the run may come from the same file

@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.stages.cache.workspace import work_directory
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class RunResults:
                 "data/tiny"
             )
         folder = max(found, key=lambda path: path.parent.name)
-        job = _work(folder, root) / "job.json"
+        workspace = root / "07_workspace"
+        job = _work(folder, workspace) / "job.json"
         inputs = json.loads(job.read_text())["inputs"].values()
         artifacts = (artifact_of(Path(path)) for path in inputs)
         made = {Manifest.read(path).stage: path for path in artifacts if path is not None}
@@ -51,7 +53,7 @@ class RunResults:
             folder,
             json.loads((folder / "evaluation.json").read_text()),
             {stage: path for stage, path in made.items() if stage != "split"},
-            root / "07_workspace",
+            workspace,
         )
 
     @property
@@ -61,17 +63,15 @@ class RunResults:
 
     def metrics(self, stage: str) -> list[dict[str, Any]]:
         """The records of a stage's `metrics.jsonl`: {"step", "metrics", ...}, in order."""
-        return read_json_lines(_work(self.models[stage], self.workspace.parent) / "metrics.jsonl")
+        return read_json_lines(_work(self.models[stage], self.workspace) / "metrics.jsonl")
 
 
-def _work(artifact: Path, root: Path) -> Path:
+def _work(artifact: Path, workspace: Path) -> Path:
     """The work directory of the stage that made an artifact."""
-    manifest = Manifest.read(artifact)
-    found = sorted(
-        (root / "07_workspace" / manifest.stage).glob(f"{manifest.fingerprint[:16]}*/job.json")
-    )
-    if not found:
+    found = work_directory(artifact, workspace)
+    if found is None:
         raise ArtifactError(
-            f"{artifact}: its work directory was removed. Fix: run stage {manifest.stage} again"
+            f"{artifact}: its work directory was removed. Fix: run stage "
+            f"{Manifest.read(artifact).stage} again"
         )
-    return found[-1].parent
+    return found

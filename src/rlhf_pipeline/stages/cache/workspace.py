@@ -35,6 +35,13 @@ def attempts(first: Path) -> list[Path]:
     return [path for path in (first, *sorted(later, key=_number)) if path.is_dir()]
 
 
+def work_directory(artifact: Path, workspace: Path) -> Path | None:
+    """The work directory in which an artifact was made; None if it was removed."""
+    manifest = Manifest.read(artifact)
+    found = attempts(first_attempt(workspace, manifest.stage, manifest.fingerprint))
+    return next((path for path in reversed(found) if (path / "job.json").is_file()), None)
+
+
 def next_directory(first: Path, finished: Path | None) -> Path:
     """Where the next launch works: in the newest attempt, or in a new one if that is finished."""
     existing = attempts(first)
