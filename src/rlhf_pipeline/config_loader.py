@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ from kedro.config import OmegaConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, short_path
 
 LOCAL = "local"
 RUNTIME = "--params"
@@ -94,7 +93,7 @@ class LayeredConfigLoader(OmegaConfigLoader):
         OmegaConf.register_new_resolver("suffix", lambda: suffix, replace=True)
         for name, config in files.items():
             places = leaves(cast(dict[str, Any], OmegaConf.to_container(config)))
-            self._origins |= {place: _shown(name) for place, _ in places}
+            self._origins |= {place: short_path(name) for place, _ in places}
         merged = OmegaConf.unsafe_merge(*files.values())
         return cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
 
@@ -107,7 +106,7 @@ class LayeredConfigLoader(OmegaConfigLoader):
         for path, config in config_per_file.items():
             if not isinstance(config, DictConfig):
                 raise ConfigError(
-                    f"{_shown(str(path))}: found a list, expected parameters by name. Fix: write "
+                    f"{short_path(path)}: found a list, expected parameters by name. Fix: write "
                     "`name: value` lines"
                 )
         super()._check_duplicates(key, config_per_file)
@@ -119,11 +118,6 @@ class LayeredConfigLoader(OmegaConfigLoader):
             return {}
         found = self._read_dir_configs(folder, self.config_patterns[key], key, set())
         return {str(path): found[path] for path in sorted(found)}
-
-
-def _shown(file: str) -> str:
-    """The file relative to the current folder, if it is below it."""
-    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
 def _let_built_models_give_way(configs: list[DictConfig]) -> None:

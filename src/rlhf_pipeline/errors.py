@@ -1,7 +1,9 @@
 """Errors shown to the user: what is wrong, the value found, and the fix, without a traceback."""
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import IO
 
 import click
@@ -55,3 +57,17 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean NAME?)" with the nearest known name; empty if none is near."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def short_path(path: Path | str) -> str:
+    """The path relative to the current folder if it is below it, else as it is."""
+    here = Path(path).absolute().is_relative_to(Path.cwd())
+    return os.path.relpath(path) if here else str(path)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes; the context of an error counts unless `from None` hides it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

@@ -15,7 +15,7 @@ import click
 from omegaconf.errors import OmegaConfBaseException
 from yaml.parser import ParserError
 
-from rlhf_pipeline.errors import Interrupted, PipelineError
+from rlhf_pipeline.errors import Interrupted, PipelineError, causes, short_path
 from rlhf_pipeline.redaction import without_secrets
 
 TRACEBACKS = "tracebacks"
@@ -58,24 +58,15 @@ def explained_errors(*, show_traceback: bool) -> Iterator[None]:
 
 def explain(error: Exception) -> click.ClickException:
     """The error in words: an explained error in its chain of causes, or the cause that is known."""
-    causes = list(_causes(error))
-    for cause in causes:
+    for cause in causes(error):
         if isinstance(cause, click.ClickException):
             return cause
-    for cause in causes:
+    for cause in causes(error):
         message = _message(cause)
         if message is not None:
             return PipelineError(without_secrets(message))
     first_line = str(error).strip().partition("\n")[0]
     return UnexpectedError(f"unexpected {type(error).__name__}: {without_secrets(first_line)}")
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes; the context of an error counts unless `from None` hides it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _message(error: BaseException) -> str | None:
@@ -121,15 +112,11 @@ def _invalid_yaml(error: BaseException) -> str | None:
     line = file.read_text(encoding="utf-8").splitlines()[mark.line : mark.line + 1]
     return "\n".join(
         [
-            f"{_relative(file)}, line {mark.line + 1}, column {mark.column + 1}: {problem}",
+            f"{short_path(file)}, line {mark.line + 1}, column {mark.column + 1}: {problem}",
             *(f"    {text}" for text in line),
             "Fix: correct this line or the one above it, e.g. quotes, brackets or indentation",
         ]
     )
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _save_stack(error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rlhf_pipeline.data.split_report import print_summary as print_split
+from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.evaluation.report import print_summary
 from rlhf_pipeline.stage_registry import policy_stages
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
@@ -57,8 +57,7 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 
 def _link(path: Path) -> str:
     """The path relative to the current folder, as a link that a terminal opens."""
-    shown = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-    return f"[link={path.as_uri()}]{escape(shown)}[/link]"
+    return f"[link={path.as_uri()}]{escape(short_path(path))}[/link]"
 
 
 def _registration(registration: dict[str, Any], console: Console) -> list[str]:

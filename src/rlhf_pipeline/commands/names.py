@@ -32,16 +32,6 @@ def check_names(chosen: Sequence[str], options: Mapping[str, Any]) -> None:
             "--from-inputs": ("from_inputs", data_sets, "data sets"),
             "--to-outputs": ("to_outputs", data_sets, "data sets"),
             "--load-versions": ("load_versions", data_sets, "data sets"),
-            "--tags": (
-                "tags",
-                sorted({tag for node in pipeline.nodes for tag in node.tags}),
-                "tags",
-            ),
-            "--namespaces": (
-                "namespaces",
-                sorted({node.namespace for node in pipeline.nodes if node.namespace}),
-                "namespaces",
-            ),
         }
         faults = [
             _unknown(option, name, known, kind)

@@ -53,9 +53,9 @@ def draw(axes: Axes, name: str, counts: Mapping[int, int], limit: int) -> None:
     ):
         if chosen.any():
             shown = np.minimum(lengths[chosen], end)  # the last bar contains its right edge
-            _, _, bars = axes.hist(shown, edges, weights=rows[chosen], color=color, label=label)
+            axes.hist(shown, edges.tolist(), weights=rows[chosen], color=color, label=label)
     if longest > end:
-        bars[-1].set(hatch="////", edgecolor="white", linewidth=0)
+        axes.patches[-1].set(hatch="////", edgecolor="white", linewidth=0)
         axes.set_xlabel(f"length in tokens (hatched: {edges[-2] + 0.5:,.0f} to {longest:,})")
     if limit < end:
         axes.axvline(limit + 0.5, color="0.25", linewidth=1, linestyle="--", clip_on=False)

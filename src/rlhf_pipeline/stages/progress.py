@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
@@ -140,7 +139,7 @@ class ProgressDisplay(StageListener):
         resumed = f", resuming from step {run.resume_from}" if run.resume_from is not None else ""
         self._print(
             f"[bold]{run.title}[/]: running as {run.fingerprint[:8]} in "
-            f"{_relative(run.directory)}{resumed}"
+            f"{short_path(run.directory)}{resumed}"
         )
         for name, size in run.adjusted.items():
             self._print(
@@ -202,8 +201,3 @@ def _clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def _relative(path: Path) -> str:
-    """The path relative to the current folder, if it is below it."""
-    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.errors import Interrupted, causes
 from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
@@ -208,18 +208,12 @@ class MlflowTracker(StageListener):
 
 def _raise_interruption(error: Exception) -> None:
     """Raise the interruption inside: MLflow wraps a signal that arrives in a database call."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, Interrupted):
             raise cause
 
 
 def _root_cause(error: Exception) -> str:
     """The first cause in one line; "connection refused" says more than the exceptions around it."""
-    *_, root = _causes(error)
+    *_, root = causes(error)
     return f"{type(root).__name__}: {str(root).partition(chr(10))[0]}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -62,7 +62,7 @@ def test_each_declared_column_is_needed(records, source_rows, name: str, column:
 )
 def test_a_misspelt_name_gets_a_suggestion(name: str, nearest: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"unknown source '{name}'. Did you mean '{nearest}'"
+        ConfigError, match=rf"unknown source '{name}' \(did you mean {nearest}\?\)"
     ) as error:
         find_source(name)
     assert all(known in str(error.value) for known in MODULES)
@@ -70,7 +70,7 @@ def test_a_misspelt_name_gets_a_suggestion(name: str, nearest: str) -> None:
 
 def test_an_unfamiliar_name_gets_no_suggestion() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown source 'zzz'\. Known sources: .*Anthropic/hh-rlhf"
+        ConfigError, match=r"unknown source 'zzz'; the sources are .*Anthropic/hh-rlhf"
     ):
         find_source("zzz")
 

@@ -243,7 +243,7 @@ def test_files_need_a_path() -> None:
 def test_a_missing_file_and_an_unknown_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: .*Fix: correct the source's `path`"):
         source_origin(SourceConfig(name="files", path=str(tmp_path / "none.jsonl")))
-    with pytest.raises(ConfigError, match="Did you mean 'synthetic'"):
+    with pytest.raises(ConfigError, match=r"\(did you mean synthetic\?\)"):
         source_origin(SourceConfig(name="synthetik"))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.stages.launch.hints import FOLLOW_UP, HINTS, advice, as_markdown, find_hint
+from rlhf_pipeline.stages.launch.hints import FOLLOW_UP, HINTS, Hint, advice, find_hint
 
 PPO = {
     "ppo": {
@@ -121,6 +121,24 @@ def test_every_advice_consists_of_imperative_sentences():
     assert [text for text in texts if not (text[0].isupper() and text.endswith("."))] == []
 
 
+def as_markdown() -> str:
+    """The known failures as a Markdown table."""
+    rows = [("failure", "recognised by", "cause", "fix"), ("---",) * 4]
+    for hint in HINTS:
+        actions = [remedy.action.format(f"`{remedy.field}`") for remedy in hint.remedies]
+        fix = " ".join([*actions, *filter(None, [hint.advice])])
+        rows.append((hint.name, recognised_by(hint), hint.cause, fix))
+    bar = "\\|"
+    return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in rows)
+
+
+def recognised_by(hint: Hint) -> str:
+    if hint.signal is None:
+        return f"`{hint.pattern}`"
+    without = ", while the kernel killed no process for lack of memory"
+    return f"signal {hint.signal.name}{without if hint.requires_zero_kernel_kills else ''}"
+
+
 def test_every_row_of_the_table_has_four_cells():
     rows = as_markdown().splitlines()
     assert len(rows) == len(HINTS) + 2
@@ -130,5 +148,9 @@ def test_every_row_of_the_table_has_four_cells():
 def test_the_documentation_contains_the_table():
     page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
     assert as_markdown() in page, (
-        "put the output of python -m rlhf_pipeline.stages.launch.hints into the page"
+        "put the output of python tests/stages/launch/test_hints.py into the page"
     )
+
+
+if __name__ == "__main__":
+    print(as_markdown())

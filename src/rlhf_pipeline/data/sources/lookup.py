@@ -6,11 +6,10 @@ change to one module, only its sources are read again.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from importlib import import_module
 
 from rlhf_pipeline.data.sources.adapter import Source
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, suggestion
 
 _MODULES = (
     "synthetic",
@@ -40,12 +39,9 @@ def adapter_module(name: str) -> str:
     """
     if name in MODULES:
         return MODULES[name]
-    folded = {known.casefold(): known for known in MODULES}
-    nearest = get_close_matches(name.casefold(), folded, n=1)
-    suggestion = f" Did you mean {folded[nearest[0]]!r}?" if nearest else ""
     raise ConfigError(
-        f"unknown source {name!r}.{suggestion} Known sources: {', '.join(sorted(MODULES))}. "
-        "For your own data, use 'files' with a column map."
+        f"unknown source {name!r}{suggestion(name, MODULES)}; the sources are "
+        f"{', '.join(sorted(MODULES))}. For your own data, use 'files' with a column map."
     )
 
 

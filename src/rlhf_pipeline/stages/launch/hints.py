@@ -1,8 +1,6 @@
 """Known failures of a launched program: how to recognise them, their cause, and what helps.
 
-The table feeds the hints in error messages. docs/troubleshooting.md contains the output of
-
-    python -m rlhf_pipeline.stages.launch.hints
+The table feeds the hints in error messages, and the one in docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -226,25 +224,3 @@ def advice(hint: Hint, parameters: Mapping[str, Any]) -> str:
             if name.rpartition(".")[2] == remedy.field and value not in remedy.exhausted
         ]
     return " ".join([*sentences, *filter(None, [hint.advice])])
-
-
-def as_markdown() -> str:
-    """The known failures as a Markdown table."""
-    rows = [("failure", "recognised by", "cause", "fix"), ("---",) * 4]
-    for hint in HINTS:
-        actions = [remedy.action.format(f"`{remedy.field}`") for remedy in hint.remedies]
-        fix = " ".join([*actions, *filter(None, [hint.advice])])
-        rows.append((hint.name, _recognised_by(hint), hint.cause, fix))
-    bar = "\\|"
-    return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in rows)
-
-
-def _recognised_by(hint: Hint) -> str:
-    if hint.signal is None:
-        return f"`{hint.pattern}`"
-    without = ", while the kernel killed no process for lack of memory"
-    return f"signal {hint.signal.name}{without if hint.requires_zero_kernel_kills else ''}"
-
-
-if __name__ == "__main__":
-    print(as_markdown())
