@@ -106,7 +106,7 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
     parameters: dict[str, Any] = catalog.load("parameters")
     base_model = BaseModelConfig.model_validate(parameters["base_model"])
     return RunContext(
-        workspace=catalog.load("workspace"),
+        workspace=Path(catalog.load("workspace")),
         launch=launch_config(catalog),
         forced=forced_stages(parameters.get("force"), stage_specs()),
         trust_remote_code=base_model.trust_remote_code,

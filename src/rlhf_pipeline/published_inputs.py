@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from kedro.io import CatalogProtocol
@@ -23,8 +24,8 @@ from rlhf_pipeline.stages.cache.fingerprint import FORM
 from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
 from rlhf_pipeline.stages.cache.workspace import RECIPE, work_directory
 
-SHOWN = 3
-"""Changes that a refusal shows of each input, and inputs."""
+SHOWN = 200
+"""Characters of the changes that a refusal shows."""
 
 
 def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, Path]:
@@ -55,6 +56,7 @@ def changes_since(inputs: Mapping[str, Path], catalog: CatalogProtocol) -> dict[
     Returns:
         Data set to changes such as "seed 5 -> 1234"; inputs without a change are missing.
     """
+    workspace = Path(catalog.load("workspace"))
     parameters: dict[str, Any] = catalog.load("parameters")
     present = {
         name: block.model_validate(parameters.get(name, {})).recipe()
@@ -63,7 +65,7 @@ def changes_since(inputs: Mapping[str, Path], catalog: CatalogProtocol) -> dict[
     found = {}
     for name, artifact in inputs.items():
         changes: list[str] = []
-        for directory, job in _jobs_behind(artifact, catalog.load("workspace")).items():
+        for directory, job in _jobs_behind(artifact, workspace).items():
             old = json.loads((directory / RECIPE).read_text())
             files = {
                 key: content_digest(path) for key, path in job.inputs.items() if path.is_file()
@@ -105,22 +107,20 @@ def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
     """
     if not changes:
         return
-    inputs_by_changes: dict[tuple[str, ...], list[str]] = {}
+    names_by_changes: dict[str, list[str]] = {}
     for name, found in changes.items():
-        inputs_by_changes.setdefault(tuple(found), []).append(name)
+        names_by_changes.setdefault("; ".join(found), []).append(name)
     lines = [
-        f"  {', '.join(names)}: {'; '.join(found[:SHOWN])}"
-        + (f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
-        for found, names in inputs_by_changes.items()
+        f"  {', '.join(names)}: {shorten(found, SHOWN, placeholder=' ...')}"
+        for found, names in names_by_changes.items()
     ]
-    more = len(lines) - SHOWN
     raise ConfigError(
         "\n".join(
             [
                 "the published inputs were made with other parameters (theirs -> yours):",
-                *lines[:SHOWN],
+                *lines,
                 f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to "
-                "use these inputs as they are" + (f" ({more} more differ)" if more > 0 else ""),
+                "use these inputs as they are",
             ]
         )
     )

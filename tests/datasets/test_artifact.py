@@ -7,7 +7,6 @@ from kedro.io import Version
 from kedro.io.core import DatasetError
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.datasets.directory import DirectoryDataset
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 
@@ -95,12 +94,3 @@ def test_a_run_reads_its_own_version_although_another_one_is_newer(finished, tmp
         dataset(tmp_path, "2026-01-03T00.00.00.000Z").load().parent.name
         == "2026-01-02T00.00.00.000Z"
     )
-
-
-def test_loading_a_directory_creates_it_and_saving_fails(tmp_path):
-    directory = DirectoryDataset(filepath=str(tmp_path / "workspace" / "deep"))
-    assert directory.load().is_dir()
-    with pytest.raises(
-        DatasetError, match="cannot be saved: the programs of the stages write into it"
-    ):
-        directory.save("anything")

@@ -32,7 +32,7 @@ def clean(
     With `versions`, published versions count as well, except the newest one of each data set and
     those that the model registry refers to.
     """
-    workspace: Path = catalog.load("workspace")
+    workspace = Path(catalog.load("workspace"))
     names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
     found = (catalog.get(name) for name in sorted(names))
     datasets = [dataset for dataset in found if isinstance(dataset, ArtifactDataset)]

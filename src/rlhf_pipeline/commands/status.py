@@ -96,7 +96,7 @@ def _visit(
         if not pending:
             raise
         results[output] = planner.add_pending(node.name)
-        if has_run(catalog.load("workspace"), node.name):
+        if has_run(Path(catalog.load("workspace")), node.name):
             return Row(node.name, "may run", details=downstream(pending))
         return Row(node.name, "run", details=f"{downstream(pending)}; never run here")
     return None
