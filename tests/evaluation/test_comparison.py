@@ -109,8 +109,9 @@ EVALUATION = {
 }
 
 LINE = (
-    '{"row": 0, "prompt": "User: 0?", "response": "a c d", "score": 1.0, "gold_score": 1.0, '
-    '"kl": 0.5, "sft_logprob": -2.0794415416798357, "response_tokens": 3, "ended": true}'
+    '{"row": 0, "prompt": "User: 0?", "response": "a c d", "kl": 0.5, '
+    '"sft_logprob": -2.0794415416798357, "response_tokens": 3, "ended": true, '
+    '"score": 1.0, "gold_score": 1.0}'
 )
 
 

@@ -54,13 +54,7 @@ class RowCounts:
 
     def write(self, folder: Path) -> None:
         """Write the counts to the folder of the source's records."""
-        fields = {
-            "rows": self.rows,
-            "bad": self.bad,
-            "skipped": self.skipped,
-            "first_bad": self.first_bad,
-        }
-        text = json.dumps(fields, indent=2, sort_keys=True)
+        text = json.dumps(vars(self), indent=2, sort_keys=True)
         (folder / _NAME).write_text(text, encoding="utf-8")
 
     @classmethod

@@ -39,16 +39,9 @@ class Answer:
 
     def record(self) -> dict[str, Any]:
         """The answer as JSON types; each score is a field."""
-        return {
-            "row": self.row,
-            "prompt": self.prompt,
-            "response": self.response,
-            **{score_name(judge): score for judge, score in self.scores.items()},
-            "kl": self.kl,
-            "sft_logprob": self.sft_logprob,
-            "response_tokens": self.response_tokens,
-            "ended": self.ended,
-        }
+        fields = asdict(self)
+        scores = fields.pop("scores")
+        return fields | {score_name(judge): score for judge, score in scores.items()}
 
 
 def score_name(judge: str) -> str:

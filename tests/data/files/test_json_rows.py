@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.data.files import json_rows
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.errors import DataError
 
@@ -64,23 +63,6 @@ def test_half_a_surrogate_pair_is_left_to_the_record_checks(write: Write, read: 
 def test_a_long_line(write: Write, read: Read) -> None:
     ((_, row),) = read(write("a.jsonl", b'{"x": "' + b"a" * 10_000_000 + b'"}\n'))
     assert len(row["x"]) == 10_000_000
-
-
-def test_a_line_that_is_too_long(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_rows, "MAX_CHARACTERS", 20)
-    content = (
-        b'{"x": "'
-        + b"a" * 100
-        + b'"}\n{"x": 2}\n{"x": "123456789"}\n{"x": "1234567890"}\n'
-        + b"b" * 20
-    )
-    assert read(write("a.jsonl", content)) == [
-        ("a.jsonl:1", Unused("a line of more than 20 characters")),
-        ("a.jsonl:2", {"x": 2}),
-        ("a.jsonl:3", {"x": "123456789"}),
-        ("a.jsonl:4", {"x": "1234567890"}),
-        ("a.jsonl:5", Unused("a line of more than 20 characters")),
-    ]
 
 
 @pytest.mark.parametrize("codec", ["utf-16", "utf-16-le"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +15,9 @@ from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.redaction import without_secrets
+
+if TYPE_CHECKING:
+    import datasets
 
 _BATCH_ROWS = 1_000
 
@@ -42,10 +46,15 @@ def saved_rows(
                 f"{', '.join(saved)}."
             )
         saved = saved[split]
-    wanted = _requested_columns(columns, saved.column_names)
-    yield from _number_rows(
-        table.select(wanted) for table in saved.with_format("arrow").iter(_BATCH_ROWS)
-    )
+    yield from data_set_rows(saved, _requested_columns(columns, saved.column_names))
+
+
+def data_set_rows(
+    data_set: datasets.Dataset, columns: list[str]
+) -> Iterator[tuple[int, Row | Unused]]:
+    """Yield these columns of every row of a data set, numbered from 1."""
+    chosen = data_set.select_columns(columns).with_format("arrow")
+    yield from _number_rows(chosen.iter(_BATCH_ROWS))
 
 
 def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:

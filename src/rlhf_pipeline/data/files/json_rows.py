@@ -6,14 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_pipeline.data.files.stream import (
-    MAX_CHARACTERS,
-    NOT_UTF8,
-    FileFault,
-    Stream,
-    decode,
-    is_utf8,
-)
+from rlhf_pipeline.data.files.stream import NOT_UTF8, FileFault, Stream, decode, is_utf8
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
@@ -42,18 +35,11 @@ def _array(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
 def json_lines(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
     """Yield line number and object of every line that is not blank."""
     # Only "\n" ends a line of JSON Lines.
-    readline = decode(stream, newline="\n").readline
-    number = 0
-    while line := readline(MAX_CHARACTERS):
-        number += 1
+    for number, line in enumerate(decode(stream, newline="\n"), start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if len(line) == MAX_CHARACTERS:
-                while line and not line.endswith("\n"):
-                    line = readline(MAX_CHARACTERS)
-                yield number, Unused(f"a line of more than {MAX_CHARACTERS:,} characters")
-            elif line.strip():
+            if line.strip():
                 yield number, Unused(_line_fault(line, error))
         else:
             yield number, _object_or_unused(row) if is_utf8(line) else Unused(NOT_UTF8)

@@ -16,9 +16,6 @@ Stream = io.BufferedReader | gzip.GzipFile
 
 _BLOCK = 2**20
 
-MAX_CHARACTERS = 64 * 2**20
-"""Limit for one line or row. A longer one means a broken file, and would fill the memory."""
-
 NOT_UTF8 = "not UTF-8"
 
 

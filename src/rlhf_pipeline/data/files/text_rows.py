@@ -6,17 +6,12 @@ import csv
 import io
 from collections.abc import Iterator
 
-from rlhf_pipeline.data.files.stream import (
-    MAX_CHARACTERS,
-    NOT_UTF8,
-    FileFault,
-    Stream,
-    decode,
-    is_utf8,
-)
+from rlhf_pipeline.data.files.stream import NOT_UTF8, FileFault, Stream, decode, is_utf8
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
+MAX_CHARACTERS = 64 * 2**20
+"""Limit for a field of CSV and for a line of text. A longer one means a broken file."""
 _PIECE = 2**20
 _NEVER_CLOSED = ("unexpected end of data", "field larger than field limit")
 """Messages of the csv module for a field that goes on to the end of the file or to the limit."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.files.arrow_rows import data_set_rows
 from rlhf_pipeline.data.files.location import Origin, find_files, origin
 from rlhf_pipeline.data.files.rows import read_rows
 from rlhf_pipeline.data.files.stream import is_utf8
@@ -14,8 +15,6 @@ from rlhf_pipeline.data.sources.adapter import CONVERTED, Row, Source, columns_o
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.hub import commit_of, is_commit
-
-_HUB_BATCH_ROWS = 1_000
 
 
 def source_origin(config: SourceConfig) -> Origin:
@@ -116,7 +115,7 @@ def _assemble_rows(
 
 def _hub_rows(
     source: Source, config: SourceConfig, split: str, revision: str | None
-) -> Iterator[tuple[str, Row]]:
+) -> Iterator[tuple[str, Row | Unused]]:
     import datasets  # imported late: the import takes a second
 
     revision = revision or config.revision or source.revision
@@ -142,11 +141,8 @@ def _hub_rows(
             "data and set the source's `path`."
         ) from error
     columns = [column for column in source.columns if column in rows.column_names]
-    index = 0
-    for batch in rows.select_columns(columns).with_format("arrow").iter(_HUB_BATCH_ROWS):
-        for row in batch.to_pylist():
-            yield f"{source.name}:{split}:{index}", row
-            index += 1
+    for number, row in data_set_rows(rows, columns):
+        yield f"{source.name}:{split}:{number - 1}", row
 
 
 # --- checks ---------------------------------------------------------------------------------------
