@@ -6,8 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import webbrowser
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -15,9 +13,6 @@ from rich.console import Console
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.tracking.store import connect, experiment_id, is_server, tracking_uri
-
-OPEN_AFTER_S = 5.0
-"""Seconds that the server has to start before the browser opens."""
 
 
 def runs_page(server: str, project: Path) -> str:
@@ -27,7 +22,7 @@ def runs_page(server: str, project: Path) -> str:
 
 
 def serve(project: Path, port: int, console: Console) -> None:
-    """Print the link, open it where there is a display, and serve until Ctrl-C.
+    """Print the link, and serve until Ctrl-C.
 
     With a tracking server in MLFLOW_TRACKING_URI, its pages are used and nothing is started.
 
@@ -46,8 +41,6 @@ def serve(project: Path, port: int, console: Console) -> None:
                 f"--port: another program answers at {port}, perhaps an earlier `make ui`. Fix: "
                 f"open the link above, or use `kedro rlhf ui --port={port + 1}`"
             )
-    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
-        threading.Timer(OPEN_AFTER_S, webbrowser.open, [page]).start()
     # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     options = ["--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(port)]

@@ -109,8 +109,7 @@ def summary(answers: list[Answer]) -> dict[str, float]:
     write has a high one, whatever the judges say.
     """
     scores = {score_name(judge): _scores(answers, judge) for judge in complete_judges(answers)}
-    # The KL comes after the reward model's score: evaluation.json keeps this order of its keys.
-    columns = {score_name(REWARD_MODEL): [], "kl": [a.kl for a in answers]} | scores
+    columns = scores | {"kl": [a.kl for a in answers]}
     metrics: dict[str, float] = {}
     for name, values in columns.items():
         mean, lower, upper = mean_with_interval(values)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from rlhf_pipeline.data.files.location import File, explain_store_errors
 
@@ -29,23 +27,15 @@ class FileFault(Exception):  # noqa: N818 - a fault of the file
 
 @contextmanager
 def open_stream(file: File) -> Iterator[Stream]:
-    """Open a file as bytes, decompressed; seekable if the format needs it."""
-    with ExitStack() as stack:
-        stored: io.BufferedReader = stack.enter_context(
-            io.BufferedReader(_StoredFile(file), _BLOCK)
-        )
+    """Open a file as bytes, decompressed."""
+    stored: io.BufferedReader = io.BufferedReader(_StoredFile(file), _BLOCK)
+    with stored:
         if not file.gzipped:
             yield stored
             return
         # Without another buffer, which would lose the valid lines of a block that ends in damage.
-        unpacked = stack.enter_context(gzip.GzipFile(fileobj=stored))
-        if file.format != "parquet":
+        with gzip.GzipFile(fileobj=stored) as unpacked:
             yield unpacked
-            return
-        temporary = stack.enter_context(tempfile.TemporaryFile(buffering=0))
-        shutil.copyfileobj(unpacked, temporary, _BLOCK)
-        seekable: io.BufferedReader = stack.enter_context(io.BufferedReader(temporary))
-        yield seekable
 
 
 def decode(stream: Stream, newline: str) -> io.TextIOWrapper:
