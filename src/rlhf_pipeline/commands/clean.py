@@ -77,13 +77,10 @@ def _table(leftovers: list[Leftover], root: Path) -> Table:
     )
     table.add_column("directory", overflow="fold", footer="total")
     table.add_column("why", overflow="fold")
-    for name, sizes in (
-        ("size", [row.size for row in leftovers]),
-        ("frees", [row.freed for row in leftovers]),
-    ):
-        table.add_column(name, justify="right", no_wrap=True, footer=decimal(sum(sizes)))
+    freed = sum(row.freed for row in leftovers)
+    table.add_column("frees", justify="right", no_wrap=True, footer=decimal(freed))
     for row in leftovers:
-        table.add_row(_name(row.path, root), row.why, decimal(row.size), decimal(row.freed))
+        table.add_row(_name(row.path, root), row.why, decimal(row.freed))
     return table
 
 

@@ -22,8 +22,6 @@ class Leftover:
 
     path: Path
     why: str
-    size: int
-    """Bytes of its files."""
     freed: int
     """Bytes that become free when all leftovers are removed. A file of a published version has
     another hard link and frees nothing."""
@@ -133,15 +131,14 @@ def _reason(path: Path, needed: set[Path]) -> str | None:
 
 
 def _with_sizes(removable: dict[Path, str]) -> Iterator[Leftover]:
-    """Sizes and freed bytes. A file counts once, and only if all its hard links are removed."""
+    """The freed bytes. A file counts once, and only if all its hard links are removed."""
     files = {
         path: [file.lstat() for file in path.rglob("*") if not file.is_dir()] for path in removable
     }
     names = Counter((stat.st_dev, stat.st_ino) for stats in files.values() for stat in stats)
     for path, why in removable.items():
-        size = freed = 0
+        freed = 0
         for stat in files[path]:
-            size += stat.st_size
             if names.pop((stat.st_dev, stat.st_ino), 0) == stat.st_nlink:
                 freed += stat.st_size
-        yield Leftover(path, why, size, freed)
+        yield Leftover(path, why, freed)
