@@ -35,7 +35,7 @@ from rlhf_pipeline.results import SplitSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
-from rlhf_pipeline.stages.events import Listeners, StageListener, Status
+from rlhf_pipeline.stages.events import StageListener, Status
 from rlhf_pipeline.stages.job import STAGES, Stages
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
@@ -110,7 +110,7 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
         launch=launch_config(catalog),
         forced=forced_stages(parameters.get("force"), stage_specs()),
         trust_remote_code=base_model.trust_remote_code,
-        listener=Listeners(listeners),
+        listener=StageListener(*listeners),
     )
 
 

@@ -14,7 +14,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import Listeners, StageListener
+from rlhf_pipeline.stages.events import StageListener
 from rlhf_pipeline.stages.job import Job, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
@@ -85,7 +85,7 @@ class Drill:
             launch=LaunchConfig(**launch),
             forced=frozenset(force),
             trust_remote_code=trust,
-            listener=listener or Listeners(),
+            listener=listener or StageListener(),
         )
 
     def run(self, value: int = 1, inputs: dict[str, Path] | None = None, **context: object) -> Path:

@@ -18,7 +18,7 @@ from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import Listeners
+from rlhf_pipeline.stages.events import StageListener
 from rlhf_pipeline.stages.job import Job, StageSpec
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
@@ -88,7 +88,7 @@ def toy(tmp_path, monkeypatch):
 
     def run_toy(action="work", *listeners, halve=False):
         launch = LaunchConfig(halve_micro_batch_on_oom=halve)
-        context = RunContext(tmp_path / "ws", launch, listener=Listeners(listeners))
+        context = RunContext(tmp_path / "ws", launch, listener=StageListener(*listeners))
         return StageRunner(context).run(Job(SPEC, {"toy": ToyConfig(action=action)}, {}, 1))
 
     return run_toy

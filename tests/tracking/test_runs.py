@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.events import Listeners, StageRun
+from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.tracking.orphans import driver_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id
@@ -82,7 +82,7 @@ def write_manifest(stage, metrics):
 
 
 def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents):
-    listeners = Listeners((tracker,))
+    listeners = StageListener(tracker)
     listeners.stage_started(stage)
     listeners.stage_metrics(
         stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75, policy_loss=0.25)]

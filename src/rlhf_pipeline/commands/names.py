@@ -48,5 +48,4 @@ def _is_parameter(name: str) -> bool:
 
 
 def _unknown(option: str, name: str, known: Collection[str], kind: str) -> str:
-    listed = f"the {kind} are {', '.join(known)}" if known else f"the pipeline has no {kind}"
-    return f"{option}: found {name!r}{suggestion(name, known)}; {listed}"
+    return f"{option}: found {name!r}{suggestion(name, known)}; the {kind} are {', '.join(known)}"

@@ -10,7 +10,9 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_pipeline.config.architecture import find_family, positions, positions_in
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.chat_template import TEMPLATE_DATE
+
+TEMPLATE_DATE = date(2024, 7, 26)
+"""The default of `template_date`. Llama 3.1's template has this date where no clock is at hand."""
 
 COMMIT, BYTES = "commit", "bytes"
 """Names of the digest that identifies a base model: a commit on the hub, or local bytes."""

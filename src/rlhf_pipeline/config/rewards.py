@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
 
+from rlhf_pipeline.config.base_model import TEMPLATE_DATE
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.chat_template import TEMPLATE_DATE
 from rlhf_pipeline.config.precision import Precision
 
 INPUT_PREFIX = "rewards."

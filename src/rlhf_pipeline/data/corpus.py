@@ -15,11 +15,7 @@ def corpus(sources: Sequence[Path]) -> Iterator[str]:
         for records in examples(source).to_batches():
             batch = example_batch(records)
             for prompt, *answers in zip(batch.prompts, batch.chosen, batch.rejected, strict=True):
-                turns = [
-                    [{"role": "assistant", "content": answer}]
-                    for answer in answers
-                    if answer is not None
-                ]
+                turns = [[{"role": "assistant", "content": a}] for a in answers if a is not None]
                 first, *others = turns or [[]]
                 yield plain_text([*prompt, *first])
                 yield from map(plain_text, others)

@@ -41,11 +41,6 @@ def win_rate(candidate: Sequence[float], baseline: Sequence[float]) -> WinRate:
     Raises:
         ValueError: there are no scores, their numbers differ, or a score is not finite.
     """
-    if len(candidate) != len(baseline):
-        raise ValueError(
-            f"candidate has {len(candidate)} scores, baseline has {len(baseline)}; "
-            "expected one score of each for every prompt"
-        )
     _check_scores("candidate", candidate)
     _check_scores("baseline", baseline)
     n = len(candidate)
@@ -83,14 +78,7 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
     has n words.
 
     Source: Li et al., https://arxiv.org/abs/1510.03055, who divide by the number of words instead.
-
-    Raises:
-        ValueError: there are no texts, or n is less than 1.
     """
-    if not texts:
-        raise ValueError("texts is empty")
-    if n < 1:
-        raise ValueError(f"n is {n}; it must be at least 1")
     ngrams = [
         tuple(words[i : i + n])
         for words in map(str.split, texts)

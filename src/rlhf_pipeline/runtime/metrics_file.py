@@ -22,12 +22,7 @@ class MetricsFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        total_steps: int | None,
-        *,
-        rank: int = 0,
-        resumed_from: int | None = None,
+        self, path: Path, total_steps: int | None, *, rank: int = 0, resumed_from: int | None = None
     ) -> None:
         if rank == 0 and resumed_from is not None:
             truncate_after(path, resumed_from)

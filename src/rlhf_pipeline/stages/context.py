@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, suggestion
-from rlhf_pipeline.stages.events import Listeners, StageListener
+from rlhf_pipeline.stages.events import StageListener
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RunContext:
     mixture: Mapping[str, list[str]] = field(default_factory=dict)
     """Published inputs of the run that other parameters made, with the changes: the parameter
     `inputs` accepts them."""
-    listener: StageListener = field(default_factory=Listeners)
+    listener: StageListener = field(default_factory=StageListener)
     """Follows every stage."""
 
 

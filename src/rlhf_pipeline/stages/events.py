@@ -31,52 +31,36 @@ class StageRun(LaunchedJob):
 class StageListener:
     """Follows the stages of a run. It handles its own errors and never makes a stage fail.
 
-    Each method does nothing unless a listener defines it.
+    A subclass defines the methods for the events that it needs. An instance of this class passes
+    every event on to several listeners.
     """
-
-    def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Another process runs the same recipe; `records` are its newest metrics, if any."""
-
-    def stage_started(self, run: StageRun) -> None:
-        """A program is about to be launched, or a result is reused."""
-
-    def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
-        """The first rank has reported what it does; called several times a second."""
-
-    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """The metrics file has new records."""
-
-    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """The stage ended; `metrics` are those of its manifest."""
-
-
-@dataclass(frozen=True)
-class Listeners(StageListener):
-    """Several listeners as one."""
 
     listeners: tuple[StageListener, ...] = ()
 
+    def __init__(self, *listeners: StageListener) -> None:
+        self.listeners = listeners
+
     def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Call every listener."""
+        """Another process runs the same recipe; `records` are its newest metrics, if any."""
         for listener in self.listeners:
             listener.stage_waiting(run, records)
 
-    def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
-        """Call every listener."""
-        for listener in self.listeners:
-            listener.stage_phase(run, heartbeat)
-
     def stage_started(self, run: StageRun) -> None:
-        """Call every listener."""
+        """A program is about to be launched, or a result is reused."""
         for listener in self.listeners:
             listener.stage_started(run)
 
+    def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
+        """The first rank has reported what it does; called several times a second."""
+        for listener in self.listeners:
+            listener.stage_phase(run, heartbeat)
+
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Call every listener."""
+        """The metrics file has new records."""
         for listener in self.listeners:
             listener.stage_metrics(run, records)
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Call every listener."""
+        """The stage ended; `metrics` are those of its manifest."""
         for listener in self.listeners:
             listener.stage_ended(run, status, metrics)

@@ -169,7 +169,7 @@ def fit(setup: Setup) -> None:
     evaluated = evaluation_steps(total, config.evaluations)
     if config.evaluate_at_start and not setup.done:
         log = StepLog(0, setup.guard)
-        log.add(validation_metrics(evaluate(setup)))
+        log.add(as_validation(evaluate(setup)))
         log.write(due=True)
     for step in range(setup.done + 1, total + 1):
         heartbeat.at("update", step)
@@ -177,7 +177,7 @@ def fit(setup: Setup) -> None:
         log.add(train_step(setup, step))
         if step in evaluated:
             held_out = evaluate(setup)
-            log.add(validation_metrics(held_out))
+            log.add(as_validation(held_out))
             score = setup.task.selection_score(held_out)
             best.offer(setup.engine, step, score, dict(log.metrics))
         log.write(due=step in evaluated or step % config.log_every == 0)
@@ -235,8 +235,8 @@ def evaluate(setup: Setup) -> dict[str, float]:
     return task.metrics(world.sums(sums))
 
 
-def validation_metrics(held_out: dict[str, float]) -> dict[str, float]:
-    """Held-out metrics under the names in `metrics.jsonl`."""
+def as_validation(held_out: dict[str, float]) -> dict[str, float]:
+    """Held-out metrics under their names in `metrics.jsonl`."""
     return {f"validation/{name}": value for name, value in held_out.items()}
 
 
