@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 EVERY_S = 0.5
-PROGRAM = re.compile(r" -m rlhf_pipeline\.\w+\.(\w+) ")
+PROGRAM = re.compile(r" -m rlhf_pipeline\.(?!stages)\w+\.(\w+) ")
 
 
 def main() -> int:

@@ -150,8 +150,8 @@ def test_the_defaults_pass(parameters):
         ("split.sources", [], "split.sources: "),
         (
             "split.sources",
-            [{"name": "Anthropic/hh-rhlf"}],
-            "split.sources.0.name: unknown source 'Anthropic/hh-rhlf'. Did",
+            [{"name": "ANTHROPIC/hh-rhlf"}],
+            "split.sources.0.name: unknown source 'ANTHROPIC/hh-rhlf' (did you mean Anthropic/hh-",
         ),
         (
             "split.sources",

@@ -55,8 +55,9 @@ class Interrupted(PipelineError):  # noqa: N818 - not an error
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean NAME?)" with the nearest known name; empty if none is near."""
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    folded = {each.casefold(): each for each in known}
+    close = difflib.get_close_matches(name.casefold(), folded, 1)
+    return f" (did you mean {folded[close[0]]}?)" if close else ""
 
 
 def short_path(path: Path | str) -> str:

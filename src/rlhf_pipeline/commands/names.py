@@ -24,7 +24,8 @@ def check_names(chosen: Sequence[str], options: Mapping[str, Any]) -> None:
     if not faults:
         pipeline = sum((pipelines[name] for name in chosen or ["__default__"]), Pipeline([]))
         nodes = [node.name for node in pipeline.nodes]
-        data_sets = sorted(name for name in pipeline.datasets() if not _is_parameter(name))
+        # Data sets besides `parameters` and `params:...`.
+        data_sets = sorted(name for name in pipeline.datasets() if not name.startswith("param"))
         named = {
             "--from-nodes": ("from_nodes", nodes, "nodes"),
             "--to-nodes": ("to_nodes", nodes, "nodes"),
@@ -41,10 +42,6 @@ def check_names(chosen: Sequence[str], options: Mapping[str, Any]) -> None:
         ]
     if faults:
         raise ConfigError("\n".join(faults))
-
-
-def _is_parameter(name: str) -> bool:
-    return name == "parameters" or name.startswith("params:")
 
 
 def _unknown(option: str, name: str, known: Collection[str], kind: str) -> str:
