@@ -56,7 +56,7 @@ def run(seed: int) -> dict[str, float]:
         subprocess.run(
             command, cwd=PROJECT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True
         )
-    newest = max((root / "08_reporting" / "evaluation").iterdir()) / "evaluation"
+    newest = root / "08_reporting" / "evaluation" / "latest"
     evaluation = json.loads((newest / "evaluation.json").read_text())
     models = {
         name: json.loads(path.read_text())["metrics"] for name, path in manifests(root).items()
@@ -78,9 +78,7 @@ def run(seed: int) -> dict[str, float]:
 def manifests(root: Path) -> dict[str, Path]:
     """The newest manifest of each published model."""
     folders = (root / "06_models").iterdir()
-    return {
-        folder.name: max(folder.iterdir()) / folder.name / "manifest.json" for folder in folders
-    }
+    return {folder.name: folder / "latest" / "manifest.json" for folder in folders}
 
 
 def passes(row: dict[str, float]) -> bool:
