@@ -148,7 +148,7 @@ class StagesHook:
         listeners = ProgressDisplay(self._console), SplitSummary(self._console), tracker
         context = run_context(catalog, *listeners)
         chosen = {name: str(value) for name, value in self._chosen.items()}
-        changes = changes_since(published_inputs(pipeline, catalog), catalog)
+        changes = changes_since(published_inputs(pipeline, catalog), catalog, context)
         if catalog.load("parameters").get("inputs") != "newest":
             refuse_mixture(changes, whole_run(run_params, pipeline))
         provide_stages(catalog, StageRunner(replace(context, mixture=changes)))

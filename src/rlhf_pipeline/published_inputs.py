@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
+from kedro.io.core import DatasetError
 from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
 from rlhf_pipeline.stage_registry import parameter_blocks
-from rlhf_pipeline.stages.cache.fingerprint import FORM
+from rlhf_pipeline.stages.cache.fingerprint import recipe
 from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
 from rlhf_pipeline.stages.cache.workspace import RECIPE, work_directory
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import STAGES, Job
 
 SHOWN = 200
 """Characters of the changes that a refusal shows."""
@@ -47,52 +52,37 @@ def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, 
     return {name: catalog.load(name) for name in names}
 
 
-def changes_since(inputs: Mapping[str, Path], catalog: CatalogProtocol) -> dict[str, list[str]]:
+def changes_since(
+    inputs: Mapping[str, Path], catalog: CatalogProtocol, context: RunContext
+) -> dict[str, list[str]]:
     """How the recipes of published inputs differ from the present parameters.
 
-    Code, libraries, the number of ranks and what a hub or store contains do not count: they are not
-    parameters. Local data files and reward functions do.
+    Code, libraries and the number of ranks do not count: they are not parameters.
 
     Returns:
         Data set to changes such as "seed 5 -> 1234"; inputs without a change are missing.
     """
-    workspace = Path(catalog.load("workspace"))
-    parameters: dict[str, Any] = catalog.load("parameters")
-    present = {
-        name: block.model_validate(parameters.get(name, {})).recipe()
-        for name, block in parameter_blocks().items()
-    }
     found = {}
+    makers = sum((pipelines[name] for name in pipelines), Pipeline([]))
     for name, artifact in inputs.items():
-        changes: list[str] = []
-        for directory, job in _jobs_behind(artifact, workspace).items():
-            old = json.loads((directory / RECIPE).read_text())
-            files = {
-                key: content_digest(path) for key, path in job.inputs.items() if path.is_file()
-            }
-            new = old | {"form": FORM, "inputs": old["inputs"] | files}
-            if job.stage != "source":  # its parameters are those of the split
-                new["config"] = {key: present.get(key, old["config"][key]) for key in old["config"]}
-                new["seed"] = parameters["seed"]
-            changes += recipe_changes(old, new, pending=())
-        if changes:
-            found[name] = list(dict.fromkeys(changes))
+        comparison = _Comparison(artifact, context)
+        results: dict[str, Any] = {STAGES: comparison, **inputs}
+        for node in makers.to_outputs(name).nodes:
+            try:
+                values = [results.get(each) or _load(each, catalog) for each in node.inputs]
+                results[node.outputs[0]] = node.func(*values)
+            except (PipelineError, DatasetError, OSError):
+                continue  # the node needs a result that is gone, or a hub that is unreachable
+        if comparison.changes:
+            found[name] = list(dict.fromkeys(comparison.changes))
     return found
 
 
-def _jobs_behind(artifact: Path, workspace: Path) -> dict[Path, LaunchedJob]:
-    """The jobs that led to an artifact, the earliest first, by their work directories.
-
-    Jobs whose work directory was removed are missing, with those before them.
-    """
-    directory = work_directory(artifact, workspace)
-    if directory is None or not (directory / RECIPE).is_file():
-        return {}
-    job = LaunchedJob.read(directory / "job.json")
-    jobs: dict[Path, LaunchedJob] = {}
-    for parent in filter(None, map(artifact_of, job.inputs.values())):
-        jobs |= _jobs_behind(parent, workspace)
-    return jobs | {directory: job}
+def _load(name: str, catalog: CatalogProtocol) -> Any:
+    """Load a data set. Kedro validates only the blocks that the chosen pipeline reads."""
+    value = catalog.load(name)
+    block = parameter_blocks().get(name.removeprefix("params:"))
+    return block.model_validate(value) if block and isinstance(value, dict) else value
 
 
 def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
@@ -124,3 +114,64 @@ def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
             ]
         )
     )
+
+
+class _Comparison:
+    """Compares the jobs of the nodes with the recipes behind an artifact.
+
+    It takes the place of a `StageRunner`. Recipes of removed work directories are missing.
+    """
+
+    def __init__(self, artifact: Path, context: RunContext) -> None:
+        self._context = context
+        self._earlier: dict[Key, tuple[dict[str, Any], Path]] = {}
+        self._complete = True
+        self.changes: list[str] = []
+        pending = [artifact]
+        while pending:
+            path = pending.pop()
+            directory = work_directory(path, context.workspace)
+            if directory is None or not (directory / RECIPE).is_file():
+                self._complete = False
+                continue
+            job = LaunchedJob.read(directory / "job.json")
+            earlier = json.loads((directory / RECIPE).read_text())
+            self._earlier[_key(job.stage, job.config)] = earlier, path
+            pending += filter(None, map(artifact_of, job.inputs.values()))
+            self._complete &= all(parent.exists() for parent in job.inputs.values())
+
+    def run(self, job: Job) -> Path:
+        """Note the changes of the stage's parameters; return its artifact in the lineage.
+
+        Raises:
+            ConfigError: the lineage does not contain the stage.
+        """
+        key = _key(job.spec.name, as_json(job.config))
+        if key not in self._earlier:
+            if self._complete:
+                self.changes.append(f"{' '.join(filter(None, key))} is new")
+            raise ConfigError(f"no earlier {key}")
+        old, artifact = self._earlier[key]
+        made = [name for name, path in job.inputs.items() if artifact_of(path) is not None]
+        files = {name: _digest(path) for name, path in job.inputs.items() if name not in made}
+        new = recipe(
+            job,
+            digests=files | dict(job.identities),
+            processes=old["processes"],
+            trust_remote_code=self._context.trust_remote_code,
+        )
+        same = {name: old[name] for name in ("code", "versions", "processes")}
+        self.changes += recipe_changes(old, new | same, pending=made)
+        return artifact
+
+
+Key = tuple[str | None, ...]
+
+
+def _key(stage: str, config: Mapping[str, Any]) -> Key:
+    """What identifies a stage in a lineage: its name; for stage `source` also the source."""
+    source = config.get("source", {})
+    return stage, *(source.get(name) for name in ("name", "path", "subset", "split"))
+
+
+_digest = cache(content_digest)  # every input of the run may come from the same file

@@ -1,8 +1,11 @@
 """Starting from the results of other parameters: refused with the changes, or on record."""
 
 import json
+import re
+import shutil
 
 import pytest
+from conftest import Project
 
 pytestmark = pytest.mark.slow
 
@@ -51,3 +54,43 @@ def test_a_mixture_is_on_record_when_it_is_accepted(project):
     names = {run.info.run_name.partition(" sft.epochs")[0].partition(" ")[0] for run in tagged}
     assert names == {"ppo"} and len(tagged) == 2
     assert tagged[0].data.tags["rlhf.mixture"].startswith("reward_model: sft.epochs 1.0 -> 2.0")
+
+
+@pytest.fixture
+def own_project(tmp_path):
+    return Project(tmp_path / "root")
+
+
+def refused(project, env, params=""):
+    printed = project.kedro("--nodes=sft", env=env, params=params, check=False)
+    assert "the published inputs were made with other parameters" in printed
+    return printed
+
+
+def test_another_data_file_is_refused(own_project, tmp_path, monkeypatch):
+    """The path of a source is no part of the recipe, but the bytes of its files are."""
+
+    def set_file(name, verb):
+        turn = "\n\nHuman: please {verb} number {i}\n\nAssistant: {answer} {i}"
+        rows = (
+            {kind: turn.format(verb=verb, i=i, answer=kind) for kind in ("chosen", "rejected")}
+            for i in range(200)
+        )
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        monkeypatch.setenv("HH_RLHF_PATH", str(tmp_path / name))
+
+    set_file("one.jsonl", "count")
+    own_project.kedro("--to-nodes=split", env="hh-rlhf")
+    set_file("two.jsonl", "name")
+    assert re.search(
+        r"source Anthropic/hh-rlhf \S+two\.jsonl .*is new", refused(own_project, "hh-rlhf")
+    )
+
+
+def test_changed_bytes_of_a_local_model_are_refused(project, own_project, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(project.newest("02_base_model/base_model"), model)
+    params = f"base_model.path={model},split.max_prompt_tokens=64,split.max_response_tokens=48"
+    own_project.kedro("--to-nodes=split", params=params)
+    (model / "README.md").write_text("a note")
+    assert "input bytes changed" in refused(own_project, "tiny", params)
