@@ -49,11 +49,6 @@ def test_each_form():
     assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_a_single_source_needs_no_list():
-    config = PPOConfig.model_validate(PPO | {"rewards": "my.py:f"})
-    assert config.rewards == (CallableReward(callable="my.py:f"),)
-
-
 def test_the_trained_reward_model_alone_is_the_default():
     assert PPOConfig.model_validate(PPO).rewards == (TrainedReward(weight=1.0),)
     assert uses_trained(PPOConfig.model_validate(PPO).rewards)

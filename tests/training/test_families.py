@@ -82,42 +82,25 @@ def test_sft(checkpoint, contract, world):
 
 
 def test_reward_model(checkpoint, contract, world):
-    """The head starts at zero, so the first step moves the head alone.
+    """The first step moves everything but the last bias.
 
-    The second step moves everything but the last bias: it shifts all scores equally, and the loss
-    depends on differences only.
+    That bias shifts all scores equally, and the loss depends on differences only.
     """
     config = RewardModelConfig.model_validate(SUPERVISED)
-    engine = train_engine(partial(untrained, checkpoint), config, total_steps=2)
+    engine = train_engine(partial(untrained, checkpoint), config, total_steps=1)
+    weight = engine.module.head.weight
+    assert float(weight.std()) == pytest.approx((weight.shape[1] + 1) ** -0.5, rel=0.4)
     rows = {
         "prompt_ids": PROMPTS,
         "chosen_ids": [[20, 1], [21, 1], [22, 1]],
         "rejected_ids": [[23, 24, 1], [25], [26, 1]],
     }
     setup = setup_of(engine, RewardModelTask(contract), config, rows, world)
-    losses, changes = [], []
-    for step in (1, 2):
-        before = copy.deepcopy(engine.module.state_dict())
-        losses.append(train_step(setup, step)["reward_model/loss"])
-        changes.append(moved(before, engine.module))
-    assert losses[0] == pytest.approx(math.log(2)) and math.isfinite(losses[1])
-    assert changes[0] == {"classifier.score.weight"}
-    assert all(name.endswith(LAST_BIAS) for name in names(engine.module) - changes[1])
-
-
-def test_a_random_head_lets_all_weights_learn_from_the_first_step(checkpoint, contract, world):
-    load = partial(untrained, checkpoint, head_init="normal")
-    engine = train_engine(load, RewardModelConfig.model_validate(SUPERVISED), total_steps=1)
-    weight = engine.module.head.weight
-    assert float(weight.std()) == pytest.approx((weight.shape[1] + 1) ** -0.5, rel=0.4)
-    rows = {"prompt_ids": [[5]], "chosen_ids": [[20, 1]], "rejected_ids": [[23, 24, 1]]}
-    config = RewardModelConfig.model_validate(SUPERVISED | {"batch_size": 1})
-    setup = setup_of(engine, RewardModelTask(contract), config, rows, world)
     before = copy.deepcopy(engine.module.state_dict())
-    train_step(setup, 1)
+    assert math.isfinite(train_step(setup, 1)["reward_model/loss"])
     changed = moved(before, engine.module)
-    assert {"classifier.score.weight"} < changed
-    assert any("attn" in name or "attention" in name for name in changed)
+    assert "classifier.score.weight" in changed
+    assert all(name.endswith(LAST_BIAS) for name in names(engine.module) - changed)
 
 
 @pytest.fixture

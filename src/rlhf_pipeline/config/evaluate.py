@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.config.rewards import CallableReward, one_or_more
+from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.config.sampling import SamplingConfig
 
 REWARD_MODEL = "score"
@@ -51,10 +51,7 @@ class EvaluateConfig(Block):
     samples: PositiveInt = 20
     """Pairs of answers shown in the report."""
 
-    judges: Annotated[
-        tuple[Annotated[CallableReward, BeforeValidator(_short_form)], ...],
-        BeforeValidator(one_or_more),
-    ] = ()
+    judges: tuple[Annotated[CallableReward, BeforeValidator(_short_form)], ...] = ()
     """Python functions that also score the answers: FILE.py:FUNCTION, or a block with `callable`
     and `name`; see `rlhf_pipeline.rollout.function_reward`. The reward model always judges;
     the gold score judges if the source of every prompt has one."""

@@ -133,11 +133,6 @@ Reward = Annotated[
 ]
 
 
-def one_or_more(value: Any) -> Any:
-    """A single source needs no list, so that `--params` can set it."""
-    return [value] if isinstance(value, str) else value
-
-
 def _check_labels(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
     labels = [reward.label for reward in rewards]
     if not labels:
@@ -158,7 +153,7 @@ def _check_labels(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
     return rewards
 
 
-Rewards = Annotated[tuple[Reward, ...], BeforeValidator(one_or_more), AfterValidator(_check_labels)]
+Rewards = Annotated[tuple[Reward, ...], AfterValidator(_check_labels)]
 
 
 def uses_trained(rewards: Sequence[RewardSource]) -> bool:

@@ -251,16 +251,8 @@ class SFTConfig(SupervisedConfig):
     """
 
 
-HeadInit = Literal["zeros", "normal"]
-
-
 class RewardModelConfig(SupervisedConfig):
     """Reward modelling: Bradley-Terry loss on pairs of answers.
 
     The best model has the lowest held-out loss.
     """
-
-    head_init: HeadInit = "zeros"
-    """Start of the scalar head. "zeros": every answer scores 0, and the other weights get no
-    gradient until the head has moved. "normal": standard deviation 1 / sqrt(d + 1) for width d
-    (Huang et al., https://arxiv.org/abs/2403.17031)."""

@@ -6,14 +6,13 @@ deepspeed --module rlhf_pipeline.training.reward_model job.json
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.precision import Precision, Quantization
-from rlhf_pipeline.config.training import HeadInit, RewardModelConfig
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
@@ -66,7 +65,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
         job,
         config,
         task,
-        partial(untrained, head_init=config.head_init),
+        untrained,
         world,
         start="sft_model",
         rows="comparisons",
@@ -80,12 +79,15 @@ def untrained(
     sft_model: Path,
     precision: Precision,
     *,
-    head_init: HeadInit = "zeros",
     quantize: Quantization | None = None,
     trust_remote_code: bool = False,
     device: torch.device | None = None,
 ) -> TokenScores:
-    """The SFT model with a new scalar head; all ranks draw the same one."""
+    """The SFT model with a new scalar head; all ranks draw the same one.
+
+    Its standard deviation is 1 / sqrt(d + 1) for width d (Huang et al., 2024, arXiv 2403.17031). A
+    head of zeros would give the other weights no gradient until it has moved.
+    """
     model = load_scores(
         sft_model,
         precision,
@@ -95,8 +97,7 @@ def untrained(
         device=device,
     )
     with gathered(model.head.parameters()):
-        width = model.head.in_features
-        nn.init.normal_(model.head.weight, std=0.0 if head_init == "zeros" else (width + 1) ** -0.5)
+        nn.init.normal_(model.head.weight, std=(model.head.in_features + 1) ** -0.5)
     return model
 
 

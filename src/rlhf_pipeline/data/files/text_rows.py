@@ -14,7 +14,7 @@ MAX_CHARACTERS = 64 * 2**20
 """Limit for a field of CSV and for a line of text. A longer one means a broken file."""
 _PIECE = 2**20
 _NEVER_CLOSED = ("unexpected end of data", "field larger than field limit")
-"""Messages of the csv module for a field that goes on to the end of the file or to the limit."""
+"""Messages of the csv module for a field that reaches the end of the file or `MAX_CHARACTERS`."""
 
 
 def text_rows(stream: Stream) -> Iterator[tuple[int, Row | Unused]]:
