@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializationInfo, model_serializer
+
+RECIPE = "recipe"
+"""Context of a dump without operational fields."""
+OPERATIONAL: dict[str, Any] = {"operational": True}
+"""Mark of an operational field in the JSON schema."""
 
 
 class Block(BaseModel):
@@ -19,7 +24,14 @@ class Block(BaseModel):
 
     def recipe(self) -> dict[str, Any]:
         """Return all values that can change the result, as JSON types: no operational fields."""
-        return _recipe(self, self.model_dump(mode="json"))
+        return self.model_dump(mode="json", context=RECIPE)
+
+    @model_serializer(mode="wrap")
+    def _dumped(self, dump: Callable[..., Any], info: SerializationInfo) -> Any:
+        values, fields = dump(self), type(self).model_fields
+        if info.context != RECIPE:
+            return values
+        return {k: v for k, v in values.items() if fields[k].json_schema_extra != OPERATIONAL}
 
 
 def operational(default: Any, **kwargs: Any) -> Any:
@@ -27,7 +39,7 @@ def operational(default: Any, **kwargs: Any) -> Any:
 
     Takes the arguments of pydantic's `Field`, except `json_schema_extra`.
     """
-    return Field(default, json_schema_extra={"operational": True}, **kwargs)
+    return Field(default, json_schema_extra=OPERATIONAL, **kwargs)
 
 
 def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -41,28 +53,3 @@ def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, A
         is_inner = isinstance(value, Mapping) and value
         found += leaves(value, f"{path}.") if is_inner else [(path, value)]
     return found
-
-
-def _recipe(value: Any, dumped: Any) -> Any:
-    """Remove operational fields from `dumped`, the JSON form of `value`."""
-    match value:
-        case Block():
-            return {
-                name: _recipe(getattr(value, name), item)
-                for name, item in dumped.items()
-                if not _is_operational(type(value), name)
-            }
-        case list() | tuple():
-            return [_recipe(*pair) for pair in zip(value, dumped, strict=True)]
-        case dict():
-            return {
-                key: _recipe(item, dumped_item)
-                for item, (key, dumped_item) in zip(value.values(), dumped.items(), strict=True)
-            }
-        case _:
-            return dumped
-
-
-def _is_operational(block: type[Block], name: str) -> bool:
-    extra = block.model_fields[name].json_schema_extra
-    return isinstance(extra, dict) and extra.get("operational") is True
