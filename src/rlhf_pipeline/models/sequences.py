@@ -8,8 +8,9 @@ Responses begin at the same column in every row, so a model computes logits for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -65,12 +66,38 @@ class Sequences:
 
     def to(self, device: torch.device) -> Sequences:
         """Copy the batch from main memory to a device; the host does not wait for the copy."""
-        return Sequences(
-            self.prompt_ids.to(device, non_blocking=True),
-            self.prompt_mask.to(device, non_blocking=True),
-            self.response_ids.to(device, non_blocking=True),
-            self.response_mask.to(device, non_blocking=True),
-        )
+        return Sequences(*(part.to(device, non_blocking=True) for part in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class LabelledSequences:
+    """A batch, and what a loss needs to know about each response token.
+
+    Each further field of a subclass is (B, R), or None.
+    """
+
+    sequences: Sequences
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) real tokens of each row."""
+        return self.sequences.lengths
+
+    def rows(self, index: Tensor) -> Self:
+        """The chosen rows, without the columns that are padding in all of them."""
+        sequences = self.sequences.rows(index)
+        width = sequences.response_ids.shape[1]
+        return self._with(sequences, lambda label: label[index, :width])
+
+    def to(self, device: torch.device) -> Self:
+        """The same rows on another device."""
+        moved = self.sequences.to(device)
+        return self._with(moved, lambda label: label.to(device, non_blocking=True))
+
+    def _with(self, sequences: Sequences, function: Callable[[Tensor], Tensor]) -> Self:
+        labels = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        changed = {name: function(label) for name, label in labels.items()}
+        return replace(self, sequences=sequences, **changed)
 
 
 def collate(

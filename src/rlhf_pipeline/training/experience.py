@@ -5,7 +5,7 @@ Shapes: B responses of this rank, R response tokens (right-padded).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.models.sequences import LabelledSequences
 from rlhf_pipeline.rl.advantages import gae, group_relative, leave_one_out, to_tokens
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
 from rlhf_pipeline.rl.token_rewards import per_token_rewards, shaped_scores
@@ -21,10 +21,9 @@ from rlhf_pipeline.rollout.scoring import Scored
 
 
 @dataclass(frozen=True)
-class Experience:
+class Experience(LabelledSequences):
     """What the actor and the critic train on."""
 
-    sequences: Sequences
     old_logprobs: Tensor
     """(B, R)."""
     advantages: Tensor
@@ -34,23 +33,6 @@ class Experience:
     returns: Tensor | None = None
     """(B, R), the critic's target; None without one."""
 
-    @property
-    def lengths(self) -> Tensor:
-        """(B,) real tokens of each row."""
-        return self.sequences.lengths
-
-    def rows(self, index: Tensor) -> Experience:
-        """The chosen rows, without the columns that are padding in all of them."""
-        sequences = self.sequences.rows(index)
-        width = sequences.response_ids.shape[1]
-        return self._with(sequences, lambda tensor: tensor[index, :width])
-
-    def to(self, device: torch.device) -> Experience:
-        """The same experience on another device."""
-        return self._with(
-            self.sequences.to(device), lambda tensor: tensor.to(device, non_blocking=True)
-        )
-
     def minibatches(self, size: int) -> Iterator[Experience]:
         """Consecutive blocks of `size` rows.
 
@@ -59,15 +41,6 @@ class Experience:
         """
         for index in torch.arange(len(self.sequences)).split(size):
             yield self.rows(index)
-
-    def _with(self, sequences: Sequences, function: Callable[[Tensor], Tensor]) -> Experience:
-        return Experience(
-            sequences,
-            function(self.old_logprobs),
-            function(self.advantages),
-            None if self.old_values is None else function(self.old_values),
-            None if self.returns is None else function(self.returns),
-        )
 
 
 def make_experience(

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SFTConfig
@@ -19,7 +18,7 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
-from rlhf_pipeline.models.sequences import Sequences, collate, pad
+from rlhf_pipeline.models.sequences import LabelledSequences, collate, pad
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.sft_loss import sft_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -28,31 +27,14 @@ from rlhf_pipeline.training.supervised import train
 
 
 @dataclass(frozen=True)
-class Demonstrations:
-    """Dialogues, and the tokens that the loss includes."""
+class Demonstrations(LabelledSequences):
+    """Dialogues, and the tokens that the loss includes.
 
-    sequences: Sequences
-    """The response begins with the first token of the loss and may contain later user turns."""
+    A response begins with the first token of the loss and may contain later user turns.
+    """
+
     loss_mask: Tensor
     """(B, R) bool, True for the tokens that the loss includes."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """(B,) real tokens of each row."""
-        return self.sequences.lengths
-
-    def rows(self, index: Tensor) -> Demonstrations:
-        """The chosen rows, without the columns that are padding in all of them."""
-        sequences = self.sequences.rows(index)
-        return Demonstrations(
-            sequences, self.loss_mask[index][:, : sequences.response_ids.shape[1]]
-        )
-
-    def to(self, device: torch.device) -> Demonstrations:
-        """The same rows on another device."""
-        return Demonstrations(
-            self.sequences.to(device), self.loss_mask.to(device, non_blocking=True)
-        )
 
 
 @dataclass(frozen=True)
