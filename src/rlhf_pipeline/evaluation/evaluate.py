@@ -220,17 +220,13 @@ def answer(policy: PreTrainedModel | DeepSpeedEngine, setup: Setup) -> Sequences
 @torch.no_grad()
 def logprobs(policy: nn.Module, sequences: Sequences, setup: Setup) -> Tensor:
     """Log-probability of each token of the answers, (B, R)."""
-    config = setup.config
-
-    def function(batch: Sequences) -> Tensor:
-        return response_logprobs(
-            policy,
-            batch,
-            vocab_size=setup.contract.vocab_size,
-            temperature=config.sampling.temperature,
-        )
-
-    size = config.micro_batch_size_per_gpu
+    function = partial(
+        response_logprobs,
+        policy,
+        vocab_size=setup.contract.vocab_size,
+        temperature=setup.config.sampling.temperature,
+    )
+    size = setup.config.micro_batch_size_per_gpu
     return by_micro_batches(function, sequences, size, setup.world.device)
 
 

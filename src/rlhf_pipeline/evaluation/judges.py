@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -57,10 +58,9 @@ class RewardModelJudge:
     @torch.no_grad()
     def score(self, answers: AnswerBatch) -> list[float]:
         """Score each answer at its last token."""
-        scores = by_micro_batches(
-            lambda batch: sequence_scores(self.model, batch),
-            answers.scored.sequences, self.micro_batch_size, self.device,
-        )  # fmt: skip
+        function = partial(sequence_scores, self.model)
+        sequences = answers.scored.sequences
+        scores = by_micro_batches(function, sequences, self.micro_batch_size, self.device)
         return [score - self.model.score_mean for score in scores.tolist()]
 
 

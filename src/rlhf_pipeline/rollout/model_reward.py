@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
-from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.function_reward import Answered
 from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches
 
@@ -89,11 +90,8 @@ class ModelSource:
                 self.tokenizer.pad_token_id or 0,
             )
         device = next(self.model.parameters()).device
-
-        def scores(batch: Sequences) -> Tensor:
-            return sequence_scores(self.model, batch)
-
-        return by_micro_batches(scores, sequences, self.micro_batch_size, device) - self.mean
+        function = partial(sequence_scores, self.model)
+        return by_micro_batches(function, sequences, self.micro_batch_size, device) - self.mean
 
     def _retokenized(
         self, tokenizer: PreTrainedTokenizerBase, answered: Answered

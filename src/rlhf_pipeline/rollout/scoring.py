@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -74,26 +75,20 @@ class ScoringModels:
 def score_sequences(sequences: Sequences, models: ScoringModels) -> Scored:
     """Score sequences by a forward pass of each model."""
     vocab_size, temperature = models.contract.vocab_size, models.temperature
+    logprobs = partial(response_logprobs, vocab_size=vocab_size, temperature=temperature)
 
-    def run(function: Callable[[Sequences], Tensor]) -> Tensor:
-        return by_micro_batches(function, sequences, models.micro_batch_size, models.device)
+    def run(function: Callable[..., Tensor], model: nn.Module) -> Tensor:
+        size, device = models.micro_batch_size, models.device
+        return by_micro_batches(partial(function, model), sequences, size, device)
 
-    def logprobs(policy: nn.Module) -> Tensor:
-        return run(
-            lambda batch: response_logprobs(
-                policy, batch, vocab_size=vocab_size, temperature=temperature
-            )
-        )
-
-    critic, reward_model = models.critic, models.reward_model
     return Scored(
         sequences=sequences,
-        logprobs=logprobs(models.policy),
-        ref_logprobs=logprobs(models.reference),
-        values=None if critic is None else run(lambda batch: response_values(critic, batch)),
+        logprobs=run(logprobs, models.policy),
+        ref_logprobs=run(logprobs, models.reference),
+        values=None if models.critic is None else run(response_values, models.critic),
         scores=torch.zeros(len(sequences))
-        if reward_model is None
-        else run(lambda batch: sequence_scores(reward_model, batch)),
+        if models.reward_model is None
+        else run(sequence_scores, models.reward_model),
         ended=ended(sequences.response_ids, models.contract),
     )
 
