@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from deepspeed import DeepSpeedEngine
@@ -102,34 +102,25 @@ def update_minibatch(
     normalizer = world.sum(tokens)
     size = config.micro_batch_size_per_gpu
     pieces = [minibatch.rows(index) for index in micro_batches(minibatch.lengths, size)]
-    steps: list[tuple[DeepSpeedEngine, list[Loss]]] = []
+    steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
-        losses: list[Loss] = [
-            partial(actor_loss, models, piece, config, normalizer) for piece in pieces
-        ]
+        losses = [partial(actor_loss, models, piece, config, normalizer) for piece in pieces]
         if text is not None:
             count = text.response_ids.numel() * world.size  # every rank has equally many blocks
             chunks = [text.rows(index) for index in micro_batches(text.lengths, size)]
             losses += [partial(text_loss, models, blocks, config, count) for blocks in chunks]
         steps.append((models.actor, losses))
-    if models.critic is not None:
-        steps.append(
-            (
-                models.critic,
-                [
-                    partial(critic_loss, models.critic, piece, config, normalizer)
-                    for piece in pieces
-                ],
-            )
-        )
+    if (critic := models.critic) is not None:
+        losses = [partial(critic_loss, critic, piece, config, normalizer) for piece in pieces]
+        steps.append((critic, losses))
     sums = sums | {"tokens": sums.get("tokens", 0) + tokens}
     if config.actor.deepspeed.precision == "fp16":  # then the critic's is fp16 too, see PPOConfig
-        for engine, losses in steps:
-            sums = accumulate(engine, world, losses, sums)
+        for engine, own in steps:
+            sums = accumulate(engine, world, own, sums)
         step_together([engine for engine, _ in steps])
     else:
-        for engine, losses in steps:
-            sums = optimizer_step(engine, world, losses, sums)
+        for engine, own in steps:
+            sums = optimizer_step(engine, world, own, sums)
     # An overflow in fp16 skips the step.
     if train_actor and models.ema is not None and models.actor.was_step_applied():
         models.ema.update()
