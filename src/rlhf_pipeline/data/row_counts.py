@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.errors import DataError
 
@@ -60,10 +62,4 @@ class RowCounts:
     @classmethod
     def read(cls, folder: Path) -> RowCounts:
         """Read the counts from the folder of the source's records."""
-        fields = json.loads((folder / _NAME).read_text(encoding="utf-8"))
-        return cls(
-            fields["rows"],
-            Counter(fields["bad"]),
-            Counter(fields["skipped"]),
-            [(place, reason) for place, reason in fields["first_bad"]],
-        )
+        return TypeAdapter(cls).validate_json((folder / _NAME).read_bytes())
