@@ -81,10 +81,10 @@ class BaseModelConfig(Block):
                 "Fix: set it to a model type of Hugging Face, such as llama or opt"
             )
         fields = {name: value for name, value in architecture.items() if name != "model_type"}
-        architecture = {"model_type": model_type, **find_family(model_type).resolve(fields)}
-        heads, shared = (
-            _value(architecture, name) for name in ("num_attention_heads", "num_key_value_heads")
-        )
+        family = find_family(model_type)
+        architecture = {"model_type": model_type, **family.resolve(fields)}
+        heads = family.value(architecture, "num_attention_heads")
+        shared = family.value(architecture, "num_key_value_heads")
         if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
             raise ValueError(
                 f"num_key_value_heads: found {shared}, expected a divisor of num_attention_heads "
@@ -126,7 +126,3 @@ class BaseModelConfig(Block):
                 "build a model"
             )
         return self
-
-
-def _value(architecture: dict[str, Any], name: str) -> Any:
-    return find_family(architecture["model_type"]).value(architecture, name)
