@@ -94,11 +94,8 @@ def load_judges(job: LaunchedJob, config: EvaluateConfig) -> list[Judge]:
     Raises:
         StageError: a function cannot be imported, or does not take prompts and responses.
     """
-    functions = [
-        FunctionSource(judge.callable, import_function(judge, job.inputs[f"{JUDGE_PREFIX}{index}"]))
-        for index, judge in enumerate(config.judges)
-    ]
-    return [
-        GoldJudge(),
-        *(FunctionJudge(j.label, f) for j, f in zip(config.judges, functions, strict=True)),
-    ]
+    judges: list[Judge] = [GoldJudge()]
+    for index, judge in enumerate(config.judges):
+        function = import_function(judge, job.inputs[f"{JUDGE_PREFIX}{index}"])
+        judges.append(FunctionJudge(judge.label, FunctionSource(judge.callable, function)))
+    return judges
