@@ -46,25 +46,29 @@ def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def for_generation(engine: DeepSpeedEngine, *, gather: bool = True) -> Iterator[nn.Module]:
-    """The engine's model in eval mode; with `gather`, its weights are whole.
+def for_generation(policy: nn.Module, *, gather: bool = True) -> Iterator[nn.Module]:
+    """The model of an engine in eval mode; with `gather`, its weights are whole.
 
-    In training mode, a model with gradient checkpointing would not use its key-value cache.
+    In training mode, a model with gradient checkpointing would not use its key-value cache. A model
+    without an engine is unchanged.
     """
-    engine.eval()
+    if not isinstance(policy, DeepSpeedEngine):
+        yield policy
+        return
+    policy.eval()
     try:
-        if engine.zero_optimization_stage() == 3 and gather:
-            unwrapped = unwrap_model_for_generation(engine)
+        if policy.zero_optimization_stage() == 3 and gather:
+            unwrapped = unwrap_model_for_generation(policy)
             unwrapped.__enter__()
             try:
-                yield engine.module
+                yield policy.module
             finally:
                 # Given an error, it would not restore the hooks of ZeRO-3.
                 unwrapped.__exit__(None, None, None)
         else:
-            yield engine.module
+            yield policy.module
     finally:
-        engine.train()
+        policy.train()
 
 
 def is_sharded(model: nn.Module) -> bool:

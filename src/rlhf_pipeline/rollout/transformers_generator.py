@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,21 +43,13 @@ class TransformersGenerator:
         draws = uniform_draws(seeds, sampling.max_response_tokens)
         responses: list[list[int]] = [[] for _ in prompts]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        with self._model() as model:
+        with for_generation(self._policy, gather=self._gather) as model:
             for index in micro_batches(lengths, sampling.batch_size_per_gpu):
                 batch = [prompts[i] for i in index]
                 sampled = self._sample(model, batch, draws[index], sampling)
                 for i, response in zip(index.tolist(), sampled, strict=True):
                     responses[i] = response
         return Rollout(collate(prompts, responses, self._contract.pad_id))
-
-    @contextmanager
-    def _model(self) -> Iterator[Any]:
-        if isinstance(self._policy, DeepSpeedEngine):
-            with for_generation(self._policy, gather=self._gather) as model:
-                yield model
-        else:
-            yield self._policy
 
     def _sample(
         self,
