@@ -95,24 +95,18 @@ def fp16_faults(values: Mapping[str, Any], gpus: int) -> list[str]:
 
 def quantization_faults(values: Mapping[str, Any], gpus: int) -> list[str]:
     """4-bit weights without a GPU, or without their library."""
-    places = [
-        place
+    if gpus == 0:
+        fault = "found 4-bit weights, which need a GPU; this machine has none. Fix: set it to null"
+    elif find_spec("bitsandbytes") is None:
+        install = _install("quantization")
+        fault = f"4-bit weights need bitsandbytes, which is not installed. {install}"
+    else:
+        return []
+    return [
+        f"{place}: {fault}"
         for place, value in values.items()
         if place.endswith(".lora.quantize") and value is not None
     ]
-    if gpus == 0:
-        return [
-            f"{place}: found 4-bit weights, which need a GPU; this machine has none. Fix: set it "
-            "to null"
-            for place in places
-        ]
-    if find_spec("bitsandbytes") is None:
-        return [
-            f"{place}: 4-bit weights need bitsandbytes, which is not installed. "
-            f"{_install('quantization')}"
-            for place in places
-        ]
-    return []
 
 
 def source_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> list[str]:
