@@ -156,14 +156,8 @@ def _stage3_pieces(parameters: list[nn.Parameter], names: dict[int, str]) -> lis
     for parameter in parameters:
         size = cast(Any, parameter).partition_numel()
         start = torch.distributed.get_rank() * size
-        found.append(
-            Piece(
-                names[id(parameter)],
-                start,
-                max(0, min(size, cast(Any, parameter).ds_numel - start)),
-                offset,
-            )
-        )
+        own = max(0, min(size, cast(Any, parameter).ds_numel - start))
+        found.append(Piece(names[id(parameter)], start, own, offset))
         offset += size
     return found
 
