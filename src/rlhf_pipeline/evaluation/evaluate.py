@@ -131,12 +131,8 @@ def answer_all(folders: dict[str, Path], setup: Setup) -> dict[str, Scored]:
         own = logprobs(policy, sequences, setup)
         found[name] = sequences, own
         if name == BASELINE:
-            references.update(
-                {
-                    other: own if other == name else logprobs(policy, answers, setup)
-                    for other, (answers, _) in found.items()
-                }
-            )
+            for other, (answers, _) in found.items():
+                references[other] = own if other == name else logprobs(policy, answers, setup)
 
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
         heartbeat.at("rollout", step)
