@@ -116,6 +116,9 @@ def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
     )
 
 
+Key = tuple[str | None, ...]
+
+
 class _Comparison:
     """Compares the jobs of the nodes with the recipes behind an artifact.
 
@@ -163,9 +166,6 @@ class _Comparison:
         same = {name: old[name] for name in ("code", "versions", "processes")}
         self.changes += recipe_changes(old, new | same, pending=made)
         return artifact
-
-
-Key = tuple[str | None, ...]
 
 
 def _key(stage: str, config: Mapping[str, Any]) -> Key:

@@ -230,6 +230,13 @@ def test_the_gate(lower, kl, reasons):
     assert gate({"eval/win_rate_lower": lower, "eval/kl": kl, "eval/score": 9.0}, CONFIG) == reasons
 
 
+def test_the_gate_refuses_incomplete_metrics():
+    with pytest.raises(
+        ValueError, match=r"found metrics \['eval/kl'\], expected \['eval/win_rate_lower'\] too"
+    ):
+        gate({"eval/kl": 0.5}, CONFIG)
+
+
 def evaluated(directory, **lower_ends):
     """A published evaluation, by the lower end of the win rate of each judge."""
     directory.mkdir()

@@ -24,8 +24,10 @@ def check_names(chosen: Sequence[str], options: Mapping[str, Any]) -> None:
     if not faults:
         pipeline = sum((pipelines[name] for name in chosen or ["__default__"]), Pipeline([]))
         nodes = [node.name for node in pipeline.nodes]
-        # Data sets besides `parameters` and `params:...`.
-        data_sets = sorted(name for name in pipeline.datasets() if not name.startswith("param"))
+        parameters = ("parameters", "params")  # `parameters` and `params:NAME`
+        data_sets = sorted(
+            name for name in pipeline.datasets() if name.partition(":")[0] not in parameters
+        )
         named = {
             "--from-nodes": ("from_nodes", nodes, "nodes"),
             "--to-nodes": ("to_nodes", nodes, "nodes"),

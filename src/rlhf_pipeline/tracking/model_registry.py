@@ -113,7 +113,13 @@ def gate(metrics: dict[str, float], config: RegisterConfig) -> list[str]:
         metrics: contain "eval/win_rate_lower", the lower end of the 95% interval on the win rate
             against SFT, and "eval/kl", nats per response. NaN does not pass.
         config: the bounds of both.
+
+    Raises:
+        ValueError: one of the two metrics is missing.
     """
+    missing = [name for name in ("eval/win_rate_lower", "eval/kl") if name not in metrics]
+    if missing:
+        raise ValueError(f"the gate: found metrics {sorted(metrics)}, expected {missing} too")
     lower, kl = metrics["eval/win_rate_lower"], metrics["eval/kl"]
     reasons = []
     if not lower > config.min_win_rate_lower:
