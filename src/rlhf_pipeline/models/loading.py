@@ -18,6 +18,8 @@ from transformers import (
 
 from rlhf_pipeline.config.precision import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.logprob_head import install
+from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,6 +50,8 @@ def load_policy(
             **quantization(quantize, precision),
         )
     model.generation_config = plain_generation(TokenContract.read(checkpoint))
+    install(model)
+    use_packed_attention(model)
     return without_dropout(model)
 
 

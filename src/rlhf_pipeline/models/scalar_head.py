@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from rlhf_pipeline.config.precision import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import DTYPES, HEAD, quantization, without_dropout
+from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 
 
@@ -60,10 +61,14 @@ class TokenScores(nn.Module):
         """The layer from hidden states to scalars."""
         return self.classifier.score
 
-    def forward(self, *, scores_to_keep: int, **inputs: Tensor) -> Tensor:
-        """Return the scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32."""
+    def forward(self, *, scores_to_keep: int | Tensor, **inputs: Any) -> Tensor:
+        """Return the scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32.
+
+        A tensor contains the positions of the tokens, (S,) long.
+        """
         hidden = self.classifier.base_model(**inputs, use_cache=False)[0]
-        scores: Tensor = self.head(hidden[:, -scores_to_keep:]).squeeze(-1)
+        keep = scores_to_keep if isinstance(scores_to_keep, Tensor) else slice(-scores_to_keep, None)
+        scores: Tensor = self.head(hidden[:, keep]).squeeze(-1)
         return self._scale * (scores - self._shift)
 
 
@@ -117,6 +122,7 @@ def load_scores(
         )
     if isinstance(head := getattr(model, HEAD, None), nn.Linear):
         head.__class__ = ScalarHead  # keeps its weights and names, sharded or not
+    use_packed_attention(model)
     return TokenScores(without_dropout(model))
 
 

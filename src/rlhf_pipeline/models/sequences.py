@@ -10,12 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from rlhf_pipeline.rl.logprobs import position_ids
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The N real tokens of a batch as one row; its rows follow each other.
+
+    M is the number of response tokens. A response token's prompt has at least one token.
+    """
+
+    ids: Tensor
+    """(1, N) long."""
+    positions: Tensor
+    """(1, N) long, the position of each token in its own row."""
+    lengths: tuple[int, ...]
+    """Tokens of each row."""
+    before_response: Tensor
+    """(M,) long: where the token before each response token is."""
+    ends: Tensor
+    """(B,) long: where the last token of each row is."""
+    response_ids: Tensor
+    """(1, M) long."""
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return the arguments of a forward pass with the attention of `models.packing`."""
+        return {
+            "input_ids": self.ids,
+            "position_ids": self.positions,
+            "row_lengths": self.lengths,
+        }
+
+    def to(self, device: torch.device) -> Packed:
+        """Copy the tokens to a device; the host does not wait for the copy."""
+        moved = {name: x.to(device, non_blocking=True) for name, x in tensors(self).items()}
+        return Packed(**moved, lengths=self.lengths)
 
 
 @dataclass(frozen=True)
@@ -30,6 +64,8 @@ class Sequences:
     """(B, R) long."""
     response_mask: Tensor
     """(B, R) bool; includes the EOS token that ends a response."""
+    packed_on_device: Packed | None = None
+    """The result of `packed` if the batch is on a device."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -52,6 +88,25 @@ class Sequences:
             "position_ids": position_ids(attention_mask),
         }
 
+    def packed(self) -> Packed:
+        """The same rows without padding.
+
+        Selecting tokens by a mask makes the host wait for a device; `to` therefore packs before.
+        """
+        if self.packed_on_device is not None:
+            return self.packed_on_device
+        attention_mask = torch.cat([self.prompt_mask, self.response_mask], dim=1)
+        ids = torch.cat([self.prompt_ids, self.response_ids], dim=1)
+        is_response = torch.cat([torch.zeros_like(self.prompt_mask), self.response_mask], dim=1)
+        return Packed(
+            ids=ids[attention_mask][None],
+            positions=position_ids(attention_mask)[attention_mask][None],
+            lengths=tuple(self.lengths.tolist()),
+            before_response=is_response[attention_mask].nonzero().squeeze(1) - 1,
+            ends=self.lengths.cumsum(0) - 1,
+            response_ids=self.response_ids[self.response_mask][None],
+        )
+
     def rows(self, index: Tensor) -> Sequences:
         """Select rows, and drop the columns that are padding in all of them."""
         prompt_mask, response_mask = self.prompt_mask[index], self.response_mask[index]
@@ -66,7 +121,8 @@ class Sequences:
 
     def to(self, device: torch.device) -> Sequences:
         """Copy the batch from main memory to a device; the host does not wait for the copy."""
-        return Sequences(*(part.to(device, non_blocking=True) for part in vars(self).values()))
+        moved = {name: x.to(device, non_blocking=True) for name, x in tensors(self).items()}
+        return Sequences(**moved, packed_on_device=self.packed().to(device))
 
 
 @dataclass(frozen=True)
@@ -95,9 +151,13 @@ class LabelledSequences:
         return self._with(moved, lambda label: label.to(device, non_blocking=True))
 
     def _with(self, sequences: Sequences, function: Callable[[Tensor], Tensor]) -> Self:
-        labels = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        changed = {name: function(label) for name, label in labels.items()}
+        changed = {name: function(label) for name, label in tensors(self).items()}
         return replace(self, sequences=sequences, **changed)
+
+
+def tensors(record: object) -> dict[str, Tensor]:
+    """The fields of a record that are tensors."""
+    return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
 
 
 def collate(

@@ -10,6 +10,7 @@ instead of keeping them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +28,21 @@ def logprobs_of(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     chunk: int = CHUNK,
+    head: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor:
     """Log-probability of each chosen token under the sampled distribution.
 
         log softmax(logits / temperature)[ids]
 
     Args:
-        logits: (B, R, V) in any float dtype; position t predicts ids[:, t].
+        logits: (B, R, V) in any float dtype; position t predicts ids[:, t]. With `head`, they are
+            hidden states, (B, R, d).
         ids: (B, R) long, in [0, vocab_size) everywhere, padding included.
         temperature: the sampling temperature, so that ratios and KL belong to the sampling policy.
         vocab_size: number of real tokens; columns beyond it have probability 0. None = V.
         chunk: elements processed at a time, at least one position; without effect on the result.
+        head: weight (V, d) and bias (V,) of the layer from hidden states to logits. Its logits
+            exist for one chunk at a time, in float32 whatever the dtype of the weight.
 
     Returns:
         (B, R) float32, differentiable once.
@@ -46,9 +51,7 @@ def logprobs_of(
         ValueError: ids does not match logits, temperature is not positive, or vocab_size is not in
             [1, V].
     """
-    vocab_size = _checked_vocab_size(logits, ids, temperature, vocab_size)
-    logprobs, _ = _LogProbs.apply(logits, ids, temperature, vocab_size, chunk, False)
-    return logprobs
+    return _apply(logits, ids, temperature, vocab_size, chunk, head, with_entropy=False)[0]
 
 
 def logprobs_and_entropy(
@@ -58,13 +61,30 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     chunk: int = CHUNK,
+    head: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_of`, and the entropy of each position's distribution: -sum_v p_v log p_v, in nats.
 
     Both are (B, R) float32 from one softmax. Logits must be finite for the entropy.
     """
-    vocab_size = _checked_vocab_size(logits, ids, temperature, vocab_size)
-    return _LogProbs.apply(logits, ids, temperature, vocab_size, chunk, True)
+    return _apply(logits, ids, temperature, vocab_size, chunk, head, with_entropy=True)
+
+
+def _apply(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float,
+    vocab_size: int | None,
+    chunk: int,
+    head: tuple[Tensor, Tensor | None] | None,
+    *,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    weight, bias = (None, None) if head is None else head
+    columns = logits.shape[-1] if weight is None else weight.shape[0]
+    vocab_size = _checked_vocab_size(logits, columns, ids, temperature, vocab_size)
+    settings = _Settings(columns, temperature, vocab_size, chunk, with_entropy)
+    return _LogProbs.apply(logits, weight, bias, ids, settings)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -76,25 +96,19 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 class _LogProbs(torch.autograd.Function):
-    """Recomputes the float32 log-softmax, which autograd would keep for the backward pass."""
+    """Recomputes a chunk's logits and its float32 log-softmax, which autograd would keep."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        ids: Tensor,
-        temperature: float,
-        vocab_size: int,
-        chunk: int,
-        with_entropy: bool,
+        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, ids: Tensor, s: _Settings
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(logits, ids)
-        ctx.temperature, ctx.vocab_size, ctx.chunk = temperature, vocab_size, chunk
+        ctx.save_for_backward(inputs, weight, bias, ids)
+        ctx.settings = s
         ctx.set_materialize_grads(False)
-        logprobs = logits.new_empty(ids.shape, dtype=torch.float32)
-        entropy = torch.empty_like(logprobs) if with_entropy else None
-        for part in _parts(logits, chunk):
-            log_p = _log_softmax(logits[part], temperature, vocab_size)
+        logprobs = inputs.new_empty(ids.shape, dtype=torch.float32)
+        entropy = torch.empty_like(logprobs) if s.with_entropy else None
+        for part in s.parts(ids):
+            log_p = s.log_softmax(inputs[part], weight, bias)
             logprobs[part] = log_p.gather(-1, ids[part].unsqueeze(-1)).squeeze(-1)
             if entropy is not None:
                 entropy[part] = _entropy(log_p)
@@ -104,54 +118,95 @@ class _LogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None, None]:
-        """The gradient of both results with respect to the logits.
+    ) -> tuple[Tensor | None, ...]:
+        """The gradient of both results with respect to the inputs, the weight and the bias.
 
         d logprob / d logits = (onehot(id) - p) / temperature
         d entropy / d logits = -p * (log p + entropy) / temperature
         """
-        logits, ids = ctx.saved_tensors
-        grad_logits = torch.zeros_like(logits)
-        for part in _parts(logits, ctx.chunk):
-            log_p = _log_softmax(logits[part], ctx.temperature, ctx.vocab_size)
+        inputs, weight, bias, ids = ctx.saved_tensors
+        s = ctx.settings
+        grad_inputs = torch.zeros_like(inputs)
+        needed = (weight if ctx.needs_input_grad[1] else None, bias if ctx.needs_input_grad[2] else None)
+        sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in needed]
+        for part in s.parts(ids):
+            log_p = s.log_softmax(inputs[part], weight, bias)
             total = torch.zeros_like(log_p)
             if grad is not None:
-                scale = grad[part].unsqueeze(-1) / ctx.temperature
+                scale = grad[part].unsqueeze(-1) / s.temperature
                 total = (-scale * log_p.exp()).scatter_add_(-1, ids[part].unsqueeze(-1), scale)
             if grad_entropy is not None:
-                scale = grad_entropy[part].unsqueeze(-1) / ctx.temperature
+                scale = grad_entropy[part].unsqueeze(-1) / s.temperature
                 total -= scale * log_p.exp() * (log_p + _entropy(log_p).unsqueeze(-1))
-            grad_logits[part][..., : ctx.vocab_size] = total
-        return grad_logits, None, None, None, None, None
+            if weight is None:
+                grad_inputs[part][..., : s.vocab_size] = total
+                continue
+            grad_inputs[part] = _matmul(total.to(inputs.dtype), weight[: s.vocab_size])
+            flat = total.flatten(0, 1)
+            if sums[0] is not None:
+                own = _matmul(flat.T.to(inputs.dtype), inputs[part].flatten(0, 1))
+                sums[0][: s.vocab_size] += own
+            if sums[1] is not None:
+                sums[1][: s.vocab_size] += flat.sum(0)
+        grads = [None if x is None else x.to(inputs.dtype) for x in sums]
+        return grad_inputs, *grads, None, None
 
 
-def _parts(logits: Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and positions of chunks: several whole rows, or else a part of one row.
+@dataclass(frozen=True)
+class _Settings:
+    """What `_LogProbs` needs besides tensors."""
 
-    Slices are views. To flatten the logits of a batch could copy them: they may be a view.
+    columns: int
+    """Columns of the logits."""
+    temperature: float
+    vocab_size: int
+    chunk: int
+    with_entropy: bool
+
+    def log_softmax(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The log-softmax of a part in float32; padded columns are left out."""
+        size = self.vocab_size
+        if weight is None:
+            logits = inputs[..., :size].float()
+        else:
+            logits = _matmul(inputs, weight[:size].T)
+            logits = logits if bias is None else logits + bias[:size].float()
+        return (logits / self.temperature).log_softmax(-1)
+
+    def parts(self, ids: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Rows and positions of chunks: several whole rows, or else a part of one row.
+
+        Slices are views. To flatten the logits of a batch could copy them: they may be a view.
+        """
+        rows, width = ids.shape
+        positions = max(1, self.chunk // self.columns)
+        height = max(1, positions // max(1, width))
+        length = width if positions >= width else positions
+        for top in range(0, rows, height):
+            for left in range(0, width, max(1, length)):
+                yield slice(top, top + height), slice(left, left + length)
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """The product in float32. Rounded to bf16, the logits of a large vocabulary would be too coarse
+    for ratios of probabilities.
+
+    left is (..., K), right (K, V).
     """
-    rows, width, vocabulary = logits.shape
-    positions = max(1, chunk // vocabulary)
-    height = max(1, positions // max(1, width))
-    length = width if positions >= width else positions
-    for top in range(0, rows, height):
-        for left in range(0, width, max(1, length)):
-            yield slice(top, top + height), slice(left, left + length)
+    if left.is_cuda and left.dtype != torch.float32:
+        product = torch.mm(left.flatten(0, -2), right, out_dtype=torch.float32)
+        return product.view(*left.shape[:-1], -1)
+    return left.float() @ right.float()
 
 
 def _entropy(log_p: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
-def _log_softmax(logits: Tensor, temperature: float, vocab_size: int) -> Tensor:
-    return (logits[..., :vocab_size].float() / temperature).log_softmax(-1)
-
-
 def _checked_vocab_size(
-    logits: Tensor, ids: Tensor, temperature: float, vocab_size: int | None
+    logits: Tensor, columns: int, ids: Tensor, temperature: float, vocab_size: int | None
 ) -> int:
     """Check the arguments, and return the vocabulary size."""
-    columns = logits.shape[-1]
     if ids.shape != logits.shape[:-1]:
         raise ValueError(
             f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; "
