@@ -25,7 +25,7 @@ def ppo_config(**changes) -> PPOConfig:
     # With the usual eps of 1e-8, Adam would turn rounding noise in tiny gradients into full steps.
     model = {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}}
     fields = {
-        "steps": 2, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_size_per_gpu": 3,
+        "steps": 2, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_tokens": 48,
         "evaluations": 2, "sampling": {"max_response_tokens": 6}, "actor": model, "critic": model,
     }  # fmt: skip
     return PPOConfig.model_validate(fields | changes)
@@ -73,7 +73,7 @@ def scored_rollout(
     """Sample a response to each prompt and score it, as in one step of a run with seed 1."""
     seeds = row_seeds(1, step, np.arange(len(prompts)))
     rollout = models.generator.generate(prompts, config.sampling, seeds)
-    scorers = models.scorers(config, with_critic=True)
+    scorers = models.scorers(config, World(0, 1, models.actor.device), with_critic=True)
     return models.rewards(score_sequences(rollout.sequences, scorers), {})
 
 

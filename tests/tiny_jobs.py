@@ -61,9 +61,9 @@ def logged(folder: Path) -> list[dict[str, float]]:
 
 def _blocks(program: str, changes: dict[str, Any]) -> dict[str, Any]:
     supervised = {
-        "epochs": STEPS, "batch_size": 8, "micro_batch_size_per_gpu": 2, "evaluations": STEPS
+        "epochs": STEPS, "batch_size": 8, "micro_batch_tokens": 32, "evaluations": STEPS
     }  # fmt: skip
-    generated = {"sampling": {"max_response_tokens": 4}, "micro_batch_size_per_gpu": 2}
+    generated = {"sampling": {"max_response_tokens": 4}, "micro_batch_tokens": 32}
     match program:
         case "sft":
             return {program: SFTConfig.model_validate(supervised | changes)}

@@ -11,7 +11,7 @@ PPO = {
     "steps": 4,
     "rollout_batch_size": 8,
     "minibatch_size": 8,
-    "micro_batch_size_per_gpu": 4,
+    "micro_batch_tokens": 4,
     "actor": MODEL,
     "critic": MODEL,
 }

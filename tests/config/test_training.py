@@ -8,12 +8,12 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import SavingConfig, SFTConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
-SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2}
+SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 2}
 PPO = {
     "steps": 4,
     "rollout_batch_size": 8,
     "minibatch_size": 8,
-    "micro_batch_size_per_gpu": 4,
+    "micro_batch_tokens": 4,
     "critic": MODEL,
 }
 NF4 = {"quantize": "nf4"}

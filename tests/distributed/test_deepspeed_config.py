@@ -10,7 +10,7 @@ from rlhf_pipeline.distributed.deepspeed_config import inference_settings, train
 def trained(**deepspeed) -> SFTConfig:
     return SFTConfig.model_validate(
         {
-            "epochs": 1, "batch_size": 8, "micro_batch_size_per_gpu": 8, "deepspeed": deepspeed,
+            "epochs": 1, "batch_size": 8, "micro_batch_tokens": 128, "deepspeed": deepspeed,
             "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.7},
         }
     )  # fmt: skip

@@ -18,6 +18,7 @@ from rlhf_pipeline.data.sources import synthetic
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.evaluation import evaluate
 from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
 from rlhf_pipeline.models.forward import sequence_scores
@@ -72,7 +73,7 @@ def inputs(make_model, tmp_path_factory):
 def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     (tmp_path / "my.py").write_text(JUDGE)
     config = EvaluateConfig(
-        prompts=6, samples=2, micro_batch_size_per_gpu=4, sampling={"max_response_tokens": 6},
+        prompts=6, samples=2, micro_batch_tokens=64, sampling={"max_response_tokens": 6},
         judges=[f"{tmp_path}/my.py:words"],
     )  # fmt: skip
     candidate = CandidateConfig(name="ppo", caveats={"words": "Nobody trained on words."})
@@ -191,7 +192,7 @@ def test_the_reward_model_scores_the_last_token_minus_the_mean(inputs):
     """A batch of several micro batches gives each answer the score of a batch of one."""
     model = freeze(load_scores(inputs["reward_model"], "fp32"))
     prompts, responses = [[5, 6, 7], [8, 9], [10]], [[11], [12, 13, 1], [14, 15]]
-    judge = RewardModelJudge(model, micro_batch_size=2, device=torch.device("cpu"))
+    judge = RewardModelJudge(model, 8, World(0, 1, torch.device("cpu")))
     sequences = collate(prompts, responses, pad_id=0)
     scores = judge.score(AnswerBatch(SimpleNamespace(sequences=sequences), None, []))
     for prompt, response, score in zip(prompts, responses, scores, strict=True):

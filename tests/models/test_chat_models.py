@@ -21,6 +21,7 @@ from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import render, tokenize
 from rlhf_pipeline.distributed.model_files import save_model
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.rollout.scoring import ScoringModels, score_sequences
@@ -162,7 +163,7 @@ def test_generation_stops_at_any_end_like_transformers(name, published, artifact
 
     models = ScoringModels(
         policy=policy, reference=policy, critic=None, reward_model=None, contract=contract,
-        device=torch.device("cpu"), temperature=1.0, micro_batch_size=4,
+        world=World(0, 1, torch.device("cpu")), temperature=1.0, micro_batch_tokens=100,
     )  # fmt: skip
     ended = score_sequences(sequences.rows(torch.tensor([*range(known), 3])), models).ended
     assert ended.tolist() == [True] * known + [False]

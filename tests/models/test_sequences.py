@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_pipeline.models.sequences import collate, micro_batches, pad
+from rlhf_pipeline.models.sequences import collate, pad
 
 
 def batch():
@@ -36,8 +36,3 @@ def test_chosen_rows_lose_the_columns_that_only_others_need():
     row = batch().rows(torch.tensor([0]))
     assert row.response_ids.tolist() == [[8]]
     assert row.response_mask.tolist() == [[True]]
-
-
-def test_micro_batches_hold_rows_of_like_length():
-    groups = [index.tolist() for index in micro_batches(torch.tensor([9, 1, 5, 2, 8]), 2)]
-    assert groups == [[1, 3], [2, 4], [0]]

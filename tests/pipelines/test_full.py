@@ -297,7 +297,7 @@ def test_dialogues_from_files_train_on_every_turn(project, tmp_path):
     }
     base_model, stages = project.newest("02_base_model/base_model"), runner(tmp_path, 1)
     config = SFTConfig(
-        epochs=1, batch_size=4, micro_batch_size_per_gpu=2, optimizer={"learning_rate": 1e-3}
+        epochs=1, batch_size=4, micro_batch_tokens=32, optimizer={"learning_rate": 1e-3}
     )
     tokens = {}
     for learned in ("assistant", "response"):

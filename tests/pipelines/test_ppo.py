@@ -34,7 +34,7 @@ def key(tmp_path):
             steps=1,
             rollout_batch_size=2,
             minibatch_size=2,
-            micro_batch_size_per_gpu=2,
+            micro_batch_tokens=32,
             actor=MODEL,
             critic=MODEL,
             ptx=ptx,

@@ -62,7 +62,7 @@ def test_the_reward_of_a_function_rises_and_its_source_is_part_of_the_recipe(art
             "steps": 12,
             "rollout_batch_size": 32,
             "minibatch_size": 32,
-            "micro_batch_size_per_gpu": 16,
+            "micro_batch_tokens": 256,
             "ppo_epochs": 2,
             "advantage": "reinforce",
             "evaluations": 1,

@@ -54,7 +54,7 @@ def load(policy, contract, world, tmp_path):
         config = PPOConfig.model_validate(
             {
                 "steps": 1, "rollout_batch_size": 8, "minibatch_size": 8, "evaluations": 1,
-                "micro_batch_size_per_gpu": 3, "actor": model, "critic": model, "rewards": rewards,
+                "micro_batch_tokens": 48, "actor": model, "critic": model, "rewards": rewards,
             }
         )  # fmt: skip
         job = LaunchedJob("ppo", "f", 1, {}, files or {}, {}, tmp_path, 60.0)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
@@ -18,7 +19,7 @@ RESPONSES = [[20, 1], [21, 22, 23, 24], [25, 26, 1]]
 def scoring_models(policy, contract, reward_model=None, **options) -> ScoringModels:
     actor = freeze(load_policy(policy, "fp32"))
     scorer = None if reward_model is None else freeze(load_scores(reward_model, "fp32"))
-    fields = {"temperature": 0.7, "micro_batch_size": 2, "device": torch.device("cpu")} | options
+    fields = {"temperature": 0.7, "micro_batch_tokens": 8, "world": World(0, 1, torch.device("cpu"))} | options
     return ScoringModels(
         policy=actor,
         reference=actor,
@@ -29,9 +30,9 @@ def scoring_models(policy, contract, reward_model=None, **options) -> ScoringMod
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_row_is_scored_as_it_is_alone(policy, contract, make_reward_model, size):
-    models = scoring_models(policy, contract, make_reward_model(), micro_batch_size=size)
+@pytest.mark.parametrize("tokens", [1, 8, 100])
+def test_each_row_is_scored_as_it_is_alone(policy, contract, make_reward_model, tokens):
+    models = scoring_models(policy, contract, make_reward_model(), micro_batch_tokens=tokens)
     scored = score_sequences(collate(PROMPTS, RESPONSES, contract.pad_id), models)
     assert scored.ended.tolist() == [True, False, True]
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):

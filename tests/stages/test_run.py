@@ -32,7 +32,7 @@ class ToyConfig(Block):
     action: str = "work"
     """work, fail, explain, vanish, sleep or fit."""
 
-    micro_batch_size_per_gpu: int = 8
+    micro_batch_tokens: int = 8
     """fit: runs out of memory above 2, after step 5."""
 
 
@@ -56,7 +56,7 @@ def main(job):
     if action == "explain":
         raise DataError("rows.jsonl:3: no chosen answer")
     if action == "fit":
-        size = job.config["toy"]["micro_batch_size_per_gpu"]
+        size = job.config["toy"]["micro_batch_tokens"]
         with (job.directory / "attempts").open("a") as file:
             file.write(json.dumps([size, job.resume_from]) + "\\n")
         checkpoint = job.checkpoints / "step-00000005"
@@ -142,7 +142,7 @@ def test_an_out_of_memory_error_names_the_parameters_to_change(toy):
         toy("fit")
     assert failure.value.cause == "GPU memory"
     assert (
-        "  fix      Lower toy.micro_batch_size_per_gpu (8). "
+        "  fix      Lower toy.micro_batch_tokens (8). "
         "Set launch.halve_micro_batch_on_oom (false) to true.\n" in str(failure.value)
     )
     assert "(this stage resumes after step 5)" in str(failure.value)
@@ -153,14 +153,14 @@ def test_a_stage_resumes_with_halved_micro_batches_if_allowed(toy, recorder, cap
     attempts = [json.loads(line) for line in (export.parent / "attempts").read_text().splitlines()]
     assert attempts == [[8, None], [4, 5], [2, 5]]
     manifest = Manifest.read(export)
-    assert manifest.adjusted == {"toy.micro_batch_size_per_gpu": {"configured": 8, "used": 2}}
-    assert manifest.config["toy"]["micro_batch_size_per_gpu"] == 2
-    assert recorder.run.config["toy"]["micro_batch_size_per_gpu"] == 2  # messages show this value
+    assert manifest.adjusted == {"toy.micro_batch_tokens": {"configured": 8, "used": 2}}
+    assert manifest.config["toy"]["micro_batch_tokens"] == 2
+    assert recorder.run.config["toy"]["micro_batch_tokens"] == 2  # messages show this value
     assert [what for what, _ in recorder.heard if what != "metrics"] == [
         "started", "FAILED", "started", "FAILED", "started", "FINISHED",
     ]  # fmt: skip
     assert (
-        "  out of memory: toy.micro_batch_size_per_gpu reduced from 8 to 2; the global batch is "
+        "  out of memory: toy.micro_batch_tokens reduced from 8 to 2; the global batch is "
         "unchanged" in capsys.readouterr().out
     )
     assert toy("fit") == export and len((export.parent / "attempts").read_text().splitlines()) == 3

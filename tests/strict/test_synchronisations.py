@@ -47,7 +47,7 @@ def test_generation_waits_once_for_each_micro_batch_and_scoring_once_for_each_mo
 ):
     """A generated token never waits. Scoring waits for its metrics and its moments, too."""
     blocks = {
-        "actor": trained(1), "critic": trained(1), "evaluations": 1, "micro_batch_size_per_gpu": 1,
+        "actor": trained(1), "critic": trained(1), "evaluations": 1, "micro_batch_tokens": 16,
         "sampling": {"max_response_tokens": 6, "batch_size_per_gpu": 4},
     }  # fmt: skip
     MAIN["ppo"](tiny_job("ppo", inputs, tmp_path, blocks))

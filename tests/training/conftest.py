@@ -13,7 +13,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ThreadWorld(World):
     """Ranks that are threads of this process."""
 
@@ -27,6 +27,11 @@ class ThreadWorld(World):
         self.barrier_of_threads.wait(600)
         return total
 
+    def most(self, numbers):
+        own = torch.zeros(self.size, len(numbers), dtype=torch.long)
+        own[self.rank] = torch.tensor(numbers)
+        return self.sum(own).amax(0).tolist()
+
 
 @pytest.fixture(scope="session")
 def on_threads():
@@ -35,7 +40,10 @@ def on_threads():
     def run(ranks: int, function) -> list:
         barrier, contributions = threading.Barrier(ranks), [None] * ranks
         worlds = [
-            ThreadWorld(rank, ranks, torch.device("cpu"), barrier, contributions)
+            ThreadWorld(
+                rank, ranks, torch.device("cpu"),
+                barrier_of_threads=barrier, contributions=contributions,
+            )
             for rank in range(ranks)
         ]
         with ThreadPoolExecutor(ranks) as pool:

@@ -18,7 +18,7 @@ CONFIG = SFTConfig.model_validate(
     {
         "epochs": 1,
         "batch_size": 1,
-        "micro_batch_size_per_gpu": 1,
+        "micro_batch_tokens": 16,
         "optimizer": {"learning_rate": 1e-3},
     }
 )

@@ -17,7 +17,7 @@ from rlhf_pipeline.training.sft import SFTTask
 CONFIG = SFTConfig.model_validate(
     {
         "optimizer": {"learning_rate": 1e-3}, "epochs": 2, "batch_size": 4,
-        "micro_batch_size_per_gpu": 4, "evaluations": 8, "checkpoint_every": 3,
+        "micro_batch_tokens": 64, "evaluations": 8, "checkpoint_every": 3,
         "checkpoint_at_evaluations": False,
     }
 )  # fmt: skip

@@ -64,12 +64,12 @@ def model(learning_rate: float = 1e-3, warmup: float = 0.0, **optimizer) -> dict
 
 
 def supervised(**changes) -> dict:
-    return {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2, "evaluations": 1} | changes
+    return {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 32, "evaluations": 1} | changes
 
 
 def ppo_config(**changes) -> PPOConfig:
     fields = {
-        "steps": 3, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_size_per_gpu": 4,
+        "steps": 3, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_tokens": 64,
         "evaluations": 3, "evaluation_prompts": 8, "sampling": {"max_response_tokens": 6},
         "actor": model(), "critic": model(),
     }  # fmt: skip

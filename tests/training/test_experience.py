@@ -24,7 +24,7 @@ def experience_of(on_threads):
     def make(ranks: int, values: bool, **options) -> list[Experience]:
         model = {"optimizer": {"learning_rate": 1e-3}}
         fields = {
-            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 4,
+            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_tokens": 64,
             "responses_per_prompt": 2, "score_clip": None, "missing_eos_score": None,
             "actor": model, "critic": model if values else None,
         }  # fmt: skip

@@ -33,7 +33,7 @@ LAST_BIAS = (
     "gpt_neox.final_layer_norm.bias",
 )
 TRAINED = {"optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0}}
-SUPERVISED = TRAINED | {"epochs": 1, "batch_size": 3, "micro_batch_size_per_gpu": 2}
+SUPERVISED = TRAINED | {"epochs": 1, "batch_size": 3, "micro_batch_tokens": 32}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     config = PPOConfig.model_validate(
         {
             "steps": 1, "rollout_batch_size": 3, "minibatch_size": 3,
-            "micro_batch_size_per_gpu": 2, "evaluations": 1,
+            "micro_batch_tokens": 32, "evaluations": 1,
             "sampling": {"max_response_tokens": 6, "temperature": 0.7},
             "actor": TRAINED, "critic": TRAINED,
         }

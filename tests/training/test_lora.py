@@ -51,7 +51,7 @@ def block(stage, model):
         return PPOConfig.model_validate(
             {
                 "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4,
-                "micro_batch_size_per_gpu": 2, "evaluations": 1,
+                "micro_batch_tokens": 32, "evaluations": 1,
                 "sampling": {"max_response_tokens": 4}, "ema": {"decay": 0.5},
                 "actor": model, "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
             }
@@ -59,7 +59,7 @@ def block(stage, model):
     supervised = model | {
         "epochs": 2,
         "batch_size": 4,
-        "micro_batch_size_per_gpu": 1,
+        "micro_batch_tokens": 16,
         "evaluations": 1,
     }
     return {"sft": SFTConfig, "reward_model": RewardModelConfig, "dpo": DPOConfig}[
@@ -295,7 +295,7 @@ def setup_of(engine, task, config, world):
 
     rows = Rows.of(pa.table(ROWS))
     return Setup(
-        engine=engine, task=task, config=config.model_copy(update={"micro_batch_size_per_gpu": 2}),
+        engine=engine, task=task, config=config.model_copy(update={"micro_batch_tokens": 32}),
         training=rows, validation=rows, world=world, seed=1, best=None, guard=None,
         checkpoints=None, done=0,
     )  # fmt: skip

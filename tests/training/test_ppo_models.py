@@ -25,7 +25,7 @@ def test_the_critic_starts_on_the_scale_of_the_scores(ppo_inputs, world, tmp_pat
     models = load(config, ppo_inputs, world, tmp_path)
     inputs = SEQUENCES.rows(torch.tensor([0])).model_inputs()
     estimate = models.critic(**inputs, scores_to_keep=1)[0, 0]
-    raw = score_sequences(SEQUENCES, models.scorers(config, with_critic=False))
+    raw = score_sequences(SEQUENCES, models.scorers(config, world, with_critic=False))
     score = models.rewards(raw, {}).scores[0]
     assert float(score) == pytest.approx(weight * (float(raw.scores[0]) - 0.1), abs=1e-5)
     assert float(estimate) == pytest.approx(float(score), abs=1e-5)

@@ -12,9 +12,9 @@ def trained(ppo_inputs, world, tmp_path_factory):
     return run_ppo(ppo_config(), ppo_inputs, world, tmp_path_factory.mktemp("ppo"))
 
 
-@pytest.mark.parametrize("size", [1, 8])
-def test_micro_batches_do_not_change_the_result(trained, ppo_inputs, world, tmp_path, size):
-    config = ppo_config(micro_batch_size_per_gpu=size)
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_micro_batches_do_not_change_the_result(trained, ppo_inputs, world, tmp_path, tokens):
+    config = ppo_config(micro_batch_tokens=tokens)
     after = run_ppo(config, ppo_inputs, world, tmp_path).weights("actor")
     for key, value in trained.weights("actor").items():
         torch.testing.assert_close(after[key], value, rtol=1e-5, atol=2e-7)

@@ -50,7 +50,7 @@ def run_ppo(
     config = PPOConfig.model_validate(
         {
             "steps": steps, "rollout_batch_size": 8, "minibatch_size": 8,
-            "micro_batch_size_per_gpu": 2, "evaluations": 1,
+            "micro_batch_tokens": 32, "evaluations": 1,
             "sampling": {"max_response_tokens": 6}, "reference": frozen, "reward_model": frozen,
             "actor": trained(precision, stages[0]), "critic": trained(precision, stages[1]),
         }
@@ -69,7 +69,7 @@ def run_sft(name: str, precision: str, stage: int, inputs: dict[str, Path], fold
     """Run five steps of SFT on eight rows each."""
     config = SFTConfig.model_validate(
         trained(precision, stage)
-        | {"epochs": 5, "batch_size": 8, "micro_batch_size_per_gpu": 2, "evaluations": 1}
+        | {"epochs": 5, "batch_size": 8, "micro_batch_tokens": 32, "evaluations": 1}
     )
     directory = folder / f"sft, {name}"
     directory.mkdir(exist_ok=True)

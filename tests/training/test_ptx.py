@@ -13,6 +13,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import load_rows
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
+from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
@@ -69,7 +70,7 @@ def inputs(make_model, tmp_path_factory):
 
 def config(**changes) -> PPOConfig:
     fields = {
-        "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 3,
+        "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_tokens": 48,
         "evaluations": 1, "sampling": {"max_response_tokens": 6, "temperature": 0.7},
         "advantage": "reinforce", "ptx": {"coef": COEF, "batch_size": 6},
         "actor": {
@@ -152,11 +153,11 @@ def steps(inputs, world, tmp_path_factory, on_threads):
     models = models_of(config(), inputs, world, tmp_path_factory.mktemp("models"))
     table = load_rows(inputs["pretraining"] / "train.arrow", world)
 
-    def step(*, ranks=1, micro_batch=3, zero_stage=1, with_text=True):
+    def step(*, ranks=1, tokens=24, zero_stage=1, with_text=True):
         policies = [load_policy(inputs["sft_model"], "fp32") for _ in range(ranks)]
         engines = [descent(policy, zero_stage) for policy in policies]
         before = {name: value.detach().clone() for name, value in policies[0].named_parameters()}
-        options = config(micro_batch_size_per_gpu=micro_batch)
+        options = config(micro_batch_tokens=tokens)
 
         def one(world):
             rank, own = world.rank, slice(world.rank, None, ranks)
@@ -172,8 +173,10 @@ def steps(inputs, world, tmp_path_factory, on_threads):
             experience = Experience(sequences, old, ADVANTAGES[own, :width])
             text = TextBatches(table, options, world, 1).batch(0) if with_text else None
             own_models = replace(models, actor=engines[rank])
+            (groups,) = micro_batches([experience.lengths], tokens, own_models.actor, world)
+            pieces = [experience.rows(index) for index in groups]
             sums = update_minibatch(
-                own_models, experience, options, world, {}, train_actor=True, text=text
+                own_models, pieces, options, world, {}, train_actor=True, text=text
             )
             return world.sums(sums)
 
@@ -189,11 +192,11 @@ def steps(inputs, world, tmp_path_factory, on_threads):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "micro_batch", "zero_stage"),
-    [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 1, 1), (1, 8, 1), (2, 1, 0), (2, 2, 1), (2, 8, 2)],
+    ("ranks", "tokens", "zero_stage"),
+    [(1, 24, 0), (1, 24, 1), (1, 24, 2), (1, 1, 1), (1, 99, 1), (2, 1, 0), (2, 16, 1), (2, 99, 2)],
 )
-def test_the_gradient_is_that_of_both_losses(steps, inputs, ranks, micro_batch, zero_stage):
-    gradients, sums = steps(ranks=ranks, micro_batch=micro_batch, zero_stage=zero_stage)
+def test_the_gradient_is_that_of_both_losses(steps, inputs, ranks, tokens, zero_stage):
+    gradients, sums = steps(ranks=ranks, tokens=tokens, zero_stage=zero_stage)
     model = load_policy(inputs["sft_model"], "fp32")
     for name, gradient in gradients_by_hand(model, COEF).items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6)
@@ -359,7 +362,7 @@ def test_ptx_preserves_a_language_that_ppo_alone_forgets(inputs, world, tmp_path
     for name, ptx in (("with", {"batch_size": 16}), ("without", None)):
         (tmp_path / name).mkdir()
         options = config(
-            steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_size_per_gpu=16,
+            steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_tokens=256,
             kl={"coef": 0.0}, actor={"optimizer": {"learning_rate": 1e-2}},
             missing_eos_score=None, ptx=ptx,
         )  # fmt: skip

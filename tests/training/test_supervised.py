@@ -21,7 +21,7 @@ def train(sft_inputs, world, tmp_path):
     def run(name, **changes):
         config = {
             "optimizer": {"learning_rate": 1e-3}, "epochs": 1, "batch_size": 8,
-            "micro_batch_size_per_gpu": 4, "evaluations": 1,
+            "micro_batch_tokens": 64, "evaluations": 1,
         }  # fmt: skip
         (tmp_path / name).mkdir()
         job = LaunchedJob("sft", "f", 1, {}, sft_inputs, {}, tmp_path / name, 60.0)

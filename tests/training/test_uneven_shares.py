@@ -55,7 +55,7 @@ def evaluate_sft(model, paths, contract, table, world) -> dict[str, float]:
     from rlhf_pipeline.training.supervised import Setup, evaluate
 
     config = SFTConfig.model_validate(
-        model | {"epochs": 1, "batch_size": 4, "micro_batch_size_per_gpu": 2}
+        model | {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 32}
     )
     engine = train_engine(partial(load_policy, paths["sft_model"]), config, 1)
     setup = Setup(
@@ -73,7 +73,7 @@ def evaluate_ppo(model, paths, contract, table, world, folder) -> dict[str, floa
 
     config = PPOConfig.model_validate(
         {
-            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_size_per_gpu": 2,
+            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_tokens": 32,
             "gather_for_generation": False, "actor": model, "critic": model,
             "sampling": {"max_response_tokens": 9, "batch_size_per_gpu": 2},
         }

@@ -73,7 +73,7 @@ def main(inputs: dict[str, str], folder: Path) -> None:
         config = PPOConfig.model_validate(
             {
                 "steps": STEPS[name], "rollout_batch_size": 8, "minibatch_size": 4,
-                "micro_batch_size_per_gpu": 4, "evaluations": 1,
+                "micro_batch_tokens": 64, "evaluations": 1,
                 "sampling": {"max_response_tokens": 6},
                 "gather_for_generation": name != "layer by layer",
                 "actor": model | {"deepspeed": blocks["actor"]},

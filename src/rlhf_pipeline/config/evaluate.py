@@ -35,8 +35,8 @@ class EvaluateConfig(Block):
     """Held-out prompts, at most. The half width of the win rate's interval falls with the square
     root of this number: 512 prompts give 0.04."""
 
-    micro_batch_size_per_gpu: PositiveInt = 64
-    """Responses per forward pass on each rank when scoring."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens per forward pass on each rank when scoring, at most."""
 
     sampling: SamplingConfig = SamplingConfig()
     """Decoding of both policies."""

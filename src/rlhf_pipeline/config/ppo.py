@@ -41,7 +41,7 @@ class PtxConfig(Block):
 
     batch_size: PositiveInt
     """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response. A forward
-    pass has `micro_batch_size_per_gpu` blocks."""
+    pass has at most `micro_batch_tokens` tokens."""
 
 
 class PPOConfig(SavingConfig):
@@ -66,8 +66,9 @@ class PPOConfig(SavingConfig):
     minibatch_size: PositiveInt
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
 
-    micro_batch_size_per_gpu: PositiveInt
-    """Responses per forward pass on each rank."""
+    micro_batch_tokens: PositiveInt
+    """Tokens of prompts and responses per forward pass on each rank, at most. A longer row is a
+    forward pass of its own."""
 
     ppo_epochs: PositiveInt = 1
     """Passes over the responses of each step."""

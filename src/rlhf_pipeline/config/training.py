@@ -233,8 +233,9 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Rows (SFT) or comparisons (reward model, DPO) per optimizer step, over all ranks and micro
     batches."""
 
-    micro_batch_size_per_gpu: PositiveInt
-    """Rows or comparisons per forward pass on each rank; determines gradient accumulation."""
+    micro_batch_tokens: PositiveInt
+    """Tokens per forward pass on each rank, at most; determines gradient accumulation. A longer row
+    is a forward pass of its own."""
 
     evaluations: PositiveInt = 4
     """Number of evenly spaced evaluations on the held-out rows; the last one follows the last step.

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -29,6 +29,16 @@ class World:
     rank: int
     size: int
     device: torch.device
+    host: torch.distributed.ProcessGroup | None = None
+    """Collectives of tensors in main memory. None: the default group, if it is Gloo."""
+
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over all ranks. The host does not wait for the device."""
+        if self.size == 1:
+            return list(numbers)
+        found = torch.tensor(numbers)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.host)
+        return found.tolist()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor summed over all ranks, on this rank's device; the argument is not changed.
@@ -85,7 +95,10 @@ def join(seed: int, *, timeout_s: float) -> World:
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.manual_seed(seed)
-    return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+    host = None
+    if device.type != "cpu":
+        host = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, host)
 
 
 def _meet_on_loopback(timeout: timedelta) -> None:

@@ -157,8 +157,8 @@ def judge_all(
     """The judged answers of all ranks, by policy; writes the metrics of each policy."""
 
     def judge_by(model: TokenScores | DeepSpeedEngine) -> dict[str, list[Answer]]:
-        size, device = setup.config.micro_batch_size_per_gpu, setup.world.device
-        judges = [RewardModelJudge(model, size, device), *setup.judges]
+        judge = RewardModelJudge(model, setup.config.micro_batch_tokens, setup.world)
+        judges = [judge, *setup.judges]
         answers = {}
         for step, (name, given) in enumerate(scored.items(), start=1):
             heartbeat.at("scoring", step)
@@ -218,12 +218,11 @@ def logprobs(policy: nn.Module, sequences: Sequences, setup: Setup) -> Tensor:
     """Log-probability of each token of the answers, (B, R)."""
     function = partial(
         response_logprobs,
-        policy,
         vocab_size=setup.contract.vocab_size,
         temperature=setup.config.sampling.temperature,
     )
-    size = setup.config.micro_batch_size_per_gpu
-    return by_micro_batches(function, sequences, size, setup.world.device)
+    tokens = setup.config.micro_batch_tokens
+    return by_micro_batches(function, policy, sequences, tokens, setup.world)
 
 
 def judge_answers(scored: Scored, setup: Setup, judges: list[Judge]) -> list[Answer]:

@@ -51,16 +51,17 @@ class RewardModelJudge:
     """The reward model's score minus the mean score of demonstrations."""
 
     model: TokenScores | DeepSpeedEngine
-    micro_batch_size: int
-    device: torch.device
+    micro_batch_tokens: int
+    world: World
     name: str = REWARD_MODEL
 
     @torch.no_grad()
     def score(self, answers: AnswerBatch) -> list[float]:
         """Score each answer at its last token."""
-        function = partial(sequence_scores, self.model)
         sequences = answers.scored.sequences
-        scores = by_micro_batches(function, sequences, self.micro_batch_size, self.device)
+        scores = by_micro_batches(
+            sequence_scores, self.model, sequences, self.micro_batch_tokens, self.world
+        )
         return [score - self.model.score_mean for score in scores.tolist()]
 
 

@@ -8,7 +8,7 @@ Responses begin at the same column in every row, so a model computes logits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -181,10 +181,3 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tens
     return ids, mask
 
 
-def micro_batches(lengths: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield groups of at most `size` row numbers; rows of similar length share a group.
-
-    Sorting by length saves padding. The number of groups depends only on the number of rows, so
-    ranks with equally many rows stay synchronized.
-    """
-    yield from torch.argsort(lengths, stable=True).split(size)

@@ -33,7 +33,8 @@ class ModelSource:
     mean: float
     tokenizer: PreTrainedTokenizerBase | None
     """The model's tokenizer if it reads text; None if it reads the policy's tokens."""
-    micro_batch_size: int
+    micro_batch_tokens: int
+    world: World
 
     @property
     def reads_texts(self) -> bool:
@@ -47,7 +48,7 @@ class ModelSource:
         folder: Path,
         place: str,
         contract: TokenContract,
-        micro_batch_size: int,
+        micro_batch_tokens: int,
         world: World,
     ) -> ModelSource:
         """Load the model.
@@ -71,7 +72,7 @@ class ModelSource:
         mean = reward.mean
         if mean is None:
             mean = float(getattr(model.config, "score_mean", 0.0))
-        return cls(reward.path, model, mean, tokenizer, micro_batch_size)
+        return cls(reward.path, model, mean, tokenizer, micro_batch_tokens, world)
 
     @torch.no_grad()
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
@@ -89,9 +90,10 @@ class ModelSource:
                 [ids[-1:] for ids in rows],
                 self.tokenizer.pad_token_id or 0,
             )
-        device = next(self.model.parameters()).device
-        function = partial(sequence_scores, self.model)
-        return by_micro_batches(function, sequences, self.micro_batch_size, device) - self.mean
+        scores = by_micro_batches(
+            sequence_scores, self.model, sequences, self.micro_batch_tokens, self.world
+        )
+        return scores - self.mean
 
     def _retokenized(
         self, tokenizer: PreTrainedTokenizerBase, answered: Answered

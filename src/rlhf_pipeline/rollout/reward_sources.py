@@ -125,8 +125,8 @@ def load_rewards(
                 return FunctionSource(reward.callable, import_function(reward, job.inputs[name]))
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
-                size = config.micro_batch_size_per_gpu
-                return ModelSource.load(reward, folder, f"ppo.{name}", contract, size, world)
+                tokens = config.micro_batch_tokens
+                return ModelSource.load(reward, folder, f"ppo.{name}", contract, tokens, world)
             case _:
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.micro_batches import micro_batches
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
-from rlhf_pipeline.models.sequences import Sequences, micro_batches
+from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.runtime import heartbeat
@@ -64,11 +66,11 @@ class ScoringModels:
     critic: nn.Module | None
     reward_model: nn.Module | None
     contract: TokenContract
-    device: torch.device
+    world: World
     temperature: float
     """The sampling temperature."""
-    micro_batch_size: int
-    """Responses in one forward pass."""
+    micro_batch_tokens: int
+    """Tokens of one forward pass."""
 
 
 @torch.no_grad()
@@ -78,8 +80,7 @@ def score_sequences(sequences: Sequences, models: ScoringModels) -> Scored:
     logprobs = partial(response_logprobs, vocab_size=vocab_size, temperature=temperature)
 
     def run(function: Callable[..., Tensor], model: nn.Module) -> Tensor:
-        size, device = models.micro_batch_size, models.device
-        return by_micro_batches(partial(function, model), sequences, size, device)
+        return by_micro_batches(function, model, sequences, models.micro_batch_tokens, models.world)
 
     return Scored(
         sequences=sequences,
@@ -99,17 +100,23 @@ def ended(response_ids: Tensor, contract: TokenContract) -> Tensor:
 
 
 def by_micro_batches(
-    function: Callable[[Sequences], Tensor], sequences: Sequences, size: int, device: torch.device
+    function: Callable[[nn.Module, Sequences], Tensor],
+    model: nn.Module,
+    sequences: Sequences,
+    tokens: int,
+    world: World,
 ) -> Tensor:
-    """Apply a function that returns (b,) or (b, r) to micro batches of rows of similar length.
+    """Apply a model by a function that returns (b,) or (b, r) to micro batches of rows.
+
+    All ranks call this together, with equally many rows.
 
     Returns:
         (B,) or (B, R) float32 on the CPU, in the order of the rows, padded with zeros.
     """
-    groups, parts = list(micro_batches(sequences.lengths, size)), []
+    (groups,), parts = micro_batches([sequences.lengths], tokens, model, world), []
     width = sequences.response_ids.shape[1]
     for index in groups:
-        part = function(sequences.rows(index).to(device)).float()
+        part = function(model, sequences.rows(index).to(world.device)).float()
         parts.append(part if part.dim() == 1 else pad(part, (0, width - part.shape[1])))
         heartbeat.tick()
     # The host waits for the device here and nowhere above.

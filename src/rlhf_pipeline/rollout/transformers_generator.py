@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
-from rlhf_pipeline.models.sequences import collate, micro_batches, pad
+from rlhf_pipeline.models.sequences import collate, pad
 from rlhf_pipeline.rollout.generation import Rollout, Seed, uniform_draws
 from rlhf_pipeline.runtime import heartbeat
 
@@ -40,7 +40,7 @@ class TransformersGenerator:
         responses: list[list[int]] = [[] for _ in prompts]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         with for_generation(self.policy, gather=self.gather) as model:
-            for index in micro_batches(lengths, sampling.batch_size_per_gpu):
+            for index in lengths.argsort(stable=True).split(sampling.batch_size_per_gpu):
                 batch = [prompts[i] for i in index]
                 sampled = self._sample(model, batch, draws[index], sampling)
                 for i, response in zip(index.tolist(), sampled, strict=True):

@@ -36,8 +36,8 @@ class Pairs:
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) tokens in the row of the longer answer, without padding."""
-        return self.answers.lengths.view(-1, 2).amax(1)
+        """(N,) tokens of both rows of each pair."""
+        return self.answers.lengths.view(-1, 2).sum(1)
 
     def rows(self, index: Tensor) -> Pairs:
         """The pairs at these indices."""

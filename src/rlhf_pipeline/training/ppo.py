@@ -105,7 +105,7 @@ def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = 
 def score(setup: Setup, rollout: Rollout, rows: Columns, *, held_out: bool = False) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.at("evaluation" if held_out else "scoring")
-    scorers = setup.models.scorers(setup.config, with_critic=not held_out)
+    scorers = setup.models.scorers(setup.config, setup.world, with_critic=not held_out)
     return setup.models.rewards(score_sequences(rollout.sequences, scorers), rows)
 
 

@@ -66,7 +66,7 @@ class PPOModels:
         }
         return {name: model for name, model in models.items() if model is not None}
 
-    def scorers(self, config: PPOConfig, *, with_critic: bool) -> ScoringModels:
+    def scorers(self, config: PPOConfig, world: World, *, with_critic: bool) -> ScoringModels:
         """The models that score a rollout."""
         return ScoringModels(
             policy=self.actor,
@@ -74,9 +74,9 @@ class PPOModels:
             critic=self.critic if with_critic else None,
             reward_model=self.reward_model,
             contract=self.contract,
-            device=self.actor.device,
+            world=world,
             temperature=config.sampling.temperature,
-            micro_batch_size=config.micro_batch_size_per_gpu,
+            micro_batch_tokens=config.micro_batch_tokens,
         )
 
     def deepspeed_settings(self) -> dict[str, Any]:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
@@ -26,7 +28,7 @@ from rlhf_pipeline.models.forward import (
     response_logprobs_and_entropy,
     response_values,
 )
-from rlhf_pipeline.models.sequences import Sequences, micro_batches
+from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.ppo_losses import entropy_loss, policy_loss, value_loss
@@ -55,11 +57,18 @@ def update_models(
         Means over the tokens of all epochs.
     """
     engines = _trained(models, train_actor=train_actor)
+    minibatches = list(experience.minibatches(config.minibatch_size // world.size))
+    lengths = [minibatch.lengths for minibatch in minibatches]
+    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
+    pieces = [
+        [minibatch.rows(index) for index in own]
+        for minibatch, own in zip(minibatches, groups, strict=True)
+    ]
     sums: Sums = {}
     metrics: dict[str, float] = {}
     for epoch in range(1, config.ppo_epochs + 1):
         before = sums
-        for minibatch in experience.minibatches(config.minibatch_size // world.size):
+        for minibatch in pieces:
             text = next(texts) if texts is not None and train_actor else None
             sums = update_minibatch(
                 models, minibatch, config, world, sums, train_actor=train_actor, text=text
@@ -84,7 +93,7 @@ def update_models(
 
 def update_minibatch(
     models: PPOModels,
-    minibatch: Experience,
+    pieces: Sequence[Experience],
     config: PPOConfig,
     world: World,
     sums: Sums,
@@ -94,20 +103,23 @@ def update_minibatch(
 ) -> Sums:
     """Take one optimizer step of each model in training; return the sums with those of this step.
 
+    `pieces` are the micro batches of one minibatch.
+
     With `text`, the actor's loss is the sum of PPO's and `ptx.coef` times that of the text, each a
     mean over its own tokens.
     """
-    tokens = minibatch.sequences.response_mask.sum().double()
+    masks = [piece.sequences.response_mask for piece in pieces]
+    tokens = torch.stack([mask.sum() for mask in masks]).sum().double()
     tokens = tokens.to(world.device, non_blocking=True)
     normalizer = world.sum(tokens)
-    size = config.micro_batch_size_per_gpu
-    pieces = [minibatch.rows(index) for index in micro_batches(minibatch.lengths, size)]
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [partial(actor_loss, models, piece, config, normalizer) for piece in pieces]
         if text is not None:
             count = text.response_ids.numel() * world.size  # every rank has equally many blocks
-            chunks = [text.rows(index) for index in micro_batches(text.lengths, size)]
+            limit = config.micro_batch_tokens
+            (groups,) = micro_batches([text.lengths], limit, models.actor, world)
+            chunks = [text.rows(index) for index in groups]
             losses += [partial(text_loss, models, blocks, config, count) for blocks in chunks]
         steps.append((models.actor, losses))
     if (critic := models.critic) is not None:

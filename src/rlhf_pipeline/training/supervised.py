@@ -5,7 +5,6 @@ Passes over a fixed data set, held-out evaluations, and the best evaluated model
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
 from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
@@ -30,7 +30,6 @@ from rlhf_pipeline.distributed.optimizer_step import (
 )
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.models.sequences import micro_batches
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
@@ -39,8 +38,8 @@ from rlhf_pipeline.training.divergence import DivergenceGuard, stability_advice
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 
-BLOCK = 64
-"""Micro batches of held-out rows that are in memory together, sorted by length."""
+BLOCK = 1024
+"""Held-out rows of a rank that are in memory together."""
 
 
 class Batch(Protocol):
@@ -210,29 +209,23 @@ def micro_batch_losses(setup: Setup, batch: Batch, normalizer: Tensor) -> list[L
         rows = batch.rows(index).to(setup.world.device)
         return setup.task.loss(setup.engine, rows, normalizer)
 
-    size = setup.config.micro_batch_size_per_gpu
-    return [partial(loss, index) for index in micro_batches(batch.lengths, size)]
+    tokens = setup.config.micro_batch_tokens
+    (groups,) = micro_batches([batch.lengths], tokens, setup.engine, setup.world)
+    return [partial(loss, index) for index in groups]
 
 
 @torch.no_grad()
 def evaluate(setup: Setup) -> dict[str, float]:
     """Held-out metrics over all rows; the ranks divide the rows."""
     heartbeat.at("evaluation")
-    engine, task, world = setup.engine, setup.task, setup.world
-    size, count = setup.config.micro_batch_size_per_gpu, setup.validation.num_rows
-    engine.eval()
+    setup.engine.eval()
     sums: Sums = {}
-    done = 0
-    for loss in held_out_losses(setup):
-        sums = add_sums(sums, loss()[1])
+    for loss, counts in held_out_losses(setup):
+        found = loss()[1]
+        sums = add_sums(sums, found) if counts else sums
         heartbeat.tick()
-        done += 1
-    # A rank with one row fewer may have one micro batch fewer. ZeRO-3 needs it in that forward pass
-    # all the same, with any rows.
-    for _ in range(math.ceil(math.ceil(count / world.size) / size) - done):
-        loss()
-    engine.train()
-    return task.metrics(world.sums(sums))
+    setup.engine.train()
+    return setup.task.metrics(setup.world.sums(sums))
 
 
 def as_validation(held_out: dict[str, float]) -> dict[str, float]:
@@ -240,12 +233,23 @@ def as_validation(held_out: dict[str, float]) -> dict[str, float]:
     return {f"validation/{name}": value for name, value in held_out.items()}
 
 
-def held_out_losses(setup: Setup) -> Iterator[Loss]:
-    """The losses of this rank's held-out rows, one for each micro batch; a block in memory."""
-    own = own_share(np.arange(setup.validation.num_rows), setup.world)
+def held_out_losses(setup: Setup) -> Iterator[tuple[Loss, bool]]:
+    """The losses of the held-out rows, one for each micro batch, and whether they count.
+
+    Rows that do not fill all ranks come last: a rank without such a row computes another one, which
+    does not count. ZeRO-3 needs all ranks in every forward pass.
+    """
+    validation, world = setup.validation, setup.world
+    rest = validation.num_rows % world.size
+    even = validation.num_rows - rest
+    own = own_share(np.arange(even), world)
+    blocks = [(own[start : start + BLOCK], True) for start in range(0, len(own), BLOCK)]
+    if rest:
+        is_own = world.rank < rest
+        blocks.append((np.array([even + world.rank if is_own else 0]), is_own))
     # The losses are not used, so their normalizer does not matter.
-    one = torch.ones((), device=setup.world.device)
-    block = setup.config.micro_batch_size_per_gpu * BLOCK
-    for start in range(0, len(own), block):
-        batch = setup.task.collate(setup.validation.columns(own[start : start + block]))
-        yield from micro_batch_losses(setup, batch, one)
+    one = torch.ones((), device=world.device)
+    for rows, counts in blocks:
+        batch = setup.task.collate(validation.columns(rows))
+        for loss in micro_batch_losses(setup, batch, one):
+            yield loss, counts

@@ -17,7 +17,7 @@ def job(seed: int = 1, **changes: object) -> Job:
     fields = {
         "epochs": 1,
         "batch_size": 8,
-        "micro_batch_size_per_gpu": 4,
+        "micro_batch_tokens": 4,
         "optimizer": {"learning_rate": 1e-3},
     }
     return Job(SPEC, {"sft": SFTConfig.model_validate(fields | changes)}, {}, seed)

@@ -20,7 +20,7 @@ LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer"
 def attempt(tmp_path):
     (tmp_path / "program.log").write_text("first\nexits with return code = -9\nlast")
     (tmp_path / "errors").mkdir()
-    config = {"sft": {"micro_batch_size_per_gpu": 8}}
+    config = {"sft": {"micro_batch_tokens": 8}}
     run = StageRun("sft", "f", 1, config, {}, {}, tmp_path, 60.0)
     return Attempt(
         run=run,
@@ -69,7 +69,7 @@ def test_a_death_precedes_the_reports_of_its_peers(attempt):
     die(attempt, 1, -9)
     assert "rank 1 was ended by SIGKILL in update of step 7" in text(attempt)
     assert "pair.cc" not in text(attempt)
-    assert "  fix      Lower sft.micro_batch_size_per_gpu (8)." in text(attempt)
+    assert "  fix      Lower sft.micro_batch_tokens (8)." in text(attempt)
 
 
 def test_a_death_precedes_any_later_report(attempt):

@@ -9,7 +9,7 @@ from rlhf_pipeline.stages.launch.hints import FOLLOW_UP, HINTS, Hint, advice, fi
 
 PPO = {
     "ppo": {
-        "micro_batch_size_per_gpu": 8,
+        "micro_batch_tokens": 8,
         "sampling": {"batch_size_per_gpu": 1},
         "actor": {
             "gradient_checkpointing": True,
@@ -86,7 +86,7 @@ def test_a_signal_has_a_meaning(number, kernel_kills, name):
 
 def test_advice_shows_values_and_omits_exhausted_parameters():
     assert advice(find_hint("CUDA out of memory"), PPO) == (
-        "Lower ppo.micro_batch_size_per_gpu (8). "
+        "Lower ppo.micro_batch_tokens (8). "
         "Set launch.halve_micro_batch_on_oom (false) to true. "
         "Set ppo.critic.gradient_checkpointing (false) to true. "
         "Raise ppo.actor.deepspeed.zero_stage (2). "

@@ -47,7 +47,7 @@ class Hint:
     """True: applies only if the kernel killed no process for lack of memory during the launch."""
 
 
-MICRO_BATCHES = ("micro_batch_size_per_gpu", "batch_size_per_gpu")
+MICRO_BATCHES = ("micro_batch_tokens", "batch_size_per_gpu")
 """Fields that bound the memory of one forward pass. They change results only by rounding."""
 OFFLOADS = ("offload_optimizer", "offload_parameters")
 

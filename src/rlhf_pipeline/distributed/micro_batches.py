@@ -1,0 +1,58 @@
+"""Rows of a batch, divided into micro batches: the rows of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.forms import form_of
+
+
+def micro_batches(
+    lengths: Sequence[Tensor], tokens: int, model: nn.Module, world: World
+) -> list[list[Tensor]]:
+    """Divide each batch into groups of row numbers with at most `tokens` tokens each.
+
+    All ranks make equally many groups of a batch: ZeRO needs every rank in every forward pass. One
+    collective decides for all batches.
+
+    Args:
+        lengths: for each batch, (N,) the tokens of this rank's rows. Each rank has the same N.
+        tokens: a longer row is a group of its own.
+        model: decides whether padding counts.
+    """
+    padded = not form_of(model).packed
+    groups = [grouped(own, tokens, padded=padded) for own in lengths]
+    counts = world.most([len(found) for found in groups])
+    return [split(found, count) for found, count in zip(groups, counts, strict=True)]
+
+
+def grouped(lengths: Tensor, tokens: int, *, padded: bool) -> list[Tensor]:
+    """Fill groups with rows from the longest to the shortest.
+
+    The first group is the largest: if memory does not suffice, it shows at once.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    groups: list[list[int]] = []
+    total = longest = 0
+    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        new = longest * (len(groups[-1]) + 1) if groups and padded else total + length
+        if not groups or new > tokens:
+            groups.append([])
+            total, longest = 0, length
+        groups[-1].append(row)
+        total += length
+    return [torch.tensor(group) for group in groups]
+
+
+def split(groups: list[Tensor], count: int) -> list[Tensor]:
+    """Split the groups of most rows until there are `count` groups."""
+    groups = list(groups)
+    while len(groups) < count:
+        most = max(range(len(groups)), key=lambda number: len(groups[number]))
+        half = (len(groups[most]) + 1) // 2
+        groups[most : most + 1] = groups[most].split(half)
+    return groups
