@@ -8,9 +8,11 @@ import torch
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.transformers_generator import InverseCDFSampler, TransformersGenerator
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator, sampled
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
@@ -18,12 +20,12 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 def sampled_token(
     draw: float, logits: list[float], temperature: float = 1.0, vocab_size: int | None = None
 ) -> int:
-    sampler = InverseCDFSampler(
-        torch.tensor([[draw]], dtype=torch.float64), 3, temperature, vocab_size or len(logits)
-    )
-    scores = sampler(torch.zeros(1, 3, dtype=torch.long), torch.tensor([logits]))
-    assert torch.isfinite(scores).sum() == 1
-    return int(scores.argmax())
+    draws = torch.tensor([draw], dtype=torch.float64)
+    size = vocab_size or len(logits)
+    tokens, logprobs = sampled(torch.tensor([logits]), draws, temperature, size)
+    expected = (torch.tensor(logits[:size]) / temperature).log_softmax(-1)[tokens]
+    torch.testing.assert_close(logprobs, expected)
+    return int(tokens)
 
 
 def test_a_draw_selects_a_token_by_the_distribution_function():
@@ -89,25 +91,65 @@ def test_a_response_depends_on_its_own_seed_only(generator):
     assert responses(others) != whole
 
 
-def test_a_response_ends_after_its_eos_or_at_the_maximum_length(policy, generator, monkeypatch):
-    ids = torch.tensor([[5, 6, 20, 1, 0, 0], [5, 6, 21, 22, 23, 24]])
-    monkeypatch.setattr(policy[0], "generate", lambda **kwargs: ids, raising=False)
-    sampling = SamplingConfig(max_response_tokens=4)
-    rollout = generator.generate([[5, 6], [5, 6]], sampling, [(0,), (1,)])
+def scripted(monkeypatch, *rows):
+    """Let the first tokens of the responses be those of the rows, in the order of the draws."""
+    script = torch.tensor(rows)
+    steps = iter(range(script.shape[1]))
+
+    def sampled(logits, draws, temperature, vocab_size):
+        tokens = script[(draws * len(rows)).long(), next(steps)]
+        return tokens, torch.zeros(len(tokens))
+
+    monkeypatch.setattr(transformers_generator, "sampled", sampled)
+    monkeypatch.setattr(
+        transformers_generator,
+        "uniform_draws",
+        lambda seeds, width: torch.tensor([[(s[0] + 0.5) / len(rows)] * width for s in seeds]),
+    )
+
+
+def test_a_response_ends_after_its_eos_or_at_the_maximum_length(generator, monkeypatch):
+    scripted(monkeypatch, [20, 1, 9, 9], [21, 22, 23, 24])
+    rollout = generator.generate([[5, 6], [5, 6]], SamplingConfig(max_response_tokens=4), [(0,), (1,)])
     assert responses(rollout.sequences) == [[20, 1], [21, 22, 23, 24]]
 
 
 def test_any_eos_of_the_model_ends_a_response(policy, monkeypatch):
-    ids = torch.tensor([[5, 6, 20, 22, 1, 0], [5, 6, 21, 1, 22, 0]])
-    passed = {}
-    monkeypatch.setattr(
-        policy[0], "generate", lambda **kwargs: passed.update(kwargs) or ids, raising=False
-    )
+    scripted(monkeypatch, [20, 22, 1, 9], [21, 1, 22, 9])
     generator = TransformersGenerator(policy[0], replace(policy[1], eos_ids=(1, 22)))
-    sampling = SamplingConfig(max_response_tokens=4)
-    rollout = generator.generate([[5, 6], [5, 6]], sampling, [(0,), (1,)])
+    rollout = generator.generate([[5, 6], [5, 6]], SamplingConfig(max_response_tokens=4), [(0,), (1,)])
     assert responses(rollout.sequences) == [[20, 22], [21, 1]]
-    assert passed["generation_config"].eos_token_id == [1, 22]
+
+
+def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, generator, monkeypatch):
+    """The forward passes get smaller, and every response stays the one of its row alone."""
+    sampling = SamplingConfig(max_response_tokens=24, batch_size_per_gpu=8)
+    seeds = row_seeds(5, 1, np.arange(8))
+    ends = replace(policy[1], eos_ids=tuple(range(1, 40)))  # about one token of seven
+    together, sizes = TransformersGenerator(policy[0], ends), []
+    monkeypatch.setattr(
+        transformers_generator,
+        "sampled",
+        lambda logits, *rest: sizes.append(len(logits)) or sampled(logits, *rest),
+    )
+    whole = responses(together.generate(PROMPTS * 2, sampling, seeds).sequences)
+    assert sizes[0] == 8 and sizes[-1] < 8 and sorted(sizes, reverse=True) == sizes
+    alone = [
+        responses(together.generate([prompt], sampling, [seed]).sequences)[0]
+        for prompt, seed in zip(PROMPTS * 2, seeds, strict=True)
+    ]
+    assert whole == alone
+    assert {len(row) for row in whole} != {24}
+
+
+def test_the_sampler_returns_the_log_probabilities_of_the_policy(policy, generator):
+    sampling = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=3, temperature=0.7)
+    rollout = generator.generate(PROMPTS, sampling, row_seeds(1, 1, np.arange(4)))
+    mask = rollout.sequences.response_mask
+    expected = response_logprobs(
+        policy[0], rollout.sequences, vocab_size=policy[1].vocab_size, temperature=0.7
+    )
+    torch.testing.assert_close(rollout.sampler_logprobs[mask], expected[mask])
 
 
 def test_samples_follow_the_policy(policy, generator):

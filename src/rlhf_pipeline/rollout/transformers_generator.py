@@ -1,22 +1,30 @@
-"""Generation with transformers, from one uniform random number per token."""
+"""Generation by the forward pass of a Hugging Face model, from a uniform random number per token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
-from rlhf_pipeline.models.sequences import collate, pad
+from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.sequences import Sequences, collate, pad
 from rlhf_pipeline.rollout.generation import Rollout, Seed, uniform_draws
+from rlhf_pipeline.rollout.key_value_cache import RoomyCache, unpacked
 from rlhf_pipeline.runtime import heartbeat
+
+FINISHED = 0.25
+"""Finished rows leave a batch once they are this share of it: leaving copies the others' cache."""
+ALL_RANKS_EVERY = 16
+"""Tokens between two agreements of all ranks on whether to stop."""
 
 
 @dataclass(frozen=True)
@@ -36,74 +44,161 @@ class TransformersGenerator:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
     ) -> Rollout:
         """See `Generator.generate`."""
+        packed = form_of(self.policy).packed
         draws = uniform_draws(seeds, sampling.max_response_tokens)
         responses: list[list[int]] = [[] for _ in prompts]
+        logprobs = torch.zeros(len(prompts), sampling.max_response_tokens)
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         with for_generation(self.policy, gather=self.gather) as model:
             for index in lengths.argsort(stable=True).split(sampling.batch_size_per_gpu):
-                batch = [prompts[i] for i in index]
-                sampled = self._sample(model, batch, draws[index], sampling)
-                for i, response in zip(index.tolist(), sampled, strict=True):
-                    responses[i] = response
-        return Rollout(collate(prompts, responses, self.contract.pad_id))
-
-    def _sample(
-        self,
-        model: Any,
-        prompts: Sequence[Sequence[int]],
-        draws: Tensor,
-        sampling: SamplingConfig,
-    ) -> list[list[int]]:
-        """Responses to one micro batch of prompts."""
-        contract = self.contract
-        ids, mask, draws = (
-            tensor.to(self.policy.device, non_blocking=True)
-            for tensor in (*pad(prompts, contract.pad_id, left=True), draws)
-        )
-        sampler = InverseCDFSampler(draws, ids.shape[1], sampling.temperature, contract.vocab_size)
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=mask.long(),
-            generation_config=GenerationConfig(
-                max_new_tokens=sampling.max_response_tokens,
-                do_sample=False,  # the sampler leaves a single token to choose
-                eos_token_id=contract.eos_token_id,
-                pad_token_id=contract.pad_id,
-            ),
-            logits_processor=LogitsProcessorList([sampler]),
-            # ZeRO-3 needs every rank in every forward pass, so all ranks wait for the slowest.
-            synced_gpus=is_sharded(model) and not self.gather,
-        )
-        return [_until_eos(row, contract.eos_ids) for row in output[:, ids.shape[1] :].tolist()]
+                batch = Decoding(
+                    model=model,
+                    contract=self.contract,
+                    temperature=sampling.temperature,
+                    draws=draws[index].to(self.policy.device, non_blocking=True),
+                    synced=is_sharded(model) and not self.gather,
+                )
+                ids, mask = pad([prompts[i] for i in index], self.contract.pad_id, left=True)
+                batch.run(ids, mask, packed=packed)
+                tokens, logprobs[index] = batch.tokens.cpu(), batch.logprobs.cpu()
+                for i, row in zip(index.tolist(), tokens.tolist(), strict=True):
+                    responses[i] = _until_eos(row, self.contract.eos_ids)
+        sequences = collate(prompts, responses, self.contract.pad_id)
+        return Rollout(sequences, logprobs[:, : sequences.response_ids.shape[1]])
 
 
-@dataclass(frozen=True)
-class InverseCDFSampler(LogitsProcessor):
-    """Samples from softmax(logits / temperature) by inverting its CDF at given uniform numbers.
+@dataclass
+class Decoding:
+    """Responses to one batch of prompts, token by token.
 
-    The sampled token is the only one with a finite logit. Padded vocabulary rows have probability
-    0.
+    Rows that have finished leave the batch. Shapes: B rows of the batch, A rows that are left, R
+    tokens of a response, V tokens of the vocabulary.
     """
 
+    model: Any
+    contract: TokenContract
+    temperature: float
     draws: Tensor
     """(B, R) uniform numbers in [0, 1)."""
-    prompt_width: int
-    """Columns of the prompts."""
-    temperature: float
-    vocab_size: int
-    """Tokens of the vocabulary, without padded rows."""
+    synced: bool
+    """Every rank must take part in every forward pass."""
+    tokens: Tensor = field(init=False)
+    """(B, R) long."""
+    logprobs: Tensor = field(init=False)
+    """(B, R) float32."""
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Logits (B, V) with one finite entry in each row."""
-        heartbeat.tick()
-        draws = self.draws[:, input_ids.shape[1] - self.prompt_width].unsqueeze(1)
-        cdf = (scores[:, : self.vocab_size].double() / self.temperature).softmax(-1).cumsum(-1)
-        tokens = torch.searchsorted(cdf, draws * cdf[:, -1:], right=True)
-        # For logits that are not finite, the search ends behind the last token. The
-        # log-probabilities of the response show the fault later. A check of each token here would
-        # make the device wait.
-        tokens = tokens.clamp(max=self.vocab_size - 1)
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+    _copy: tuple[Tensor, Any] | None = None
+    """`finished` on its way to main memory, and the event of its arrival."""
+
+    def __post_init__(self) -> None:
+        self.tokens = torch.full_like(self.draws, self.contract.pad_id, dtype=torch.long)
+        self.logprobs = torch.zeros_like(self.draws, dtype=torch.float32)
+
+    def run(self, ids: Tensor, mask: Tensor, *, packed: bool) -> None:
+        """Fill `tokens` and `logprobs`. The prompts are (B, P) and left-padded, in main memory."""
+        device, (_, width) = self.draws.device, ids.shape
+        steps = self.draws.shape[1]
+        lengths = mask.sum(1).to(device, non_blocking=True)
+        logits, cache = self._read(ids, mask, width + steps, packed=packed)
+        attended = torch.nn.functional.pad(mask, (0, steps), value=False).to(device)
+        rows = torch.arange(len(ids), device=device)
+        finished = torch.zeros_like(rows, dtype=torch.bool)
+        eos = torch.tensor(self.contract.eos_ids, device=device)
+        for step in range(steps):
+            heartbeat.tick()
+            tokens, logprobs = sampled(
+                logits, self.draws[rows, step], self.temperature, self.contract.vocab_size
+            )
+            self.tokens[rows, step] = tokens
+            self.logprobs[rows, step] = logprobs
+            finished = finished | torch.isin(tokens, eos)
+            if step + 1 == steps:
+                return
+            if self.synced:
+                if self._all_ranks_finished(finished, step):
+                    return
+            elif (known := self._known(finished)) is not None and known.sum() >= FINISHED * len(known):
+                left = (~known).nonzero().squeeze(1).to(rows.device)
+                if not len(left):
+                    return
+                cache.keep_rows(left)
+                rows, finished, attended = rows[left], finished[left], attended[left]
+                lengths, tokens = lengths[left], tokens[left]
+            attended[:, width + step] = True
+            logits = self.model(
+                input_ids=tokens[:, None],
+                attention_mask=attended[:, : width + step + 1],
+                position_ids=lengths[:, None] + step,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+
+    def _read(
+        self, ids: Tensor, mask: Tensor, room: int, *, packed: bool
+    ) -> tuple[Tensor, RoomyCache]:
+        """The logits (B, V) after the prompts, and the cache."""
+        device = self.draws.device
+        nothing = torch.empty(len(ids), 0, dtype=torch.long)
+        prompts = Sequences(ids, mask, nothing, nothing.bool()).to(device)
+        if packed:
+            rows = prompts.packed()
+            states = DynamicCache()
+            logits = self.model(
+                **rows.model_inputs(),
+                past_key_values=states,
+                use_cache=True,
+                logits_to_keep=rows.ends,
+            ).logits[0]
+            return logits, unpacked(states, prompts.prompt_mask, room)
+        cache = RoomyCache(room)
+        logits = self.model(
+            **prompts.model_inputs(), past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
+        return logits, cache
+
+    def _all_ranks_finished(self, finished: Tensor, step: int) -> bool:
+        if (step + 1) % ALL_RANKS_EVERY:
+            return False
+        unfinished = (~finished).any().float()
+        torch.distributed.all_reduce(unfinished)
+        return not bool(unfinished)
+
+    def _known(self, finished: Tensor) -> Tensor | None:
+        """What the host knows without waiting for the device, which may be some tokens ahead."""
+        if finished.device.type == "cpu":
+            return finished
+        known = None
+        if self._copy is not None and self._copy[1].query():
+            known, self._copy = self._copy[0], None
+        if self._copy is None:
+            copied = torch.empty(finished.shape, dtype=torch.bool, pin_memory=True)
+            event = get_accelerator().Event()
+            copied.copy_(finished, non_blocking=True)
+            event.record()
+            self._copy = copied, event
+        return known if known is not None and len(known) == len(finished) else None
+
+
+def sampled(
+    logits: Tensor, draws: Tensor, temperature: float, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Sample from softmax(logits / temperature) by inverting its CDF at given uniform numbers.
+
+    Args:
+        logits: (B, V). Columns beyond `vocab_size` have probability 0.
+        draws: (B,) uniform numbers in [0, 1).
+
+    Returns:
+        Tokens (B,) long, and their log-probabilities (B,) float32.
+    """
+    cdf = (logits[:, :vocab_size].double() / temperature).softmax(-1)
+    probabilities, cdf = cdf, cdf.cumsum(-1)
+    tokens = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True)
+    # For logits that are not finite, the search ends behind the last token. The log-probabilities
+    # of the response show the fault later. A check of each token here would make the device wait.
+    tokens = tokens.clamp(max=vocab_size - 1)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).log().float().squeeze(1)
 
 
 def _until_eos(row: list[int], eos_ids: Sequence[int]) -> list[int]:

@@ -1,0 +1,239 @@
+"""One iteration of PPO, this project beside TRL: seconds and main memory.
+
+    python benchmarks/ppo_iteration.py                         # sizes small and base, fp32 and bf16
+    python benchmarks/ppo_iteration.py --sizes=base --precisions=fp32 --rounds=5
+
+Both train OPT models of the same shape on the same HH-RLHF prompts (the file in HH_RLHF_PATH, or
+the hub), with 64 new tokens, one epoch and one optimizer step. An iteration generates, scores by
+reference, critic and reward model, and updates actor and critic. The two take turns, one iteration
+each, so a slow minute of the machine counts for both. TRL runs with one process, this project with
+one rank for each core (`--ranks`); both use all cores.
+
+TRL is installed into benchmarks/results/ppo_iteration/trl without its dependencies, which this
+project's environment contains already. Results: a table, benchmarks/results/ppo_iteration/*.json
+and ppo_iteration.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+PROJECT = Path(__file__).parents[1]
+RESULTS = PROJECT / "benchmarks" / "results" / "ppo_iteration"
+TRL = "trl==1.9.2"
+SIZES: dict[str, dict[str, int]] = {
+    "small": {"hidden_size": 256, "ffn_dim": 1024, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "base": {"hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+}
+"""Shapes of OPT: 5.5 million parameters, and those of OPT-125M with a smaller vocabulary."""
+BATCH = {"small": 16, "base": 8}
+"""Responses of an iteration."""
+VOCABULARY, PROMPT_TOKENS, RESPONSE_TOKENS = 8192, 256, 64
+WARM_UP = 2
+"""Iterations before the measured ones; memory is read during these."""
+
+
+@dataclass
+class Contestant:
+    """Processes that take one iteration whenever the first one is asked to."""
+
+    processes: list[subprocess.Popen[str]]
+    seconds: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
+    memory: int = 0
+    """Most bytes of main memory during the warm-up; pages that processes share count once."""
+
+    def iterate(self) -> None:
+        """Take one iteration and wait for it."""
+        found = self._ask()
+        self.seconds.append(found.pop("seconds"))
+        self.phases.append(found)
+
+    def warm_up(self) -> None:
+        """Take an iteration that is not measured, and read the memory meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(self._ask)
+            while not done.done():
+                used = sum(psutil.Process(p.pid).memory_full_info().pss for p in self.processes)
+                self.memory = max(self.memory, used)
+                time.sleep(0.2)
+            done.result()
+
+    def _ask(self) -> dict[str, float]:
+        first = self.processes[0]
+        assert first.stdin is not None and first.stdout is not None
+        first.stdin.write("go\n")
+        first.stdin.flush()
+        for line in first.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"found the end of {first.args[1]}, expected a result. See {RESULTS}/*.log")
+
+
+def main() -> None:
+    """Prepare, measure, show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sizes", default="small,base")
+    parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    trl = install_trl()
+    rows = []
+    for size in options.sizes.split(","):
+        inputs = prepare(size)
+        for precision in options.precisions.split(","):
+            rows.append(measure(size, precision, inputs, trl, options.rounds, options.ranks))
+            (RESULTS / f"{size}-{precision}.json").write_text(json.dumps(rows[-1], indent=2))
+    show(rows)
+
+
+def install_trl() -> Path:
+    """A folder with TRL."""
+    folder = RESULTS / "trl"
+    if not folder.is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, f"--target={folder}", TRL], check=True)
+    return folder
+
+
+def prepare(size: str) -> dict[str, Path]:
+    """The untrained policy, a reward model with the same weights, and the prompts."""
+    root = RESULTS / size
+    model = {"model_type": "opt", "max_position_embeddings": 512, "word_embed_proj_dim": SIZES[size]["hidden_size"]}
+    fields = {**model, **SIZES[size], "intermediate_size": None, "tie_word_embeddings": True}
+    parameters = {
+        "root": str(root), "base_model.vocab_size": VOCABULARY,
+        **{f"base_model.architecture.{name}": value for name, value in fields.items()},
+        "split.max_prompt_tokens": PROMPT_TOKENS, "split.max_response_tokens": RESPONSE_TOKENS,
+        "split.over_long_responses": "truncate",
+    }  # fmt: skip
+    given = ",".join(f"{name}={'null' if v is None else v}" for name, v in parameters.items())
+    kedro = [str(Path(sys.executable).with_name("kedro")), "run", "--env=hh-rlhf"]
+    environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{RESULTS}/mlflow.db"}
+    command = [*kedro, "--pipeline=data_preparation", f"--params={given}"]
+    subprocess.run(command, cwd=PROJECT, env=environment, check=True)
+    (policy,) = root.glob("02_base_model/base_model/2*/base_model")
+    (split,) = root.glob("03_split/split/2*/split")
+    reward_model = root / "reward_model"
+    if not reward_model.is_dir():
+        make_reward_model(policy, reward_model)
+    return {"sft_model": policy, "reward_model": reward_model, "prompts": split / "ppo"}
+
+
+def make_reward_model(policy: Path, folder: Path) -> None:
+    """Save the policy with a random scalar head."""
+    import torch
+
+    from rlhf_pipeline.models.loading import load_tokenizer
+    from rlhf_pipeline.distributed.model_files import save_model
+    from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
+
+    torch.manual_seed(1)
+    model = load_scores(policy, "fp32", new_head=True)
+    save_model(model, load_tokenizer(policy), folder)
+    store_score_mean(folder, 0.0)
+
+
+def measure(
+    size: str, precision: str, inputs: dict[str, Path], trl: Path, rounds: int, ranks: int
+) -> dict[str, Any]:
+    """Let both take turns; return medians."""
+    job = {
+        "inputs": {name: str(path) for name, path in inputs.items()}, "precision": precision,
+        "batch": BATCH[size], "response_tokens": RESPONSE_TOKENS,
+        "folder": str(RESULTS / f"{size}-{precision}"),
+    }  # fmt: skip
+    here = Path(__file__).parent
+    with ExitStack() as stack:
+        contestants = {
+            "ours": stack.enter_context(started(here / "ppo_iteration_ours.py", job, ranks)),
+            "trl": stack.enter_context(started(here / "ppo_iteration_trl.py", job, 1, trl)),
+        }
+        for _ in range(WARM_UP):
+            for contestant in contestants.values():
+                contestant.warm_up()
+        for _ in range(rounds):
+            for contestant in contestants.values():
+                contestant.iterate()
+    ratios = [
+        theirs / ours
+        for ours, theirs in zip(*(c.seconds for c in contestants.values()), strict=True)
+    ]
+    return {
+        "size": size, "precision": precision, "ranks": ranks, "ratios": ratios,
+        **{
+            name: {
+                "seconds": c.seconds, "phases": c.phases, "memory": c.memory,
+                "median": statistics.median(c.seconds),
+            }
+            for name, c in contestants.items()
+        },
+    }  # fmt: skip
+
+
+@contextmanager
+def started(
+    program: Path, job: dict[str, Any], ranks: int, path: Path | None = None
+) -> Iterator[Contestant]:
+    """A contestant's processes; they end with the block. The first one reads `go`."""
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    port = str(29600 + ranks)
+    processes = []
+    for rank in reversed(range(ranks)):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": str(threads),
+            "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        if path is not None:
+            environment["PYTHONPATH"] = str(path)
+        with (RESULTS / f"{program.stem}-{rank}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(program), json.dumps(job)],
+                    env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                    text=True,
+                )
+            )  # fmt: skip
+    try:
+        yield Contestant(processes[::-1])
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table and draw the plot."""
+    table = Table(title="One PPO iteration, medians")
+    for column in ("size", "precision", "ours, s", "TRL, s", "ratio", "range", "ours, GB", "TRL, GB"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        ours, trl, ratios = row["ours"], row["trl"], row["ratios"]
+        table.add_row(
+            row["size"], row["precision"], f"{ours['median']:.2f}", f"{trl['median']:.2f}",
+            f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}",
+            f"{ours['memory'] / 1e9:.2f}", f"{trl['memory'] / 1e9:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

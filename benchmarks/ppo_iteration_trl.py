@@ -1,0 +1,77 @@
+"""PPO of TRL, one iteration for each line `go`; started by `ppo_iteration.py`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
+from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+
+class TakingTurns(TrainerCallback):
+    """Reports a step, and waits for the next `go`."""
+
+    def on_train_begin(self, *_, **__):
+        self.wait()
+
+    def on_step_end(self, *_, **__):
+        print(json.dumps({"seconds": time.perf_counter() - self.began}), flush=True)
+        self.wait()
+
+    def wait(self):
+        sys.stdin.readline()
+        self.began = time.perf_counter()
+
+
+given = json.loads(sys.argv[1])
+dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["precision"]]
+policy, reward_model = given["inputs"]["sft_model"], given["inputs"]["reward_model"]
+tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
+language = lambda: AutoModelForCausalLM.from_pretrained(policy, dtype=dtype)  # noqa: E731
+scalar = lambda: AutoModelForSequenceClassification.from_pretrained(  # noqa: E731
+    reward_model, num_labels=1, dtype=dtype
+)
+prompts = Dataset.from_file(f"{given['inputs']['prompts']}/train.arrow")
+prompts = prompts.rename_column("prompt_ids", "input_ids").select_columns(["input_ids"])
+batch = given["batch"]
+arguments = PPOConfig(
+    output_dir=given["folder"],
+    per_device_train_batch_size=batch,
+    gradient_accumulation_steps=1,
+    num_mini_batches=1,
+    num_ppo_epochs=1,
+    local_rollout_forward_batch_size=batch,
+    total_episodes=1000 * batch,
+    response_length=given["response_tokens"],
+    stop_token="eos",
+    temperature=1.0,
+    num_sample_generations=0,
+    gradient_checkpointing=False,
+    bf16=False,  # the weights have the precision already
+    learning_rate=3e-6,
+    save_strategy="no",
+    report_to="none",
+    logging_steps=1,
+    use_cpu=True,
+    disable_tqdm=True,
+)
+PPOTrainer(
+    args=arguments,
+    processing_class=tokenizer,
+    model=language(),
+    ref_model=language(),
+    reward_model=scalar(),
+    value_model=scalar(),
+    train_dataset=prompts,
+    eval_dataset=prompts.select(range(batch)),
+    callbacks=[TakingTurns()],
+).train()
