@@ -38,8 +38,18 @@ PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results" / "ppo_iteration"
 TRL = "trl==1.9.2"
 SIZES: dict[str, dict[str, int]] = {
-    "small": {"hidden_size": 256, "ffn_dim": 1024, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "base": {"hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "small": {
+        "hidden_size": 256,
+        "ffn_dim": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "base": {
+        "hidden_size": 768,
+        "ffn_dim": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
 }
 """Shapes of OPT: 5.5 million parameters, and those of OPT-125M with a smaller vocabulary."""
 BATCH = {"small": 16, "base": 8}
@@ -83,12 +93,16 @@ class Contestant:
         for line in first.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(f"found the end of {first.args[1]}, expected a result. See {RESULTS}/*.log")
+        raise SystemExit(
+            f"found the end of {first.args[1]}, expected a result. See {RESULTS}/*.log"
+        )
 
 
 def main() -> None:
     """Prepare, measure, show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--sizes", default="small,base")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--rounds", type=int, default=7)
@@ -116,7 +130,11 @@ def install_trl() -> Path:
 def prepare(size: str) -> dict[str, Path]:
     """The untrained policy, a reward model with the same weights, and the prompts."""
     root = RESULTS / size
-    model = {"model_type": "opt", "max_position_embeddings": 512, "word_embed_proj_dim": SIZES[size]["hidden_size"]}
+    model = {
+        "model_type": "opt",
+        "max_position_embeddings": 512,
+        "word_embed_proj_dim": SIZES[size]["hidden_size"],
+    }
     fields = {**model, **SIZES[size], "intermediate_size": None, "tie_word_embeddings": True}
     parameters = {
         "root": str(root), "base_model.vocab_size": VOCABULARY,
@@ -141,8 +159,8 @@ def make_reward_model(policy: Path, folder: Path) -> None:
     """Save the policy with a random scalar head."""
     import torch
 
-    from rlhf_pipeline.models.loading import load_tokenizer
     from rlhf_pipeline.distributed.model_files import save_model
+    from rlhf_pipeline.models.loading import load_tokenizer
     from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 
     torch.manual_seed(1)
@@ -223,7 +241,16 @@ def started(
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table and draw the plot."""
     table = Table(title="One PPO iteration, medians")
-    for column in ("size", "precision", "ours, s", "TRL, s", "ratio", "range", "ours, GB", "TRL, GB"):
+    for column in (
+        "size",
+        "precision",
+        "ours, s",
+        "TRL, s",
+        "ratio",
+        "range",
+        "ours, GB",
+        "TRL, GB",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         ours, trl, ratios = row["ours"], row["trl"], row["ratios"]

@@ -7,8 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.world import join
@@ -40,7 +38,10 @@ def wait(setup: Setup) -> float:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    model = {"optimizer": {"learning_rate": 3e-6}, "deepspeed": {"precision": given["precision"], "zero_stage": given.get("zero_stage", 0)}}
+    model = {
+        "optimizer": {"learning_rate": 3e-6},
+        "deepspeed": {"precision": given["precision"], "zero_stage": given.get("zero_stage", 0)},
+    }
     config = PPOConfig.model_validate(
         {
             "steps": STEPS, "rollout_batch_size": given["batch"], "minibatch_size": given["batch"],

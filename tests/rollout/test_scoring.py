@@ -19,7 +19,11 @@ RESPONSES = [[20, 1], [21, 22, 23, 24], [25, 26, 1]]
 def scoring_models(policy, contract, reward_model=None, **options) -> ScoringModels:
     actor = freeze(load_policy(policy, "fp32"))
     scorer = None if reward_model is None else freeze(load_scores(reward_model, "fp32"))
-    fields = {"temperature": 0.7, "micro_batch_tokens": 8, "world": World(0, 1, torch.device("cpu"))} | options
+    fields = {
+        "temperature": 0.7,
+        "micro_batch_tokens": 8,
+        "world": World(0, 1, torch.device("cpu")),
+    } | options
     return ScoringModels(
         policy=actor,
         reference=actor,

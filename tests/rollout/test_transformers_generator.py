@@ -110,14 +110,18 @@ def scripted(monkeypatch, *rows):
 
 def test_a_response_ends_after_its_eos_or_at_the_maximum_length(generator, monkeypatch):
     scripted(monkeypatch, [20, 1, 9, 9], [21, 22, 23, 24])
-    rollout = generator.generate([[5, 6], [5, 6]], SamplingConfig(max_response_tokens=4), [(0,), (1,)])
+    rollout = generator.generate(
+        [[5, 6], [5, 6]], SamplingConfig(max_response_tokens=4), [(0,), (1,)]
+    )
     assert responses(rollout.sequences) == [[20, 1], [21, 22, 23, 24]]
 
 
 def test_any_eos_of_the_model_ends_a_response(policy, monkeypatch):
     scripted(monkeypatch, [20, 22, 1, 9], [21, 1, 22, 9])
     generator = TransformersGenerator(policy[0], replace(policy[1], eos_ids=(1, 22)))
-    rollout = generator.generate([[5, 6], [5, 6]], SamplingConfig(max_response_tokens=4), [(0,), (1,)])
+    rollout = generator.generate(
+        [[5, 6], [5, 6]], SamplingConfig(max_response_tokens=4), [(0,), (1,)]
+    )
     assert responses(rollout.sequences) == [[20, 22], [21, 1]]
 
 
@@ -149,7 +153,7 @@ def test_the_sampler_returns_the_log_probabilities_of_the_policy(policy, generat
     expected = response_logprobs(
         policy[0], rollout.sequences, vocab_size=policy[1].vocab_size, temperature=0.7
     )
-    torch.testing.assert_close(rollout.sampler_logprobs[mask], expected[mask])
+    torch.testing.assert_close(rollout.logprobs[mask], expected[mask])
 
 
 def test_samples_follow_the_policy(policy, generator):

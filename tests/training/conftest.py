@@ -41,8 +41,11 @@ def on_threads():
         barrier, contributions = threading.Barrier(ranks), [None] * ranks
         worlds = [
             ThreadWorld(
-                rank, ranks, torch.device("cpu"),
-                barrier_of_threads=barrier, contributions=contributions,
+                rank,
+                ranks,
+                torch.device("cpu"),
+                barrier_of_threads=barrier,
+                contributions=contributions,
             )
             for rank in range(ranks)
         ]

@@ -125,7 +125,7 @@ def sft_steps(size, policy, world):
 
 
 def ppo_steps(size, inputs, world, folder):
-    """The weights of actor and critic after five steps of PPO with micro batches of `size` tokens."""
+    """The weights of actor and critic after five steps of PPO; micro batches of `size` tokens."""
     config = PPOConfig.model_validate(
         {
             "steps": 5, "rollout_batch_size": 8, "minibatch_size": 8,

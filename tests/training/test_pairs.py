@@ -33,8 +33,8 @@ def test_the_two_answers_of_a_prompt_are_adjacent_rows():
     ]  # fmt: skip
 
 
-def test_a_pair_is_as_long_as_its_longer_answer():
-    assert Pairs.collate(ROWS, pad_id=0).lengths.tolist() == [6, 5, 7]
+def test_a_pair_is_as_long_as_both_of_its_rows():
+    assert Pairs.collate(ROWS, pad_id=0).lengths.tolist() == [11, 7, 11]
 
 
 def test_selected_pairs_remain_pairs():

@@ -33,7 +33,8 @@ class FixedGenerator:
         self.calls.append((list(prompts), list(seeds)))
         eos = self.contract.eos_id
         responses = [[20, eos] if row % 2 == 0 else [21, 22, eos] for row in range(len(prompts))]
-        return Rollout(collate(prompts, responses, self.contract.pad_id))
+        sequences = collate(prompts, responses, self.contract.pad_id)
+        return Rollout(sequences, torch.zeros(sequences.response_ids.shape))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ from deepspeed import DeepSpeedEngine
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.data.gold import gold_score
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.rollout.function_reward import Answered, FunctionSource, import_function

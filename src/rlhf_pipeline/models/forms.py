@@ -57,9 +57,7 @@ def _packs(policy: nn.Module, model: PreTrainedModel) -> bool:
     alone = _outputs(policy, SECOND)
     packed = _outputs(policy, FIRST + SECOND, positions, (len(FIRST), len(SECOND)))
     mixed = _outputs(policy, FIRST + SECOND)
-    error, leak = (
-        (x[len(FIRST) :] - alone).abs().amax().item() for x in (packed, mixed)
-    )
+    error, leak = ((x[len(FIRST) :] - alone).abs().amax().item() for x in (packed, mixed))
     return error <= 0.1 * leak
 
 
@@ -73,7 +71,7 @@ def _logprob_head(policy: nn.Module, model: PreTrainedModel) -> LogprobHead | No
     if not isinstance(head, LogprobHead):
         return None
     ids = torch.tensor([FIRST], device=model.device)
-    question = Question(ids, vocab_size=head.weight.shape[0], temperature=1.0, with_entropy=False)
+    question = Question(ids, vocab_size=head.out_features, temperature=1.0, with_entropy=False)
     with asking(head, question):
         found: Tensor = policy(input_ids=ids, use_cache=False).logits
     return head if found.data_ptr() == head.answered else None

@@ -9,29 +9,30 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from rlhf_pipeline.models.forms import Form, form_of
+from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.logprob_head import Question, asking
-from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of
+from rlhf_pipeline.models.sequences import Packed, Sequences
 
 
 def response_logprobs(
     policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float = 1.0
 ) -> Tensor:
     """Return the log-probability of each response token, (B, R) float32; undefined in padding."""
-    return _logprobs(policy, batch, vocab_size, temperature, with_entropy=False)[0]
+    (logprobs,) = _answers(policy, batch, vocab_size, temperature, with_entropy=False)
+    return logprobs
 
 
 def response_logprobs_and_entropy(
     policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return each response token's log-probability and its distribution's entropy, (B, R) each."""
-    logprobs, entropy = _logprobs(policy, batch, vocab_size, temperature, with_entropy=True)
+    logprobs, entropy = _answers(policy, batch, vocab_size, temperature, with_entropy=True)
     return logprobs, entropy
 
 
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
     """Return the value of the state before each response token, (B, R) float32."""
+    values: Tensor
     if form_of(critic).packed:
         packed = batch.packed()
         values = critic(**packed.model_inputs(), scores_to_keep=packed.before_response)
@@ -51,41 +52,26 @@ def sequence_scores(reward_model: nn.Module, batch: Sequences) -> Tensor:
     return scores.gather(1, last).squeeze(1)
 
 
-def _logprobs(
+def _answers(
     policy: nn.Module, batch: Sequences, vocab_size: int, temperature: float, *, with_entropy: bool
-) -> Tensor | tuple[Tensor, ...]:
+) -> list[Tensor]:
     """Log-probabilities, and entropies if asked for, (B, R) each."""
     form = form_of(policy)
-    if form.packed:
-        packed = batch.packed()
-        ids, inputs = packed.response_ids, packed.model_inputs()
-        keep: Tensor | int = packed.before_response
+    rows = batch.packed() if form.packed else batch
+    ids = rows.response_ids
+    # Padded: the last prompt token and every response token; the last one predicts nothing.
+    keep = rows.before_response if isinstance(rows, Packed) else ids.shape[1] + 1
+    inputs = {**rows.model_inputs(), "use_cache": False, "logits_to_keep": keep}
+    question = Question(ids, vocab_size, temperature, with_entropy)
+    if form.head is None:
+        answers = question.answer(policy(**inputs).logits)
     else:
-        ids, inputs = batch.response_ids, batch.model_inputs()
-        # At the last prompt token and at every response token; the last one predicts nothing.
-        keep = ids.shape[1] + 1
-    found = _answer(
-        policy, form, Question(ids, vocab_size, temperature, with_entropy), inputs, keep
-    )
-    return [_rectangular(x, batch) for x in found] if form.packed else found
-
-
-def _answer(policy, form: Form, question: Question, inputs, keep) -> Tensor | tuple[Tensor, ...]:
-    if form.head is not None:
         with asking(form.head, question):
-            return policy(**inputs, use_cache=False, logits_to_keep=keep).logits
-    logits = policy(**inputs, use_cache=False, logits_to_keep=keep).logits
-    function = logprobs_and_entropy if question.with_entropy else logprobs_of
-    found = function(
-        logits[:, : question.ids.shape[1]],
-        question.ids,
-        temperature=question.temperature,
-        vocab_size=question.vocab_size,
-    )
-    return found if question.with_entropy else found[None]
+            answers = policy(**inputs).logits
+    return [_rectangular(x, batch) if form.packed else x for x in answers]
 
 
 def _rectangular(values: Tensor, batch: Sequences) -> Tensor:
-    """The values (1, M) of all response tokens at their places in the batch, (B, R); 0 elsewhere."""
+    """The values (1, M) of all response tokens at their places, (B, R); 0 elsewhere."""
     empty = values.new_zeros(batch.response_mask.shape)
     return empty.masked_scatter(batch.response_mask, values)

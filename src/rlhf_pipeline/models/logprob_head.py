@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of
 
 @dataclass(frozen=True)
 class Question:
-    """What the next forward pass should return in place of logits."""
+    """What a forward pass should return in place of logits."""
 
     ids: Tensor
     """(B, R) the chosen tokens; token t is predicted by the t-th hidden state that is kept."""
@@ -27,36 +28,41 @@ class Question:
     temperature: float
     with_entropy: bool
 
+    def answer(self, inputs: Tensor, head: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
+        """Log-probabilities, and entropies if asked for, (1 or 2, B, R) float32.
+
+        `inputs` are logits, or with `head` hidden states; they may have more columns than `ids`.
+        """
+        arguments: dict[str, Any] = {
+            "temperature": self.temperature,
+            "vocab_size": self.vocab_size,
+            "head": head,
+        }
+        inputs = inputs[:, : self.ids.shape[1]]
+        if self.with_entropy:
+            return torch.stack(logprobs_and_entropy(inputs, self.ids, **arguments))
+        return logprobs_of(inputs, self.ids, **arguments)[None]
+
 
 class LogprobHead(nn.Linear):
-    """A linear layer from hidden states to logits, or to log-probabilities while it has a question."""
+    """A linear layer from hidden states to logits; with a question, to log-probabilities."""
 
     question: Question | None = None
     answered: int | None = None
     """Address of the newest answer."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits (B, S, V); with a question, log-probabilities and entropies, (1 or 2, B, R)."""
+        """Logits (B, S, V), or the answer (1 or 2, B, R)."""
         if self.question is None:
             return super().forward(hidden)
-        question = self.question
-        ids = question.ids
-        function = logprobs_and_entropy if question.with_entropy else logprobs_of
-        found = function(
-            hidden[:, : ids.shape[1]],
-            ids,
-            temperature=question.temperature,
-            vocab_size=question.vocab_size,
-            head=(self.weight, self.bias),
-        )
-        answer = torch.stack(found) if question.with_entropy else found[None]
+        answer = self.question.answer(hidden, (self.weight, self.bias))
         self.answered = answer.data_ptr()
         return answer
 
 
 def install(model: PreTrainedModel) -> None:
     """Give the model such a layer if its output layer is linear; weights and names stay."""
-    head = model.get_output_embeddings()
+    head = cast(nn.Module | None, model.get_output_embeddings())
     if type(head) is nn.Linear:
         head.__class__ = LogprobHead
 

@@ -67,7 +67,9 @@ class TokenScores(nn.Module):
         A tensor contains the positions of the tokens, (S,) long.
         """
         hidden = self.classifier.base_model(**inputs, use_cache=False)[0]
-        keep = scores_to_keep if isinstance(scores_to_keep, Tensor) else slice(-scores_to_keep, None)
+        keep = (
+            scores_to_keep if isinstance(scores_to_keep, Tensor) else slice(-scores_to_keep, None)
+        )
         scores: Tensor = self.head(hidden[:, keep]).squeeze(-1)
         return self._scale * (scores - self._shift)
 

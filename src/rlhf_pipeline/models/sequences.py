@@ -179,5 +179,3 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tens
         ids[i, columns] = torch.tensor(row, dtype=torch.long)
         mask[i, columns] = True
     return ids, mask
-
-

@@ -100,7 +100,12 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, ids: Tensor, s: _Settings
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        ids: Tensor,
+        s: _Settings,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(inputs, weight, bias, ids)
         ctx.settings = s
@@ -127,7 +132,10 @@ class _LogProbs(torch.autograd.Function):
         inputs, weight, bias, ids = ctx.saved_tensors
         s = ctx.settings
         grad_inputs = torch.zeros_like(inputs)
-        needed = (weight if ctx.needs_input_grad[1] else None, bias if ctx.needs_input_grad[2] else None)
+        needed = (
+            weight if ctx.needs_input_grad[1] else None,
+            bias if ctx.needs_input_grad[2] else None,
+        )
         sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in needed]
         for part in s.parts(ids):
             log_p = s.log_softmax(inputs[part], weight, bias)

@@ -26,9 +26,8 @@ class Rollout:
     """Prompts with their sampled responses."""
 
     sequences: Sequences
-    sampler_logprobs: Tensor | None = None
-    """(B, R) log-probabilities of the response tokens according to the sampler; None if the backend
-    does not return them."""
+    logprobs: Tensor
+    """(B, R) float32: log-probabilities of the response tokens according to the sampler."""
 
 
 class Generator(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -20,7 +19,9 @@ class RoomyLayer(DynamicLayer):
         super().__init__()
         self.room = room
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens; return all."""
         begin = self.get_seq_length()
         end = begin + key_states.shape[2]

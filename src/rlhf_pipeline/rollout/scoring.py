@@ -16,11 +16,31 @@ from torch.nn.functional import pad
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
+from rlhf_pipeline.models.forward import (
+    response_logprobs,
+    response_logprobs_and_entropy,
+    response_values,
+    sequence_scores,
+)
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.runtime import heartbeat
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """Outputs of the models in training, with their graphs, on the device.
+
+    Their loss needs no other forward pass.
+    """
+
+    logprobs: Tensor
+    """(B, R)."""
+    entropy: Tensor
+    """(B, R)."""
+    values: Tensor | None
+    """(B, R); None without a critic."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,10 @@ class Scored:
     """(B,) bool: the response contains one of the EOS tokens."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     """If several sources of rewards are summed: the centred scores of each, (B,), unweighted."""
+    sampler_logprobs: Tensor | None = None
+    """(B, R) log pi(token) according to the sampler."""
+    training_pass: TrainingPass | None = None
+    """Of the policy and the critic, if the rollout trains them in one forward pass."""
 
     def sums(self) -> dict[str, Tensor]:
         """Additive sums over responses, for metrics."""
@@ -74,24 +98,63 @@ class ScoringModels:
 
 
 @torch.no_grad()
-def score_sequences(sequences: Sequences, models: ScoringModels) -> Scored:
-    """Score sequences by a forward pass of each model."""
+def score_sequences(
+    sequences: Sequences,
+    models: ScoringModels,
+    *,
+    logprobs: Tensor | None = None,
+    trains: bool = False,
+) -> Scored:
+    """Score sequences by a forward pass of each model.
+
+    Args:
+        logprobs: (B, R) those of the policy, if they are known.
+        trains: keep the graphs of policy and critic for the loss; one forward pass for all rows.
+    """
     vocab_size, temperature = models.contract.vocab_size, models.temperature
-    logprobs = partial(response_logprobs, vocab_size=vocab_size, temperature=temperature)
+    logprobs_of = partial(response_logprobs, vocab_size=vocab_size, temperature=temperature)
 
     def run(function: Callable[..., Tensor], model: nn.Module) -> Tensor:
         return by_micro_batches(function, model, sequences, models.micro_batch_tokens, models.world)
 
+    ref_logprobs = run(logprobs_of, models.reference)
+    scores = torch.zeros(len(sequences))
+    if models.reward_model is not None:
+        scores = run(sequence_scores, models.reward_model)
+    # Last, because an actor with adapters is its own reference.
+    kept = with_graphs(sequences, models) if trains else None
+    if logprobs is None:
+        logprobs = run(logprobs_of, models.policy) if kept is None else kept.logprobs.detach().cpu()
+    values = None
+    if kept is not None and kept.values is not None:
+        values = kept.values.detach().cpu()
+    elif models.critic is not None:
+        values = run(response_values, models.critic)
     return Scored(
         sequences=sequences,
-        logprobs=run(logprobs, models.policy),
-        ref_logprobs=run(logprobs, models.reference),
-        values=None if models.critic is None else run(response_values, models.critic),
-        scores=torch.zeros(len(sequences))
-        if models.reward_model is None
-        else run(sequence_scores, models.reward_model),
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        values=values,
+        scores=scores,
         ended=ended(sequences.response_ids, models.contract),
+        training_pass=kept,
     )
+
+
+@torch.enable_grad()
+def with_graphs(sequences: Sequences, models: ScoringModels) -> TrainingPass:
+    """Run the policy and the critic on all rows together."""
+    batch = sequences.to(models.world.device)
+    logprobs, entropy = response_logprobs_and_entropy(
+        models.policy,
+        batch,
+        vocab_size=models.contract.vocab_size,
+        temperature=models.temperature,
+    )
+    heartbeat.tick()
+    values = None if models.critic is None else response_values(models.critic, batch)
+    heartbeat.tick()
+    return TrainingPass(logprobs, entropy, values)
 
 
 def ended(response_ids: Tensor, contract: TokenContract) -> Tensor:

@@ -1,4 +1,4 @@
-"""Generation by the forward pass of a Hugging Face model, from a uniform random number per token."""
+"""Generation by a Hugging Face model, from one uniform random number per token."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ class Decoding:
             if self.synced:
                 if self._all_ranks_finished(finished, step):
                     return
-            elif (known := self._known(finished)) is not None and known.sum() >= FINISHED * len(known):
+            elif (known := self._known(finished)) is not None and known.sum() >= FINISHED * len(
+                known
+            ):
                 left = (~known).nonzero().squeeze(1).to(rows.device)
                 if not len(left):
                     return

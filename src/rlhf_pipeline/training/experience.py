@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from rlhf_pipeline.models.sequences import LabelledSequences
 from rlhf_pipeline.rl.advantages import gae, group_relative, leave_one_out, to_tokens
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
 from rlhf_pipeline.rl.token_rewards import per_token_rewards, shaped_scores
-from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.rollout.scoring import Scored, TrainingPass
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Experience(LabelledSequences):
     """(B, R); None without a critic."""
     returns: Tensor | None = None
     """(B, R), the critic's target; None without one."""
+    sampler_logprobs: Tensor | None = None
+    """(B, R); only to measure rounding."""
+    training_pass: TrainingPass | None = None
+    """The forward passes of all rows that the losses need, if scoring has made them."""
 
     def minibatches(self, size: int) -> Iterator[Experience]:
         """Consecutive blocks of `size` rows.
@@ -61,14 +66,18 @@ def make_experience(
         kl_coef=kl_coef,
         estimator=config.kl.estimator,
     )
+    unchanged: dict[str, Any] = {
+        "sampler_logprobs": scored.sampler_logprobs,
+        "training_pass": scored.training_pass,
+    }
     if scored.values is None:
         advantages = to_tokens(response_advantages(rewards.sum(1), config, world), mask)
-        return Experience(scored.sequences, scored.logprobs, advantages)
+        return Experience(scored.sequences, scored.logprobs, advantages, **unchanged)
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, _moments(rewards, mask, world), shift_mean=False)
     advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
     white = whiten(advantages, mask, _moments(advantages, mask, world))
-    return Experience(scored.sequences, scored.logprobs, white, scored.values, returns)
+    return Experience(scored.sequences, scored.logprobs, white, scored.values, returns, **unchanged)
 
 
 def training_scores(scored: Scored, config: PPOConfig) -> Tensor:

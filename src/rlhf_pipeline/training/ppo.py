@@ -11,6 +11,7 @@ within the bound, not the last one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import own_share, sampled_rows, step_rows
+from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
@@ -69,7 +71,7 @@ def train(setup: Setup) -> None:
         with log.timed("time/rollout_s"):
             rows, seeds = training_prompts(setup, step)
             rollout = roll_out(setup, rows, seeds, step)
-            scored = score(setup, rollout, rows)
+            scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
         check(setup, scored, log)
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         log.add(update(setup, experience, step) | {"objective/kl_coef": kl_coef})
@@ -102,11 +104,28 @@ def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = 
     return setup.models.generator.generate(rows["prompt_ids"], setup.config.sampling, seeds)
 
 
-def score(setup: Setup, rollout: Rollout, rows: Columns, *, held_out: bool = False) -> Scored:
+def score(
+    setup: Setup, rollout: Rollout, rows: Columns, *, held_out: bool = False, trains: bool = False
+) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.at("evaluation" if held_out else "scoring")
     scorers = setup.models.scorers(setup.config, setup.world, with_critic=not held_out)
-    return setup.models.rewards(score_sequences(rollout.sequences, scorers), rows)
+    own = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
+    scored = score_sequences(rollout.sequences, scorers, logprobs=own, trains=trains)
+    return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
+
+
+def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
+    """Whether scoring and the update can share the forward passes of actor and critic.
+
+    They can if the models do not change in between, and if all rows fit a forward pass.
+    """
+    config, models = setup.config, setup.models
+    if config.ppo_epochs * config.updates_per_epoch > 1 or step <= config.critic_warmup_steps:
+        return False
+    lengths, tokens = [rollout.sequences.lengths], config.micro_batch_tokens
+    (groups,) = micro_batches(lengths, tokens, models.actor, setup.world)
+    return len(groups) == 1
 
 
 def check(setup: Setup, scored: Scored, log: StepLog) -> None:

@@ -57,22 +57,17 @@ def update_models(
         Means over the tokens of all epochs.
     """
     engines = _trained(models, train_actor=train_actor)
-    minibatches = list(experience.minibatches(config.minibatch_size // world.size))
-    lengths = [minibatch.lengths for minibatch in minibatches]
-    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
-    pieces = [
-        [minibatch.rows(index) for index in own]
-        for minibatch, own in zip(minibatches, groups, strict=True)
-    ]
+    minibatches = in_micro_batches(models, experience, config, world)
     sums: Sums = {}
     metrics: dict[str, float] = {}
     for epoch in range(1, config.ppo_epochs + 1):
         before = sums
-        for minibatch in pieces:
+        for number, pieces in enumerate(minibatches):
             text = next(texts) if texts is not None and train_actor else None
             sums = update_minibatch(
-                models, minibatch, config, world, sums, train_actor=train_actor, text=text
-            )
+                models, pieces, config, world, sums, train_actor=train_actor, text=text,
+                is_sampler=epoch == 1 and number == 0,
+            )  # fmt: skip
         if train_actor and config.kl.stop_update is not None:
             metrics["policy/epochs"] = epoch
             if _approx_kl(sums, before, world) > config.kl.stop_update:
@@ -91,6 +86,21 @@ def update_models(
     )
 
 
+def in_micro_batches(
+    models: PPOModels, experience: Experience, config: PPOConfig, world: World
+) -> list[list[Experience]]:
+    """The micro batches of each minibatch."""
+    if experience.training_pass is not None:
+        return [[experience]]
+    minibatches = list(experience.minibatches(config.minibatch_size // world.size))
+    lengths = [minibatch.lengths for minibatch in minibatches]
+    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
+    return [
+        [minibatch.rows(index) for index in own]
+        for minibatch, own in zip(minibatches, groups, strict=True)
+    ]
+
+
 def update_minibatch(
     models: PPOModels,
     pieces: Sequence[Experience],
@@ -100,13 +110,14 @@ def update_minibatch(
     *,
     train_actor: bool,
     text: Sequences | None = None,
+    is_sampler: bool = False,
 ) -> Sums:
     """Take one optimizer step of each model in training; return the sums with those of this step.
 
     `pieces` are the micro batches of one minibatch.
 
     With `text`, the actor's loss is the sum of PPO's and `ptx.coef` times that of the text, each a
-    mean over its own tokens.
+    mean over its own tokens. `is_sampler`: the actor is still the policy that sampled.
     """
     masks = [piece.sequences.response_mask for piece in pieces]
     tokens = torch.stack([mask.sum() for mask in masks]).sum().double()
@@ -114,7 +125,10 @@ def update_minibatch(
     normalizer = world.sum(tokens)
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
-        losses = [partial(actor_loss, models, piece, config, normalizer) for piece in pieces]
+        losses = [
+            partial(actor_loss, models, piece, config, normalizer, is_sampler=is_sampler)
+            for piece in pieces
+        ]
         if text is not None:
             count = text.response_ids.numel() * world.size  # every rank has equally many blocks
             limit = config.micro_batch_tokens
@@ -140,17 +154,25 @@ def update_minibatch(
 
 
 def actor_loss(
-    models: PPOModels, piece: Experience, config: PPOConfig, normalizer: Tensor
+    models: PPOModels,
+    piece: Experience,
+    config: PPOConfig,
+    normalizer: Tensor,
+    *,
+    is_sampler: bool = False,
 ) -> tuple[Tensor, Sums]:
     """The clipped policy loss of a micro batch, minus the entropy bonus."""
     piece = piece.to(models.actor.device)
     mask = piece.sequences.response_mask
-    logprobs, entropy = response_logprobs_and_entropy(
-        models.actor,
-        piece.sequences,
-        vocab_size=models.contract.vocab_size,
-        temperature=config.sampling.temperature,
-    )
+    if (done := piece.training_pass) is not None:
+        logprobs, entropy = done.logprobs, done.entropy
+    else:
+        logprobs, entropy = response_logprobs_and_entropy(
+            models.actor,
+            piece.sequences,
+            vocab_size=models.contract.vocab_size,
+            temperature=config.sampling.temperature,
+        )
     loss = policy_loss(
         logprobs,
         piece.old_logprobs,
@@ -166,6 +188,9 @@ def actor_loss(
     del diagnostics["tokens"]
     sums = {f"policy/{name}": value for name, value in diagnostics.items()}
     sums |= {"policy/loss": loss * normalizer, "policy/entropy": masked_sum(entropy, mask)}
+    if is_sampler and piece.sampler_logprobs is not None:
+        gap = (logprobs.detach() - piece.sampler_logprobs).abs()
+        sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "sampler_tokens": mask.sum()}
     if config.entropy_coef > 0:
         loss = loss + config.entropy_coef * entropy_loss(entropy, mask, normalizer=normalizer)
     return loss, sums
@@ -177,8 +202,12 @@ def critic_loss(
     """The clipped value loss of a micro batch."""
     piece = piece.to(critic.device)
     assert piece.old_values is not None and piece.returns is not None
+    if (done := piece.training_pass) is None or done.values is None:
+        values = response_values(critic, piece.sequences)
+    else:
+        values = done.values
     loss = value_loss(
-        response_values(critic, piece.sequences),
+        values,
         piece.old_values,
         piece.returns,
         piece.sequences.response_mask,
@@ -213,11 +242,12 @@ def _approx_kl(sums: Sums, before: Sums, world: World) -> float:
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
-    tokens, text_tokens = sums.pop("tokens"), sums.pop("text_tokens", 0.0)
-    metrics = {
-        name: value / (text_tokens if name == "ptx/loss" else tokens)
-        for name, value in sums.items()
+    counts = {
+        "ptx/loss": sums.pop("text_tokens", 0.0),
+        "rollout/logprob_gap": sums.pop("sampler_tokens", 0.0),
     }
+    tokens = sums.pop("tokens")
+    metrics = {name: value / counts.get(name, tokens) for name, value in sums.items()}
     if "ptx/loss" in metrics:
         metrics["ptx/perplexity"] = math.exp(min(metrics["ptx/loss"], 700.0))
     return metrics
