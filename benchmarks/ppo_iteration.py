@@ -91,7 +91,7 @@ class Contestant:
         first.stdin.write("go\n")
         first.stdin.flush()
         for line in first.stdout:
-            if line.startswith("{"):
+            if line.startswith('{"seconds"'):
                 return json.loads(line)
         raise SystemExit(
             f"found the end of {first.args[1]}, expected a result. See {RESULTS}/*.log"
@@ -135,7 +135,7 @@ def prepare(size: str) -> dict[str, Path]:
         "max_position_embeddings": 512,
         "word_embed_proj_dim": SIZES[size]["hidden_size"],
     }
-    fields = {**model, **SIZES[size], "intermediate_size": None, "tie_word_embeddings": True}
+    fields = {**model, **SIZES[size], "intermediate_size": None, "initializer_range": None}
     parameters = {
         "root": str(root), "base_model.vocab_size": VOCABULARY,
         **{f"base_model.architecture.{name}": value for name, value in fields.items()},
@@ -147,8 +147,8 @@ def prepare(size: str) -> dict[str, Path]:
     environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{RESULTS}/mlflow.db"}
     command = [*kedro, "--pipeline=data_preparation", f"--params={given}"]
     subprocess.run(command, cwd=PROJECT, env=environment, check=True)
-    (policy,) = root.glob("02_base_model/base_model/2*/base_model")
-    (split,) = root.glob("03_split/split/2*/split")
+    policy = max(root.glob("02_base_model/base_model/2*/base_model"))
+    split = max(root.glob("03_split/split/2*/split"))
     reward_model = root / "reward_model"
     if not reward_model.is_dir():
         make_reward_model(policy, reward_model)

@@ -172,7 +172,8 @@ class Placement(TorchDispatchMode):
         present = any(self._strict.has(tensor) for tensor in _tensors((args, kwargs)))
         if present or func.namespace == "c10d":
             self._refuse_mixture(func, args, kwargs)
-        if leaves or ((present or enters) and self._waits(func, args, kwargs)):
+        copies = leaves and not kwargs.get("non_blocking", False)
+        if copies or ((present or enters) and self._waits(func, args, kwargs)):
             self._strict.waits.append(Wait.here(self._leaving or func.overloadpacket.__name__))
         result = func(*args, **kwargs)
         if (present or enters) and not leaves and func.overloadpacket is not aten.copy_:
@@ -349,6 +350,16 @@ class StrictAccelerator(CPU_Accelerator):
 
     def _new(self, dtype: torch.dtype) -> Callable[..., Tensor]:
         return lambda data: torch.tensor(data, dtype=dtype, device=self._device)
+
+    class Event:
+        """An event that has come by the time of the second question."""
+
+        def record(self) -> None:
+            self._asked = False
+
+        def query(self) -> bool:
+            asked, self._asked = self._asked, True
+            return asked
 
     BFloat16Tensor = property(lambda self: self._new(torch.bfloat16))
     ByteTensor = property(lambda self: self._new(torch.uint8))

@@ -53,6 +53,4 @@ def test_generation_waits_once_for_each_micro_batch_and_scoring_once_for_each_mo
     MAIN["ppo"](tiny_job("ppo", inputs, tmp_path, blocks))
     assert own_waits(strict, "rollout") == {1: 2, 2: 2}  # eight responses
     assert own_waits(strict, "scoring") == {1: 4 + 2, 2: 4 + 2}
-    assert {wait.kind for wait in strict.waits if wait.own and wait.phase == "rollout"} == {
-        "tolist"
-    }
+    assert {wait.kind for wait in strict.waits if wait.own and wait.phase == "rollout"} == {"cpu"}

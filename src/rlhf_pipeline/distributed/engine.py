@@ -17,6 +17,7 @@ from rlhf_pipeline.distributed.deepspeed_config import training_settings
 from rlhf_pipeline.distributed.device import on_gpu
 from rlhf_pipeline.distributed.loading import loaded
 from rlhf_pipeline.distributed.zero import whole_shape
+from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
@@ -51,6 +52,7 @@ def train_engine(
         model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings
     )
     engine.train()
+    form_of(engine)
     heartbeat.tick()
     return engine
 

@@ -14,6 +14,7 @@ from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.distributed.deepspeed_config import inference_settings
 from rlhf_pipeline.distributed.loading import loaded, placement
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.loading import freeze
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,8 +37,11 @@ def frozen_model(
     precision = config.precision
     assert precision is not None and config.zero_stage is not None
     if config.zero_stage == 0:
-        return freeze(load(precision, **placement(world.device))).to(world.device)
+        whole = freeze(load(precision, **placement(world.device))).to(world.device)
+        form_of(whole)
+        return whole
     model, settings = loaded(load, precision, partial(inference_settings, config))
     engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
     engine.eval()
+    form_of(engine)
     return engine

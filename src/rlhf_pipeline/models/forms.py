@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pipeline.models.logprob_head import LogprobHead, Question, asking
 from rlhf_pipeline.models.packing import PACKED
+from rlhf_pipeline.models.sequences import Sequences, pad
 
 FIRST, SECOND = (1, 2, 3), (4, 5, 6, 7, 8)
 """Token ids of two short rows."""
@@ -53,12 +55,16 @@ def _packs(policy: nn.Module, model: PreTrainedModel) -> bool:
     """
     if model.config._attn_implementation != PACKED:
         return False
-    positions = [*range(len(FIRST)), *range(len(SECOND))]
-    alone = _outputs(policy, SECOND)
-    packed = _outputs(policy, FIRST + SECOND, positions, (len(FIRST), len(SECOND)))
-    mixed = _outputs(policy, FIRST + SECOND)
-    error, leak = ((x[len(FIRST) :] - alone).abs().amax().item() for x in (packed, mixed))
-    return error <= 0.1 * leak
+    rows = [list(FIRST), list(SECOND)]
+    nothing = torch.empty(2, 0, dtype=torch.long)
+    both = Sequences(*pad(rows, 0, left=True), nothing, nothing.bool()).to(model.device).packed()
+    alone, mixed = (
+        _outputs(policy, model, input_ids=torch.tensor([ids], device=model.device))
+        for ids in (SECOND, FIRST + SECOND)
+    )
+    packed = _outputs(policy, model, **both.model_inputs())
+    error, leak = ((x[len(FIRST) :] - alone).abs().amax() for x in (packed, mixed))
+    return bool(error <= 0.1 * leak)
 
 
 @torch.no_grad()
@@ -77,20 +83,9 @@ def _logprob_head(policy: nn.Module, model: PreTrainedModel) -> LogprobHead | No
     return head if found.data_ptr() == head.answered else None
 
 
-def _outputs(
-    policy: nn.Module,
-    ids: tuple[int, ...],
-    positions: list[int] | None = None,
-    lengths: tuple[int, ...] | None = None,
-) -> Tensor:
+def _outputs(policy: nn.Module, model: PreTrainedModel, **inputs: Any) -> Tensor:
     """Logits (T, V) or scalars (T, 1) of one row."""
-    model = next(part for part in policy.modules() if isinstance(part, PreTrainedModel))
-    device = model.device
-    inputs = {
-        "input_ids": torch.tensor([ids], device=device),
-        "position_ids": torch.tensor([positions or range(len(ids))], device=device),
-        **({} if lengths is None else {"row_lengths": lengths}),
-    }
     if model.get_output_embeddings() is None:
-        return policy(**inputs, scores_to_keep=len(ids))[0, :, None]
+        count = inputs["input_ids"].shape[1]
+        return policy(**inputs, scores_to_keep=count)[0, :, None]
     return policy(**inputs, use_cache=False).logits[0].float()

@@ -7,6 +7,8 @@ and positions.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from rlhf_pipeline.models.forms import form_of
@@ -18,16 +20,30 @@ def response_logprobs(
     policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float = 1.0
 ) -> Tensor:
     """Return the log-probability of each response token, (B, R) float32; undefined in padding."""
-    (logprobs,) = _answers(policy, batch, vocab_size, temperature, with_entropy=False)
-    return logprobs
+    return _answers(policy, batch, temperature=temperature, vocab_size=vocab_size)[0]
 
 
 def response_logprobs_and_entropy(
-    policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float
+    policy: nn.Module,
+    batch: Sequences,
+    *,
+    vocab_size: int,
+    temperature: float,
+    entropy_trains: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return each response token's log-probability and its distribution's entropy, (B, R) each."""
-    logprobs, entropy = _answers(policy, batch, vocab_size, temperature, with_entropy=True)
-    return logprobs, entropy
+    """Return each response token's log-probability and its distribution's entropy, (B, R) each.
+
+    `entropy_trains`: whether the entropy has a gradient.
+    """
+    answers = _answers(
+        policy,
+        batch,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        with_entropy=True,
+        entropy_trains=entropy_trains,
+    )
+    return answers[0], answers[1]
 
 
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
@@ -53,25 +69,25 @@ def sequence_scores(reward_model: nn.Module, batch: Sequences) -> Tensor:
 
 
 def _answers(
-    policy: nn.Module, batch: Sequences, vocab_size: int, temperature: float, *, with_entropy: bool
-) -> list[Tensor]:
-    """Log-probabilities, and entropies if asked for, (B, R) each."""
+    policy: nn.Module, batch: Sequences, *, with_entropy: bool = False, **wanted: Any
+) -> Tensor:
+    """Log-probabilities, and entropies if asked for, (1 or 2, B, R)."""
     form = form_of(policy)
     rows = batch.packed() if form.packed else batch
     ids = rows.response_ids
     # Padded: the last prompt token and every response token; the last one predicts nothing.
     keep = rows.before_response if isinstance(rows, Packed) else ids.shape[1] + 1
     inputs = {**rows.model_inputs(), "use_cache": False, "logits_to_keep": keep}
-    question = Question(ids, vocab_size, temperature, with_entropy)
+    question = Question(ids, with_entropy=with_entropy, **wanted)
     if form.head is None:
         answers = question.answer(policy(**inputs).logits)
     else:
         with asking(form.head, question):
             answers = policy(**inputs).logits
-    return [_rectangular(x, batch) if form.packed else x for x in answers]
+    return _rectangular(answers, batch) if form.packed else answers
 
 
 def _rectangular(values: Tensor, batch: Sequences) -> Tensor:
-    """The values (1, M) of all response tokens at their places, (B, R); 0 elsewhere."""
-    empty = values.new_zeros(batch.response_mask.shape)
-    return empty.masked_scatter(batch.response_mask, values)
+    """The values (..., 1, M) of all response tokens at their places, (..., B, R); 0 elsewhere."""
+    mask = batch.response_mask.expand(*values.shape[:-2], *batch.response_mask.shape)
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)

@@ -27,6 +27,8 @@ class Question:
     vocab_size: int
     temperature: float
     with_entropy: bool
+    entropy_trains: bool = False
+    """Whether the entropies have a gradient, which costs as much as that of log-probabilities."""
 
     def answer(self, inputs: Tensor, head: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
         """Log-probabilities, and entropies if asked for, (1 or 2, B, R) float32.
@@ -40,7 +42,8 @@ class Question:
         }
         inputs = inputs[:, : self.ids.shape[1]]
         if self.with_entropy:
-            return torch.stack(logprobs_and_entropy(inputs, self.ids, **arguments))
+            logprobs, entropy = logprobs_and_entropy(inputs, self.ids, **arguments)
+            return torch.stack([logprobs, entropy if self.entropy_trains else entropy.detach()])
         return logprobs_of(inputs, self.ids, **arguments)[None]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_pipeline.rl.logprobs import position_ids
 
@@ -31,6 +31,8 @@ class Packed:
     """(1, N) long, the position of each token in its own row."""
     lengths: tuple[int, ...]
     """Tokens of each row."""
+    borders: Tensor
+    """(B + 1,) int32: the number of tokens before each row, and of all."""
     before_response: Tensor
     """(M,) long: where the token before each response token is."""
     ends: Tensor
@@ -44,6 +46,7 @@ class Packed:
             "input_ids": self.ids,
             "position_ids": self.positions,
             "row_lengths": self.lengths,
+            "row_borders": self.borders,
         }
 
     def to(self, device: torch.device) -> Packed:
@@ -102,6 +105,7 @@ class Sequences:
             ids=ids[attention_mask][None],
             positions=position_ids(attention_mask)[attention_mask][None],
             lengths=tuple(self.lengths.tolist()),
+            borders=nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int(),
             before_response=is_response[attention_mask].nonzero().squeeze(1) - 1,
             ends=self.lengths.cumsum(0) - 1,
             response_ids=self.response_ids[self.response_mask][None],

@@ -95,6 +95,8 @@ class ScoringModels:
     """The sampling temperature."""
     micro_batch_tokens: int
     """Tokens of one forward pass."""
+    entropy_trains: bool = False
+    """Whether the loss contains the entropy."""
 
 
 @torch.no_grad()
@@ -150,6 +152,7 @@ def with_graphs(sequences: Sequences, models: ScoringModels) -> TrainingPass:
         batch,
         vocab_size=models.contract.vocab_size,
         temperature=models.temperature,
+        entropy_trains=models.entropy_trains,
     )
     heartbeat.tick()
     values = None if models.critic is None else response_values(models.critic, batch)

@@ -47,7 +47,7 @@ class TransformersGenerator:
         packed = form_of(self.policy).packed
         draws = uniform_draws(seeds, sampling.max_response_tokens)
         responses: list[list[int]] = [[] for _ in prompts]
-        logprobs = torch.zeros(len(prompts), sampling.max_response_tokens)
+        logprobs = torch.zeros(draws.shape, dtype=torch.float64)
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         with for_generation(self.policy, gather=self.gather) as model:
             for index in lengths.argsort(stable=True).split(sampling.batch_size_per_gpu):
@@ -60,11 +60,12 @@ class TransformersGenerator:
                 )
                 ids, mask = pad([prompts[i] for i in index], self.contract.pad_id, left=True)
                 batch.run(ids, mask, packed=packed)
-                tokens, logprobs[index] = batch.tokens.cpu(), batch.logprobs.cpu()
-                for i, row in zip(index.tolist(), tokens.tolist(), strict=True):
+                # One copy, so the host waits for the device once.
+                tokens, logprobs[index] = torch.stack([batch.tokens.double(), batch.logprobs]).cpu()
+                for i, row in zip(index.tolist(), tokens.long().tolist(), strict=True):
                     responses[i] = _until_eos(row, self.contract.eos_ids)
         sequences = collate(prompts, responses, self.contract.pad_id)
-        return Rollout(sequences, logprobs[:, : sequences.response_ids.shape[1]])
+        return Rollout(sequences, logprobs[:, : sequences.response_ids.shape[1]].float())
 
 
 @dataclass
@@ -100,10 +101,12 @@ class Decoding:
         steps = self.draws.shape[1]
         lengths = mask.sum(1).to(device, non_blocking=True)
         logits, cache = self._read(ids, mask, width + steps, packed=packed)
-        attended = torch.nn.functional.pad(mask, (0, steps), value=False).to(device)
+        attended = torch.nn.functional.pad(mask, (0, steps), value=True).to(
+            device, non_blocking=True
+        )
         rows = torch.arange(len(ids), device=device)
         finished = torch.zeros_like(rows, dtype=torch.bool)
-        eos = torch.tensor(self.contract.eos_ids, device=device)
+        eos = torch.tensor(self.contract.eos_ids).to(device, non_blocking=True)
         for step in range(steps):
             heartbeat.tick()
             tokens, logprobs = sampled(
@@ -126,7 +129,6 @@ class Decoding:
                 cache.keep_rows(left)
                 rows, finished, attended = rows[left], finished[left], attended[left]
                 lengths, tokens = lengths[left], tokens[left]
-            attended[:, width + step] = True
             logits = self.model(
                 input_ids=tokens[:, None],
                 attention_mask=attended[:, : width + step + 1],
@@ -174,9 +176,8 @@ class Decoding:
         if self._copy is not None and self._copy[1].query():
             known, self._copy = self._copy[0], None
         if self._copy is None:
-            copied = torch.empty(finished.shape, dtype=torch.bool, pin_memory=True)
             event = get_accelerator().Event()
-            copied.copy_(finished, non_blocking=True)
+            copied = finished.to("cpu", non_blocking=True)
             event.record()
             self._copy = copied, event
         return known if known is not None and len(known) == len(finished) else None

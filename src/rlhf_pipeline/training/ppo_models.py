@@ -77,6 +77,7 @@ class PPOModels:
             world=world,
             temperature=config.sampling.temperature,
             micro_batch_tokens=config.micro_batch_tokens,
+            entropy_trains=config.entropy_coef > 0,
         )
 
     def deepspeed_settings(self) -> dict[str, Any]:

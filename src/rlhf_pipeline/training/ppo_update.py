@@ -172,6 +172,7 @@ def actor_loss(
             piece.sequences,
             vocab_size=models.contract.vocab_size,
             temperature=config.sampling.temperature,
+            entropy_trains=config.entropy_coef > 0,
         )
     loss = policy_loss(
         logprobs,
