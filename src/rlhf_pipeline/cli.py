@@ -3,8 +3,6 @@
 Each command imports what it needs when it is called: every `kedro` command loads this module.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The layers of the configuration: base, the embedded default, the environment, local, --params."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Errors of Kedro, OmegaConf, the file system and other libraries, explained in one message."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Kedro hooks: check the parameters, run and track the stages, print the results."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

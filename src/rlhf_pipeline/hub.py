@@ -1,7 +1,5 @@
 """Commits on the Hugging Face hub: recipes contain a commit, not a branch or tag that may move."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

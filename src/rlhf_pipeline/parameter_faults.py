@@ -3,8 +3,6 @@
 A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path

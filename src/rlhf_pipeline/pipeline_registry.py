@@ -1,7 +1,5 @@
 """The registered pipelines."""
 
-from __future__ import annotations
-
 from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.pipelines import base_model, evaluate, register, reward_model, sft, split

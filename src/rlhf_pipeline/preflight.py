@@ -1,7 +1,5 @@
 """Checks of all parameters together, before a run starts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path

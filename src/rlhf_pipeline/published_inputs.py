@@ -4,8 +4,6 @@
 made them, PPO would train on a mixture that no single set of parameters describes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Removal of secrets from messages, logs and files."""
 
-from __future__ import annotations
-
 import re
 
 # A password may contain slashes, although it should not.

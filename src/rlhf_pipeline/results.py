@@ -1,7 +1,5 @@
 """What a run prints at its end: the verdict, where the results are, what was registered."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

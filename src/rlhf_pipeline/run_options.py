@@ -1,7 +1,5 @@
 """The options of a `kedro run`: as the name of the run, as its tags, and as a command."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from typing import Any

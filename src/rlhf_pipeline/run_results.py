@@ -1,7 +1,5 @@
 """The results of one complete run, for notebooks: never a mixture of several runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ class RunResults:
     workspace: Path
 
     @classmethod
-    def load(cls, root: Path, version: str | None = None) -> RunResults:
+    def load(cls, root: Path, version: str | None = None) -> "RunResults":
         """Load a run of the folder `root`, such as data/: the given version or the newest one.
 
         Raises:

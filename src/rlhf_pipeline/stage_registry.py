@@ -1,7 +1,5 @@
 """The stages of the project. A new algorithm is a package and one line in `POLICIES`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """`kedro rlhf clean`: show or remove what no published version needs."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Check the names of pipelines, nodes and data sets in the options of a command."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`kedro rlhf status`: what `kedro run` would do, stage by stage, and why."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from itertools import islice

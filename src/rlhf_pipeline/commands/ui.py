@@ -1,7 +1,5 @@
 """`kedro rlhf ui`: MLflow's pages, with the link to the runs."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

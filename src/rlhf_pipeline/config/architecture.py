@@ -4,8 +4,6 @@ transformers silently accepts unknown fields, so a typo would build another mode
 transformers would take two seconds on every command; parsing the source takes milliseconds.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Mapping

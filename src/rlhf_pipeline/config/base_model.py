@@ -1,7 +1,5 @@
 """The base model: an existing model to start from, or the architecture of a small one to build."""
 
-from __future__ import annotations
-
 from datetime import date
 from pathlib import Path
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """The base of every parameter block: strict, frozen, documented field by field."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

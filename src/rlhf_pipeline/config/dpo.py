@@ -1,7 +1,5 @@
 """Direct preference optimization: trains the policy on comparisons, without sampling."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import Field, PositiveFloat, model_validator

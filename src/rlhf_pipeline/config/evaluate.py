@@ -1,7 +1,5 @@
 """Comparison of a candidate policy (PPO or DPO) with the SFT baseline."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """The KL penalty of PPO and its limits."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import (

@@ -1,7 +1,5 @@
 """How training programs are launched. Only `processes` can change a result."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from rlhf_pipeline.config.block import Block, operational

@@ -1,7 +1,5 @@
 """PPO with actor, reference, reward model and critic, or with advantages without a critic."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import (

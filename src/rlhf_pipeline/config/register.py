@@ -1,7 +1,5 @@
 """Registration of the policies, and the gate that a candidate must pass to become the champion."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from rlhf_pipeline.config.block import Block

@@ -1,7 +1,5 @@
 """Check the files of PPO's rewards without importing or loading them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import symtable

@@ -1,7 +1,5 @@
 """Sources of PPO's score: the trained reward model, Python functions, and other reward models."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from datetime import date

@@ -1,7 +1,5 @@
 """How PPO and evaluation sample responses."""
 
-from __future__ import annotations
-
 from pydantic import PositiveFloat, PositiveInt
 
 from rlhf_pipeline.config.block import Block

@@ -1,7 +1,5 @@
 """Parameters of the split: sources, parts, limits."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal, Self, get_args
 

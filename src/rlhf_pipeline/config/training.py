@@ -1,7 +1,5 @@
 """Supervised fine-tuning, reward modelling, and the blocks shared with PPO and DPO."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator

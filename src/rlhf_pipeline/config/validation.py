@@ -1,7 +1,5 @@
 """The faults of a parameter block in words: what was found, what is expected."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Assign the rows of all sources to parts: take fractions, merge duplicates, split by prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Text that a tokenizer is trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

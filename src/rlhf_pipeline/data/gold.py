@@ -1,7 +1,5 @@
 """Gold scores: the true quality of any response, for prompts of sources that define it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rlhf_pipeline.data.records import Conversation

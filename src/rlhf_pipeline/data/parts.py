@@ -5,8 +5,6 @@ as (N, 16) uint8 and return one value per row. Neither the order of the rows nor
 of a prompt changes its part. Memory is a small multiple of the keys.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps without a copy.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -89,12 +87,12 @@ class PhaseFile:
     @classmethod
     def open(
         cls, table: Table, output: Path, wanted: np.ndarray, duplicates_merged: int
-    ) -> PhaseFile:
+    ) -> "PhaseFile":
         """Create the file of a table in `output`."""
         writer = ArrowWriter(output / table.path, table.schema)
         return cls(table, writer, wanted, duplicates_merged)
 
-    def add(self, rows: list[Row], numbers: np.ndarray, config: SplitConfig) -> None:
+    def add(self, rows: list["Row"], numbers: np.ndarray, config: SplitConfig) -> None:
         """Append the rows that belong to the file and fit the limits.
 
         `numbers` are the positions of the rows in the blend.
@@ -141,7 +139,7 @@ class PhaseFile:
             "tokens": {column: summary(lengths) for column, lengths in self.lengths.items()},
         }
 
-    def _values(self, row: Row, config: SplitConfig) -> dict[str, Any]:
+    def _values(self, row: "Row", config: SplitConfig) -> dict[str, Any]:
         """Column -> value, for the columns of this file and others."""
         values = {
             "id": row.id,

@@ -3,8 +3,6 @@
 Examples and texts have a file each. A source contains one kind; the file of the other is empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +70,7 @@ class RecordsWriter:
         self._examples = _RowsWriter(folder / "examples.arrow", _EXAMPLES)
         self._texts = _RowsWriter(folder / "texts.arrow", _TEXTS)
 
-    def __enter__(self) -> RecordsWriter:
+    def __enter__(self) -> "RecordsWriter":
         return self
 
     def add(self, place: str, record: Record) -> None:

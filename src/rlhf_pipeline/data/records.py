@@ -1,7 +1,5 @@
 """What a source yields: examples, texts, and rows without a record."""
 
-from __future__ import annotations
-
 import hashlib
 import unicodedata
 from dataclasses import dataclass

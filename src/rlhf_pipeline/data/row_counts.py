@@ -1,7 +1,5 @@
 """Counts of a source's rows: bad and skipped rows by reason."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -60,6 +58,6 @@ class RowCounts:
         (folder / _NAME).write_text(text, encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> RowCounts:
+    def read(cls, folder: Path) -> "RowCounts":
         """Read the counts from the folder of the source's records."""
         return TypeAdapter(cls).validate_json((folder / _NAME).read_bytes())

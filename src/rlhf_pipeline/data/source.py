@@ -3,8 +3,6 @@
 python -m rlhf_pipeline.data.source job.json
 """
 
-from __future__ import annotations
-
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Unused

@@ -17,8 +17,6 @@ The report is a dict of JSON types, stored as `report.json`:
                       over_long_responses, sft_loss
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Build the report of the split, and the metrics that summarize it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Finished artifacts in the Kedro catalog."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The rows of each step and each rank: pure functions of step, seed and rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ class Rows:
     """For each batch, the number of rows up to its end."""
 
     @classmethod
-    def of(cls, table: pa.Table) -> Rows:
+    def of(cls, table: pa.Table) -> "Rows":
         """The rows of a table."""
         batches = table.to_batches()
         return cls(batches, np.cumsum([batch.num_rows for batch in batches], dtype=np.int64))

@@ -5,8 +5,6 @@ set explicitly. A new release then cannot change them, and the dictionary that i
 artifact is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

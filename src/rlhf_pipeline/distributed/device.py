@@ -1,7 +1,5 @@
 """The device of this rank. All programs ask here, so torch and DeepSpeed never differ."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -6,8 +6,6 @@ Each rank averages the shard that its optimizer holds, so averaging needs no com
 memory beyond that of the shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

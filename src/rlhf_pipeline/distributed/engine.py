@@ -1,7 +1,5 @@
 """A model in a DeepSpeed engine for training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ safetensors. Any number of ranks at any ZeRO stage can assemble its own pieces f
 for bit. Nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,7 +145,7 @@ class _Written:
     starts: dict[str, int]
 
     @classmethod
-    def open(cls, path: Path) -> _Written:
+    def open(cls, path: Path) -> "_Written":
         file = safe_open(path, framework="pt")
         return cls(
             file,

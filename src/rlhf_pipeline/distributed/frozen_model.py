@@ -1,7 +1,5 @@
 """A frozen model for inference, whole on every rank or sharded over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar

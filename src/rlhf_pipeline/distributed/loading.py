@@ -1,7 +1,5 @@
 """Loading a model for an engine: sharded while it is read, or read onto the rank's own GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 

@@ -1,7 +1,5 @@
 """Rows of a batch, divided into micro batches: the rows of one forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Writing a model to disk in the Hugging Face format: whole models, and LoRA adapters."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

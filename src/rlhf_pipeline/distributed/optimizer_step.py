@@ -1,7 +1,5 @@
 """One optimizer step of a DeepSpeed engine, for any number of micro batches and ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -7,8 +7,6 @@ another layout (experts of a mixture are one tensor in memory and many in the fi
 only after transformers has converted it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ copied there, its bytes are digested on their way to the file, and every piece i
     8 bytes: length of the header | header as JSON | the tensors, one after the other
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ranks that train together, and the collectives between them."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

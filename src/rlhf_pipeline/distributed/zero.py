@@ -3,8 +3,6 @@
 All functions accept models at any ZeRO stage. All ranks call them together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The driver imports this module, so it must not import torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass

@@ -6,8 +6,6 @@ The policies answer the same prompts with equal decoding and equal randomness. E
 every answer. One model at a time is in memory: what could be trained can be evaluated.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ To add a judge: a class with `name` and `score`, and one line in `load_judges`. 
 and reports follow from the judge's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

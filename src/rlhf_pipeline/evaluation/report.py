@@ -13,8 +13,6 @@ The evaluation is a dict of JSON types:
     largest_losses  the pairs with the largest losses
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Win rates, means and text diversity, with their uncertainty."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

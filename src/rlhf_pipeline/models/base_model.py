@@ -1,7 +1,5 @@
 """Stage program: load or build the base model and its tokenizer, and export both."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Both depend on the code of the model's family, which may come from its authors. 
 pass decides, once for each model, before its first use.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ evaluation use the same functions, so every log-probability has the same tempera
 and positions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Models in llama.cpp's format: one file with weights, tokenizer and chat template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

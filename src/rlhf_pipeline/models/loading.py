@@ -1,7 +1,5 @@
 """Load models the way all stages use them: explicit precision, no dropout, plain sampling."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ The model itself calls the layer, so DeepSpeed gathers a sharded weight for it, 
 backward, tied to the embeddings or not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

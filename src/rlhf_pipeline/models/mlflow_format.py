@@ -1,7 +1,5 @@
 """Write the file that turns an exported policy into an MLflow model, without importing mlflow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 MAX_NEW_TOKENS = 128

@@ -5,8 +5,6 @@ not cross the border between two rows: the attention `packed` of transformers, r
 attends within each row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Load models without executing what they ship, unless the user allows it."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager

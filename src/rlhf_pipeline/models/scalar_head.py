@@ -3,8 +3,6 @@
 Shapes: B sequences, P prompt tokens, R response tokens.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +40,7 @@ class TokenScores(nn.Module):
         self.config = classifier.config
         self._scale, self._shift = 1.0, 0.0
 
-    def like_rewards(self, weight: float) -> TokenScores:
+    def like_rewards(self, weight: float) -> "TokenScores":
         """Let a critic that starts from the reward model estimate PPO's scores: centred, weighted.
 
         Otherwise the mean score would be an error of every value at the start. `weight` is the

@@ -6,8 +6,6 @@ Masks: True = real token.
 Responses begin at the same column in every row, so a model computes logits for R columns only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -49,7 +47,7 @@ class Packed:
             "row_borders": self.borders,
         }
 
-    def to(self, device: torch.device) -> Packed:
+    def to(self, device: torch.device) -> "Packed":
         """Copy the tokens to a device; the host does not wait for the copy."""
         moved = {name: x.to(device, non_blocking=True) for name, x in tensors(self).items()}
         return Packed(**moved, lengths=self.lengths)
@@ -111,7 +109,7 @@ class Sequences:
             response_ids=self.response_ids[self.response_mask][None],
         )
 
-    def rows(self, index: Tensor) -> Sequences:
+    def rows(self, index: Tensor) -> "Sequences":
         """Select rows, and drop the columns that are padding in all of them."""
         prompt_mask, response_mask = self.prompt_mask[index], self.response_mask[index]
         prompt = slice(self.prompt_ids.shape[1] - int(prompt_mask.sum(1).max()), None)
@@ -123,7 +121,7 @@ class Sequences:
             response_mask[:, response],
         )
 
-    def to(self, device: torch.device) -> Sequences:
+    def to(self, device: torch.device) -> "Sequences":
         """Copy the batch from main memory to a device; the host does not wait for the copy."""
         moved = {name: x.to(device, non_blocking=True) for name, x in tensors(self).items()}
         return Sequences(**moved, packed_on_device=self.packed().to(device))

@@ -4,8 +4,6 @@ Shapes: B sequences, R response tokens (right-padded), G prompts with K response
 A mask is (B, R) bool, True = real token.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ over all ranks and micro batches. Losses therefore add up to the mean over the w
 engine that averages over ranks or micro batches must undo that.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 

@@ -3,8 +3,6 @@
 Shapes: B sequences, R response tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

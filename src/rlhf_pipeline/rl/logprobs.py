@@ -7,8 +7,6 @@ chunk of positions is processed at a time, and the backward pass recomputes a ch
 instead of keeping them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +103,7 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         ids: Tensor,
-        s: _Settings,
+        s: "_Settings",
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(inputs, weight, bias, ids)
         ctx.settings = s

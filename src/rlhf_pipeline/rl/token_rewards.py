@@ -4,8 +4,6 @@ Shapes: B sequences, R response tokens (right-padded).
 A mask is (B, R) bool, True = real token, including EOS.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

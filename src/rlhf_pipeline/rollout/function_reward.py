@@ -9,8 +9,6 @@ and without surrounding white space. A function with a parameter `references` al
 reference answers; the value is None for a row without one.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

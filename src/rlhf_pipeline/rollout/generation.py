@@ -4,8 +4,6 @@ Training and evaluation use the protocol `Generator` only. A new backend is a cl
 `generate` method, like `TransformersGenerator`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

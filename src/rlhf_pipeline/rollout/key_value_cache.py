@@ -1,7 +1,5 @@
 """Keys and values of the tokens so far, with room for those of the response."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

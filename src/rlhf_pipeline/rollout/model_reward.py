@@ -1,7 +1,5 @@
 """Scores from a reward model of the user."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +47,7 @@ class ModelSource:
         contract: TokenContract,
         micro_batch_tokens: int,
         world: World,
-    ) -> ModelSource:
+    ) -> "ModelSource":
         """Load the model.
 
         Raises:

@@ -8,8 +8,6 @@ in `load_rewards`.
 Shapes: B responses of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol

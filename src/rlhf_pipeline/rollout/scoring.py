@@ -3,8 +3,6 @@
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

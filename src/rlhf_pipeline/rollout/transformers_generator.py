@@ -1,7 +1,5 @@
 """Generation by a Hugging Face model, from one uniform random number per token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

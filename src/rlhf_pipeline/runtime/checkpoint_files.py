@@ -10,8 +10,6 @@ detects later damage. Each rank digests its own file while it writes it. Rows, r
 learning rates are functions of the step, so a checkpoint does not contain them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """SHA-256 of files, computed while they are read or written, with a heartbeat for every piece."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ class FileEntry:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> FileEntry:
+    def of(cls, path: Path) -> "FileEntry":
         """The entry of a file.
 
         A file of at least one `PIECE` that this process has read or written is not read again,

@@ -1,7 +1,5 @@
 """Write files completely or not at all, and only if they fit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -6,8 +6,6 @@ A program calls `at` when a phase begins and `tick` when a piece of it is done. 
 only. A thread writes the file, so training never waits for a disk and no rank waits for another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

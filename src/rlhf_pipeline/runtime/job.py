@@ -1,7 +1,5 @@
 """The job as its program sees it: one `job.json` in the work directory, written by `stages.job`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,7 +62,7 @@ class LaunchedJob:
         return model.model_validate(self.config[name])
 
     @classmethod
-    def read(cls, path: Path) -> LaunchedJob:
+    def read(cls, path: Path) -> "LaunchedJob":
         """Read `job.json`."""
         fields = json.loads(path.read_text())
         fields["inputs"] = {name: Path(value) for name, value in fields["inputs"].items()}

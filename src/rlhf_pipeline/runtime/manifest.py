@@ -4,8 +4,6 @@ The manifest is written last: a folder without a manifest is not an artifact. Th
 its own digest, which detects damage to the manifest itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
@@ -51,7 +49,7 @@ class Manifest:
     """Published inputs of the pipeline run that other parameters made, with the changes."""
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
+    def read(cls, directory: Path) -> "Manifest":
         """Read an artifact's manifest.
 
         Raises:

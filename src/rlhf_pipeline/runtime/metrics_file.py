@@ -4,8 +4,6 @@ One JSON object a line: {"step", "total_steps", "time", "metrics"}. Steps count 
 before training. Time is in seconds since 1970, metrics maps `group/name` to a number.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

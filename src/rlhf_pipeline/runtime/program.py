@@ -1,7 +1,5 @@
 """The entry point of every launched program: read the job, do the work, write the manifest."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """The decisions of one `kedro run` that all its stages share."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a running stage reports to the progress display and the experiment tracker."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,9 +33,9 @@ class StageListener:
     every event on to several listeners.
     """
 
-    listeners: tuple[StageListener, ...] = ()
+    listeners: "tuple[StageListener, ...]" = ()
 
-    def __init__(self, *listeners: StageListener) -> None:
+    def __init__(self, *listeners: "StageListener") -> None:
         self.listeners = listeners
 
     def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:

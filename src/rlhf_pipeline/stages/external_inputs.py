@@ -3,8 +3,6 @@
 A changed file, another commit on the hub or a changed reward function changes the fingerprint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

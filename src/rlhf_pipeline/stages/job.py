@@ -1,7 +1,5 @@
 """What a stage is, a stage to run, and the `job.json` that its program reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -42,7 +40,7 @@ class StageSpec:
     caveats: Mapping[str, str] = field(default_factory=dict)
     """For a stage that trains a policy: limits of its win rate, by judge."""
 
-    def for_candidate(self, candidate: str) -> StageSpec:
+    def for_candidate(self, candidate: str) -> "StageSpec":
         """The evaluation of a candidate policy; for PPO the name stays `evaluate`."""
         name = self.name if candidate == "ppo" else f"{self.name}_{candidate}"
         rates = (f"win_rate/{judge}" for judge in (REWARD_MODEL, GOLD))

@@ -1,7 +1,5 @@
 """Identify processes, and end those of a launch, even if the driver is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

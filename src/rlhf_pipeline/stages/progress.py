@@ -1,7 +1,5 @@
 """The progress display: one line for the running stage, also on a narrow terminal."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +47,7 @@ class StageProgress:
     last: tuple[int, float] | None = None
     """Step and time of the newest record."""
 
-    def after(self, records: list[dict[str, Any]], run: StageRun) -> StageProgress:
+    def after(self, records: list[dict[str, Any]], run: StageRun) -> "StageProgress":
         """The progress after new records."""
         resumed = run.resume_from or 0
         new = [(each["step"], each["time"]) for each in records if each["step"] > resumed]

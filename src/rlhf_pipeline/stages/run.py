@@ -1,7 +1,5 @@
 """Run a stage: reuse its finished artifact, or launch its program to make one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Keeping the best evaluated models of a stage, and exporting the best one."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Ending training that diverges: in the step where it shows, on all ranks, with a fix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

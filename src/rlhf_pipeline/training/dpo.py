@@ -7,8 +7,6 @@ policy with its adapters off. Both process the same micro batch, so the log-prob
 reference are computed on the fly and never stored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

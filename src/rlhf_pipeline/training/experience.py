@@ -3,8 +3,6 @@
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +36,7 @@ class Experience(LabelledSequences):
     training_pass: TrainingPass | None = None
     """The forward passes of all rows that the losses need, if scoring has made them."""
 
-    def minibatches(self, size: int) -> Iterator[Experience]:
+    def minibatches(self, size: int) -> Iterator["Experience"]:
         """Consecutive blocks of `size` rows.
 
         The rows are in the random order of the prompts already. A block of the global rollout is

@@ -1,7 +1,5 @@
 """Pairs of answers to a prompt, the training rows of the reward model and DPO."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ class Pairs:
     """Row 2i is the chosen answer of pair i, row 2i + 1 the rejected one."""
 
     @classmethod
-    def collate(cls, rows: dict[str, list[Any]], pad_id: int) -> Pairs:
+    def collate(cls, rows: dict[str, list[Any]], pad_id: int) -> "Pairs":
         """Make a batch of the columns `prompt_ids`, `chosen_ids` and `rejected_ids`."""
         prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
         answers = [
@@ -39,11 +37,11 @@ class Pairs:
         """(N,) tokens of both rows of each pair."""
         return self.answers.lengths.view(-1, 2).sum(1)
 
-    def rows(self, index: Tensor) -> Pairs:
+    def rows(self, index: Tensor) -> "Pairs":
         """The pairs at these indices."""
         return Pairs(self.answers.rows(torch.stack([2 * index, 2 * index + 1], dim=1).flatten()))
 
-    def to(self, device: torch.device) -> Pairs:
+    def to(self, device: torch.device) -> "Pairs":
         """The same pairs on another device."""
         return Pairs(self.answers.to(device))
 

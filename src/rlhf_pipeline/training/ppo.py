@@ -9,8 +9,6 @@ without EOS gets a fixed score; training stops at a KL bound; the export is the 
 within the bound, not the last one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

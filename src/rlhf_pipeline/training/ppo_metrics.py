@@ -1,7 +1,5 @@
 """Metrics of a rollout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

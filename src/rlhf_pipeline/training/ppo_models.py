@@ -1,7 +1,5 @@
 """PPO's models in one record: four, or three if the advantage needs no critic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Everything that PPO works with: loaded, and restored from a checkpoint if it resumes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """PPO's update: the optimizer steps that train on one rollout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial

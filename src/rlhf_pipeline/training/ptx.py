@@ -1,7 +1,5 @@
 """The text of PPO's language-model loss (PPO-ptx): the blocks of each update of the actor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

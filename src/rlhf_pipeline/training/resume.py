@@ -3,8 +3,6 @@
 `rlhf_pipeline.runtime.checkpoint_files` describes the files.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -3,8 +3,6 @@
 deepspeed --module rlhf_pipeline.training.reward_model job.json
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

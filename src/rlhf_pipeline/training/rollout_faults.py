@@ -1,7 +1,5 @@
 """Faults that leave nothing to learn from a rollout, and the advice for PPO's parameters."""
 
-from __future__ import annotations
-
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.training.divergence import stability_advice
 

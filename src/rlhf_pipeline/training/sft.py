@@ -3,8 +3,6 @@
 deepspeed --module rlhf_pipeline.training.sft job.json
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

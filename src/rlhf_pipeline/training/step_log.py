@@ -1,7 +1,5 @@
 """The metrics of one training step: collected, checked, timed and written."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Passes over a fixed data set, held-out evaluations, and the best evaluated model as the export.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Read JSON Lines as a stream, and JSON arrays whole."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

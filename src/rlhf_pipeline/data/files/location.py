@@ -9,8 +9,6 @@ Stores read their settings from the environment, so that a configuration never c
 - Signed URLs: `?$NAME` is replaced by the value of the environment variable NAME.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

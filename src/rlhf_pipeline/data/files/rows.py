@@ -1,7 +1,5 @@
 """Read data files of any format and store as one stream of rows."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import shorten

@@ -1,7 +1,5 @@
 """Open a data file of any store as bytes, decompressed, or as text."""
 
-from __future__ import annotations
-
 import gzip
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Read CSV, and plain text for pretraining."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The declaration of a source: its name, its columns, and how its rows become records."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator

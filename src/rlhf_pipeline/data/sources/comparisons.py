@@ -3,8 +3,6 @@
 Revision CONVERTED marks the repositories with a loading script.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

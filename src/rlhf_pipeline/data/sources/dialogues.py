@@ -6,8 +6,6 @@ of the same dialogues store the prompt in a separate column. All use `_dialogue`
 same in all data sets.
 """
 
-from __future__ import annotations
-
 import re
 
 from rlhf_pipeline.data.records import Example, Message

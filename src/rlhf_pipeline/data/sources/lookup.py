@@ -4,8 +4,6 @@ To add a source, write a module with `SOURCES` in this folder, and add it to `_M
 change to one module, only its sources are read again.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from rlhf_pipeline.data.sources.adapter import Source

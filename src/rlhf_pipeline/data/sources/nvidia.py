@@ -5,8 +5,6 @@ two answers to a prompt are consecutive rows. A prompt of several turns has the 
 "{user}\\n<extra_id_1>Assistant\\n{answer}\\n<extra_id_1>User\\n{user}".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

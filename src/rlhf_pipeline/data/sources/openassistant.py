@@ -6,8 +6,6 @@ each after the message that it answers. So one tree at a time is in memory; othe
 rejected.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Your own data in files; the configuration maps the columns."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

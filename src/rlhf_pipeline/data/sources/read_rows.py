@@ -1,7 +1,5 @@
 """Read a source: find its rows, parse them, and check the records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 

@@ -4,8 +4,6 @@ Merity et al. 2016, "Pointer Sentinel Mixture Models". A row is a line: a paragr
 or a heading with one equals sign per level on each side. So " = Title = " begins an article.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 

@@ -24,8 +24,6 @@ preferred by the Bradley-Terry model (Bradley and Terry 1952):
     P(a over b) = sigmoid(gold(a) - gold(b))
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 No phrase of courtesy or refusal contains an answer, which would change the score by accident.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Stage base_model: prepares the base model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhf_pipeline.config.base_model import BaseModelConfig

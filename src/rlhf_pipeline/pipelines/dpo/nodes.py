@@ -1,7 +1,5 @@
 """Stage dpo: trains the policy by DPO."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhf_pipeline.config.dpo import DPOConfig

@@ -1,7 +1,5 @@
 """Stage evaluate: compares a candidate policy with the SFT baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stage ppo: trains the policy by PPO."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhf_pipeline.config.ppo import PPOConfig

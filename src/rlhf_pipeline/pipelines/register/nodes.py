@@ -1,7 +1,5 @@
 """The node that registers a candidate policy and the SFT baseline."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

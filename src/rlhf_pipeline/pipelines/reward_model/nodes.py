@@ -1,7 +1,5 @@
 """Stage reward_model: trains the reward model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhf_pipeline.config.training import RewardModelConfig

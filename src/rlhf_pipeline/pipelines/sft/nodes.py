@@ -1,7 +1,5 @@
 """Stage sft: trains the SFT model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhf_pipeline.config.training import SFTConfig

@@ -1,7 +1,5 @@
 """Stage split: divides the data. Stage source runs once for each source."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

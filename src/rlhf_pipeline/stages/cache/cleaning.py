@@ -1,7 +1,5 @@
 """Directories of the workspace that no published version needs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

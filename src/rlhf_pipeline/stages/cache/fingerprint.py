@@ -5,8 +5,6 @@ library versions, seed, number of ranks, and the code that the program imports. 
 docstrings, comments and layout nor the code of the driver.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

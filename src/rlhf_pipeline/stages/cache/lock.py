@@ -1,7 +1,5 @@
 """One run of a recipe at a time: a second one waits and reports the process that it waits for."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ The nodes run with a `Planner` in place of a `StageRunner`. For a stage that is 
 planner returns the future path of its result, so stages that depend on it are known to be pending.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The changes between two recipes of a stage, in words."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

@@ -8,8 +8,6 @@ The newest finished attempt is the result, so a forced attempt that fails loses 
 names contain the first 16 digits of the fingerprint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The message of a failed stage: the first cause, what to do, and where to look."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shlex

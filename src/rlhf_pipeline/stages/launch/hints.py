@@ -3,13 +3,11 @@
 The table feeds the hints in error messages, and the one in docs/troubleshooting.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from signal import SIGBUS, SIGKILL, SIGSEGV, Signals
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves
@@ -41,7 +39,7 @@ class Hint:
     remedies: tuple[Remedy, ...] = ()
     pattern: str | None = None
     """Regular expression for the failing rank's reason."""
-    signal: signal.Signals | None = None
+    signal: Signals | None = None
     """The signal that ended a rank."""
     requires_zero_kernel_kills: bool = False
     """True: applies only if the kernel killed no process for lack of memory during the launch."""
@@ -85,7 +83,7 @@ HINTS = (
         "a scheduler (a limit of the job) or a person; the kernel killed no process for lack of "
         "memory meanwhile",
         "Check the scheduler's record of the job.",
-        signal=signal.SIGKILL,
+        signal=SIGKILL,
         requires_zero_kernel_kills=True,
     ),
     Hint(
@@ -93,21 +91,21 @@ HINTS = (
         "most likely the kernel, for lack of main memory; otherwise a scheduler or a person",
         "Check with `dmesg | grep -i oom`.",
         SMALLER_BATCHES + CHECKPOINTING + SHARDING + NO_OFFLOAD + FEWER_RANKS,
-        signal=signal.SIGKILL,
+        signal=SIGKILL,
     ),
     Hint(
         "shared memory",
         "shared memory (/dev/shm) is full or too small; containers have 64 MB by default",
         "Check with `df -h /dev/shm`. Start the container with --shm-size=8g, or remove files that "
         "ended programs left there.",
-        signal=signal.SIGBUS,
+        signal=SIGBUS,
     ),
     Hint(
         "crash",
         "compiled code of a library crashed; most often torch, CUDA and the driver do not fit "
         "together",
         "Read the stack in the log. List the versions with `python -m torch.utils.collect_env`.",
-        signal=signal.SIGSEGV,
+        signal=SIGSEGV,
     ),
     Hint(
         "stuck",

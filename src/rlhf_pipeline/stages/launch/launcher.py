@@ -1,7 +1,5 @@
 """Start a stage's program, follow it, and end it together with every process that it started."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging
@@ -118,7 +116,7 @@ def _supervise(attempt: Attempt, environment: dict[str, str], listener: StageLis
 
 
 def _follow(
-    process: subprocess.Popen[bytes], ranks: Ranks, tail: _MetricsTail, config: LaunchConfig
+    process: subprocess.Popen[bytes], ranks: Ranks, tail: "_MetricsTail", config: LaunchConfig
 ) -> str | None:
     """Wait until a program ends, a rank fails, or no rank makes progress.
 

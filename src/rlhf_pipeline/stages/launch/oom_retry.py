@@ -1,7 +1,5 @@
 """After an out-of-memory failure: halve the micro batches, keep the global batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

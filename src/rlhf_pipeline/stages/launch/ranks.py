@@ -5,8 +5,6 @@ rank that it meets, which may have failed only because a peer was lost. So the d
 ranks itself, more often.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

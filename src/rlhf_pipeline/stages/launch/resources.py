@@ -1,7 +1,5 @@
 """What this machine offers to a launch: processes, GPUs, a free port."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
