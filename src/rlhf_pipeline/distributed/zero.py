@@ -37,9 +37,10 @@ def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Gather the parameters inside the block; keep changes that all ranks make equally."""
-    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
+def gathered(parameters: Iterable[nn.Parameter], *, changes: bool = True) -> Iterator[None]:
+    """Gather the parameters inside the block; with `changes`, keep those that all ranks make."""
+    modifier = 0 if changes else None
+    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier):
         yield
 
 

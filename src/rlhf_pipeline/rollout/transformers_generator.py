@@ -36,6 +36,8 @@ class TransformersGenerator:
     gather: bool = True
     """Whether to gather the weights of an engine at ZeRO stage 3 once for each call. This needs
     memory for the whole model; False gathers each layer at each token."""
+    lockstep: bool = False
+    """Other ranks sample the same tokens and must take equally many forward passes."""
 
     @torch.no_grad()
     def generate(
@@ -55,6 +57,7 @@ class TransformersGenerator:
                     temperature=sampling.temperature,
                     draws=draws[index].to(self.policy.device, non_blocking=True),
                     synced=is_sharded(model) and not self.gather,
+                    lockstep=self.lockstep,
                 )
                 ids, mask = pad([prompts[i] for i in index], self.contract.pad_id, left=True)
                 batch.run(ids, mask, packed=packed)
@@ -81,6 +84,8 @@ class Decoding:
     """(B, R) uniform numbers in [0, 1)."""
     synced: bool
     """Every rank must take part in every forward pass."""
+    lockstep: bool
+    """See `TransformersGenerator`."""
     tokens: Tensor = field(init=False)
     """(B, R) long."""
     logprobs: Tensor = field(init=False)
@@ -118,9 +123,9 @@ class Decoding:
             if self.synced:
                 if self._all_ranks_finished(finished, step):
                     return
-            elif (known := self._known(finished)) is not None and known.sum() >= FINISHED * len(
-                known
-            ):
+            elif (
+                known := self._known(finished, step)
+            ) is not None and known.sum() >= FINISHED * len(known):
                 left = (~known).nonzero().squeeze(1).to(rows.device)
                 if not len(left):
                     return
@@ -166,10 +171,12 @@ class Decoding:
         torch.distributed.all_reduce(unfinished)
         return not bool(unfinished)
 
-    def _known(self, finished: Tensor) -> Tensor | None:
+    def _known(self, finished: Tensor, step: int) -> Tensor | None:
         """What the host knows without waiting for the device, which may be some tokens ahead."""
         if finished.device.type == "cpu":
             return finished
+        if self.lockstep:  # ranks would learn it at different tokens
+            return None if (step + 1) % ALL_RANKS_EVERY else finished.cpu()
         known = None
         if self._copy is not None and self._copy[1].query():
             known, self._copy = self._copy[0], None

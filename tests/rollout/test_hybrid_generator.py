@@ -1,0 +1,99 @@
+"""A copy sharded over two ranks answers as the actor itself does, at any ZeRO stage."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline.config.generation import HybridConfig
+from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.optimizer_step import optimizer_step
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.models.forward import response_logprobs
+from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.rollout.generation import row_seeds
+from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
+from rlhf_pipeline.rollout.sharded_copy import styles
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [16], [17, 18]]
+SAMPLING = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=2)
+CASES = {
+    "llama, ZeRO 0": ("llama", {"deepspeed": {"zero_stage": 0}}, {}),
+    "llama, ZeRO 3": ("llama", {"deepspeed": {"zero_stage": 3}}, {"tp_gather_partition_size": 1}),
+    "qwen2, ZeRO 2": ("qwen2", {"deepspeed": {"zero_stage": 2}}, {"pin_parameters": False}),
+    "qwen3, LoRA, ZeRO 3": ("qwen3", {"deepspeed": {"zero_stage": 3}, "lora": {"rank": 4}}, {}),
+    "gpt_neox, ZeRO 1": ("gpt_neox", {"deepspeed": {"zero_stage": 1}}, {}),
+}
+
+
+def rollouts(case, models, world):
+    """Tokens and the gap of log-probabilities, before and after an optimizer step."""
+    family, model, options = CASES[case]
+    config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}} | model)
+    engine = train_engine(partial(load_policy, models[family]), config, 2)
+    contract = TokenContract.read(models[family])
+    hybrid = HybridGenerator(
+        engine, contract, HybridConfig(inference_tp_size=world.size, **options), world
+    )
+    plain = TransformersGenerator(engine, contract)
+    own = slice(world.rank, None, world.size)
+    seeds = row_seeds(1, 1, np.arange(len(PROMPTS)))[own]
+    found = []
+    for _ in range(2):
+        one, other = (g.generate(PROMPTS[own], SAMPLING, seeds) for g in (hybrid, plain))
+        same = torch.equal(one.sequences.response_ids, other.sequences.response_ids)
+        gap = float((one.logprobs - other.logprobs).abs().max()) if same else None
+        found.append([one.sequences.response_ids.tolist(), same, gap])
+
+        def loss(batch=other.sequences):
+            logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
+            return -logprobs.where(batch.response_mask, 0.0).mean(), {}
+
+        optimizer_step(engine, world, [loss])
+    return found
+
+
+def main(models, folder):
+    world = join(1, timeout_s=600)
+    found = {case: rollouts(case, models, world) for case in CASES}
+    (folder / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(make_model, on_ranks):
+    models = {family: make_model(family, seed=3) for family, _, _ in CASES.values()}
+    folder = on_ranks(__file__, models)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_sharded_copy_samples_what_the_actor_samples(two_ranks, case):
+    for before, after in (found[case] for found in two_ranks):
+        assert before[1] and after[1]
+        assert max(before[2], after[2]) < 1e-5
+        assert before[0] != after[0]  # the step has moved the actor, and the copy followed
+
+
+def test_a_single_rank_has_a_whole_copy(make_model, world):
+    found = rollouts("llama, ZeRO 0", {"llama": make_model("llama", seed=3)}, world)
+    assert all(same for _, same, _ in found)
+
+
+def test_a_family_without_a_plan_is_refused(make_model):
+    model = load_policy(make_model("gpt2"), "fp32")
+    with pytest.raises(ConfigError, match=r"gpt2 has no tensor-parallel plan in transformers"):
+        styles(model, 2)
+
+
+if __name__ == "__main__":
+    main({key: Path(value) for key, value in json.loads(sys.argv[1]).items()}, Path(sys.argv[2]))
