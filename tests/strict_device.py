@@ -21,9 +21,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -107,6 +107,7 @@ class StrictDevice:
         self.device = torch.device(TYPE, int(os.environ.get("LOCAL_RANK", "0")))
         self.waits: list[Wait] = []
         """All waits so far."""
+        self._host_groups: list[torch.distributed.ProcessGroup] = []
         self._parts = ExitStack()
 
     def __enter__(self) -> Self:
@@ -114,6 +115,9 @@ class StrictDevice:
             parts.enter_context(_device_module())
             parts.enter_context(_accelerator(StrictAccelerator(self.device)))
             parts.enter_context(_collectives_of_objects(self.device))
+            new_group = torch.distributed.new_group
+            recorded = partial(self._new_group, new_group)
+            parts.enter_context(mock.patch.object(torch.distributed, "new_group", recorded))
             parts.enter_context(_data_moves_by_operators())
             placement = parts.enter_context(Placement(self))
             for name, method in _methods(self, placement).items():
@@ -123,6 +127,24 @@ class StrictDevice:
 
     def __exit__(self, *error: object) -> None:
         self._parts.close()
+
+    def _new_group(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        group = function(*args, **options)
+        if options.get("backend") == "gloo":
+            self._host_groups.append(group)
+        return group
+
+    def is_for_main_memory(self, args: Any) -> bool:
+        """Whether a collective uses a group that was made with Gloo, not with the device's library.
+
+        The default group is Gloo's, too, but stands for NCCL's.
+        """
+        for each in args:
+            with suppress(RuntimeError, TypeError):  # the kind of reduction is an object, too
+                group = torch.distributed.ProcessGroup.unbox(each)
+                if any(group.group_name == own.group_name for own in self._host_groups):
+                    return True
+        return False
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the device."""
@@ -195,6 +217,8 @@ class Placement(TorchDispatchMode):
         return True
 
     def _refuse_mixture(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+        if func.namespace == "c10d" and self._strict.is_for_main_memory(args):
+            return
         needed = _needed_on_device(func, args, kwargs)
         if misplaced := [tensor for tensor in needed if not self._strict.has(tensor)]:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in misplaced)

@@ -15,7 +15,7 @@ from rlhf_pipeline.stages.cache.recipe_diff import EARLIER_FORM
 PROJECT = Path(__file__).parents[1]
 
 MANIFEST = """{
-  "adjusted": {"sft.micro_batch_tokens": {"configured": 8, "used": 4}},
+  "adjusted": {"sft.micro_batch_size_per_gpu": {"configured": 8, "used": 4}},
   "config": {"sft": {"epochs": 1.0}},
   "deepspeed": {"policy": {"train_batch_size": 8}},
   "digest": "414b59934b29da654e117a2a9c94f49c9ee7c3390108576b7a2af81db544df6e",
@@ -71,7 +71,7 @@ def test_a_manifest_without_a_form_is_read_and_verified(tmp_path):
         files={"weights": FileEntry(size=3, sha256=digest)},
         ranks=2,
         deepspeed={"policy": {"train_batch_size": 8}},
-        adjusted={"sft.micro_batch_tokens": {"configured": 8, "used": 4}},
+        adjusted={"sft.micro_batch_size_per_gpu": {"configured": 8, "used": 4}},
     )
 
 

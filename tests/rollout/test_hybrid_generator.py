@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ppo_runs import ppo_config
 
 from rlhf_pipeline.config.generation import HybridConfig
 from rlhf_pipeline.config.sampling import SamplingConfig
@@ -16,7 +17,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
 from rlhf_pipeline.distributed.world import join
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rollout.generation import row_seeds
@@ -87,6 +88,41 @@ def test_a_sharded_copy_samples_what_the_actor_samples(two_ranks, case):
 def test_a_single_rank_has_a_whole_copy(make_model, world):
     found = rollouts("llama, ZeRO 0", {"llama": make_model("llama", seed=3)}, world)
     assert all(same for _, same, _ in found)
+
+
+@pytest.fixture
+def engine(make_model, world):
+    config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}})
+    return train_engine(partial(load_policy, make_model("llama")), config, 2)
+
+
+def test_a_copy_that_is_too_small_for_an_answer_is_refused(engine, make_model, world):
+    contract = TokenContract.read(make_model("llama"))
+    generator = HybridGenerator(engine, contract, HybridConfig(max_out_tokens=16), world)
+    fits = generator.generate([[5, 6, 7, 8]], SAMPLING, [(0,)])
+    assert len(fits.sequences) == 1
+    with pytest.raises(
+        StageError,
+        match=r"max_out_tokens: found 16, expected at least 17: a prompt of 5 tokens and "
+        r"ppo\.sampling\.max_response_tokens \(12\)\. Fix: raise it, or set it to null",
+    ):
+        generator.generate([[5], [5, 6, 7, 8, 9]], SAMPLING, [(0,), (1,)])
+
+
+def test_ranks_that_form_no_groups_are_refused(engine, make_model, world):
+    contract = TokenContract.read(make_model("llama"))
+    with pytest.raises(StageError, match=r"found 2, expected a divisor of the 1 ranks"):
+        HybridGenerator(engine, contract, HybridConfig(inference_tp_size=2), world)
+
+
+def test_auto_takes_the_copy_if_ranks_share_it():
+    def uses_hybrid(**changes):
+        return ppo_config(**changes).uses_hybrid
+
+    assert not uses_hybrid()
+    assert uses_hybrid(hybrid={"inference_tp_size": 2})
+    assert uses_hybrid(generator="hybrid")
+    assert not uses_hybrid(generator="transformers", hybrid={"inference_tp_size": 2})
 
 
 def test_a_family_without_a_plan_is_refused(make_model):

@@ -12,6 +12,7 @@ from pydantic import (
 )
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.generation import HybridConfig
 from rlhf_pipeline.config.kl import KLConfig
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward
 from rlhf_pipeline.config.sampling import SamplingConfig
@@ -136,6 +137,14 @@ class PPOConfig(SavingConfig):
     critic: TrainedModelConfig | None = None
     """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
 
+    generator: Literal["auto", "transformers", "hybrid"] = "auto"
+    """What samples responses. transformers: the actor itself, each rank for its own prompts.
+    hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. auto: hybrid if
+    that is above 1."""
+
+    hybrid: HybridConfig = HybridConfig()
+    """The copy for generation."""
+
     gather_for_generation: bool = True
     """With the actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
     memory for the whole model on every GPU. False: gather each layer at every token, which is much
@@ -165,6 +174,13 @@ class PPOConfig(SavingConfig):
 
     evaluation_prompts: PositiveInt = 256
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
+
+    @property
+    def uses_hybrid(self) -> bool:
+        """Whether responses come from a sharded copy of the actor."""
+        if self.generator == "auto":
+            return self.hybrid.inference_tp_size > 1
+        return self.generator == "hybrid"
 
     @property
     def reward_model_companion(self) -> TrainedModelConfig:

@@ -10,6 +10,7 @@ from rlhf_pipeline.config.generation import HybridConfig
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.generation import Rollout, Seed
 from rlhf_pipeline.rollout.sharded_copy import Group, ShardedCopy
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
@@ -29,13 +30,15 @@ class HybridGenerator:
         self._contract = contract
         self._config = config
         self._group = own_group(world, config.inference_tp_size)
-        self._copy: ShardedCopy | None = None
+        copy = ShardedCopy(actor.module, self._group)  # an error shows before training
+        self._copy = copy if config.pin_parameters else None
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
     ) -> Rollout:
         """See `Generator.generate`."""
+        self._check_lengths(prompts, sampling)
         group, size = self._group, self._group.size
         copy = self._copy or ShardedCopy(self._actor.module, group)
         copy.refresh(self._config.tp_gather_partition_size)
@@ -56,9 +59,29 @@ class HybridGenerator:
             get_accelerator().empty_cache()
         return Rollout(found, together.logprobs[rows, :width])
 
+    def _check_lengths(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> None:
+        limit = self._config.max_out_tokens
+        needed = max(map(len, prompts)) + sampling.max_response_tokens
+        if limit is not None and needed > limit:
+            response = sampling.max_response_tokens
+            raise StageError(
+                f"ppo.hybrid.max_out_tokens: found {limit}, expected at least {needed}: a prompt "
+                f"of {needed - response} tokens and ppo.sampling.max_response_tokens ({response}). "
+                "Fix: raise it, or set it to null"
+            )
+
 
 def own_group(world: World, size: int) -> Group:
-    """The group of this rank. All ranks call this together."""
+    """The group of this rank. All ranks call this together.
+
+    Raises:
+        StageError: the ranks cannot be divided into groups of this size.
+    """
+    if world.size % size:
+        raise StageError(
+            f"ppo.hybrid.inference_tp_size: found {size}, expected a divisor of the "
+            f"{world.size} ranks"
+        )
     if size == world.size:
         return Group(world.rank, size, None)
     groups = [

@@ -80,7 +80,7 @@ class ShardedCopy:
         if dim is not None:
             if shape[dim] % self.group.size:
                 raise ConfigError(
-                    f"inference_tp_size: found {self.group.size}, expected a divisor of "
+                    f"ppo.hybrid.inference_tp_size: found {self.group.size}, expected a divisor of "
                     f"{shape[dim]}, dimension {dim} of {path}.{name}"
                 )
             shape[dim] //= self.group.size
@@ -140,7 +140,7 @@ def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
     family = model.config.model_type
     if not plan:
         raise ConfigError(
-            f"inference_tp_size: {family} has no tensor-parallel plan in transformers. "
+            f"ppo.hybrid.inference_tp_size: {family} has no tensor-parallel plan in transformers. "
             "Fix: set it to 1"
         )
     found = {}
@@ -152,8 +152,8 @@ def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
             found[path] = style
         elif style is not None and not style.startswith(WHOLE):
             raise ConfigError(
-                f"inference_tp_size: found the style {style} in the tensor-parallel plan of "
-                f"{family}, expected {', '.join(STYLES)}. Fix: set it to 1"
+                f"ppo.hybrid.inference_tp_size: found the style {style} in the plan of {family}, "
+                f"expected {', '.join(STYLES)}. Fix: set it to 1"
             )
     return found
 

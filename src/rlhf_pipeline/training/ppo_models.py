@@ -20,6 +20,7 @@ from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_to
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.rollout.generation import Generator
+from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
 from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.rollout.scoring import ScoringModels
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
@@ -93,6 +94,15 @@ class PPOModels:
         return Checkpoints(directory, world, trained, averages, keep=keep)
 
 
+def load_generator(
+    actor: DeepSpeedEngine, contract: TokenContract, config: PPOConfig, world: World
+) -> Generator:
+    """What samples from the actor."""
+    if config.uses_hybrid:
+        return HybridGenerator(actor, contract, config.hybrid, world)
+    return TransformersGenerator(actor, contract, gather=config.gather_for_generation)
+
+
 def load_ppo_models(
     job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World
 ) -> PPOModels:
@@ -128,7 +138,7 @@ def load_ppo_models(
         critic=critic,
         reward_model=reward_model,
         rewards=rewards,
-        generator=TransformersGenerator(actor, contract, gather=config.gather_for_generation),
+        generator=load_generator(actor, contract, config, world),
         contract=contract,
         tokenizer=tokenizer,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
