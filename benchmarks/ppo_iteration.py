@@ -10,8 +10,7 @@ each, so a slow minute of the machine counts for both. TRL runs with one process
 one rank for each core (`--ranks`); both use all cores.
 
 TRL is installed into benchmarks/results/ppo_iteration/trl without its dependencies, which this
-project's environment contains already. Results: a table, benchmarks/results/ppo_iteration/*.json
-and ppo_iteration.png.
+project's environment contains already. Results: a table, benchmarks/results/ppo_iteration/*.json.
 """
 
 from __future__ import annotations
@@ -65,15 +64,12 @@ class Contestant:
 
     processes: list[subprocess.Popen[str]]
     seconds: list[float] = field(default_factory=list)
-    phases: list[dict[str, float]] = field(default_factory=list)
     memory: int = 0
     """Most bytes of main memory during the warm-up; pages that processes share count once."""
 
     def iterate(self) -> None:
         """Take one iteration and wait for it."""
-        found = self._ask()
-        self.seconds.append(found.pop("seconds"))
-        self.phases.append(found)
+        self.seconds.append(self._ask()["seconds"])
 
     def warm_up(self) -> None:
         """Take an iteration that is not measured, and read the memory meanwhile."""
@@ -198,7 +194,7 @@ def measure(
         "size": size, "precision": precision, "ranks": ranks, "ratios": ratios,
         **{
             name: {
-                "seconds": c.seconds, "phases": c.phases, "memory": c.memory,
+                "seconds": c.seconds, "memory": c.memory,
                 "median": statistics.median(c.seconds),
             }
             for name, c in contestants.items()
@@ -239,7 +235,7 @@ def started(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table and draw the plot."""
+    """Print the table."""
     table = Table(title="One PPO iteration, medians")
     for column in (
         "size",

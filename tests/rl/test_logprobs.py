@@ -185,3 +185,52 @@ def test_temperature_must_be_positive(temperature: float):
 def test_vocab_size_must_match_the_logits(vocab_size: int):
     with pytest.raises(ValueError, match=f"vocab_size: found {vocab_size}, expected 1 to 5"):
         entropy_of(torch.zeros(1, 1, 5), vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 10_000])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_head_gives_the_values_and_gradients_of_its_logits(chunk, biased):
+    """Of hidden states, weight and bias, however the positions are cut; padded rows get none."""
+    torch.manual_seed(2)
+    hidden, weight, bias = torch.randn(2, 5, 4), torch.randn(9, 4), torch.randn(9)
+    inputs = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    ids = torch.randint(7, (2, 5))
+    log_p = ((inputs[0] @ inputs[1].T + (inputs[2] if biased else 0.0)) / 0.7)[..., :7]
+    log_p = log_p.log_softmax(-1)
+    logprobs = log_p.gather(-1, ids[..., None])[..., 0]
+    expected = [logprobs, -(log_p.exp() * log_p).sum(-1)]
+    weights = torch.randn(2, 2, 5).double()
+    total = sum((w * x).sum() for w, x in zip(weights, expected, strict=True))
+    gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+
+    own = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    head = (own[1], own[2] if biased else None)
+    found = logprobs_and_entropy(own[0], ids, temperature=0.7, vocab_size=7, chunk=chunk, head=head)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float())
+    total = sum((w.float() * x).sum() for w, x in zip(weights, found, strict=True))
+    for one, other in zip(
+        torch.autograd.grad(total, own, allow_unused=True), gradients, strict=True
+    ):
+        if other is None:
+            assert one is None
+        else:
+            torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5)
+    assert not gradients[1][7:].any()
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, weight = torch.randn(1, 3, 4, requires_grad=True), torch.randn(9, 4)
+    logprobs_of(hidden, torch.tensor([[0, 1, 2]]), head=(weight, None)).sum().backward()
+    assert weight.grad is None and hidden.grad.abs().min() > 0
+
+
+def test_logits_of_a_head_in_bf16_are_not_rounded_to_bf16():
+    """Near 30, neighbouring bf16 numbers differ by 1/8."""
+    torch.manual_seed(3)
+    hidden, weight = torch.randn(1, 20, 64).bfloat16(), torch.randn(100, 64).bfloat16()
+    ids = torch.randint(100, (1, 20))
+    exact = logprobs_of(hidden.double() @ weight.double().T, ids)
+    rounded = logprobs_of(hidden @ weight.T, ids)
+    torch.testing.assert_close(logprobs_of(hidden, ids, head=(weight, None)), exact)
+    assert (rounded - exact).abs().max() > 0.01

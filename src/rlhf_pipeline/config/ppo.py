@@ -76,7 +76,7 @@ class PPOConfig(SavingConfig):
     """Log-probabilities of the policy that sampled, for ratios and KL. recompute: by the forward
     pass that trains, so that the first ratio is exactly 1; a step with a single optimizer step and
     a single micro batch needs no additional pass for it. rollout: those of the sampler, never an
-    additional pass; they differ by rounding (`rollout/logprob_gap`), in bf16 by about 0.01."""
+    additional pass; they differ by rounding, see the metric `rollout/logprob_gap`."""
 
     advantage: Literal["gae", "rloo", "grpo", "reinforce"] = "gae"
     """Advantage estimator. gae estimates each token's advantage with a critic (Schulman et al.

@@ -97,11 +97,15 @@ def _attention(
     )  # fmt: skip
 
 
-def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """A packed batch has no mask; others have that of torch's SDPA."""
-    if attention_mask is None:
+def _mask(*, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
+    """A packed batch has no mask; others have that of torch's SDPA.
+
+    transformers recognizes a packed batch by its positions, and then allows no skip.
+    """
+    if kwargs["attention_mask"] is None and not allow_is_causal_skip:
         return None
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    mask: Tensor | None = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+    return mask
 
 
 AttentionInterface.register(PACKED, packed_attention)

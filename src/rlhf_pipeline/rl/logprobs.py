@@ -103,15 +103,15 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         ids: Tensor,
-        s: "_Settings",
+        settings: "_Settings",
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(inputs, weight, bias, ids)
-        ctx.settings = s
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         logprobs = inputs.new_empty(ids.shape, dtype=torch.float32)
-        entropy = torch.empty_like(logprobs) if s.with_entropy else None
-        for part in s.parts(ids):
-            log_p = s.log_softmax(inputs[part], weight, bias)
+        entropy = torch.empty_like(logprobs) if settings.with_entropy else None
+        for part in settings.parts(ids):
+            log_p = settings.log_softmax(inputs[part], weight, bias)
             logprobs[part] = log_p.gather(-1, ids[part].unsqueeze(-1)).squeeze(-1)
             if entropy is not None:
                 entropy[part] = _entropy(log_p)
@@ -128,32 +128,32 @@ class _LogProbs(torch.autograd.Function):
         d entropy / d logits = -p * (log p + entropy) / temperature
         """
         inputs, weight, bias, ids = ctx.saved_tensors
-        s = ctx.settings
+        settings = ctx.settings
         grad_inputs = torch.zeros_like(inputs)
         needed = (
             weight if ctx.needs_input_grad[1] else None,
             bias if ctx.needs_input_grad[2] else None,
         )
         sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in needed]
-        for part in s.parts(ids):
-            log_p = s.log_softmax(inputs[part], weight, bias)
+        for part in settings.parts(ids):
+            log_p = settings.log_softmax(inputs[part], weight, bias)
             total = torch.zeros_like(log_p)
             if grad is not None:
-                scale = grad[part].unsqueeze(-1) / s.temperature
+                scale = grad[part].unsqueeze(-1) / settings.temperature
                 total = (-scale * log_p.exp()).scatter_add_(-1, ids[part].unsqueeze(-1), scale)
             if grad_entropy is not None:
-                scale = grad_entropy[part].unsqueeze(-1) / s.temperature
+                scale = grad_entropy[part].unsqueeze(-1) / settings.temperature
                 total -= scale * log_p.exp() * (log_p + _entropy(log_p).unsqueeze(-1))
             if weight is None:
-                grad_inputs[part][..., : s.vocab_size] = total
+                grad_inputs[part][..., : settings.vocab_size] = total
                 continue
-            grad_inputs[part] = _matmul(total.to(inputs.dtype), weight[: s.vocab_size])
+            grad_inputs[part] = _matmul(total.to(inputs.dtype), weight[: settings.vocab_size])
             flat = total.flatten(0, 1)
             if sums[0] is not None:
                 own = _matmul(flat.T.to(inputs.dtype), inputs[part].flatten(0, 1))
-                sums[0][: s.vocab_size] += own
+                sums[0][: settings.vocab_size] += own
             if sums[1] is not None:
-                sums[1][: s.vocab_size] += flat.sum(0)
+                sums[1][: settings.vocab_size] += flat.sum(0)
         grads = [None if x is None else x.to(inputs.dtype) for x in sums]
         return grad_inputs, *grads, None, None
 

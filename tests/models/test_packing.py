@@ -1,0 +1,78 @@
+"""Attention over packed rows, beside transformers' eager attention over each row alone."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.packing import PACKED, use_packed_attention
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.generation import uniform_draws
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14]]
+RESPONSES = [[20, 21, 22], [23, 24, 25, 26, 27], [28]]
+
+
+@pytest.fixture(params=[None, 3], ids=["whole", "window of 3"])
+def models(request, architecture):
+    """A Mistral with packed attention, and the same model with eager attention."""
+    fields = architecture("mistral") | {"attention_dropout": 0.0}
+    config = AutoConfig.for_model(
+        **fields, vocab_size=300, pad_token_id=0, sliding_window=request.param
+    )
+    torch.manual_seed(1)
+    packed = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    eager = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval().requires_grad_(False)
+    eager.load_state_dict(packed.state_dict())
+    eager.set_attn_implementation("eager")
+    use_packed_attention(packed)
+    assert packed.config._attn_implementation == PACKED
+    return packed, eager
+
+
+def alone(model, row):
+    return model(input_ids=torch.tensor([row])).logits[0]
+
+
+def test_a_row_sees_itself_alone_within_its_window(models):
+    packed, eager = models
+    assert form_of(packed).packed
+    batch = collate(PROMPTS, RESPONSES, 0)
+    found = packed(**batch.packed().model_inputs(), use_cache=False).logits[0]
+    rows = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    for one, row in zip(found.split([len(row) for row in rows]), rows, strict=True):
+        torch.testing.assert_close(one, alone(eager, row), rtol=1e-4, atol=1e-4)
+
+
+def test_other_batches_keep_the_window(models):
+    """With a mask, and without one."""
+    packed, eager = models
+    row = PROMPTS[0] + RESPONSES[0]
+    torch.testing.assert_close(alone(packed, row), alone(eager, row), rtol=1e-4, atol=1e-4)
+    inputs = collate(PROMPTS, RESPONSES, 0).model_inputs()
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(
+        packed(**inputs).logits[real], eager(**inputs).logits[real], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_generation_keeps_the_window(models, make_model):
+    packed, eager = models
+    contract = TokenContract.read(make_model("mistral"))
+    sampling = SamplingConfig(max_response_tokens=10, batch_size_per_gpu=3)
+    seeds = [(1,), (2,), (3,)]
+    found = TransformersGenerator(packed, contract).generate(PROMPTS, sampling, seeds).sequences
+    for i, draws in enumerate(uniform_draws(seeds, 10)):
+        ids = list(PROMPTS[i])
+        for draw in draws:
+            logits = alone(eager, ids)[-1, : contract.vocab_size]
+            cdf = logits.double().softmax(-1).cumsum(-1)
+            ids.append(int((cdf > draw * cdf[-1]).nonzero()[0]))
+            if ids[-1] == contract.eos_id:
+                break
+        assert found.response_ids[i, found.response_mask[i]].tolist() == ids[len(PROMPTS[i]) :]
