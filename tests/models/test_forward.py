@@ -58,12 +58,11 @@ def test_a_head_in_bf16_gives_scores_in_fp32(make_model):
     assert not torch.equal(scores, scores.bfloat16().float())
 
 
-def test_a_critic_estimates_centred_and_weighted_scores(make_model):
+def test_a_critic_scales_its_scalars_and_adds_an_offset(make_model):
     batch = collate(PROMPTS, RESPONSES, 0)
-    reward_model = freeze(load_scores(make_model(), "fp32", new_head=True))
-    torch.nn.init.normal_(reward_model.head.weight)
-    raw = response_values(reward_model, batch)
-    reward_model.config.score_mean = 3.0
-    critic = reward_model.like_rewards(2.0)
+    critic = freeze(load_scores(make_model(), "fp32", new_head=True))
+    torch.nn.init.normal_(critic.head.weight)
+    raw = response_values(critic, batch)
+    critic.scale, critic.offset = 2.0, -6.0
     mask = batch.response_mask
-    torch.testing.assert_close(response_values(critic, batch)[mask], 2 * (raw[mask] - 3))
+    torch.testing.assert_close(response_values(critic, batch)[mask], 2 * raw[mask] - 6)

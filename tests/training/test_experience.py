@@ -7,7 +7,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rollout.scoring import Scored
-from rlhf_pipeline.training.experience import Experience, make_experience
+from rlhf_pipeline.training.experience import Experience, make_experience, value_offset
 
 NAN = float("nan")
 # Two responses each to the prompts a and b, in the order a, b, a, b.
@@ -19,9 +19,12 @@ SCORES = torch.tensor([3.3, 1.5, 1.2, 2.0])
 
 @pytest.fixture
 def experience_of(on_threads):
-    """Makes the experience of each rank; a rank has every `ranks`-th row."""
+    """Makes the experience of each rank, or what `function` makes of the same arguments.
 
-    def make(ranks: int, values: bool, **options) -> list[Experience]:
+    A rank has every `ranks`-th row.
+    """
+
+    def make(ranks: int, values: bool, function=make_experience, **options) -> list[Experience]:
         model = {"optimizer": {"learning_rate": 1e-3}}
         fields = {
             "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_tokens": 64,
@@ -47,7 +50,7 @@ def experience_of(on_threads):
                 scores=SCORES[own],
                 ended=torch.ones(len(mask), dtype=torch.bool),
             )
-            return make_experience(scored, config, kl_coef=0.1, world=world)
+            return function(scored, config, kl_coef=0.1, world=world)
 
         return on_threads(ranks, one)
 
@@ -104,3 +107,20 @@ def test_rewards_are_not_whitened_by_default(experience_of, ranks):
     expected = torch.tensor([[3.0, 3.1], [1.5, 0.0], [1.0, 0.0], [2.0, 2.1]])
     for rank, experience in enumerate(experience_of(ranks, values=True, lam=1.0)):
         torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "mean"),
+    [
+        # Returns to go: 3, 3.1 | 1.5 | 1 | 2, 2.1. The values are 0.
+        ({}, 12.7 / 6),
+        # -0.1 + 3.1 / 2, 3.1 | 1.5 | 1 | -0.1 + 2.1 / 2, 2.1
+        ({"gamma": 0.5}, 10.1 / 6),
+        # The result of lambda 0 would depend on the values.
+        ({"lam": 0.0}, 12.7 / 6),
+    ],
+)
+def test_the_offset_is_from_the_mean_value_to_the_mean_return(experience_of, ranks, options, mean):
+    for offset in experience_of(ranks, True, value_offset, **options):
+        assert offset == pytest.approx(mean, abs=1e-6)

@@ -27,12 +27,14 @@ class FixedGenerator:
 
     def __init__(self, contract):
         self.contract = contract
+        self.responses = ([20], [21, 22])  # without EOS
         self.calls = []
 
     def generate(self, prompts, sampling, seeds):
         self.calls.append((list(prompts), list(seeds)))
-        eos = self.contract.eos_id
-        responses = [[20, eos] if row % 2 == 0 else [21, 22, eos] for row in range(len(prompts))]
+        responses = [
+            [*self.responses[row % 2], self.contract.eos_id] for row in range(len(prompts))
+        ]
         sequences = collate(prompts, responses, self.contract.pad_id)
         return Rollout(sequences, torch.zeros(sequences.response_ids.shape))
 
@@ -64,6 +66,16 @@ def test_at_the_first_step_the_ratio_is_one_and_the_kl_zero(trained):
     assert first["objective/kl"] == pytest.approx(0.0, abs=1e-6)
     assert first["objective/kl_k3"] == pytest.approx(0.0, abs=1e-6)
     assert second["objective/kl_k3"] > 1e-6
+
+
+def test_the_first_values_have_the_mean_of_the_first_scores(generator, ppo_inputs, world, tmp_path):
+    """Whatever the mean of the reward model's scalars within a response is."""
+    generator.responses = ([20], [21])  # of equal length, so a mean over tokens is one over rows
+    config = ppo_config(steps=1, evaluations=1)
+    run = run_ppo(config, ppo_inputs, world, tmp_path, generator=generator)
+    line = run.lines[0]
+    assert line["value/mean"] == pytest.approx(line["objective/shaped_score"], abs=1e-6)
+    assert abs(run.setup.models.critic.module.offset) > 1e-3
 
 
 def test_repeated_runs_have_equal_metrics(trained, ppo_inputs, world, tmp_path):

@@ -20,7 +20,7 @@ def load(config, inputs, world, folder):
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_the_critic_starts_on_the_scale_of_the_scores(ppo_inputs, world, tmp_path, weight):
-    """A critic that reads the whole response estimates its score, mean and weight included."""
+    """A critic that reads a whole response estimates its score; the first step moves the mean."""
     config = ppo_config(rewards=[{"model": "trained", "weight": weight}])
     models = load(config, ppo_inputs, world, tmp_path)
     inputs = SEQUENCES.rows(torch.tensor([0])).model_inputs()
@@ -28,7 +28,7 @@ def test_the_critic_starts_on_the_scale_of_the_scores(ppo_inputs, world, tmp_pat
     raw = score_sequences(SEQUENCES, models.scorers(config, world, with_critic=False))
     score = models.rewards(raw, {}).scores[0]
     assert float(score) == pytest.approx(weight * (float(raw.scores[0]) - 0.1), abs=1e-5)
-    assert float(estimate) == pytest.approx(float(score), abs=1e-5)
+    assert float(estimate) == pytest.approx(float(score) + weight * 0.1, abs=1e-5)
 
 
 def test_a_reward_model_without_effect_leaves_the_critic_its_scale(ppo_inputs, world, tmp_path):
@@ -38,4 +38,4 @@ def test_a_reward_model_without_effect_leaves_the_critic_its_scale(ppo_inputs, w
     with torch.no_grad():
         raw = models.reward_model(**inputs, scores_to_keep=1)
         estimate = models.critic(**inputs, scores_to_keep=1)
-    torch.testing.assert_close(estimate, raw - 0.1)
+    torch.testing.assert_close(estimate, raw)

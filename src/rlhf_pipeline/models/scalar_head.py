@@ -38,16 +38,9 @@ class TokenScores(nn.Module):
         super().__init__()
         self.classifier = classifier
         self.config = classifier.config
-        self._scale, self._shift = 1.0, 0.0
-
-    def like_rewards(self, weight: float) -> "TokenScores":
-        """Let a critic that starts from the reward model estimate PPO's scores: centred, weighted.
-
-        Otherwise the mean score would be an error of every value at the start. `weight` is the
-        reward model's in `ppo.rewards`.
-        """
-        self._scale, self._shift = weight, self.score_mean
-        return self
+        self.scale, self.offset = 1.0, 0.0
+        """The scalars are scale * head + offset. Only a critic that starts from a reward model
+        changes them. They are no part of a checkpoint's weights."""
 
     @property
     def score_mean(self) -> float:
@@ -69,7 +62,7 @@ class TokenScores(nn.Module):
             scores_to_keep if isinstance(scores_to_keep, Tensor) else slice(-scores_to_keep, None)
         )
         scores: Tensor = self.head(hidden[:, keep]).squeeze(-1)
-        return self._scale * (scores - self._shift)
+        return self.scale * scores + self.offset
 
 
 def load_scores(

@@ -4,7 +4,7 @@ Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -62,6 +62,14 @@ class Scored:
     """(B, R) log pi(token) according to the sampler."""
     training_pass: TrainingPass | None = None
     """Of the policy and the critic, if the rollout trains them in one forward pass."""
+
+    def with_values_plus(self, offset: float) -> "Scored":
+        """The same with a number added to every value."""
+        assert self.values is not None
+        done = self.training_pass
+        if done is not None and done.values is not None:
+            done = replace(done, values=done.values + offset)
+        return replace(self, values=self.values + offset, training_pass=done)
 
     def sums(self) -> dict[str, Tensor]:
         """Additive sums over responses, for metrics."""

@@ -56,6 +56,38 @@ def make_experience(
     that of its standard deviation, as in their papers.
     """
     mask = scored.sequences.response_mask
+    rewards = token_rewards(scored, config, kl_coef=kl_coef, world=world)
+    unchanged: dict[str, Any] = {
+        "sampler_logprobs": scored.sampler_logprobs,
+        "training_pass": scored.training_pass,
+    }
+    if scored.values is None:
+        advantages = to_tokens(response_advantages(rewards.sum(1), config, world), mask)
+        return Experience(scored.sequences, scored.logprobs, advantages, **unchanged)
+    advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
+    white = whiten(advantages, mask, _moments(advantages, mask, world))
+    return Experience(scored.sequences, scored.logprobs, white, scored.values, returns, **unchanged)
+
+
+def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> float:
+    """The number which, added to every value, makes their mean that of the discounted returns.
+
+    The critic starts as the reward model, which was trained on whole responses only: its scalars
+    within a response may have another mean. Every end of a response would then look like a gain or
+    a loss, as large as the difference, until the critic has learned.
+    """
+    assert scored.values is not None
+    mask = scored.sequences.response_mask
+    rewards = token_rewards(scored, config, kl_coef=kl_coef, world=world)
+    none = torch.zeros_like(rewards)
+    _, returns = gae(rewards, none, mask, gamma=config.gamma, lam=1.0)  # independent of values
+    mean, _ = mean_and_variance(_moments(returns - scored.values, mask, world))
+    return float(mean)
+
+
+def token_rewards(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> Tensor:
+    """The reward of each token, (B, R): the KL penalty, and the score at the end."""
+    mask = scored.sequences.response_mask
     rewards = per_token_rewards(
         training_scores(scored, config),
         scored.logprobs,
@@ -64,18 +96,9 @@ def make_experience(
         kl_coef=kl_coef,
         estimator=config.kl.estimator,
     )
-    unchanged: dict[str, Any] = {
-        "sampler_logprobs": scored.sampler_logprobs,
-        "training_pass": scored.training_pass,
-    }
-    if scored.values is None:
-        advantages = to_tokens(response_advantages(rewards.sum(1), config, world), mask)
-        return Experience(scored.sequences, scored.logprobs, advantages, **unchanged)
-    if config.whiten_rewards:
-        rewards = whiten(rewards, mask, _moments(rewards, mask, world), shift_mean=False)
-    advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
-    white = whiten(advantages, mask, _moments(advantages, mask, world))
-    return Experience(scored.sequences, scored.logprobs, white, scored.values, returns, **unchanged)
+    if not config.whiten_rewards:
+        return rewards
+    return whiten(rewards, mask, _moments(rewards, mask, world), shift_mean=False)
 
 
 def training_scores(scored: Scored, config: PPOConfig) -> Tensor:

@@ -29,7 +29,7 @@ from rlhf_pipeline.rollout.scoring import Scored, score_sequences
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.experience import Experience, make_experience
+from rlhf_pipeline.training.experience import Experience, make_experience, value_offset
 from rlhf_pipeline.training.ppo_metrics import gold_metrics, held_out_name, rollout_metrics
 from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, policies, set_up
 from rlhf_pipeline.training.ppo_update import update_models
@@ -70,6 +70,8 @@ def train(setup: Setup) -> None:
             rows, seeds = training_prompts(setup, step)
             rollout = roll_out(setup, rows, seeds, step)
             scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
+        if step == 1:
+            scored = centre_critic(setup, scored)
         check(setup, scored, log)
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         log.add(update(setup, experience, step) | {"objective/kl_coef": kl_coef})
@@ -124,6 +126,15 @@ def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
     lengths, tokens = [rollout.sequences.lengths], config.micro_batch_tokens
     (groups,) = micro_batches(lengths, tokens, models.actor, setup.world)
     return len(groups) == 1
+
+
+def centre_critic(setup: Setup, scored: Scored) -> Scored:
+    """Give the critic's values the mean of the first returns; return the rollout with them."""
+    if (critic := setup.models.critic) is None:
+        return scored
+    offset = value_offset(scored, setup.config, kl_coef=setup.kl_coef, world=setup.world)
+    critic.module.offset = offset
+    return scored.with_values_plus(offset)
 
 
 def check(setup: Setup, scored: Scored, log: StepLog) -> None:

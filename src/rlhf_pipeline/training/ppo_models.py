@@ -125,13 +125,9 @@ def load_ppo_models(
     else:
         reference = frozen_model(policy, config.reference.beside(config.actor), world)
     critic = None
-    weight = trained_weight(config.rewards)
     if config.critic is not None:
-        critic = train_engine(
-            lambda *args, **kwargs: scores(*args, **kwargs).like_rewards(weight),
-            config.critic,
-            config.steps * updates,
-        )
+        critic = train_engine(scores, config.critic, config.steps * updates)
+        critic.module.scale = trained_weight(config.rewards)
     return PPOModels(
         actor=actor,
         reference=reference,

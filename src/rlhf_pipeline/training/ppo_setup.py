@@ -52,7 +52,11 @@ class Setup:
             Interrupted: a signal came.
         """
         best = {name: models.state() for name, models in self.best.items()}
-        if self.checkpoints.step_ended(step, due=due, loop={"kl_coef": kl_coef, "best": best}):
+        critic = self.models.critic
+        loop = {"kl_coef": kl_coef, "best": best} | (
+            {} if critic is None else {"value_offset": critic.module.offset}
+        )
+        if self.checkpoints.step_ended(step, due=due, loop=loop):
             for models in self.best.values():
                 models.forget_the_rest()
 
@@ -84,6 +88,8 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     loop = checkpoints.restore(job.resume_from)
     for name, state in loop.get("best", {}).items():
         best[name].restored(state)
+    if models.critic is not None:
+        models.critic.module.offset = loop.get("value_offset", 0.0)
     writer = MetricsFile(
         job.metrics_file, config.steps, rank=world.rank, resumed_from=job.resume_from
     )
