@@ -1,5 +1,7 @@
 """A model in a DeepSpeed engine for training."""
 
+import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,9 +10,9 @@ import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import nn
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.config.training import OptimizerConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
 from rlhf_pipeline.distributed.device import on_gpu
 from rlhf_pipeline.distributed.loading import loaded
@@ -19,6 +21,10 @@ from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
+
+# DeepSpeed asks whether an optimizer is its Muon. The import of Muon loads torch's compiler, which
+# takes each rank two seconds; DeepSpeed goes on without it.
+sys.modules.setdefault("deepspeed.runtime.zero.muon.muon_optimizer", None)  # type: ignore[arg-type]
 
 
 def train_engine(
@@ -38,14 +44,7 @@ def train_engine(
     if config.gradient_checkpointing:
         _checkpoint_activations(model)
     optimizer = _optimizer(model, config)
-    schedule = get_scheduler(
-        "constant_with_warmup"
-        if config.optimizer.schedule == "constant"
-        else config.optimizer.schedule,
-        optimizer,
-        num_warmup_steps=round(config.optimizer.warmup_fraction * total_steps),
-        num_training_steps=total_steps,
-    )
+    schedule = LambdaLR(optimizer, partial(schedule_factor, config.optimizer, total_steps))
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings
     )
@@ -63,6 +62,24 @@ def _checkpoint_activations(model: nn.Module) -> None:
     pretrained(model).activation_checkpointing_enable(
         activation_checkpointing_kwargs={"use_reentrant": False}
     )
+
+
+def schedule_factor(config: OptimizerConfig, total_steps: int, step: int) -> float:
+    """The learning rate after `step` optimizer steps of `total_steps`, as a fraction of its peak.
+
+    The schedules are those of `transformers`, whose module also imports peft.
+    """
+    warmup = round(config.warmup_fraction * total_steps)
+    if step < warmup:
+        return step / warmup
+    steps = max(1, total_steps - warmup)
+    match config.schedule:
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * (step - warmup) / steps))
+        case "linear":
+            return (total_steps - step) / steps
+        case "constant":
+            return 1.0
 
 
 def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Optimizer:

@@ -136,3 +136,19 @@ def test_a_rank_that_finished_or_left_a_reason_is_not_a_death(tmp_path, sleeper,
     ranks.update()
     assert ranks.deaths == {}
     assert (ranks._failed_at is not None) == (last_words == "report")
+
+
+def test_ranks_are_finished_when_each_has_said_so_and_has_ended(tmp_path, sleeper):
+    process = sleeper()
+    ranks = Ranks(tmp_path, 2, 10.0)
+    ranks.update()
+    assert not ranks.finished
+    beat(tmp_path, 0, phase="finished")
+    ranks.update()
+    assert not ranks.finished
+    beat(tmp_path, 1, phase="finished", pid=process.pid)
+    ranks.update()
+    assert not ranks.finished
+    process.kill()
+    process.wait()
+    assert ranks.finished

@@ -38,6 +38,8 @@ from rlhf_pipeline.stages.processes import guarded, process_identity, start
 
 logger = logging.getLogger(__name__)
 
+NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
+"""Module that starts the ranks of one machine."""
 POLL_S = 0.2
 KILLED_S = 5.0
 """Seconds that killed processes have to disappear."""
@@ -87,7 +89,11 @@ def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
 
 
 def _supervise(attempt: Attempt, environment: dict[str, str], listener: StageListener) -> Attempt:
-    """Start a program, follow it, end all its processes; return how it ended."""
+    """Start a program, follow it, end all its processes; return how it ended.
+
+    If every rank has finished, this function does not wait for DeepSpeed's launcher, which takes
+    one or two more seconds to notice.
+    """
     run, ranks = attempt.run, attempt.ranks
     with (
         _signals_raise(),
@@ -104,7 +110,7 @@ def _supervise(attempt: Attempt, environment: dict[str, str], listener: StageLis
         tail = _MetricsTail(run, listener)
         try:
             stuck = _follow(process, ranks, tail, attempt.config)
-            code = process.poll()
+            code = 0 if ranks.finished else process.poll()
             orphaned = code is not None and bool(ranks.alive)
         except BaseException:  # a signal to this process, or an error of a listener
             _let_save(ranks, run.stage, attempt.config.grace_s)
@@ -124,7 +130,7 @@ def _follow(
         The report of the rank that hangs, or None.
     """
     stuck = None
-    while process.poll() is None and ranks.failed_s < SETTLE_S:
+    while process.poll() is None and ranks.failed_s < SETTLE_S and not ranks.finished:
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
@@ -150,7 +156,7 @@ def _command(spec: StageSpec, job_file: Path, config: LaunchConfig, processes: i
         "master_port": free_port(config.master_port),
     }
     return [
-        *(sys.executable, "-m", "deepspeed.launcher.launch"),
+        *(sys.executable, "-m", NODE_LAUNCHER),
         *(f"--{name}={value}" for name, value in options.items()),
         *("--no_local_rank", "--module", spec.program, str(job_file)),
     ]

@@ -71,6 +71,12 @@ class Ranks:
         return self.alive
 
     @property
+    def finished(self) -> bool:
+        """Whether all ranks have reported that their work is done, and have ended."""
+        finished = [h for h in self.heartbeats.values() if h.phase == "finished"]
+        return len(finished) == self.processes and not self.alive
+
+    @property
     def failed_s(self) -> float:
         """Seconds since the driver saw the first rank fail; 0 if none has failed."""
         return 0.0 if self._failed_at is None else time.monotonic() - self._failed_at

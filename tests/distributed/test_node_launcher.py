@@ -1,0 +1,65 @@
+"""DeepSpeed's launcher without torch does what it does with torch."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_pipeline.stages.launch.launcher import NODE_LAUNCHER
+
+BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID"}
+"""Variables that `import deepspeed` sets, in the launcher and again in each rank."""
+
+PROGRAM = """
+import json, os, pathlib, sys
+report = pathlib.Path(__file__).with_name(f"rank{os.environ['RANK']}.json")
+report.write_text(json.dumps({"arguments": sys.argv[1:], **os.environ}))
+"""
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Launches two ranks; returns the launcher's exit code, and each rank's environment."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": ["3", "GPU-a"]}).encode()).decode()
+
+    def launch(module, *options, program="program"):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+        command = [sys.executable, *options, "-m", module, f"--world_info={world}"]
+        command += ["--master_port=3001", "--no_local_rank", "--module", program, "a", "b"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        reports = sorted(tmp_path.glob("rank*.json"))
+        ranks = [
+            {k: v for k, v in json.loads(report.read_text()).items() if k not in BY_IMPORTS}
+            for report in reports
+        ]
+        for report in reports:
+            report.unlink()
+        return done.returncode, ranks, done.stderr + done.stdout
+
+    return launch
+
+
+def test_the_ranks_get_the_same_environment_and_arguments(launched):
+    code, ranks, _ = launched(NODE_LAUNCHER)
+    expected_code, expected, _ = launched("deepspeed.launcher.launch")
+    assert code == expected_code == 0
+    assert ranks == expected
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+    assert {rank["CUDA_VISIBLE_DEVICES"] for rank in ranks} == {"3,GPU-a"}
+
+
+def test_a_failed_rank_gives_the_same_exit_code(launched):
+    code, _, log = launched(NODE_LAUNCHER, program="missing_program")
+    assert code == launched("deepspeed.launcher.launch", program="missing_program")[0] == 1
+    assert "exits with return code = 1" in log
+
+
+def test_the_launcher_imports_no_torch(launched):
+    code, ranks, imports = launched(NODE_LAUNCHER, "-X", "importtime")
+    assert code == 0 and len(ranks) == 2
+    assert "deepspeed.launcher.launch" in imports
+    assert " torch" not in imports
