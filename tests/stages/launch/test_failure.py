@@ -90,6 +90,15 @@ def test_an_unknown_signal_is_read_from_the_launcher_s_log(attempt):
     assert "rank 1 was ended by SIGKILL in update of step 7" in text(attempt)
 
 
+def test_the_exit_code_of_another_rank_is_not_that_of_a_dead_one(attempt):
+    """The launcher logs the code of one failed rank, which may be the one that reports the loss."""
+    (attempt.run.directory / "program.log").write_text("exits with return code = 1")
+    die(attempt, 1, None)
+    assert "rank 1 ended with exit code 1" in text(attempt)
+    report(attempt, 0, LOST_PEER, seconds=0.1)
+    assert "rank 1 was ended by an unknown signal" in text(attempt)
+
+
 def test_an_unseen_death_is_reported_from_the_launcher_s_log(attempt):
     report(attempt, 0, LOST_PEER)
     assert "\na rank was ended by SIGKILL, according to the launcher\n" in text(attempt)

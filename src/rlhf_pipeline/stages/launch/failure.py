@@ -143,7 +143,10 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
     killed = attempt.code is not None and attempt.code < 0
     status = attempt.code if killed else _logged_status(log)
     if death is not None:
-        status = status if death.status is None else death.status
+        if death.status is not None:
+            status = death.status
+        elif reports and status is not None and status > 0:
+            status = None  # the exit code may be that of a rank with a report
         reason = f"rank {death.heartbeat.rank} {_death(status)} in {death.heartbeat}"
         if status in EXPLAINED_IN_LOG:
             return reason + _tail(log), status
