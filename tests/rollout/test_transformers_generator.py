@@ -8,6 +8,7 @@ import torch
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.rollout import transformers_generator
@@ -78,6 +79,22 @@ def test_responses_do_not_depend_on_the_micro_batches(generator, size):
     whole = sequences(4)
     assert responses(sequences(size)) == responses(whole)
     assert whole.prompt_ids[1, whole.prompt_mask[1]].tolist() == [8]
+
+
+def test_several_responses_to_a_prompt_read_it_once(policy, generator):
+    sampling, seeds = SamplingConfig(max_response_tokens=12), row_seeds(1, 1, np.arange(12))
+    form_of(policy[0])  # probes the model
+    read = []
+    hook = policy[0].register_forward_pre_hook(
+        lambda _, args, inputs: read.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    together = generator.generate(PROMPTS * 3, sampling, seeds)
+    hook.remove()
+    assert read[0] == sum(map(len, PROMPTS))
+    alone = [generator.generate(PROMPTS, sampling, seeds[first : first + 4]) for first in (0, 4, 8)]
+    assert responses(together.sequences) == [
+        row for rollout in alone for row in responses(rollout.sequences)
+    ]
 
 
 def test_a_response_depends_on_its_own_seed_only(generator):

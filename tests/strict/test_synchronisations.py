@@ -45,12 +45,15 @@ def test_an_optimizer_step_of_ppo_waits_at_most_twice(
 def test_generation_waits_once_for_each_micro_batch_and_scoring_once_for_each_model(
     strict, inputs, tmp_path
 ):
-    """A generated token never waits. Scoring waits for its metrics and its moments, too."""
+    """A generated token never waits. Scoring waits for its metrics and its moments, too.
+
+    In the first step it also waits for the mean that the critic's values get.
+    """
     blocks = {
         "actor": trained(1), "critic": trained(1), "evaluations": 1, "micro_batch_tokens": 16,
         "sampling": {"max_response_tokens": 6, "batch_size_per_gpu": 4},
     }  # fmt: skip
     MAIN["ppo"](tiny_job("ppo", inputs, tmp_path, blocks))
     assert own_waits(strict, "rollout") == {1: 2, 2: 2}  # eight responses
-    assert own_waits(strict, "scoring") == {1: 4 + 2, 2: 4 + 2}
+    assert own_waits(strict, "scoring") == {1: 4 + 2 + 1, 2: 4 + 2}
     assert {wait.kind for wait in strict.waits if wait.own and wait.phase == "rollout"} == {"cpu"}

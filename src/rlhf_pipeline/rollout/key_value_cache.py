@@ -53,16 +53,17 @@ class RoomyCache(Cache):
             layer.batch_select_indices(indices)
 
 
-def unpacked(packed: DynamicCache, mask: Tensor, room: int) -> RoomyCache:
+def unpacked(packed: DynamicCache, mask: Tensor, rows: Tensor, room: int) -> RoomyCache:
     """The cache of packed prompts as that of left-padded ones.
 
     Args:
         packed: keys and values of N tokens, (1, heads, N, width) each.
-        mask: (B, P) bool, True for the N tokens, row by row.
+        mask: (U, P) bool, True for the N tokens, row by row.
+        rows: (B,) the row of `mask` that each row of the result repeats.
         room: tokens of prompt and response, at most.
     """
     cache = RoomyCache(room)
-    place = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)  # padding: any token
+    place = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)[rows]  # padding: any token
     for number, layer in enumerate(packed.layers):
         states = (x[0][:, place].transpose(0, 1) for x in (layer.keys, layer.values))
         cache.update(*states, number)

@@ -144,11 +144,16 @@ class Decoding:
     def _read(
         self, ids: Tensor, mask: Tensor, room: int, *, packed: bool
     ) -> tuple[Tensor, RoomyCache]:
-        """The logits (B, V) after the prompts, and the cache."""
+        """The logits (B, V) after the prompts, and the cache. Equal prompts are read once."""
         device = self.draws.device
-        nothing = torch.empty(len(ids), 0, dtype=torch.long)
-        prompts = Sequences(ids, mask, nothing, nothing.bool()).to(device)
+        copies = torch.arange(len(ids))
         if packed:
+            ids, copies = torch.unique(ids.masked_fill(~mask, -1), dim=0, return_inverse=True)
+            mask = ids >= 0
+        nothing = torch.empty(len(ids), 0, dtype=torch.long)
+        prompts = Sequences(ids.clamp(min=0), mask, nothing, nothing.bool()).to(device)
+        if packed:
+            copies = copies.to(device, non_blocking=True)
             rows = prompts.packed()
             states = DynamicCache()
             logits = self.model(
@@ -157,7 +162,7 @@ class Decoding:
                 use_cache=True,
                 logits_to_keep=rows.ends,
             ).logits[0]
-            return logits, unpacked(states, prompts.prompt_mask, room)
+            return logits[copies], unpacked(states, prompts.prompt_mask, copies, room)
         cache = RoomyCache(room)
         logits = self.model(
             **prompts.model_inputs(), past_key_values=cache, use_cache=True, logits_to_keep=1
