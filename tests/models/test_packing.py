@@ -76,3 +76,34 @@ def test_generation_keeps_the_window(models, make_model):
             if ids[-1] == contract.eos_id:
                 break
         assert found.response_ids[i, found.response_mask[i]].tolist() == ids[len(PROMPTS[i]) :]
+
+
+def test_answers_to_one_prompt_share_its_tokens(models):
+    """Prompts A, A, B, A, A: each row of answers has the outputs that it has alone."""
+    packed, eager = models
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]]
+    responses = [*RESPONSES, [30], [31, 32, 33, 34, 35]]
+    rows = collate(prompts, responses, 0).packed()
+    assert rows.lengths == (7 + 3, 5, 2 + 1, 7 + 1, 5)
+    found = packed(**rows.model_inputs(), use_cache=False).logits[0]
+    assert len(found) == sum(rows.lengths) == rows.ids.numel()
+    rest = found.split(rows.lengths)
+    for one, prompt, response in zip(rest, prompts, responses, strict=True):
+        expected = alone(eager, prompt + response)[-len(one) :]
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+    predicted = found[rows.before_response].argmax(-1)
+    expected = torch.cat(
+        [
+            alone(eager, prompt + response)[len(prompt) - 1 : -1].argmax(-1)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+    )
+    assert torch.equal(predicted, expected)
+    last = torch.stack([one[-1] for one in rest])
+    torch.testing.assert_close(found[rows.ends], last)
+
+
+def test_equal_prompts_without_responses_are_separate_rows():
+    rows = collate([[5, 6], [5, 6], [7]], [[], [], []], 0).packed()
+    assert rows.lengths == (2, 2, 1) and rows.seen is None
+    assert rows.ends.tolist() == [1, 3, 4]

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from rlhf_pipeline.models.logprob_head import LogprobHead, Question, asking
 from rlhf_pipeline.models.packing import PACKED
-from rlhf_pipeline.models.sequences import Sequences, pad
+from rlhf_pipeline.models.sequences import collate
 
-FIRST, SECOND = (1, 2, 3), (4, 5, 6, 7, 8)
-"""Token ids of two short rows."""
+FIRST, SECOND, THIRD = [1, 2, 3], [4, 5, 6, 7, 8], [4, 5, 6, 9, 10, 11]
+"""Token ids of three short rows; the last two begin with a prompt of three tokens."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,22 @@ def form_of(policy: nn.Module) -> Form:
 
 @torch.no_grad()
 def _packs(policy: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether the second of two packed rows has the outputs that it has alone.
+    """Whether packed rows have the outputs that they have alone, also if they share a prompt.
 
     Rounding is allowed, a tenth of what the first row would change as the beginning of the second.
     """
     if model.config._attn_implementation != PACKED:
         return False
-    rows = [list(FIRST), list(SECOND)]
-    nothing = torch.empty(2, 0, dtype=torch.long)
-    both = Sequences(*pad(rows, 0, left=True), nothing, nothing.bool()).to(model.device).packed()
-    alone, mixed = (
+    rows = [row[:3] for row in (FIRST, SECOND, THIRD)], [row[3:] for row in (FIRST, SECOND, THIRD)]
+    batch = collate(*rows, pad_id=0).to(model.device).packed()
+    packed = _outputs(policy, model, **batch.model_inputs())
+    second, third, mixed = (
         _outputs(policy, model, input_ids=torch.tensor([ids], device=model.device))
-        for ids in (SECOND, FIRST + SECOND)
+        for ids in (SECOND, THIRD, FIRST + SECOND)
     )
-    packed = _outputs(policy, model, **both.model_inputs())
-    error, leak = ((x[len(FIRST) :] - alone).abs().amax() for x in (packed, mixed))
+    alone = torch.cat([second, third[3:]])
+    error = (packed[len(FIRST) :] - alone).abs().amax()
+    leak = (mixed[len(FIRST) :] - second).abs().amax()
     return bool(error <= 0.1 * leak)
 
 

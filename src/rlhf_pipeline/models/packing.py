@@ -14,6 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf_pipeline.models.sequences import Packed
+
 PACKED = "packed"
 """Name of the attention in a model's configuration."""
 
@@ -35,8 +37,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    row_lengths: tuple[int, ...] | None = None,
-    row_borders: Tensor | None = None,
+    packed_rows: Packed | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -44,20 +45,22 @@ def packed_attention(
     """Causal attention within each row of a packed batch; torch's SDPA for other batches.
 
     query is (1, heads, N, width); key and value have the heads of the key-value groups.
-    `row_borders` are (B + 1,) int32, the sums of `row_lengths` before and after each row.
     """
-    if row_lengths is None or row_borders is None:
+    if (rows := packed_rows) is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask,
             scaling=scaling, sliding_window=sliding_window, **kwargs,
         )  # fmt: skip
+    if rows.seen is not None:
+        key, value = key[:, :, rows.seen], value[:, :, rows.seen]
     if query.is_cuda and query.dtype != torch.float32:
-        found = _in_one_kernel(
-            query, key, value, row_borders, max(row_lengths), scaling, sliding_window
-        )
-        return found, None
-    rows = zip(*(x.split(row_lengths, dim=2) for x in (query, key, value)), strict=True)
-    parts = [_attention(q, k, v, scaling, sliding_window) for q, k, v in rows]
+        return _in_one_kernel(query, key, value, rows, scaling, sliding_window), None
+    queries = query.split(rows.lengths, dim=2)
+    keys, values = (x.split(rows.seen_lengths, dim=2) for x in (key, value))
+    parts = [
+        _attention(q, k, v, scaling, sliding_window)
+        for q, k, v in zip(queries, keys, values, strict=True)
+    ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -65,8 +68,7 @@ def _in_one_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    borders: Tensor,
-    longest: int,
+    rows: Packed,
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
@@ -76,7 +78,7 @@ def _in_one_kernel(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     found = varlen_attn(
-        q, k, v, borders, borders, longest, longest,
+        q, k, v, rows.borders, rows.seen_borders, max(rows.lengths), max(rows.seen_lengths),
         scale=scaling, window_size=window, enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     assert isinstance(found, Tensor)
@@ -86,11 +88,13 @@ def _in_one_kernel(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """The attention of one row, (1, heads, T, width)."""
-    length, mask = query.shape[2], None
-    if sliding_window is not None and length > sliding_window:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        mask = mask.tril().triu(1 - sliding_window)
+    """The attention of the last T of S tokens, (1, heads, T, width)."""
+    length, seen = query.shape[2], key.shape[2]
+    window = seen if sliding_window is None else sliding_window
+    mask = None
+    if seen > min(length, window):
+        mask = torch.ones(length, seen, dtype=torch.bool, device=query.device)
+        mask = mask.tril(seen - length).triu(seen - length + 1 - window)
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

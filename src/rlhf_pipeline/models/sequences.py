@@ -20,7 +20,8 @@ from rlhf_pipeline.rl.logprobs import position_ids
 class Packed:
     """The N real tokens of a batch as one row; its rows follow each other.
 
-    M is the number of response tokens. A response token's prompt has at least one token.
+    A row with the prompt of the row before has its response tokens only, which attend to the prompt
+    there. M is the number of response tokens. A response token's prompt has at least one token.
     """
 
     ids: Tensor
@@ -31,6 +32,13 @@ class Packed:
     """Tokens of each row."""
     borders: Tensor
     """(B + 1,) int32: the number of tokens before each row, and of all."""
+    seen: Tensor | None
+    """(K,) long: where the tokens are that each row attends to, prompt and response, row by row.
+    None: each row attends to its own tokens."""
+    seen_lengths: tuple[int, ...]
+    """Tokens that each row attends to."""
+    seen_borders: Tensor
+    """(B + 1,) int32, like `borders`."""
     before_response: Tensor
     """(M,) long: where the token before each response token is."""
     ends: Tensor
@@ -43,14 +51,15 @@ class Packed:
         return {
             "input_ids": self.ids,
             "position_ids": self.positions,
-            "row_lengths": self.lengths,
-            "row_borders": self.borders,
+            "packed_rows": self,
         }
 
     def to(self, device: torch.device) -> "Packed":
         """Copy the tokens to a device; the host does not wait for the copy."""
-        moved = {name: x.to(device, non_blocking=True) for name, x in tensors(self).items()}
-        return Packed(**moved, lengths=self.lengths)
+        moved: dict[str, Any] = {
+            name: x.to(device, non_blocking=True) for name, x in tensors(self).items()
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -96,18 +105,36 @@ class Sequences:
         """
         if self.packed_on_device is not None:
             return self.packed_on_device
-        attention_mask = torch.cat([self.prompt_mask, self.response_mask], dim=1)
+        real = torch.cat([self.prompt_mask, self.response_mask], dim=1)
         ids = torch.cat([self.prompt_ids, self.response_ids], dim=1)
-        is_response = torch.cat([torch.zeros_like(self.prompt_mask), self.response_mask], dim=1)
+        width, count = self.prompt_ids.shape[1], len(self)
+        repeats = self._repeats()
+        present = real.clone()
+        present[repeats, :width] = False
+        place = (present.flatten().cumsum(0) - 1).view(present.shape)
+        first = torch.where(repeats, 0, torch.arange(count)).cummax(0).values
+        place[:, :width] = place[first, :width]
+        lengths, seen_lengths = present.sum(1), real.sum(1)
+        last = width - 1 + self.response_mask.sum(1)
         return Packed(
-            ids=ids[attention_mask][None],
-            positions=position_ids(attention_mask)[attention_mask][None],
-            lengths=tuple(self.lengths.tolist()),
-            borders=nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int(),
-            before_response=is_response[attention_mask].nonzero().squeeze(1) - 1,
-            ends=self.lengths.cumsum(0) - 1,
+            ids=ids[present][None],
+            positions=position_ids(real)[present][None],
+            lengths=tuple(lengths.tolist()),
+            borders=nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+            seen=place[real] if repeats.any() else None,
+            seen_lengths=tuple(seen_lengths.tolist()),
+            seen_borders=nn.functional.pad(seen_lengths.cumsum(0), (1, 0)).int(),
+            before_response=place[:, width - 1 : -1][self.response_mask],
+            ends=place[torch.arange(count), last],
             response_ids=self.response_ids[self.response_mask][None],
         )
+
+    def _repeats(self) -> Tensor:
+        """Which rows have a response and the prompt of the row before, (B,) bool."""
+        prompts = self.prompt_ids.masked_fill(~self.prompt_mask, -1)
+        repeats = torch.zeros(len(self), dtype=torch.bool)
+        repeats[1:] = (prompts[1:] == prompts[:-1]).all(1) & self.response_mask[1:].any(1)
+        return repeats
 
     def rows(self, index: Tensor) -> "Sequences":
         """Select rows, and drop the columns that are padding in all of them."""
