@@ -105,7 +105,7 @@ def test_a_function_alone_replaces_the_reward_model_but_not_the_critic(
 
 def test_the_best_model_is_chosen_by_the_score_that_ppo_maximizes(ppo_inputs, world, tmp_path):
     """A response without EOS has a fixed score in training, whatever the reward model says."""
-    options = {"sampling": {"max_response_tokens": 60}, "missing_eos_score": -7.0}
+    options = {"sampling": {"max_response_tokens": 110}, "missing_eos_score": -7.0}
     config = ppo_config(steps=1, evaluations=1, score_clip=0.25, **options)
     run = run_ppo(config, ppo_inputs, world, tmp_path)
     (line,) = run.lines
