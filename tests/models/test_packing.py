@@ -84,7 +84,7 @@ def test_answers_to_one_prompt_share_its_tokens(models):
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]]
     responses = [*RESPONSES, [30], [31, 32, 33, 34, 35]]
     rows = collate(prompts, responses, 0).packed()
-    assert rows.lengths == (7 + 3, 5, 2 + 1, 7 + 1, 5)
+    assert rows.lengths == (7 + 3, 5, 2 + 1, 1, 5)
     found = packed(**rows.model_inputs(), use_cache=False).logits[0]
     assert len(found) == sum(rows.lengths) == rows.ids.numel()
     rest = found.split(rows.lengths)

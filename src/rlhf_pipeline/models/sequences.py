@@ -20,7 +20,7 @@ from rlhf_pipeline.rl.logprobs import position_ids
 class Packed:
     """The N real tokens of a batch as one row; its rows follow each other.
 
-    A row with the prompt of the row before has its response tokens only, which attend to the prompt
+    A row with the prompt of an earlier row has its response tokens only, which attend to the prompt
     there. M is the number of response tokens. A response token's prompt has at least one token.
     """
 
@@ -107,13 +107,12 @@ class Sequences:
             return self.packed_on_device
         real = torch.cat([self.prompt_mask, self.response_mask], dim=1)
         ids = torch.cat([self.prompt_ids, self.response_ids], dim=1)
-        width, count = self.prompt_ids.shape[1], len(self)
-        repeats = self._repeats()
+        width, rows = self.prompt_ids.shape[1], torch.arange(len(self))
+        owner = self._owners()
         present = real.clone()
-        present[repeats, :width] = False
+        present[owner < rows, :width] = False
         place = (present.flatten().cumsum(0) - 1).view(present.shape)
-        first = torch.where(repeats, 0, torch.arange(count)).cummax(0).values
-        place[:, :width] = place[first, :width]
+        place[:, :width] = place[owner, :width]
         lengths, seen_lengths = present.sum(1), real.sum(1)
         last = width - 1 + self.response_mask.sum(1)
         return Packed(
@@ -121,20 +120,24 @@ class Sequences:
             positions=position_ids(real)[present][None],
             lengths=tuple(lengths.tolist()),
             borders=nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
-            seen=place[real] if repeats.any() else None,
+            seen=None if torch.equal(owner, rows) else place[real],
             seen_lengths=tuple(seen_lengths.tolist()),
             seen_borders=nn.functional.pad(seen_lengths.cumsum(0), (1, 0)).int(),
             before_response=place[:, width - 1 : -1][self.response_mask],
-            ends=place[torch.arange(count), last],
+            ends=place[rows, last],
             response_ids=self.response_ids[self.response_mask][None],
         )
 
-    def _repeats(self) -> Tensor:
-        """Which rows have a response and the prompt of the row before, (B,) bool."""
+    def _owners(self) -> Tensor:
+        """The row whose prompt each row uses, (B,) long: the first one with an equal prompt.
+
+        A row without a response uses its own.
+        """
         prompts = self.prompt_ids.masked_fill(~self.prompt_mask, -1)
-        repeats = torch.zeros(len(self), dtype=torch.bool)
-        repeats[1:] = (prompts[1:] == prompts[:-1]).all(1) & self.response_mask[1:].any(1)
-        return repeats
+        number = torch.unique(prompts, dim=0, return_inverse=True)[1]
+        rows = torch.arange(len(self))
+        first = torch.full_like(rows, len(self)).scatter_reduce(0, number, rows, "amin")[number]
+        return torch.where(self.response_mask.any(1), first, rows)
 
     def rows(self, index: Tensor) -> "Sequences":
         """Select rows, and drop the columns that are padding in all of them."""
