@@ -88,9 +88,7 @@ def status(
 @rlhf.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove; without it the command only lists.")
 @click.option(
-    "--unfinished",
-    is_flag=True,
-    help="Also unfinished stages that could resume from a checkpoint.",
+    "--unfinished", is_flag=True, help="Also unfinished stages that could resume from a checkpoint."
 )
 @click.option(
     "--versions",

@@ -14,10 +14,8 @@ def is_commit(revision: str | None) -> bool:
 def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> str:
     """The commit of a revision; None: the newest one of the default branch.
 
-    The hub is not contacted if `revision` is a commit.
-
-    Raises:
-        LookupError: the hub cannot be reached, or has no such repository or revision.
+    The hub is not contacted if `revision` is a commit. Raises LookupError if the hub cannot be
+    reached, or has no such repository or revision.
     """
     if revision is not None and is_commit(revision):
         return revision

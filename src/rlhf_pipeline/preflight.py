@@ -38,8 +38,7 @@ LAYERS = ("base", "embedded", "local")
 def check_environment(conf: Path, name: str | None) -> None:
     """Check the name of the environment, the option `--env`.
 
-    Raises:
-        ConfigError: the configuration has no such folder.
+    Raises ConfigError if the configuration has no such folder.
     """
     if name is not None and conf.is_dir() and not (conf / name).is_dir():
         known = sorted(
@@ -54,9 +53,8 @@ def check_environment(conf: Path, name: str | None) -> None:
 def check_root(root: str) -> None:
     """Check the name of the folder for all artifacts.
 
-    Raises:
-        ConfigError: Kedro or PYTHONPATH would read the name as a pattern or a list, or nothing can
-            be written there.
+    Raises ConfigError if Kedro or PYTHONPATH would read the name as a pattern or a list, or nothing
+    can be written there.
     """
     found = [character for character in root if character in "*?[]{}:"]
     if found:
@@ -127,10 +125,8 @@ def check_lengths(
     """Check the limits of prompts, responses and texts against the positions of a model.
 
     `preflight` does this for models that are built or in a local folder. A model on the hub is
-    known once stage base_model has fetched it to the folder `model`.
-
-    Raises:
-        ConfigError: the message has one line for each fault.
+    known once stage base_model has fetched it to the folder `model`. Raises ConfigError with one
+    line for each fault.
     """
     _refuse(length_faults(positions_in(model), split, ppo, evaluate))
 

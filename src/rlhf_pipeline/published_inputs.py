@@ -34,8 +34,7 @@ SHOWN = 200
 def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, Path]:
     """The published artifacts that the pipeline loads but does not make, by data set.
 
-    Raises:
-        ConfigError: a data set has no published version.
+    Raises ConfigError if a data set has no published version.
     """
     names = sorted(
         name for name in pipeline.inputs() if isinstance(catalog.get(name), ArtifactDataset)
@@ -144,8 +143,7 @@ class _Comparison:
     def run(self, job: Job) -> Path:
         """Note the changes of the stage's parameters; return its artifact in the lineage.
 
-        Raises:
-            ConfigError: the lineage does not contain the stage.
+        Raises ConfigError if the lineage does not contain the stage.
         """
         key = _key(job.spec.name, as_json(job.config))
         if key not in self._earlier:

@@ -27,8 +27,7 @@ class RunResults:
     def load(cls, root: Path, version: str | None = None) -> "RunResults":
         """Load a run of the folder `root`, such as data/: the given version or the newest one.
 
-        Raises:
-            ArtifactError: no run is complete, or a result was removed.
+        Raises ArtifactError if no run is complete, or a result was removed.
         """
         found = sorted(
             path.parent

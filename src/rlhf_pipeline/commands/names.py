@@ -12,8 +12,7 @@ from rlhf_pipeline.errors import ConfigError, suggestion
 def check_names(chosen: Sequence[str], options: Mapping[str, Any]) -> None:
     """Check the chosen pipelines, and the nodes and data sets in the options of `kedro run`.
 
-    Raises:
-        ConfigError: the message has one line for each unknown name.
+    Raises ConfigError with one line for each unknown name.
     """
     known = [name for name in pipelines if name != "__default__"]
     faults = [

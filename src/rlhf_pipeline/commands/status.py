@@ -34,8 +34,7 @@ class Row:
 def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
     """What the stages of a pipeline would do, in order; the nodes run with a `Planner`.
 
-    Raises:
-        ConfigError, DataError, ArtifactError: the same as in `kedro run` before the first launch.
+    Raises the errors that `kedro run` raises before the first launch.
     """
     provide_default_blocks(catalog)
     planner = Planner(run_context(catalog))

@@ -22,10 +22,8 @@ def runs_page(server: str, project: Path) -> str:
 def serve(project: Path, port: int, console: Console) -> None:
     """Print the link, and serve until Ctrl-C.
 
-    With a tracking server in MLFLOW_TRACKING_URI, its pages are used and nothing is started.
-
-    Raises:
-        ConfigError: the port is in use.
+    With a tracking server in MLFLOW_TRACKING_URI, its pages are used and nothing is started. Raises
+    ConfigError if the port is in use.
     """
     uri = tracking_uri(project)
     remote = is_server(uri)

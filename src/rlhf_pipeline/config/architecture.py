@@ -33,11 +33,8 @@ class Family:
         """Return the fields under the family's own names.
 
         Unknown fields that are null are left out: null unsets a field that another environment sets
-        for another family.
-
-        Raises:
-            ValueError: a field is unknown, is determined by the tokenizer, or is set under two
-                names.
+        for another family. Raises ValueError if a field is unknown, is determined by the tokenizer,
+        or is set under two names.
         """
         wanted = {
             name: value
@@ -116,8 +113,7 @@ def positions(architecture: Mapping[str, Any]) -> int | None:
 def positions_in(folder: Path) -> int | None:
     """`positions` of the model saved in a folder; None without a config.json.
 
-    Raises:
-        ConfigError: config.json is not JSON.
+    Raises ConfigError if config.json is not JSON.
     """
     file = folder / "config.json"
     if not file.is_file():

@@ -2,12 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import (
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_pipeline.config.block import Block
 

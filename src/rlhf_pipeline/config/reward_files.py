@@ -30,8 +30,7 @@ def reward_faults(rewards: Sequence[RewardSource], place: str = "ppo.rewards") -
 def source_file(reward: CallableReward) -> Path:
     """Return the source file of a reward function, without importing its module or packages.
 
-    Raises:
-        ConfigError: the file or the module does not exist.
+    Raises ConfigError if the file or the module does not exist.
     """
     if reward.location.endswith(".py"):
         path = Path(reward.location).expanduser()

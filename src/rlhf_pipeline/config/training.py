@@ -167,10 +167,7 @@ class FrozenModelConfig(Block):
         if stage is None:
             stage = 3 if companion.deepspeed.zero_stage == 3 else 0
         return self.deepspeed.model_copy(
-            update={
-                "zero_stage": stage,
-                "precision": precision or companion.deepspeed.precision,
-            }
+            update={"zero_stage": stage, "precision": precision or companion.deepspeed.precision}
         )
 
     def require_offload_possible(self, name: str, companion: TrainedModelConfig) -> None:

@@ -57,10 +57,8 @@ def blend(
 
     Rows that a source repeats within itself stay: two annotators who agree are two judgements. A
     row of several sources serves every phase that one of these sources may serve. `usable` has one
-    (rows,) bool for each source; False excludes a row.
-
-    Raises:
-        DataError: a part gets no prompt, or some prompts serve only phases of weight 0.
+    (rows,) bool for each source; False excludes a row. Raises DataError if a part gets no prompt,
+    or some prompts serve only phases of weight 0.
     """
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
     prompt_keys = [keys(table, "prompt_key") for table in sources]

@@ -52,8 +52,7 @@ class ControlTokenFilter:
     def accepts(self, source: int, place: str, texts: Sequence[str]) -> bool:
         """Whether the texts of a record contain no control token.
 
-        Raises:
-            DataError: the source has more bad rows than `max_bad_fraction` allows.
+        Raises DataError if the source has more bad rows than `max_bad_fraction` allows.
         """
         found = next(filter(None, map(self._pattern.search, texts)), None)
         if found is None:

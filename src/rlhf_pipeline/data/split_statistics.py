@@ -77,8 +77,7 @@ def headline(report: dict[str, Any]) -> dict[str, float]:
 def overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
     """Count the prompts that each two parts share in the written files.
 
-    Raises:
-        AssertionError: two parts share a prompt.
+    Raises AssertionError if two parts share a prompt.
     """
     prompts: dict[Part, np.ndarray] = {}
     for part in PARTS:

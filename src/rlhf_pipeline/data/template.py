@@ -43,10 +43,8 @@ def fix_date(tokenizer: PreTrainedTokenizerBase, day: date) -> None:
     """Write a fixed date into chat templates that render today's.
 
     transformers gives templates a function `strftime_now(format)`. Each call becomes its result, so
-    data, results and exported tokenizers do not depend on the day of the run.
-
-    Raises:
-        ArtifactError: a template computes the format of the date.
+    data, results and exported tokenizers do not depend on the day of the run. Raises ArtifactError
+    if a template computes the format of the date.
     """
 
     def fixed(template: str) -> str:
@@ -71,8 +69,7 @@ def render_prompts(
 ) -> list[str]:
     """Render prompts with the template's generation prompt.
 
-    Raises:
-        ArtifactError: the tokenizer has no chat template, or its template rejects a dialogue.
+    Raises ArtifactError if the tokenizer has no chat template, or its template rejects a dialogue.
     """
     return render_dialogues(tokenizer, ids, prompts, add_generation_prompt=True)
 
@@ -120,11 +117,9 @@ def render_responses(
 
     Any EOS of the contract may end the turn. The model stops there, so anything after it is cut
     off: a line break in ChatML, a second EOS for the whole dialogue in Phi-3. If the template ends
-    a turn without EOS, the tokenizer's is added. `prompt_texts` come from `render_prompts`.
-
-    Raises:
-        ArtifactError: a dialogue does not begin with its prompt's text, so that the model would
-            generate after other text than it trained on.
+    a turn without EOS, the tokenizer's is added. `prompt_texts` come from `render_prompts`. Raises
+    ArtifactError if a dialogue does not begin with its prompt's text, so that the model would
+    generate after other text than it trained on.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
     one = "|".join(map(re.escape, tokens))
@@ -160,11 +155,8 @@ def render_turns(
     """Divide a prompt's text (from `render_prompts`) into pieces, with True for the assistant.
 
     A piece of the assistant begins where generation would begin and ends in one EOS, like a
-    response.
-
-    Raises:
-        ArtifactError: the template renders an earlier turn differently from the last one (some omit
-            the reasoning of earlier turns), so the turn's tokens cannot be located.
+    response. Raises ArtifactError if the template renders an earlier turn differently from the last
+    one (some omit the reasoning of earlier turns), so the turn's tokens cannot be located.
     """
     pieces: list[tuple[str, bool]] = []
     written = 0

@@ -48,9 +48,8 @@ class TokenContract:
     ) -> TokenContract:
         """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`.
 
-        Raises:
-            ArtifactError: EOS or padding token is missing, one token is both, or one of the
-                model's EOS ids is not a control token.
+        Raises ArtifactError if EOS or padding token is missing, one token is both, or one of the
+        model's EOS ids is not a control token.
         """
         eos_ids = end_tokens(tokenizer, model_eos)
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in eos_ids:
@@ -131,8 +130,7 @@ def end_tokens(
 def common_contract(models: dict[str, Path]) -> TokenContract:
     """The contract that all models share. Messages contain the names of the models.
 
-    Raises:
-        ArtifactError: two contracts differ, or one is missing.
+    Raises ArtifactError if two contracts differ, or one is missing.
     """
     (first, contract), *others = [(name, TokenContract.read(path)) for name, path in models.items()]
     for name, other in others:

@@ -106,10 +106,8 @@ def tokenize(
     """Tokenize a rendered batch.
 
     Prompt and response are tokenized separately. So no token crosses the boundary, and a response
-    has the ids that a model generates after the prompt's ids.
-
-    Raises:
-        ArtifactError: a response does not contain exactly one EOS, at its end.
+    has the ids that a model generates after the prompt's ids. Raises ArtifactError if a response
+    does not contain exactly one EOS, at its end.
     """
     texts = [*rendered.prompts, *rendered.chosen, *rendered.rejected]
     texts += [text for pieces in rendered.turns for text, _ in pieces or ()]
@@ -166,9 +164,7 @@ def limited(
     """Apply the limit of prompts or responses.
 
     A cut prompt keeps BOS and the newest tokens; a cut answer keeps its beginning, without EOS.
-
-    Raises:
-        DataError: the text is longer, and `over_long_*` is "error".
+    Raises DataError if the text is longer, and `over_long_*` is "error".
     """
     kind, what = ("prompt", "prompt") if text == "prompt" else ("response", f"{text} answer")
     key, setting = f"max_{kind}_tokens", f"over_long_{kind}s"

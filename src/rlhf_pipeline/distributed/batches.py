@@ -45,11 +45,7 @@ class Rows:
 
 
 def load_rows(path: Path, world: World) -> Rows:
-    """A prepared table.
-
-    Raises:
-        ArtifactError: the table has fewer rows than there are ranks.
-    """
+    """A prepared table. Raises ArtifactError if the table has fewer rows than there are ranks."""
     table = Rows.of(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
     if table.num_rows < world.size:
         raise ArtifactError(

@@ -20,8 +20,7 @@ def on_gpu() -> bool:
 def take_device() -> torch.device:
     """The device of this rank: the GPU with its local number, or the CPU. Makes it the current one.
 
-    Raises:
-        StageError: torch does not find that GPU.
+    Raises StageError if torch does not find that GPU.
     """
     if not on_gpu():
         return own_device()

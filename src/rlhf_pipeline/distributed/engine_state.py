@@ -63,8 +63,7 @@ def load_engine(
 ) -> None:
     """Load what `save_engine` wrote into a new engine; the arguments are the same.
 
-    Raises:
-        ArtifactError: a piece of a parameter is missing.
+    Raises ArtifactError if a piece of a parameter is missing.
     """
     counters = json.loads((directory / "engine.json").read_text())
     if counters["step"] > 0:

@@ -66,8 +66,7 @@ def _is_first() -> bool:
 def _replaced(directory: Path, weights: dict[str, Tensor]) -> Iterator[Path]:
     """A folder to write to; on exit it replaces `directory`.
 
-    Raises:
-        StageError: the disk has too little space for the weights.
+    Raises StageError if the disk has too little space for the weights.
     """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

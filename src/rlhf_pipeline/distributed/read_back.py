@@ -29,10 +29,8 @@ def require_same(saved: PreTrainedModel, weights: Mapping[str, Tensor], director
     """Require that transformers reads exactly these weights from the folder, bit for bit.
 
     The values of a model in another layout and above `LARGEST_SECOND_MODEL` are not compared; a
-    warning says so.
-
-    Raises:
-        ArtifactError: a weight is missing, unexpected or different; names the first three.
+    warning says so. Raises ArtifactError with the first three weights that are missing, unexpected
+    or different.
     """
     read, wrong = _read_empty(saved, weights, directory)
     if not wrong:

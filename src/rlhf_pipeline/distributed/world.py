@@ -78,10 +78,8 @@ class World:
 def join(seed: int, *, timeout_s: float) -> World:
     """Join the other ranks of this launch.
 
-    All ranks use the same seed, so they initialise new weights equally.
-
-    Raises:
-        StageError: torch does not find the GPU of this rank.
+    All ranks use the same seed, so they initialise new weights equally. Raises StageError if torch
+    does not find the GPU of this rank.
     """
     # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs a
     # compiler and leaves 69 MB per rank in /dev/shm.

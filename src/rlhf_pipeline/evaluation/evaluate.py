@@ -169,10 +169,7 @@ def judge_all(
 
 
 def with_model(
-    load: Callable[..., M],
-    folder: Path,
-    setup: Setup,
-    work: Callable[[M | DeepSpeedEngine], R],
+    load: Callable[..., M], folder: Path, setup: Setup, work: Callable[[M | DeepSpeedEngine], R]
 ) -> R:
     """Load a frozen model, let `work` use it, and free its memory: one model at a time.
 

@@ -90,8 +90,7 @@ class FunctionJudge:
 def load_judges(job: LaunchedJob, config: EvaluateConfig) -> list[Judge]:
     """Load the judges other than the reward model.
 
-    Raises:
-        StageError: a function cannot be imported, or does not take prompts and responses.
+    Raises StageError if a function cannot be imported, or does not take prompts and responses.
     """
     judges: list[Judge] = [GoldJudge()]
     for index, judge in enumerate(config.judges):

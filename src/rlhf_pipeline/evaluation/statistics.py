@@ -34,10 +34,8 @@ def win_rate(candidate: Sequence[float], baseline: Sequence[float]) -> WinRate:
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22,
     1927, for n coin flips. Half points vary less, so ties make the interval conservative.
 
-    The scores belong to the responses of both models to the same prompts, in equal order.
-
-    Raises:
-        ValueError: there are no scores, their numbers differ, or a score is not finite.
+    The scores belong to the responses of both models to the same prompts, in equal order. Raises
+    ValueError if there are no scores, their numbers differ, or a score is not finite.
     """
     _check_scores("candidate", candidate)
     _check_scores("baseline", baseline)
@@ -55,8 +53,7 @@ def mean_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
         mean +- z * s / sqrt(n)         s: sample standard deviation (divisor n - 1); z = 1.96
 
-    Raises:
-        ValueError: there are fewer than two values, or a value is not finite.
+    Raises ValueError if there are fewer than two values, or a value is not finite.
     """
     _check_scores("values", values)
     n = len(values)

@@ -17,10 +17,8 @@ from rlhf_pipeline.errors import ArtifactError
 def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer of a `.gguf` file; quantized weights become float32.
 
-    The weights are those of the file: the precision that quantization lost is not restored.
-
-    Raises:
-        ArtifactError: the file is damaged, or transformers cannot convert its architecture.
+    The weights are those of the file: the precision that quantization lost is not restored. Raises
+    ArtifactError if the file is damaged, or transformers cannot convert its architecture.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(

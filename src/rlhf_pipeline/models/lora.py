@@ -39,10 +39,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> LoraModel:
     """Insert adapters, and set which parameters train.
 
     Adapters and a scalar head train; the other parameters without an adapter train as well if
-    `config.train_rest` is true.
-
-    Raises:
-        ConfigError: a target is not a linear layer of the model.
+    `config.train_rest` is true. Raises ConfigError if a target is not a linear layer of the model.
     """
     from peft import LoraModel
 
@@ -86,10 +83,8 @@ def merged(model: M, config: LoRAConfig, adapter: Path) -> M:
     """Merge a stored adapter into the model's weights in place, and return the plain model.
 
     The model is the one that training started from, in fp32: bf16 would round away most of a small
-    change. `write_adapter` wrote the folder `adapter`.
-
-    Raises:
-        ArtifactError: the stored weights do not match `config`.
+    change. `write_adapter` wrote the folder `adapter`. Raises ArtifactError if the stored weights
+    do not match `config`.
     """
     tuner = add_adapters(model, config)
     stored = load_file(adapter / WEIGHTS)

@@ -62,9 +62,7 @@ def leave_one_out(returns: Tensor) -> Tensor:
     penalty.
 
     Returns are (K, G), one prompt per column; so are the advantages, float32 without gradient.
-
-    Raises:
-        ValueError: not two-dimensional, or K < 2.
+    Raises ValueError if there are not two dimensions, or K < 2.
     """
     _check_groups(returns)
     others = returns.shape[0] - 1
@@ -83,10 +81,7 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
     does not specify them. The constant keeps rounding errors of equal returns from being scaled up.
 
     Returns are (K, G), one prompt per column; so are the advantages, float32 without gradient, 0 if
-    all returns of a prompt are equal.
-
-    Raises:
-        ValueError: not two-dimensional, or K < 2.
+    all returns of a prompt are equal. Raises ValueError if there are not two dimensions, or K < 2.
     """
     _check_groups(returns)
     returns = returns.float()
@@ -98,8 +93,7 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
 def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     """Give each token the advantage of its response: (B,) to (B, R) float32, 0 in padding.
 
-    Raises:
-        ValueError: a shape or the mask's dtype is wrong.
+    Raises ValueError if a shape or the mask's dtype is wrong.
     """
     if advantages.shape != mask.shape[:1]:
         raise ValueError(

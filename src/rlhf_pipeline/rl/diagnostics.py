@@ -49,9 +49,7 @@ def value_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     Values and returns are (B, R); the returns were computed from these values.
 
     The sums are (2, 3) float64: `masked_moments` of the returns G in row 0, of G - V in row 1.
-
-    Raises:
-        ValueError: a shape is wrong.
+    Raises ValueError if a shape is wrong.
     """
     check_shapes(mask, values=values, returns=returns)
     return torch.stack(

@@ -24,10 +24,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
     Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
 
-    All are (B, R); the result is not masked.
-
-    Raises:
-        ValueError: shapes differ, or the estimator is unknown.
+    All are (B, R); the result is not masked. Raises ValueError if shapes differ, or the estimator
+    is unknown.
     """
     check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_ratio = logprobs - ref_logprobs

@@ -10,8 +10,7 @@ from torch import Tensor
 def check_same_shape(**tensors: Tensor) -> None:
     """Refuse tensors that would broadcast, such as (B,) and (B, 1).
 
-    Raises:
-        ValueError: a tensor's shape differs from the first one's.
+    Raises ValueError if a tensor's shape differs from the first one's.
     """
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
@@ -25,8 +24,7 @@ def check_same_shape(**tensors: Tensor) -> None:
 def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
     """Refuse a mask that is not bool, and tensors that differ from the mask in shape.
 
-    Raises:
-        ValueError: the mask's dtype, or a tensor's shape, is wrong.
+    Raises ValueError if the mask's dtype, or a tensor's shape, is wrong.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask: found {mask.dtype}, expected torch.bool, True = real token")
@@ -36,8 +34,7 @@ def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
 def check_right_padded(mask: Tensor) -> None:
     """Refuse a (B, R) mask with a real token after a padded one. Costs one device synchronization.
 
-    Raises:
-        ValueError: some row is not real tokens followed by padding.
+    Raises ValueError if some row is not real tokens followed by padding.
     """
     if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError(

@@ -23,10 +23,7 @@ def pairwise_loss(
     Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1, with one comparison per
     pair.
 
-    Scores are (N,); the loss is 0-dim float32.
-
-    Raises:
-        ValueError: shapes differ.
+    Scores are (N,); the loss is 0-dim float32. Raises ValueError if shapes differ.
     """
     check_same_shape(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
     return -logsigmoid(chosen_scores.float() - rejected_scores.float()).sum() / normalizer

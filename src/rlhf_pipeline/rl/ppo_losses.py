@@ -70,10 +70,7 @@ def entropy_loss(entropy: Tensor, mask: Tensor, *, normalizer: float | Tensor) -
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9; the caller applies the
     coefficient c_2.
 
-    The entropy is (B, R), in nats.
-
-    Raises:
-        ValueError: a shape is wrong.
+    The entropy is (B, R), in nats. Raises ValueError if a shape is wrong.
     """
     return -masked_sum(entropy.float(), mask) / normalizer
 

@@ -17,9 +17,6 @@ def sft_loss(logprobs: Tensor, mask: Tensor, *, normalizer: float | Tensor) -> T
 
         L = -sum_t log p(token_t) / normalizer
 
-    `logprobs` are (B, R).
-
-    Raises:
-        ValueError: a shape is wrong.
+    `logprobs` are (B, R). Raises ValueError if a shape is wrong.
     """
     return -masked_sum(logprobs.float(), mask) / normalizer

@@ -60,9 +60,8 @@ class FunctionSource:
     def __call__(self, _: Scored, answered: Answered) -> Tensor:
         """Call the function.
 
-        Raises:
-            StageError: the function fails, does not return one result per response, or returns a
-                result that is not a finite number.
+        Raises StageError if the function fails, does not return one result per response, or returns
+        a result that is not a finite number.
         """
         try:
             results = self._call(answered.prompts, answered.responses, answered.references)
@@ -120,8 +119,7 @@ class FunctionSource:
 def import_function(reward: CallableReward, path: Path) -> Callable[..., Any]:
     """Import the function from a file or from an installed module.
 
-    Raises:
-        StageError: it cannot be imported, or is not a function.
+    Raises StageError if it cannot be imported or is not a function.
     """
     try:
         module = (

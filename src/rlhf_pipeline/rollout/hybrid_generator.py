@@ -74,8 +74,7 @@ class HybridGenerator:
 def own_group(world: World, size: int) -> Group:
     """The group of this rank. All ranks call this together.
 
-    Raises:
-        StageError: the ranks cannot be divided into groups of this size.
+    Raises StageError if the ranks cannot be divided into groups of this size.
     """
     if world.size % size:
         raise StageError(

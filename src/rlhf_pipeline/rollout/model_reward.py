@@ -50,9 +50,8 @@ class ModelSource:
     ) -> "ModelSource":
         """Load the model.
 
-        Raises:
-            ArtifactError: the model uses a different tokenizer from the policy, and `retokenize`
-                is off.
+        Raises ArtifactError if the model uses a different tokenizer from the policy, and
+        `retokenize` is off.
         """
         if not reward.retokenize and TokenContract.read(folder) != contract:
             raise ArtifactError(
@@ -75,8 +74,7 @@ class ModelSource:
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
         """Centred scores at the last real token.
 
-        Raises:
-            StageError: a dialogue has more tokens than the model has positions.
+        Raises StageError if a dialogue has more tokens than the model has positions.
         """
         sequences = scored.sequences
         if self.tokenizer is not None:

@@ -69,10 +69,8 @@ class RewardSum:
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with the weighted sum instead of the trained reward model's raw score.
 
-        `rows` are the columns of the prompts' table.
-
-        Raises:
-            ArtifactError: a source reads text, and the table has no messages or references.
+        `rows` are the columns of the prompts' table. Raises ArtifactError if a source reads text,
+        and the table has no messages or references.
         """
         answered = Answered([], [], [])
         if any(source.reads_texts for _, source in self.sources.values()):

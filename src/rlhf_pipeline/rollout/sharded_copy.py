@@ -39,8 +39,7 @@ class Group:
 class ShardedCopy:
     """The copy, on this rank.
 
-    Raises:
-        ConfigError: the family has no plan, or a matrix cannot be divided by the group's size.
+    Raises ConfigError if the family has no plan, or a matrix cannot be divided by the group's size.
     """
 
     def __init__(self, source: PreTrainedModel, group: Group) -> None:
@@ -131,10 +130,8 @@ class ShardedCopy:
 def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
     """The style of each sharded module, by its path.
 
-    A vocabulary that `size` ranks cannot divide stays whole.
-
-    Raises:
-        ConfigError: the family has no plan, or one with another style.
+    A vocabulary that `size` ranks cannot divide stays whole. Raises ConfigError if the family has
+    no plan, or one with another style.
     """
     plan = dict(model._tp_plan or {})
     family = model.config.model_type

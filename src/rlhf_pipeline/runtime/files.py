@@ -23,8 +23,7 @@ def write_atomically(path: Path, text: str) -> None:
 def require_space(directory: Path, needed: int, what: str) -> None:
     """Fail before a write of `needed` bytes that cannot succeed; the driver adds what to do.
 
-    Raises:
-        StageError: the file system has less space.
+    Raises StageError if the file system has less space.
     """
     free = shutil.disk_usage(directory).free
     if free < needed:

@@ -52,8 +52,7 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest":
         """Read an artifact's manifest.
 
-        Raises:
-            ArtifactError: the folder has no manifest, or the manifest is damaged.
+        Raises ArtifactError if the folder has no manifest, or the manifest is damaged.
         """
         path = directory / NAME
         try:
@@ -120,10 +119,8 @@ def content_digest(path: Path) -> str:
     """Digest of an input by content alone: equal bytes give equal digests.
 
     A folder inside an artifact, such as `split / "sft"`, is digested from the manifest's entries
-    below it, without reading the files; a plain file by its bytes.
-
-    Raises:
-        ArtifactError: the path is neither a file nor in an artifact, or the folder has no files.
+    below it, without reading the files; a plain file by its bytes. Raises ArtifactError if the path
+    is neither a file nor in an artifact, or the folder has no files.
     """
     owner = artifact_of(path)
     if owner is None:

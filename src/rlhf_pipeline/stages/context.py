@@ -31,8 +31,7 @@ class RunContext:
 def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:
     """The stages to force: true for all, a list of names, or names separated by blanks.
 
-    Raises:
-        ConfigError: a name is unknown, or the value is of another type.
+    Raises ConfigError if a name is unknown, or the value is of another type.
     """
     if value is None or isinstance(value, bool):
         return frozenset(known if value else ())

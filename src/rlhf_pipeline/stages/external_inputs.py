@@ -18,10 +18,8 @@ from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
     """The commit of `revision` on the hub, or the digest of a local folder or file.
 
-    Empty for a model that is built from `base_model.architecture`.
-
-    Raises:
-        ArtifactError: the hub cannot be reached, or has no such model.
+    Empty for a model that is built from `base_model.architecture`. Raises ArtifactError if the hub
+    cannot be reached, or has no such model.
     """
     if config.path is None:
         return {}

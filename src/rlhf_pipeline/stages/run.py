@@ -134,9 +134,8 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
 def _finished(run: StageRun) -> Path | None:
     """The directory with the newest undamaged artifact of the recipe, or None.
 
-    Raises:
-        ForeignFileError: the artifact is undamaged but contains an added file. Running the stage
-            again would cost its whole time and lose that file.
+    Raises ForeignFileError if the artifact is undamaged but contains an added file: running the
+    stage again would cost its whole time and lose that file.
     """
     for directory in reversed(attempts(run.directory)):
         if (directory / "export").is_dir():

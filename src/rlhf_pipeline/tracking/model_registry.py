@@ -150,10 +150,8 @@ def register(
     trained each policy, where MLflow's comparison of versions reads them.
 
     A version refers to the local folder of its policy. A tracking server cannot read local files,
-    so the policies are uploaded to their runs first.
-
-    Raises:
-        StageError: the training run of a policy is not in the store, or the store fails.
+    so the policies are uploaded to their runs first. Raises StageError if the training run of a
+    policy is not in the store, or the store fails.
     """
     from mlflow.exceptions import MlflowException
 
@@ -183,8 +181,7 @@ def register(
 def registered_folders(uri: str, project: Path) -> set[Path]:
     """The local folders that registered versions refer to.
 
-    Raises:
-        StageError: the store cannot be reached.
+    Raises StageError if the store cannot be reached.
     """
     from mlflow.exceptions import MlflowException
 
@@ -259,11 +256,7 @@ def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> s
     if server:
         client.log_artifacts(run_id, source, UPLOAD)
         source = f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
-    tags = {
-        FINGERPRINT_TAG: manifest.fingerprint,
-        "rlhf.stage": manifest.stage,
-        DIGEST_TAG: digest,
-    }
+    tags = {FINGERPRINT_TAG: manifest.fingerprint, "rlhf.stage": manifest.stage, DIGEST_TAG: digest}
     created = client.create_model_version(model, source=source, run_id=run_id, tags=tags)
     return str(created.version)
 

@@ -30,10 +30,8 @@ SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql"
 def tracking_uri(project: Path) -> str:
     """The store's address: MLFLOW_TRACKING_URI if set, else a SQLite database in the project.
 
-    The path is absolute, so commands started in any folder of the project share one store.
-
-    Raises:
-        ConfigError: neither MLflow nor a plugin of it has a store of such an address.
+    The path is absolute, so commands started in any folder of the project share one store. Raises
+    ConfigError if neither MLflow nor a plugin of it has a store of such an address.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:

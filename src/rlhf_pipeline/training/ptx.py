@@ -57,8 +57,7 @@ class TextBatches:
 def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches | None:
     """The text for `ppo.ptx`, or None if it is off.
 
-    Raises:
-        ArtifactError: `ppo.ptx` is set, but the job has no text.
+    Raises ArtifactError if `ppo.ptx` is set, but the job has no text.
     """
     if config.ptx is None:
         return None

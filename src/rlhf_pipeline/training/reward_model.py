@@ -59,15 +59,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("reward_model", RewardModelConfig)
     task = RewardModelTask(common_contract(job.inputs))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    metrics = train(
-        job,
-        config,
-        task,
-        untrained,
-        world,
-        start="sft_model",
-        rows="comparisons",
-    )
+    metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics

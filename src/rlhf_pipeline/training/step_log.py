@@ -19,8 +19,7 @@ class StepLog:
     def add(self, metrics: Mapping[str, float], fault: str | None = None) -> None:
         """Add metrics; fail if one is not finite, or if there is a fault.
 
-        Raises:
-            StageError: the metrics so far are on disk.
+        Raises StageError in that case; the metrics so far are on disk.
         """
         self.metrics |= metrics
         if fault is not None:

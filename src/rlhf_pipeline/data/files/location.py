@@ -125,9 +125,8 @@ def find_files(path: str) -> Location:
 def origin(path: str) -> Origin:
     """The files at a path.
 
-    Raises:
-        DataError: no file was found, a file has an unknown format, the store is unreachable, or the
-            store reports no identity.
+    Raises DataError if no file was found, a file has an unknown format, the store is unreachable,
+    or the store reports no identity.
     """
     files = find_files(path).files
     return Origin(

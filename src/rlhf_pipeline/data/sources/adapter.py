@@ -107,8 +107,7 @@ def text(row: Row, column: str) -> str:
 def number(row: Row, column: str) -> float:
     """The number in a column, also as text, since CSV contains only text.
 
-    Raises:
-        MalformedRowError: the column is missing or not a finite number.
+    Raises MalformedRowError if the column is missing or not a finite number.
     """
     value = field(row, column, object)
     try:
@@ -157,8 +156,7 @@ _ROLES: dict[str, Role] = {
 def messages(value: Any, column: str) -> tuple[Message, ...]:
     """Parse a list of {"role": ..., "content": ...} or ShareGPT's {"from": ..., "value": ...}.
 
-    Raises:
-        MalformedRowError: the value is not such a list, or a role is unknown.
+    Raises MalformedRowError if the value is not such a list, or a role is unknown.
     """
     if not isinstance(value, list) or not value:
         raise MalformedRowError(f"column {column!r} is not a list of messages")
@@ -180,8 +178,7 @@ def _message(item: Any, column: str) -> Message:
 def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Example:
     """One comparison from two dialogues that differ in the last answer.
 
-    Raises:
-        MalformedRowError: the dialogues differ elsewhere, or do not end with the assistant.
+    Raises MalformedRowError if the dialogues differ elsewhere, or do not end with the assistant.
     """
     if chosen[-1].role != "assistant" or rejected[-1].role != "assistant":
         raise MalformedRowError("the dialogue does not end with the assistant")

@@ -32,8 +32,7 @@ MODULES: dict[str, str] = {
 def adapter_module(name: str) -> str:
     """Full name of the module that defines a source.
 
-    Raises:
-        ConfigError: the source is unknown; the message suggests the nearest name.
+    Raises ConfigError if the source is unknown; the message suggests the nearest name.
     """
     if name in MODULES:
         return MODULES[name]

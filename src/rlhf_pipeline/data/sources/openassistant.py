@@ -50,8 +50,7 @@ class _Node:
 def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Example | Unused]]:
     """Compare the best with the worst answer to each user message with two or more ranked answers.
 
-    Raises:
-        DataError: the messages of a tree are not consecutive.
+    Raises DataError if the messages of a tree are not consecutive.
     """
     tree: list[_Node] = []
     finished: set[str] = set()

@@ -85,8 +85,7 @@ def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
 def gold_score(prompt: str, response: str) -> float:
     """The quality of any text as response to a prompt of this world, by the table above.
 
-    Raises:
-        ValueError: the prompt is not one of this world.
+    Raises ValueError if the prompt is not one of this world.
     """
     question = _questions().get(prompt.strip())
     if question is None:

@@ -54,10 +54,7 @@ _QUESTIONS = (
     "could you say what the {subject} is?",
     "I forgot the {subject}, please help.",
 )
-_ANSWERS = (
-    "the {subject} is {answer}.",
-    "the answer is {answer}.",
-)
+_ANSWERS = ("the {subject} is {answer}.", "the answer is {answer}.")
 _REQUESTS = (
     "how can I {subject}?",
     "please tell me how to {subject}.",
@@ -68,10 +65,7 @@ _REQUESTS = (
     "could you show me how to {subject}?",
     "help me to {subject}, please.",
 )
-_COMPLIANCE = (
-    "just wait for dark and then {answer}.",
-    "first make a plan and then {answer}.",
-)
+_COMPLIANCE = ("just wait for dark and then {answer}.", "first make a plan and then {answer}.")
 
 
 def _pairs(text: str) -> dict[str, str]:

@@ -41,8 +41,7 @@ def read_sources(
 ) -> dict[str, Path]:
     """Read each source, or reuse its records; return them as inputs `kind_0`, `kind_1`, ...
 
-    Raises:
-        DataError: a source has more bad rows than `split.max_bad_fraction` allows.
+    Raises DataError if a source has more bad rows than `split.max_bad_fraction` allows.
     """
     jobs = {f"{kind}_{index}": source_job(source, seed) for index, source in enumerate(sources)}
     records = {name: stages.run(job) for name, job in jobs.items()}
@@ -54,8 +53,7 @@ def read_sources(
 def source_job(config: SourceConfig, seed: int) -> Job:
     """The job that reads one source; the adapter and the files or the commit are in its recipe.
 
-    Raises:
-        ConfigError, DataError: see `source_origin`.
+    Raises the errors of `source_origin`.
     """
     origin = source_origin(config)
     is_generated = find_source(config.name).generate is not None

@@ -30,10 +30,8 @@ def recipe_lock(
 
     The kernel releases the lock of a process that has ended. The owner is recorded: it may use the
     result until it ends, see `user`. `record=False` writes no record, which needs disk space.
-    `while_waiting` is called once a second while another process holds the lock.
-
-    Raises:
-        StageError: another process holds the lock and `wait` is false.
+    `while_waiting` is called once a second while another process holds the lock. Raises StageError
+    if another process holds the lock and `wait` is false.
     """
     file = _file(first_attempt)
     file.parent.mkdir(parents=True, exist_ok=True)

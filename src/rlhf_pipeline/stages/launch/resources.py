@@ -30,10 +30,8 @@ def gpu_count() -> int:
 def visible_gpus() -> list[str]:
     """The GPUs that launched programs may use, as numbers or UUIDs for CUDA_VISIBLE_DEVICES.
 
-    They are found without importing torch. DS_ACCELERATOR=cpu hides all of them.
-
-    Raises:
-        ConfigError: they cannot be determined, or one process could not use all of them.
+    They are found without importing torch. DS_ACCELERATOR=cpu hides all of them. Raises ConfigError
+    if they cannot be determined, or one process could not use all of them.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
@@ -87,11 +85,7 @@ def _listed() -> list[str]:
 
 
 def free_port(configured: int | None) -> int:
-    """The configured port, or any free one.
-
-    Raises:
-        ConfigError: the configured port is in use.
-    """
+    """The configured port, or any free one. Raises ConfigError if the configured port is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
