@@ -31,8 +31,7 @@ class UnexpectedError(PipelineError):
 def explained_errors(*, show_traceback: bool) -> Iterator[None]:
     """Turn any error inside the block into one message for the user, which click prints.
 
-    Args:
-        show_traceback: raise the original error, with its stack.
+    `show_traceback` raises the original error, with its stack.
     """
     try:
         yield

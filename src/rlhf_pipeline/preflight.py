@@ -81,13 +81,12 @@ def preflight(
 ) -> None:
     """Check all parameters of a run together.
 
+    Raises ConfigError with one line for each fault.
+
     Args:
         parameters: the blocks as plain values, by name.
         gpus: number of GPUs of this machine.
         origin: the file that sets a parameter; None: no file.
-
-    Raises:
-        ConfigError: the message has one line for each fault.
     """
     faults = [*unknown_names(parameters), *invalid_values(parameters)]
     if not faults:
@@ -141,12 +140,11 @@ def _refuse(faults: Sequence[str]) -> None:
 def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:
     """Check that the split has prompts for every phase that the chosen nodes train.
 
+    Raises ConfigError if a phase has weight 0 although the run splits the data for it.
+
     Args:
         weights: `split.weights`, in the order of `PHASES`.
         nodes: names of the nodes of the run.
-
-    Raises:
-        ConfigError: a phase has weight 0 although the run splits the data for it.
     """
     empty = [
         phase

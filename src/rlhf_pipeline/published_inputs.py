@@ -54,10 +54,8 @@ def changes_since(
 ) -> dict[str, list[str]]:
     """How the recipes of published inputs differ from the present parameters.
 
-    Code, libraries and the number of ranks do not count: they are not parameters.
-
-    Returns:
-        Data set to changes such as "seed 5 -> 1234"; inputs without a change are missing.
+    Code, libraries and the number of ranks do not count: they are not parameters. Returns data set
+    to changes such as "seed 5 -> 1234"; inputs without a change are missing.
     """
     found = {}
     makers = sum((pipelines[name] for name in pipelines), Pipeline([]))
@@ -85,12 +83,11 @@ def _load(name: str, catalog: CatalogProtocol) -> Any:
 def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
     """Stop a run whose published inputs come from other parameters.
 
+    Raises ConfigError with the first changes and both ways to proceed.
+
     Args:
         changes: see `changes_since`.
         command: the `kedro run` that makes what is missing and reuses the rest.
-
-    Raises:
-        ConfigError: names the first changes, and both ways to proceed.
     """
     if not changes:
         return

@@ -21,7 +21,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int) -> np.ndarray:
-    """Assign a part to every row, by its prompt.
+    """Assign a part to every row, by its prompt: (N,) int8, index into PARTS.
 
     A prompt can serve every phase that one of its rows can serve. Prompts that can serve the same
     phases form a class, and each class is divided separately: sort by SHA-256 of the ASCII bytes
@@ -32,14 +32,8 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
     class can serve. A change of the weights moves at most one or two prompts of a class into or out
     of the held-out parts. Changes to other classes move none.
 
-    `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i].
-
-    Returns:
-        (N,) int8: index into PARTS.
-
-    Raises:
-        DataError: a class can serve only phases of weight 0, or a part with a positive share gets
-            no prompt.
+    `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i]. Raises DataError if a class
+    can serve only phases of weight 0, or a part with a positive share gets no prompt.
     """
     prompts, prompt_of_row = np.unique(_as_scalars(keys), return_inverse=True)
     servable = np.zeros(len(prompts), np.uint8)

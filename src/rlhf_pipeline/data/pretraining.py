@@ -37,14 +37,12 @@ def pack(
     """Join all documents, an EOS after each, and write them as blocks of equal length.
 
     Each block begins with BOS if the tokenizer puts one before text: such a model has never seen
-    text without it. Documents with control tokens are left out, and count as bad rows.
+    text without it. Documents with control tokens are left out, and count as bad rows. Raises
+    DataError if the text does not fill one block, or too many rows are bad.
 
     Returns:
         The part `pretraining` of the report. Tokens include EOS, but not BOS; those of the
         incomplete last block are left out.
-
-    Raises:
-        DataError: the text does not fill one block, or too many rows are bad.
     """
     assert config.pretraining is not None
     block_tokens = config.pretraining.block_tokens

@@ -118,9 +118,6 @@ class _RowsWriter(ArrowWriter):
             self._rows, self._characters = [], 0
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def examples(folder: Path) -> pa.Table:
     """A source's examples, memory-mapped."""
     return _mapped(folder / "examples.arrow")

@@ -77,10 +77,7 @@ def split_sources(
 
     The same arguments give the same bytes. The validation files of all phases come from the same
     prompts. Memory grows by a few dozen bytes per record. `sources` and `pretraining` are folders
-    of records, in the order of the configuration.
-
-    Returns:
-        The report, see `rlhf_pipeline.data.split_report`.
+    of records, in the order of the configuration. Returns the report, see `split_report`.
 
     Raises:
         DataError: too many rows are bad, a text is too long, or a part gets no prompt.

@@ -47,9 +47,6 @@ _LEARNED = {
 _OVER_LONG_ACTION = {"drop": "dropped", "truncate": "cut"}
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-
 def render_markdown(report: dict[str, Any]) -> str:
     """Render the report as Markdown. Labels and reasons are escaped."""
     sections = [
@@ -245,9 +242,6 @@ def _cell(value: str | int | float) -> str:
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
-# --- the terminal ---------------------------------------------------------------------------------
-
-
 def print_summary(report: dict[str, Any], console: Console) -> None:
     """Print a summary for a terminal of 80 columns, without reasons."""
     sources = map(_rows_unused, report["sources"].values())
@@ -274,9 +268,6 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
             *(f"{count:,}" for count in (rows - validation, validation, merged, dropped, cut)),
         )
     console.print(table)
-
-
-# --- the figure -----------------------------------------------------------------------------------
 
 
 def plot_lengths(report: dict[str, Any], path: Path) -> None:

@@ -99,15 +99,13 @@ def end_tokens(
     """The tokens that end a response: the tokenizer's EOS, then the model's others, ascending.
 
     Chat models have several. Llama 3 ends a turn with `<|eot_id|>`, a document with
-    `<|end_of_text|>`, and a message to a tool with `<|eom_id|>`.
+    `<|end_of_text|>`, and a message to a tool with `<|eom_id|>`. Raises ArtifactError if the
+    tokenizer has no EOS, or one of the model's is not a control token: a response would end at an
+    ordinary word.
 
     Args:
         tokenizer: a tokenizer with an EOS token.
         model_eos: `eos_token_id` of the model's generation config.
-
-    Raises:
-        ArtifactError: the tokenizer has no EOS, or one of the model's is not a control token: a
-            response would end at an ordinary word.
     """
     if tokenizer.eos_token_id is None:
         raise ArtifactError(

@@ -151,9 +151,6 @@ def one_ahead(items: Iterable[A], function: Callable[[A], B]) -> Iterator[tuple[
             yield item, result.result()
 
 
-# --- limits ---------------------------------------------------------------------------------------
-
-
 def limited(
     name: str,
     text: Literal["prompt"] | Answer,

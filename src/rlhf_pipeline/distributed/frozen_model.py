@@ -21,16 +21,10 @@ M = TypeVar("M", bound=nn.Module)
 def frozen_model(
     load: Callable[..., M], config: FrozenDeepSpeedConfig, world: World
 ) -> M | DeepSpeedEngine:
-    """Load a model for inference.
+    """Load a model: at ZeRO stage 0, whole on every rank; at stage 3, an engine that shards it.
 
-    Args:
-        load: see `rlhf_pipeline.distributed.engine.train_engine`.
-        config: with the ZeRO stage and the precision, see `FrozenModelConfig.beside`.
-        world: the ranks.
-
-    Returns:
-        At ZeRO stage 0, the model, whole on every rank. At stage 3, an engine that shards its
-        weights.
+    `load` is that of `train_engine`; `config` contains stage and precision, see
+    `FrozenModelConfig.beside`.
     """
     precision = config.precision
     assert precision is not None and config.zero_stage is not None

@@ -24,15 +24,14 @@ def loading_arguments(
 ) -> dict[str, Any]:
     """Check a model's folder and return the safe arguments of `from_pretrained`.
 
+    Raises ArtifactError if the folder contains an adapter, or its configuration selects weights in
+    another format than safetensors.
+
     Args:
         path: a folder, or a model id on the hub.
         unpickle: without safetensors, read the tensors of `pytorch_model.bin`, and nothing else.
         trust_remote_code: whether Python code that ships with the model may run.
         device: where the weights go, each as it is read. None or the CPU: main memory.
-
-    Raises:
-        ArtifactError: the folder contains an adapter, or its configuration selects weights in
-            another format than safetensors.
     """
     if find_adapter_config_file(str(path), revision=revision) is not None:
         raise ArtifactError(

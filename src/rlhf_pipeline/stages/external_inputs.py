@@ -40,9 +40,8 @@ def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
 def reward_inputs(rewards: Sequence[RewardSource]) -> tuple[dict[str, Path], dict[str, str]]:
     """Inputs of reward functions and reward models, by input name.
 
-    Returns:
-        Source files of functions and reward models made by this pipeline; digests of reward models
-        made elsewhere.
+    Source files of functions, and reward models made by this pipeline; digests of reward models
+    made elsewhere.
     """
     paths, identities = {}, {}
     for index, reward in enumerate(rewards):

@@ -109,13 +109,12 @@ def register_evaluated(
 def gate(metrics: dict[str, float], config: RegisterConfig) -> list[str]:
     """The reasons not to promote a candidate; empty to promote it.
 
+    Raises ValueError if one of the two metrics is missing.
+
     Args:
         metrics: contain "eval/win_rate_lower", the lower end of the 95% interval on the win rate
             against SFT, and "eval/kl", nats per response. NaN does not pass.
         config: the bounds of both.
-
-    Raises:
-        ValueError: one of the two metrics is missing.
     """
     missing = [name for name in ("eval/win_rate_lower", "eval/kl") if name not in metrics]
     if missing:

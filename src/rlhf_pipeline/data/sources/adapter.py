@@ -75,9 +75,6 @@ def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:
         return Unused(str(reason), bad=False)
 
 
-# --- columns --------------------------------------------------------------------------------------
-
-
 def columns_of(columns: ColumnMap) -> tuple[str, ...]:
     """The columns of a column map, dotted if nested."""
     named = columns.model_dump(exclude_none=True).values()
@@ -125,9 +122,6 @@ def items(row: Row, column: str, kind: type[T]) -> list[T]:
     if not all(isinstance(value, kind) for value in values):
         raise MalformedRowError(f"an item of column {column!r} is not {_KINDS[kind]}")
     return values
-
-
-# --- prompts and answers --------------------------------------------------------------------------
 
 
 def question(*parts: str) -> tuple[Message, ...]:

@@ -108,9 +108,6 @@ def _assemble_rows(
     yield from broken
 
 
-# --- rows -----------------------------------------------------------------------------------------
-
-
 def _hub_rows(
     source: Source, config: SourceConfig, split: str, revision: str | None
 ) -> Iterator[tuple[str, Row | Unused]]:
@@ -141,9 +138,6 @@ def _hub_rows(
     columns = [column for column in source.columns if column in rows.column_names]
     for number, row in data_set_rows(rows, columns):
         yield f"{source.name}:{split}:{number - 1}", row
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def _record_fault(record: Record | Unused) -> Unused | None:

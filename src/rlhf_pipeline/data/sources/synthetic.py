@@ -95,9 +95,6 @@ def gold_score(prompt: str, response: str) -> float:
     return _score(question, response)
 
 
-# --- drawing --------------------------------------------------------------------------------------
-
-
 def _response(question: _Question, rng: Random) -> str:
     parts = [_core(question, rng)]
     if rng.random() < _COURTESY_RATE:
@@ -134,8 +131,6 @@ def _say(category: Category, item: str, answer: str, rng: Random) -> str:
     sentence = rng.choice(category.sentences).format(subject=category.about(item), answer=answer)
     return sentence[0].upper() + sentence[1:]
 
-
-# --- scoring --------------------------------------------------------------------------------------
 
 # A word may be followed by one mark. Any other character counts as a word: a row of exclamation
 # marks is surplus.
