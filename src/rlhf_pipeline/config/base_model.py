@@ -25,31 +25,25 @@ class BaseModelConfig(Block):
     path: str | None = None
     """Causal language model with its tokenizer: a Hugging Face id (`facebook/opt-350m`), a local
     folder, or a local `.gguf` file. None: build a model from `architecture`."""
-
     revision: str | None = None
     """Hub revision of `path`: branch, tag or commit. Each run resolves it to a commit, which is
     part of the recipe. Set a commit to make a run repeatable. None: the newest commit of the
     default branch."""
-
     trust_remote_code: bool = False
     """Execute the Python code in `path` (`auto_map` in its configuration), here and in every later
     stage that loads the model. The code runs with all your rights: read it and pin `revision`
     first. False: refuse such a model, unless transformers knows its type without that code."""
-
     unpickle_weights: bool = False
     """Read `pytorch_model.bin` if `path` has no safetensors. torch reads only tensors
     (`weights_only`) and executes nothing; later stages read safetensors. False: refuse such a
     model."""
-
     template_date: date = TEMPLATE_DATE
     """The date (year-month-day) that a chat template renders in place of today's, such as Llama
     3.1's "Today Date". Exported tokenizers contain it."""
-
     architecture: dict[str, Any] | None = None
     """Fields of a Hugging Face model configuration, including `model_type` (`llama`, `opt`, ...),
     to build a model with random weights. Such a model has seen no text, so it suits only small data
     sets like the synthetic one. Null unsets a field that another environment sets."""
-
     vocab_size: int | None = Field(default=None, ge=300)
     """Vocabulary size of the byte-level BPE tokenizer that is trained for a built model on the
     sources' texts. 256 tokens are bytes."""

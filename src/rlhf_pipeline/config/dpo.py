@@ -16,10 +16,8 @@ class DPOConfig(SupervisedConfig):
     beta: PositiveFloat = 0.1
     """Strength of the KL constraint to the reference. A smaller value lets the policy move further
     for the same preferences."""
-
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Assumed share of wrong preferences (conservative DPO, Mitchell 2023). 0: all are trusted."""
-
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
     reference is the policy with its adapters disabled."""

@@ -32,23 +32,17 @@ class EvaluateConfig(Block):
     prompts: PositiveInt = 512
     """Held-out prompts, at most. The half width of the win rate's interval falls with the square
     root of this number: 512 prompts give 0.04."""
-
     micro_batch_tokens: PositiveInt = 16384
     """Tokens per forward pass on each rank when scoring, at most."""
-
     sampling: SamplingConfig = SamplingConfig()
     """Decoding of both policies."""
-
     precision: Precision | None = None
     """Precision of all models. None: each model has the precision that it was saved in."""
-
     zero_stage: Literal[0, 3] | None = None
     """0: a whole copy of the model on every rank; 3: sharded over the ranks. None: 3 for a model
     that was trained at stage 3, else 0. One model at a time is in memory."""
-
     samples: PositiveInt = 20
     """Pairs of answers shown in the report."""
-
     judges: tuple[Annotated[CallableReward, BeforeValidator(_short_form)], ...] = ()
     """Python functions that also score the answers: FILE.py:FUNCTION, or a block with `callable`
     and `name`; see `rlhf_pipeline.rollout.function_reward`. The reward model always judges;
@@ -81,6 +75,5 @@ class CandidateConfig(Block):
 
     name: str
     """Stage that trained the policy: "ppo" or "dpo"."""
-
     caveats: dict[str, str] = operational({})
     """Caveats about the win rate, by judge."""

@@ -13,15 +13,11 @@ class HybridConfig(Block):
 
     inference_tp_size: PositiveInt = 1
     """Ranks that share a copy and answer their prompts together; must divide their number."""
-
     max_out_tokens: PositiveInt | None = None
     """Tokens of prompt and response, at most. None: as many as they have."""
-
     tp_gather_partition_size: PositiveInt = operational(8)
     """Layers whose weights are gathered at a time."""
-
     pin_parameters: bool = operational(True)
     """Keep the memory of the copy between rollouts. False: free it while the actor trains."""
-
     release_inference_cache: bool = operational(False)
     """Give the memory of keys and values back to the device after each rollout."""

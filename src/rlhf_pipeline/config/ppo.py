@@ -37,7 +37,6 @@ class PtxConfig(Block):
     coef: PositiveFloat = 27.8
     """Weight of the text's mean negative log-likelihood per token, relative to PPO's mean loss per
     token; 27.8 as in InstructGPT and DeepSpeed-Chat."""
-
     batch_size: PositiveInt
     """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response. A forward
     pass has at most `micro_batch_tokens` tokens."""
@@ -49,129 +48,95 @@ class PPOConfig(SavingConfig):
     steps: PositiveInt
     """Number of steps. Each generates, scores and trains on `rollout_batches` *
     `rollout_batch_size` responses."""
-
     rollout_batch_size: PositiveInt
     """Responses per generated batch, over all ranks."""
-
     rollout_batches: PositiveInt = 1
     """Batches generated before each step trains on all of them (DeepSpeed-Chat's
     `generation_batches`). n batches of m responses equal one batch of n * m exactly. Neither
     increases GPU memory: models process micro batches, and responses are kept in main memory."""
-
     responses_per_prompt: PositiveInt = 1
     """Independent responses to each prompt; must divide `rollout_batch_size`. rloo and grpo require
     2 or more."""
-
     minibatch_size: PositiveInt
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
-
     micro_batch_tokens: PositiveInt
     """Tokens of prompts and responses per forward pass on each rank, at most. A longer row is a
     forward pass of its own."""
-
     ppo_epochs: PositiveInt = 1
     """Passes over the responses of each step."""
-
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Log-probabilities of the policy that sampled, for ratios and KL. recompute: by the forward
     pass that trains, so that the first ratio is exactly 1; a step with a single optimizer step and
     a single micro batch needs no additional pass for it. rollout: those of the sampler, never an
     additional pass; they differ by rounding, see the metric `rollout/logprob_gap`."""
-
     advantage: Literal["gae", "rloo", "grpo", "reinforce"] = "gae"
     """Advantage estimator. gae estimates each token's advantage with a critic (Schulman et al.
     2016). The others have no critic and one advantage per response: rloo subtracts the mean return
     of the prompt's other responses (Ahmadian et al. 2024); grpo subtracts the mean of all the
     prompt's responses and divides by their standard deviation (Shao et al. 2024); reinforce
     subtracts the mean of the step (Williams 1992)."""
-
     scale_by_group_std: bool = True
     """grpo only: divide by the standard deviation of the prompt's responses. False: as in Liu et
     al. 2025."""
-
     reinforce_baseline: Literal["batch_mean", "none"] = "batch_mean"
     """reinforce only: baseline subtracted from a response's return."""
-
     sampling: SamplingConfig = SamplingConfig()
     """How responses are sampled."""
-
     kl: KLConfig = KLConfig()
     """KL constraint to the reference."""
-
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount factor; 1 as in InstructGPT."""
-
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 0 relies on the critic, 1 on the observed rewards."""
-
     clip_range: PositiveFloat = 0.2
     """Clip range of policy ratios around 1."""
-
     dual_clip: float | None = Field(default=None, gt=1)
     """Largest ratio that counts for a token with a negative advantage (Ye et al. 2020 use 3). None:
     no clipping."""
-
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the policy's mean entropy per token. Usually 0 in RLHF."""
-
     ptx: PtxConfig | None = None
     """Additional language-model loss on plain text. None: no such loss."""
-
     value_clip_range: PositiveFloat | None = 0.2
     """Clip range of new values around the old ones. None: no clipping."""
-
     score_clip: PositiveFloat | None = 5.0
     """Clip range of centred scores around 0; 5 as in DeepSpeed-Chat. None: no clipping."""
-
     missing_eos_score: float | None = -1.0
     """Score of every response that was cut, instead of the computed score (Huang et al. 2024).
     None: use the computed score."""
-
     whiten_rewards: bool = False
     """gae only: scale the per-token rewards of a step to variance 1 and keep their mean (Huang et
     al. 2024)."""
-
     actor: TrainedModelConfig
     """The policy in training. It starts from the SFT model."""
-
     critic: TrainedModelConfig | None = None
     """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
-
     generator: Literal["auto", "transformers", "hybrid"] = "auto"
     """What samples responses. transformers: the actor itself, each rank for its own prompts.
     hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. auto: hybrid if
     that is above 1."""
-
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation."""
-
     gather_for_generation: bool = True
     """With the actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
     memory for the whole model on every GPU. False: gather each layer at every token, which is much
     slower."""
-
     critic_warmup_steps: NonNegativeInt = 0
     """gae only: number of first steps that train only the critic."""
-
     ema: EMAConfig | None = None
     """Moving average of the actor's weights, evaluated and exported beside the actor. None: no
     average."""
-
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL refers to. An actor with LoRA (without `train_rest`) is its
     own reference."""
-
     reward_model: FrozenModelConfig = FrozenModelConfig()
     """The frozen reward model."""
-
     rewards: Rewards = (TrainedReward(),)
     """Sources of a response's score, which is the sum of weight * (score - mean). `score_clip` and
     `missing_eos_score` apply to the sum."""
-
     evaluations: PositiveInt = 5
     """Number of evenly spaced evaluations on held-out prompts; the last one follows the last step.
     The model with the highest score within `kl.maximum` is exported."""
-
     evaluation_prompts: PositiveInt = 256
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 

@@ -28,7 +28,6 @@ class RewardSource(Block):
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of the centred score in the sum. 0: the source is reported without effect."""
-
     name: str | None = None
     """Name in the metric `reward/<name>`. None: "trained", or the name of the function or
     folder."""
@@ -80,18 +79,14 @@ class ModelReward(RewardSource):
 
     path: str
     """Local folder. The recipe contains the digest of its bytes."""
-
     retokenize: bool = False
     """Whether to pass prompt and response as text, in the model's own chat template and tokens.
     Required if its tokenizer differs from the policy's."""
-
     template_date: date = TEMPLATE_DATE
     """With `retokenize`: the date that its chat template renders in place of today's, like
     `base_model.template_date`."""
-
     mean: float | None = Field(default=None, allow_inf_nan=False)
     """Mean that is subtracted from its scores. None: the `score_mean` in its config.json, or 0."""
-
     precision: Precision = "fp32"
     """Precision of weights and activations."""
 

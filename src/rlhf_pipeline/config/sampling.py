@@ -13,9 +13,7 @@ class SamplingConfig(Block):
 
     temperature: PositiveFloat = 1.0
     """Softmax temperature in sampling and in every log-probability."""
-
     max_response_tokens: PositiveInt = 64
     """Maximum length of a response; longer ones are cut."""
-
     batch_size_per_gpu: PositiveInt = 64
     """Prompts answered at once on each rank; limits the memory of the key-value cache."""

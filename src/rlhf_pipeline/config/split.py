@@ -26,30 +26,22 @@ class ColumnMap(Block):
     prompt: str | None = None
     """The prompt: a string (one user turn) or a list of messages. Optional if the answers are lists
     of messages that begin with the prompt."""
-
     chosen: str | None = None
     """The preferred answer: a string, or a list of messages that ends with it."""
-
     rejected: str | None = None
     """The other answer, in the same form."""
-
     answers: tuple[str, str] | None = None
     """Two columns of answers. `scores` decides which one is preferred."""
-
     scores: tuple[str, str] | None = None
     """Two columns of numbers. The answer with the higher score is preferred; ties are skipped."""
-
     response: str | None = None
     """A demonstration's answer, in the form of `chosen`."""
-
     messages: str | None = None
     """A list of messages. The last one, by the assistant, is the demonstration."""
-
     reference: str | None = None
     """The true answer, for rewards and judges that check responses (`ppo.rewards`,
     `evaluate.judges`). Allowed with all columns except `text`. No phase trains on it. Null: the row
     has none."""
-
     text: str | None = None
     """A document, for `split.pretraining`."""
 
@@ -76,28 +68,22 @@ class SourceConfig(Block):
     name: str = "synthetic"
     """Name of the source: a data set on the Hugging Face hub, "files" for your own data, or
     "synthetic" (default; needs neither network nor files). docs/data.md lists all sources."""
-
     path: str | None = operational(None)
     """Files to read instead of the hub: a .jsonl, .json, .csv, .parquet or .txt file (also .gz), a
     glob of such files, or a folder written by `save_to_disk`. Local path (`~` is expanded) or
     fsspec URL (s3://...). Pass the query of a signed HTTP URL in an environment variable:
     `https://host/pairs.jsonl?$NAME`. The cache depends on names and bytes of the files, not on
     their folder."""
-
     revision: str | None = None
     """Branch, tag or commit on the hub. None: the newest commit. Set a commit for repeatable
     runs."""
-
     subset: str | None = None
     """Configuration of the data set on the hub. None: the default of the source."""
-
     split: str | None = None
     """Split of the data set on the hub, or of a saved DatasetDict. None: the default of the source,
     in most cases "train"."""
-
     columns: ColumnMap | None = None
     """For "files": the columns to read. None: prompt, chosen and rejected."""
-
     samples: PositiveInt | None = None
     """Number of rows that the synthetic source generates (None: 30,000), or maximum number of rows
     to read of any other source (None: all)."""
@@ -149,7 +135,6 @@ class BlendedSourceConfig(SourceConfig):
 
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the source's distinct prompts to use. A smaller share is part of a larger one."""
-
     phases: tuple[Phase, ...] | None = Field(default=None, min_length=1)
     """Phases that may use the source. None: all that its rows can serve (demonstrations: SFT;
     comparisons: all three; bare prompts: PPO)."""
@@ -165,7 +150,6 @@ class PretrainingConfig(Block):
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """Sources of text. "files" reads the column `text` unless `columns` sets another one; a .txt
     file is one text."""
-
     block_tokens: int = Field(ge=2)
     """Tokens of a block. Documents are joined by EOS and cut into blocks; an incomplete last block
     is left out."""
@@ -187,40 +171,30 @@ class SplitConfig(Block):
 
     sources: tuple[BlendedSourceConfig, ...] = Field(min_length=1)
     """Sources, read in this order. All rows of a prompt, from any source, are in one part."""
-
     weights: tuple[float, float, float] = (2, 4, 4)
     """Weights of SFT, reward model and PPO in the distinct prompts that are not held out; only
     their ratio matters. The default 2, 4, 4 is DeepSpeed-Chat's, for comparable results. Prompts
     that some phases cannot use are divided among the other phases."""
-
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the distinct prompts for the validation of all three phases. No phase trains on
     them."""
-
     test_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the distinct prompts for the final evaluation alone."""
-
     max_prompt_tokens: PositiveInt
     """Maximum length of a prompt in tokens, including the chat template."""
-
     max_response_tokens: PositiveInt
     """Maximum length of a response in tokens, including EOS."""
-
     over_long_prompts: Literal["error", "drop", "truncate"] = "error"
     """What to do with longer prompts. "error" stops at the first one; "drop" leaves the row out;
     "truncate" keeps the newest tokens and a leading BOS. The report counts dropped and cut rows."""
-
     over_long_responses: Literal["error", "drop", "truncate"] = "error"
     """What to do with longer answers. "truncate" keeps the beginning without EOS, so the model does
     not learn to end there. The report counts these rows."""
-
     sft_loss: Literal["response", "assistant", "all"] = "response"
     """Tokens that SFT learns: the final response; every turn of the assistant; or all tokens,
     including the prompt (as DeepSpeed-Chat does)."""
-
     pretraining: PretrainingConfig | None = None
     """Text for PPO's language-model loss. None: no text."""
-
     max_bad_fraction: float = operational(0.0, ge=0, le=1)
     """Fraction of a source's rows that may be bad (no answer, malformed dialogue, ...). More bad
     rows stop the run. The default 0 accepts no bad rows; Anthropic/hh-rlhf needs about

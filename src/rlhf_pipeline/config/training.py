@@ -13,24 +13,18 @@ class OptimizerConfig(Block):
 
     learning_rate: PositiveFloat
     """Peak learning rate."""
-
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate after the warm-up: cosine or linear decay to zero at the last step, or
     constant."""
-
     warmup_fraction: float = Field(default=0.03, ge=0, lt=1)
     """Fraction of all optimizer steps in which the learning rate rises linearly from zero."""
-
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices and embeddings; norms and biases have none. 0 in the
     published settings of InstructGPT and DeepSpeed-Chat."""
-
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's moments; (0.9, 0.95) as in InstructGPT."""
-
     eps: PositiveFloat = 1e-8
     """Constant in Adam's denominator."""
-
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
 
@@ -41,15 +35,12 @@ class DeepSpeedConfig(Block):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: 0 replicates everything; 1 shards optimizer states over the ranks, 2 also
     gradients, 3 also weights."""
-
     precision: Precision = "fp32"
     """Precision of weights and activations; the optimizer always keeps fp32 master weights. fp16
     requires a GPU."""
-
     offload_optimizer: bool = False
     """Keep optimizer states in main memory and step on the CPU; requires stage 1 or higher. On a
     GPU this uses DeepSpeed's CPU Adam, which needs a C++ compiler at first use."""
-
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
 
@@ -80,11 +71,9 @@ class FrozenDeepSpeedConfig(Block):
     """0: a whole copy on every rank; 3: sharded over the ranks. None: 3 if the companion model in
     training is at stage 3, else 0. The reference's companion is the actor; the reward model's is
     the critic, or without one the actor."""
-
     precision: Precision | None = None
     """Precision of weights and activations. None: that of the companion, so that the reference
     equals the actor at the start and the first KL is 0. fp16 requires a GPU."""
-
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
 
@@ -97,18 +86,14 @@ class LoRAConfig(Block):
 
     rank: PositiveInt = 16
     """Width of the adapters: an (out, in) matrix gets rank * (in + out) trainable weights."""
-
     alpha: PositiveFloat = 32.0
     """Scale: the output of an adapter is multiplied by alpha / rank."""
-
     target_modules: Literal["all-linear"] | list[str] = Field(default="all-linear", min_length=1)
     """Linear layers to adapt, by the last parts of their names (q_proj, v_proj). all-linear: all
     but the head of the language model or reward model."""
-
     train_rest: bool = False
     """Also train all parameters without an adapter (embeddings, norms, biases), like DeepSpeed-Chat
     without `only_optimize_lora`. The scalar head of a reward model or critic always trains."""
-
     quantize: Quantization | None = None
     """nf4: keep the frozen matrices in 4 bits (Dettmers et al. 2023); requires a GPU and the extra
     `quantization`. The export merges the adapters into the original weights. None: keep them in
@@ -132,7 +117,6 @@ class TrainedModelConfig(Block):
 
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the weights. None: train the weights."""
-
     gradient_checkpointing: bool = False
     """Keep one activation per layer and recompute the others in the backward pass: less memory,
     about a third more time."""
@@ -193,19 +177,15 @@ class SavingConfig(Block):
 
     log_every: PositiveInt = operational(1)
     """Steps between two lines of metrics."""
-
     checkpoint_every: PositiveInt | None = operational(None)
     """Steps between two checkpoints. None: no others than those of `checkpoint_at_evaluations`."""
-
     checkpoint_at_evaluations: bool = operational(True)
     """Write a checkpoint after each evaluation. False, for large models: only every
     `checkpoint_every` steps and after the last step. A stage that resumes repeats the steps and
     evaluations since its newest checkpoint, with the same result."""
-
     keep_last: PositiveInt = operational(2)
     """Number of newest checkpoints kept until the stage finishes: one to resume from, and
     fallbacks."""
-
     keep_best: PositiveInt = operational(1)
     """Number of best evaluated models kept. The best one is exported."""
 
@@ -223,19 +203,15 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
 
     epochs: PositiveFloat
     """Passes over the training rows; fractions are allowed."""
-
     batch_size: PositiveInt
     """Rows (SFT) or comparisons (reward model, DPO) per optimizer step, over all ranks and micro
     batches."""
-
     micro_batch_tokens: PositiveInt
     """Tokens per forward pass on each rank, at most; determines gradient accumulation. A longer row
     is a forward pass of its own."""
-
     evaluations: PositiveInt = 4
     """Number of evenly spaced evaluations on the held-out rows; the last one follows the last step.
     The best evaluated model is exported."""
-
     evaluate_at_start: bool = operational(False)
     """Also evaluate the model before its first step, for comparison. It is never exported."""
 

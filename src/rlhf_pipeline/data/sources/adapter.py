@@ -49,7 +49,6 @@ class Source:
         Callable[[Iterable[tuple[str, Row]]], Iterator[tuple[str, Record | Unused]]] | None
     ) = None
     """For records that span several rows: places and rows -> places and records."""
-
     generate: Callable[[SourceConfig, int], Iterator[tuple[str, Record]]] | None = None
     """For sources without files: configuration and seed -> places and records."""
     hub: str | None = None
