@@ -99,12 +99,7 @@ def status(
 @_PARAMS
 @click.pass_obj
 def clean(
-    metadata: ProjectMetadata,
-    yes: bool,
-    unfinished: bool,
-    versions: bool,
-    env: str | None,
-    params: dict[str, Any],
+    metadata: ProjectMetadata, env: str | None, params: dict[str, Any], **options: bool
 ) -> None:
     """Remove work directories that no published version needs, and interrupted publications."""
     from rich.console import Console
@@ -112,14 +107,7 @@ def clean(
     from rlhf_pipeline.commands.clean import clean as clean_up
 
     with _catalog(metadata, env, params) as catalog:
-        clean_up(
-            catalog,
-            Console(),
-            Path(metadata.project_path),
-            yes=yes,
-            unfinished=unfinished,
-            versions=versions,
-        )
+        clean_up(catalog, Console(), Path(metadata.project_path), **options)
 
 
 @rlhf.command(cls=Command)

@@ -3,7 +3,7 @@
 A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,159 +18,146 @@ from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
 
 
-def unknown_names(parameters: Mapping[str, Any]) -> list[str]:
+def unknown_names(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Names that are no parameters."""
     known = [*parameter_blocks(), "seed", "force", "inputs"]
-    return [
-        f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
-        for name in parameters
-        if name not in known and name != "root"
-    ]
+    for name in parameters:
+        if name not in known and name != "root":
+            listed = ", ".join(known)
+            yield f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {listed}"
 
 
-def invalid_values(parameters: Mapping[str, Any]) -> list[str]:
+def invalid_values(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Values that their own blocks refuse."""
-    faults: list[str] = []
     for name, block in parameter_blocks().items():
-        faults += block_faults(name, block, parameters.get(name, {}))
+        yield from block_faults(name, block, parameters.get(name, {}))
     seed = parameters.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        faults.append(f"seed: found {seed!r}, expected a whole number >= 0")
+        yield f"seed: found {seed!r}, expected a whole number >= 0"
     if parameters.get("inputs") not in (None, "newest"):
-        faults.append(f"inputs: found {parameters['inputs']!r}, expected newest or null")
+        yield f"inputs: found {parameters['inputs']!r}, expected newest or null"
     try:
         forced_stages(parameters.get("force"), stage_specs())
     except ConfigError as error:
-        faults.append(str(error))
-    return faults
+        yield str(error)
 
 
-def batch_size_faults(values: Mapping[str, Any], processes: int) -> list[str]:
+def batch_size_faults(values: Mapping[str, Any], processes: int) -> Iterator[str]:
     """Global batches that the ranks cannot share evenly."""
-    faults = []
     for place in [place for spec in stage_specs().values() for place in spec.batch_sizes]:
         size = values.get(place, 0)  # 0: the block is null
         if size % processes:
             lower = size - size % processes
             fix = f"{lower} or {lower + processes}" if lower else str(processes)
-            faults.append(
+            yield (
                 f"{place}: found {size}, expected a multiple of {processes} ranks "
                 f"(launch.processes). Fix: use {fix}"
             )
-    return faults
 
 
-def group_faults(ppo: PPOConfig, processes: int) -> list[str]:
+def group_faults(ppo: PPOConfig, processes: int) -> Iterator[str]:
     """One rank generates all responses to a prompt, because it compares them."""
     unit = processes * ppo.responses_per_prompt
-    if not ppo.rollout_batch_size % unit:
-        return []
-    return [
-        f"ppo.rollout_batch_size: found {ppo.rollout_batch_size}, expected a multiple of {unit}: "
-        f"{processes} ranks (launch.processes) times {ppo.responses_per_prompt} responses "
-        "(ppo.responses_per_prompt)"
-    ]
+    if ppo.rollout_batch_size % unit:
+        yield (
+            f"ppo.rollout_batch_size: found {ppo.rollout_batch_size}, expected a multiple of "
+            f"{unit}: {processes} ranks (launch.processes) times {ppo.responses_per_prompt} "
+            "responses (ppo.responses_per_prompt)"
+        )
 
 
-def process_faults(processes: int, gpus: int) -> list[str]:
+def process_faults(processes: int, gpus: int) -> Iterator[str]:
     """More ranks than GPUs."""
-    if gpus == 0 or processes <= gpus:
-        return []
-    return [
-        f"launch.processes: found {processes}, expected at most {gpus}, one for each GPU. Fix: set "
-        "it to null for all GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES="
-    ]
+    if processes > gpus > 0:
+        yield (
+            f"launch.processes: found {processes}, expected at most {gpus}, one for each GPU. Fix: "
+            "set it to null for all GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES="
+        )
 
 
-def fp16_faults(values: Mapping[str, Any], gpus: int) -> list[str]:
+def fp16_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
     """fp16 without a GPU."""
-    return [
-        f"{place}: found fp16, which needs a GPU; this machine has none. Fix: use bf16 or fp32"
-        for place, value in values.items()
-        if place.endswith(".precision") and value == "fp16" and gpus == 0
-    ]
+    for place, value in values.items():
+        if place.endswith(".precision") and value == "fp16" and gpus == 0:
+            yield (
+                f"{place}: found fp16, which needs a GPU; this machine has none. Fix: use bf16 or "
+                "fp32"
+            )
 
 
-def quantization_faults(values: Mapping[str, Any], gpus: int) -> list[str]:
+def quantization_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
     """4-bit weights without a GPU, or without their library."""
-    if gpus == 0:
-        fault = "found 4-bit weights, which need a GPU; this machine has none. Fix: set it to null"
-    elif find_spec("bitsandbytes") is None:
-        install = _install("quantization")
-        fault = f"4-bit weights need bitsandbytes, which is not installed. {install}"
-    else:
-        return []
-    return [
-        f"{place}: {fault}"
-        for place, value in values.items()
-        if place.endswith(".lora.quantize") and value is not None
-    ]
+    for place, value in values.items():
+        if not place.endswith(".lora.quantize") or value is None:
+            continue
+        if gpus == 0:
+            yield (
+                f"{place}: found 4-bit weights, which need a GPU; this machine has none. Fix: set "
+                "it to null"
+            )
+        elif find_spec("bitsandbytes") is None:
+            yield (
+                f"{place}: 4-bit weights need bitsandbytes, which is not installed. "
+                f"{_install('quantization')}"
+            )
 
 
-def source_faults(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> list[str]:
+def source_faults(
+    place: str, sources: Sequence[SourceConfig], *, wants_text: bool
+) -> Iterator[str]:
     """Unknown sources, and sources of the wrong kind."""
-    faults = []
     for index, source in enumerate(sources):
         try:
             known = find_source(source.name)
         except ConfigError as error:
-            faults.append(f"{place}.{index}.name: {error}")
+            yield f"{place}.{index}.name: {error}"
             continue
         has_text = known.kind == "text" or (
             source.columns is not None and source.columns.text is not None
         )
         if wants_text and not has_text:
-            faults.append(
+            yield (
                 f"{place}.{index}: {source.name!r} contains examples, expected plain text. Fix: "
                 "list it in split.sources"
             )
         if has_text and not wants_text:
-            faults.append(
+            yield (
                 f"{place}.{index}: {source.name!r} contains plain text, expected examples. Fix: "
                 "list it in split.pretraining.sources"
             )
         if known.local_only and source.path is None:
-            faults.append(f"{place}.{index}.path: found null, expected a file for {source.name!r}")
-    return faults
+            yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
 
 
-def path_faults(path: str | None) -> list[str]:
+def path_faults(path: str | None) -> Iterator[str]:
     """Faults of a local base model; a name such as `facebook/opt-350m` is on the hub."""
     if path is None:
-        return []
+        return
     folder = Path(path)
     if path.endswith(".gguf"):
-        return gguf_faults(folder)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        return [
+        if not folder.is_file():
+            yield f"base_model.path: found no file '{folder}'. Fix: check the spelling"
+        elif find_spec("gguf") is None:
+            fix = _install("gguf")
+            yield f"base_model.path: a .gguf file needs gguf, which is not installed. {fix}"
+    elif folder.is_dir() and not (folder / "config.json").is_file():
+        yield (
             f"base_model.path: found {path!r}, a folder without config.json, expected a model "
             "saved by `save_pretrained`. Fix: set the folder that contains config.json"
-        ]
-    if not folder.is_dir() and (path.startswith((".", "/")) or path.count("/") > 1):
-        return [
+        )
+    elif not folder.is_dir() and (path.startswith((".", "/")) or path.count("/") > 1):
+        yield (
             f"base_model.path: found no folder {path!r}. Fix: check the spelling; models on the "
             "hub have names like facebook/opt-350m"
-        ]
-    return []
-
-
-def gguf_faults(file: Path) -> list[str]:
-    """A file of llama.cpp's format that does not exist, or whose reader is not installed."""
-    if not file.is_file():
-        return [f"base_model.path: found no file '{file}'. Fix: check the spelling"]
-    if find_spec("gguf") is None:
-        return [
-            f"base_model.path: a .gguf file needs gguf, which is not installed. {_install('gguf')}"
-        ]
-    return []
+        )
 
 
 def length_faults(
     positions: int | None, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
-) -> list[str]:
+) -> Iterator[str]:
     """Faults of the limits, given the model's positions (None: unlimited, or not known yet)."""
     if positions is None:
-        return []
+        return
     model = f"the model's {positions} positions (max_position_embeddings)"
     responses = {
         "split.max_response_tokens": split.max_response_tokens,
@@ -178,31 +165,29 @@ def length_faults(
         "evaluate.sampling.max_response_tokens": evaluate.sampling.max_response_tokens,
     }
     prompt = split.max_prompt_tokens
-    faults = [
-        f"{place}: found {response}, expected at most {positions - prompt}: {model} less "
-        f"split.max_prompt_tokens {prompt}"
-        for place, response in responses.items()
-        if prompt + response > positions > prompt
-    ]
+    for place, response in responses.items():
+        if prompt + response > positions > prompt:
+            yield (
+                f"{place}: found {response}, expected at most {positions - prompt}: {model} less "
+                f"split.max_prompt_tokens {prompt}"
+            )
     if prompt >= positions:
-        faults.append(f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}")
+        yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}"
     text = split.pretraining
     if ppo.ptx is not None and text is not None and text.block_tokens > positions:
-        faults.append(
+        yield (
             f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most {model}: "
             "ppo.ptx reads whole blocks"
         )
-    return faults
 
 
-def ptx_faults(split: SplitConfig, ppo: PPOConfig) -> list[str]:
+def ptx_faults(split: SplitConfig, ppo: PPOConfig) -> Iterator[str]:
     """Faults of the plain text that PPO's language-model loss needs."""
-    if ppo.ptx is None or split.pretraining is not None:
-        return []
-    return [
-        "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
-        "block_tokens of split.pretraining, or set ppo.ptx to null"
-    ]
+    if ppo.ptx is not None and split.pretraining is None:
+        yield (
+            "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
+            "block_tokens of split.pretraining, or set ppo.ptx to null"
+        )
 
 
 def _install(extra: str) -> str:

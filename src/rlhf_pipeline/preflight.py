@@ -101,7 +101,7 @@ def preflight(
         ppo = PPOConfig.model_validate(parameters["ppo"])
         evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
         faults = [
-            *(batch_size_faults(values, processes) or group_faults(ppo, processes)),
+            *(list(batch_size_faults(values, processes)) or group_faults(ppo, processes)),
             *process_faults(processes, gpus),
             *fp16_faults(values, gpus),
             *quantization_faults(values, gpus),
@@ -127,7 +127,7 @@ def check_lengths(
     known once stage base_model has fetched it to the folder `model`. Raises ConfigError with one
     line for each fault.
     """
-    _refuse(length_faults(positions_in(model), split, ppo, evaluate))
+    _refuse([*length_faults(positions_in(model), split, ppo, evaluate)])
 
 
 def _refuse(faults: Sequence[str]) -> None:
