@@ -54,7 +54,8 @@ def update_models(
     Returns:
         Means over the tokens of all epochs.
     """
-    engines = _trained(models, train_actor=train_actor)
+    engines = {"actor": models.actor} if train_actor else {}
+    engines |= {} if models.critic is None else {"critic": models.critic}
     minibatches = in_micro_batches(models, experience, config, world)
     sums: Sums = {}
     metrics: dict[str, float] = {}
@@ -74,13 +75,16 @@ def update_models(
                     skip_optimizer_steps(engine, remaining * config.updates_per_epoch)
                 break
     explained = _explained_variance(experience, world)
-    totals = world.sums(sums, equal=explained | _grad_norms(engines))
+    norms = {f"optim/{name}_grad_norm": grad_norm(engine) for name, engine in engines.items()}
+    known = {name: norm for name, norm in norms.items() if norm is not None}
+    totals = world.sums(sums, equal=explained | known)
     return (
         metrics
         | _means({name: totals[name] for name in sums})
         # Equal returns, for example if all responses are cut, have no variance to explain.
         | {name: totals[name] for name in explained if not math.isnan(totals[name])}
-        | _optimizer_metrics(engines, totals)
+        | {name: totals[name] for name in known}
+        | _optimizer_metrics(engines)
     )
 
 
@@ -228,11 +232,6 @@ def text_loss(
     return config.ptx.coef * loss, {"ptx/loss": loss * normalizer, "text_tokens": mask.sum()}
 
 
-def _trained(models: PPOModels, *, train_actor: bool) -> dict[str, DeepSpeedEngine]:
-    engines = {"actor": models.actor if train_actor else None, "critic": models.critic}
-    return {name: engine for name, engine in engines.items() if engine is not None}
-
-
 def _approx_kl(sums: Sums, before: Sums, world: World) -> float:
     """Mean `policy/approx_kl` of one epoch over all ranks, so that all ranks agree."""
     added = {name: sums[name] - before.get(name, 0) for name in ("policy/approx_kl", "tokens")}
@@ -261,18 +260,9 @@ def _explained_variance(experience: Experience, world: World) -> dict[str, Tenso
     return {"value/explained_variance": explained_variance(world.sum(moments))}
 
 
-def _grad_norms(engines: dict[str, DeepSpeedEngine]) -> dict[str, Tensor]:
-    norms = {f"optim/{name}_grad_norm": grad_norm(engine) for name, engine in engines.items()}
-    return {name: norm for name, norm in norms.items() if norm is not None}
-
-
-def _optimizer_metrics(
-    engines: dict[str, DeepSpeedEngine], totals: dict[str, float]
-) -> dict[str, float]:
+def _optimizer_metrics(engines: dict[str, DeepSpeedEngine]) -> dict[str, float]:
     metrics = {}
     for name, engine in engines.items():
         metrics[f"optim/{name}_lr"] = engine.get_lr()[0]
-        if (norm := f"optim/{name}_grad_norm") in totals:
-            metrics[norm] = totals[norm]
         metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
     return metrics
