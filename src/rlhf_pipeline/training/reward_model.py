@@ -5,11 +5,11 @@ deepspeed --module rlhf_pipeline.training.reward_model job.json
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums
@@ -65,27 +65,13 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return metrics
 
 
-def untrained(
-    sft_model: Path,
-    precision: Precision,
-    *,
-    quantize: Quantization | None = None,
-    trust_remote_code: bool = False,
-    device: torch.device | None = None,
-) -> TokenScores:
-    """The SFT model with a new scalar head; all ranks draw the same one.
+def untrained(sft_model: Path, precision: Precision, **how: Any) -> TokenScores:
+    """The SFT model with a new scalar head; all ranks draw the same one. See `load_scores`.
 
     Its standard deviation is 1 / sqrt(d + 1) for width d (Huang et al., 2024, arXiv 2403.17031). A
     head of zeros would give the other weights no gradient until it has moved.
     """
-    model = load_scores(
-        sft_model,
-        precision,
-        new_head=True,
-        quantize=quantize,
-        trust_remote_code=trust_remote_code,
-        device=device,
-    )
+    model = load_scores(sft_model, precision, new_head=True, **how)
     with gathered(model.head.parameters()):
         nn.init.normal_(model.head.weight, std=(model.head.in_features + 1) ** -0.5)
     return model
