@@ -183,7 +183,7 @@ class TestPhaseFile:
         tmp_path, path: str, *batches: list[Row], config: SplitConfig | None = None
     ) -> tuple[PhaseFile, dict]:
         wanted = np.arange(100) % 10 == 0
-        file = PhaseFile.open(TABLE[path], tmp_path, wanted, duplicates_merged=3)
+        file = PhaseFile(TABLE[path], tmp_path, wanted, duplicates_merged=3)
         start = 0
         for rows in batches:
             file.add(rows, np.arange(start, start + len(rows)) * 10, config or limits())

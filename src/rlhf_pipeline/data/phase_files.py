@@ -71,7 +71,8 @@ class PhaseFile:
     """One file being written."""
 
     table: Table
-    writer: ArrowWriter
+    output: Path
+    """The folder of all files."""
     wanted: np.ndarray
     """(N,) bool: the rows of the blend that belong to the file."""
     duplicates_merged: int
@@ -84,13 +85,8 @@ class PhaseFile:
     written: list[np.ndarray] = field(default_factory=list)
     """Positions in the blend of the rows that were written."""
 
-    @classmethod
-    def open(
-        cls, table: Table, output: Path, wanted: np.ndarray, duplicates_merged: int
-    ) -> "PhaseFile":
-        """Create the file of a table in `output`."""
-        writer = ArrowWriter(output / table.path, table.schema)
-        return cls(table, writer, wanted, duplicates_merged)
+    def __post_init__(self) -> None:
+        self._writer = ArrowWriter(self.output / self.table.path, self.table.schema)
 
     def add(self, rows: list["Row"], numbers: np.ndarray, config: SplitConfig) -> None:
         """Append the rows that belong to the file and fit the limits.
@@ -112,7 +108,7 @@ class PhaseFile:
             for name, column in columns.items():
                 column.append(values[name])
         if kept:
-            self.writer.write(columns)
+            self._writer.write(columns)
             self.rows += len(kept)
             self.written.append(numbers[kept])
             for name in columns:
@@ -121,7 +117,7 @@ class PhaseFile:
 
     def close(self) -> None:
         """Finish the file; raise DataError if all its rows were dropped."""
-        self.writer.close()
+        self._writer.close()
         if self.dropped and not self.rows:
             raise DataError(
                 f"{self.table.path}: all {self.dropped.total()} rows were dropped "

@@ -91,7 +91,7 @@ def split_sources(
     )
     usable = [control_tokens.usable_rows(index, table) for index, table in enumerate(tables)]
     plan = blend(config, tables, usable, seed)
-    files = {table.path: PhaseFile.open(table, output, *plan.rows(table)) for table in TABLES}
+    files = {table.path: PhaseFile(table, output, *plan.rows(table)) for table in TABLES}
     batches = _needed_batches(config, tables, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
