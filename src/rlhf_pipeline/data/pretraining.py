@@ -50,7 +50,8 @@ def pack(
     control_tokens = ControlTokenFilter(
         tokenizer, contract, labels, counts, config.max_bad_fraction
     )
-    bos = _leading_bos(tokenizer)
+    first = tokenizer("")["input_ids"][:1]  # BOS if the tokenizer puts one before text, as Llama's
+    bos = np.array(first if first == [tokenizer.bos_token_id] else [], np.int32)
     text_tokens = block_tokens - len(bos)
     documents, tokens, blocks = 0, 0, 0
     rest = np.empty(0, np.int32)
@@ -84,12 +85,6 @@ def pack(
         "blocks": blocks,
         "tokens_left_out": len(rest),
     }
-
-
-def _leading_bos(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """BOS if the tokenizer puts one before text, as Llama's does; else nothing: (1,) or (0,)."""
-    first = tokenizer("")["input_ids"][:1]
-    return np.array(first if first == [tokenizer.bos_token_id] else [], np.int32)
 
 
 def _accepted_texts(

@@ -44,8 +44,11 @@ def win_rate(candidate: Sequence[float], baseline: Sequence[float]) -> WinRate:
     losses = sum(ours < theirs for ours, theirs in zip(candidate, baseline, strict=True))
     ties = n - wins - losses
     rate = (wins + ties / 2) / n
-    lower, upper = _wilson_interval(rate, n)
-    return WinRate(rate=rate, lower=lower, upper=upper, wins=wins, ties=ties, losses=losses, n=n)
+    centre = rate + Z_95**2 / (2 * n)
+    half_width = Z_95 * math.sqrt(rate * (1 - rate) / n + Z_95**2 / (4 * n**2))
+    lower, upper = ((centre + sign * half_width) / (1 + Z_95**2 / n) for sign in (-1, 1))
+    # Rounding can exceed [0, 1] by 1e-17.
+    return WinRate(rate, max(0.0, lower), min(1.0, upper), wins, ties, losses, n)
 
 
 def mean_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -80,14 +83,6 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
         for i in range(len(words) - n + 1)
     ]
     return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-
-
-def _wilson_interval(p: float, n: int) -> tuple[float, float]:
-    z2 = Z_95**2
-    centre = p + z2 / (2 * n)
-    half_width = Z_95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n**2))
-    lower, upper = ((centre + sign * half_width) / (1 + z2 / n) for sign in (-1, 1))
-    return max(0.0, lower), min(1.0, upper)  # rounding can exceed [0, 1] by 1e-17
 
 
 def _check_scores(name: str, scores: Sequence[float]) -> None:

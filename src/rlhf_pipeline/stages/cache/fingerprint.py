@@ -124,11 +124,8 @@ def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
 
 def _is_docstring(statement: ast.AST) -> bool:
     """Whether a statement is only a string: a docstring, also of a field."""
-    match statement:
-        case ast.Expr(value=ast.Constant(value=str())):
-            return True
-        case _:
-            return False
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def _source(name: str) -> Path | None:
