@@ -22,8 +22,7 @@ from typing import Literal, cast, get_args
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from rlhf_pipeline.errors import DataError, PipelineError
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import DataError, PipelineError, without_secrets
 
 Format = Literal["jsonl", "json", "csv", "parquet", "txt"]
 

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhf_pipeline.data.files.location import File, explain_store_errors
+from rlhf_pipeline.data.records import Unused
+from rlhf_pipeline.data.sources.adapter import Row
 
 Stream = io.BufferedReader | gzip.GzipFile
 """What the readers of the formats read from."""
+NumberedRows = Iterator[tuple[int, Row | Unused]]
+"""What they yield: rows by their number or line, from 1."""
 
 _BLOCK = 2**20
 

@@ -18,6 +18,9 @@ CONVERTED = "refs/convert/parquet"
 """Branch with the hub's own Parquet conversion of a repository, which needs no loading script."""
 
 T = TypeVar("T")
+Rows = Iterable[tuple[str, Row]]
+Records = Iterator[tuple[str, Record | Unused]]
+"""Places with their rows, and with the records made of them."""
 
 
 class MalformedRowError(Exception):
@@ -45,9 +48,7 @@ class Source:
     """Row -> record. Raises MalformedRowError or SkippedRowError."""
     parser: Callable[[ColumnMap | None], Callable[[Row], Record]] | None = None
     """For your own data: column map of the configuration -> `parse`."""
-    assemble: (
-        Callable[[Iterable[tuple[str, Row]]], Iterator[tuple[str, Record | Unused]]] | None
-    ) = None
+    assemble: Callable[[Rows], Records] | None = None
     """For records that span several rows: places and rows -> places and records."""
     generate: Callable[[SourceConfig, int], Iterator[tuple[str, Record]]] | None = None
     """For sources without files: configuration and seed -> places and records."""

@@ -4,12 +4,19 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.files.arrow_rows import data_set_rows
 from rlhf_pipeline.data.files.location import Origin, find_files, origin
-from rlhf_pipeline.data.files.rows import read_rows
+from rlhf_pipeline.data.files.rows import data_set_rows, read_rows
 from rlhf_pipeline.data.files.stream import is_utf8
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
-from rlhf_pipeline.data.sources.adapter import CONVERTED, Row, Source, columns_of, outcome
+from rlhf_pipeline.data.sources.adapter import (
+    CONVERTED,
+    Records,
+    Row,
+    Rows,
+    Source,
+    columns_of,
+    outcome,
+)
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.hub import commit_of, is_commit
@@ -54,9 +61,7 @@ def source_origin(config: SourceConfig) -> Origin:
         ) from error
 
 
-def read(
-    config: SourceConfig, seed: int, revision: str | None = None
-) -> Iterator[tuple[str, Record | Unused]]:
+def read(config: SourceConfig, seed: int, revision: str | None = None) -> Records:
     """Yield every row's place with its record, or with the reason why it has none.
 
     A place is "file.jsonl:17" or "Anthropic/hh-rlhf:train:17". The order is fixed; memory is
@@ -75,7 +80,7 @@ def read(
         columns = source.columns if config.columns is None else columns_of(config.columns)
         rows = read_rows(config.path, columns, split)
     rows = islice(rows, config.samples)
-    records: Iterator[tuple[str, Record | Unused]]
+    records: Records
     if parse is not None:
         records = (
             (place, row if isinstance(row, Unused) else outcome(parse, row)) for place, row in rows
@@ -88,9 +93,8 @@ def read(
 
 
 def _assemble_rows(
-    rows: Iterable[tuple[str, Row | Unused]],
-    assemble: Callable[[Iterable[tuple[str, Row]]], Iterator[tuple[str, Record | Unused]]],
-) -> Iterator[tuple[str, Record | Unused]]:
+    rows: Iterable[tuple[str, Row | Unused]], assemble: Callable[[Rows], Records]
+) -> Records:
     """Pass valid rows to `assemble`; yield broken rows unchanged."""
     broken: list[tuple[str, Unused]] = []
 

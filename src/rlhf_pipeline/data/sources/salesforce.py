@@ -5,15 +5,14 @@ or a heading with one equals sign per level on each side. So " = Title = " begin
 """
 
 import re
-from collections.abc import Iterable, Iterator
 
 from rlhf_pipeline.data.records import Text, Unused
-from rlhf_pipeline.data.sources.adapter import Row, Source, outcome, text
+from rlhf_pipeline.data.sources.adapter import Records, Row, Rows, Source, outcome, text
 
 _TITLE = re.compile(r" = [^=].* = ?")
 
 
-def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Text | Unused]]:
+def assemble(rows: Rows) -> Records:
     """Yield each article as one text, without blank lines."""
     start, article = "", list[str]()
     for place, row in rows:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_pipeline.data.files import arrow_rows
+from rlhf_pipeline.data.files import rows as module
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.errors import DataError
 
@@ -28,7 +28,7 @@ def parquet(table: pa.Table) -> bytes:
 
 
 def test_parquet(write: Write, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow_rows, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(module, "_BATCH_ROWS", 2)
     turns = [[{"role": "user", "content": "é"}], [], None]
     path = write("a.parquet", parquet(pa.table({"x": ["a", None, "c"], "turns": turns})))
     assert read(path) == [
