@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_pipeline.config.training import OptimizerConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
-from rlhf_pipeline.distributed.device import on_gpu
 from rlhf_pipeline.distributed.loading import loaded
+from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.distributed.zero import whole_shape
 from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.lora import add_adapters
@@ -43,7 +43,10 @@ def train_engine(
     if config.lora is not None:
         add_adapters(model, config.lora)
     if config.gradient_checkpointing:
-        _checkpoint_activations(model)
+        # The reentrant method breaks ZeRO-2 and 3 when two forward passes precede a backward pass.
+        pretrained(model).activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": False}
+        )
     optimizer = _optimizer(model, config)
     schedule = LambdaLR(optimizer, partial(schedule_factor, config.optimizer, total_steps))
     engine, *_ = deepspeed.initialize(
@@ -53,16 +56,6 @@ def train_engine(
     form_of(engine)
     heartbeat.tick()
     return engine
-
-
-def _checkpoint_activations(model: nn.Module) -> None:
-    """Keep one activation per layer and recompute the others in the backward pass.
-
-    The reentrant method breaks ZeRO-2 and 3 when two forward passes precede one backward pass.
-    """
-    pretrained(model).activation_checkpointing_enable(
-        activation_checkpointing_kwargs={"use_reentrant": False}
-    )
 
 
 def schedule_factor(config: OptimizerConfig, total_steps: int, step: int) -> float:

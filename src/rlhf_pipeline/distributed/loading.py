@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.distributed.device import on_gpu, own_device
+from rlhf_pipeline.distributed.world import on_gpu, own_device
 from rlhf_pipeline.distributed.zero import sharded_loading
 from rlhf_pipeline.runtime import heartbeat
 

@@ -1,4 +1,4 @@
-"""The ranks that train together, and the collectives between them."""
+"""The ranks that train together, the collectives between them, and the device of this rank."""
 
 import atexit
 import logging
@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from rlhf_pipeline.distributed.device import take_device
+from rlhf_pipeline.errors import StageError
 
 T = TypeVar("T")
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
@@ -122,3 +122,38 @@ def _leave() -> None:
     """Close the connections before the interpreter exits; their threads could abort the process."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def on_gpu() -> bool:
+    """Whether the ranks compute on GPUs: DeepSpeed's decision, which DS_ACCELERATOR overrides.
+
+    All programs ask here, so torch and DeepSpeed never differ. The driver sets the variable.
+    `torch.cuda.is_available()` may be true although the user hid the GPUs: DeepSpeed's launcher
+    sets CUDA_VISIBLE_DEVICES for its ranks, on a CPU as well.
+    """
+    return bool(get_accelerator().device_name() == "cuda")
+
+
+def take_device() -> torch.device:
+    """The device of this rank: the GPU with its local number, or the CPU. Makes it the current one.
+
+    Raises StageError if torch does not find that GPU.
+    """
+    if not on_gpu():
+        return own_device()
+    number, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if number >= found:
+        raise StageError(
+            f"torch: found {found} GPUs with "
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}, expected at least "
+            f"{number + 1}, one for each rank. Fix: check the driver with `nvidia-smi` and torch "
+            "with `python -m torch.utils.collect_env`; or empty CUDA_VISIBLE_DEVICES to train on "
+            "the CPU"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def own_device() -> torch.device:
+    """The device that `take_device` has taken."""
+    return torch.device(get_accelerator().current_device_name())

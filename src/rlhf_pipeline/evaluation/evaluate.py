@@ -28,9 +28,8 @@ from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_row
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, summary
-from rlhf_pipeline.evaluation.figures import FIGURE, plot_comparison
 from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, RewardModelJudge, load_judges
-from rlhf_pipeline.evaluation.report import render_markdown
+from rlhf_pipeline.evaluation.report import FIGURE, plot_comparison, render_markdown
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer, saved_precision
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores

@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.block import Block, leaves
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
@@ -22,10 +23,13 @@ from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
+from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY, MICRO_BATCHES
 from rlhf_pipeline.stages.launch.launcher import launch
-from rlhf_pipeline.stages.launch.oom_retry import OUT_OF_MEMORY, adjusted, halved
 
 logger = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = (GPU_MEMORY, CPU_MEMORY)
+"""Causes of a failure that smaller micro batches can avoid."""
 
 
 class StageRunner:
@@ -167,3 +171,36 @@ def _remove_incomplete(run: StageRun) -> None:
         shutil.rmtree(run.export, ignore_errors=True)
     for partial in (run.directory / "checkpoints").rglob("*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
+    """The blocks with every micro batch size halved, at least 1. None if all of them are 1."""
+    smaller = {
+        name: type(block).model_validate(_halved(block.model_dump(mode="json")))
+        for name, block in config.items()
+    }
+    return None if smaller == dict(config) else smaller
+
+
+def adjusted(
+    configured: Mapping[str, Block], used: Mapping[str, Block]
+) -> dict[str, dict[str, Any]]:
+    """The parameters that differ between two versions of the same blocks.
+
+    Each maps to a pair such as {"configured": 8, "used": 4}.
+    """
+    before, after = leaves(as_json(configured)), leaves(as_json(used))
+    return {
+        name: {"configured": old, "used": new}
+        for (name, old), (_, new) in zip(before, after, strict=True)
+        if old != new
+    }
+
+
+def _halved(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: max(1, item // 2) if name in MICRO_BATCHES else _halved(item)
+        for name, item in value.items()
+    }

@@ -2,7 +2,7 @@
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.evaluation.comparison import Answer, compare
-from rlhf_pipeline.evaluation.figures import plot_comparison
+from rlhf_pipeline.evaluation.report import plot_comparison
 
 
 def answers(shift):

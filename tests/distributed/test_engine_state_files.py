@@ -6,15 +6,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rlhf_pipeline.distributed import tensor_files
-from rlhf_pipeline.distributed.tensor_files import write_tensors
+from rlhf_pipeline.distributed import engine_state
+from rlhf_pipeline.distributed.engine_state import write_tensors
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.digests import FileEntry, file_digest
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 
 
 def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "PIECE", 8)
+    monkeypatch.setattr(engine_state, "PIECE", 8)
     monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None))
     tensors = {
         "weight|a": torch.tensor([[1.0, -2.0, 3.0], [float("nan"), float("inf"), -0.0]]),

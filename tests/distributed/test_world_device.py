@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pipeline.distributed import device
-from rlhf_pipeline.distributed.device import on_gpu, take_device
+from rlhf_pipeline.distributed import world as module
 from rlhf_pipeline.distributed.loading import loaded
-from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.distributed.world import join, on_gpu, take_device
 from rlhf_pipeline.errors import StageError
 
 
@@ -19,7 +18,7 @@ def gpus(monkeypatch):
     """Two GPUs that DeepSpeed and torch find; returns the list of devices made current."""
     current = []
     accelerator = SimpleNamespace(device_name=lambda: "cuda")
-    monkeypatch.setattr(device, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(module, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     return current

@@ -2,7 +2,7 @@
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.training import SFTConfig
-from rlhf_pipeline.stages.launch.oom_retry import adjusted, halved
+from rlhf_pipeline.stages.run import adjusted, halved
 
 SFT = SFTConfig.model_validate(
     {
