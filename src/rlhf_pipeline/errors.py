@@ -1,12 +1,21 @@
-"""Errors shown to the user: what is wrong, the value found, and the fix, without a traceback."""
+"""Errors shown to the user: what is wrong, the value found, and the fix, without a traceback.
+
+Messages and logs contain no secrets.
+"""
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 import click
+
+# A password may contain slashes, although it should not.
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/]*|[^\s@]*:[^\s@]*)@")
+# Only HTTP: elsewhere a question mark belongs to a glob.
+_QUERY = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]+")
 
 
 class PipelineError(click.ClickException):
@@ -72,3 +81,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def without_secrets(text: str) -> str:
+    """The text without users, passwords and HTTP queries in URLs; signed URLs have a key there."""
+    return _QUERY.sub(r"\1...", _CREDENTIALS.sub("...@", text))

@@ -13,8 +13,7 @@ import click
 from omegaconf.errors import OmegaConfBaseException
 from yaml.parser import ParserError
 
-from rlhf_pipeline.errors import Interrupted, PipelineError, causes, short_path
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import Interrupted, PipelineError, causes, short_path, without_secrets
 
 TRACEBACKS = "tracebacks"
 """Folder in the project for the stacks of unexpected errors."""

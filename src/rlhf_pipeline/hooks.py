@@ -17,7 +17,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.errors import Interrupted
+from rlhf_pipeline.errors import Interrupted, without_secrets
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.preflight import (
@@ -28,7 +28,6 @@ from rlhf_pipeline.preflight import (
     preflight,
 )
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
-from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.results import SplitSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs

@@ -7,7 +7,7 @@ from typing import Any
 from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import without_secrets
 from rlhf_pipeline.stage_registry import policy_stages
 
 NAME_LENGTH = 120

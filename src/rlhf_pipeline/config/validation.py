@@ -8,8 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.errors import suggestion
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import suggestion, without_secrets
 
 _EXPECTED = {
     "int": "a whole number",

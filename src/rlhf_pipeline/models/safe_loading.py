@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig
 from transformers.utils import find_adapter_config_file
 
-from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import ArtifactError, without_secrets
 
 
 def loading_arguments(

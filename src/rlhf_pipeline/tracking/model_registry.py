@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode
 
 from rlhf_pipeline.config.register import RegisterConfig
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import BASELINE, deciding_judge
 from rlhf_pipeline.evaluation.report import summary
-from rlhf_pipeline.redaction import without_secrets
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import (
     FINGERPRINT_TAG,

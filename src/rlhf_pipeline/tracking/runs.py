@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.errors import Interrupted, causes
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import Interrupted, causes, without_secrets
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from rlhf_pipeline.errors import ConfigError, suggestion
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import ConfigError, suggestion, without_secrets
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.runtime.checkpoint_files import newest_step
 from rlhf_pipeline.runtime.files import mebibytes
 from rlhf_pipeline.runtime.program import ERRORS

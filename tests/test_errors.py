@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pipeline.redaction import without_secrets
+from rlhf_pipeline.errors import without_secrets
 
 
 @pytest.mark.parametrize(
