@@ -20,8 +20,7 @@ class LaunchConfig(Block):
     collective_timeout_s: float = operational(1800.0, gt=0)
     """Seconds that a rank waits for the others in a collective operation before the stage fails."""
     wait: bool = operational(True)
-    """Whether to wait if another run executes the same recipe, and reuse its result. False:
-    fail."""
+    """If another run executes the same recipe, wait and reuse its result. False: fail."""
     hang_timeout_s: float | None = operational(1500.0, gt=0)
     """Seconds without progress on any rank (micro batch, sampled token or new phase) until the
     stage fails with the name of the slow rank. The ranks have at least five minutes to start. Keep

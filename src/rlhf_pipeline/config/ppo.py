@@ -124,8 +124,7 @@ class PPOConfig(SavingConfig):
     critic_warmup_steps: NonNegativeInt = 0
     """gae only: number of first steps that train only the critic."""
     ema: EMAConfig | None = None
-    """Moving average of the actor's weights, evaluated and exported beside the actor. None: no
-    average."""
+    """Moving average of the actor's weights, evaluated and exported beside it. None: no average."""
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL refers to. An actor with LoRA (without `train_rest`) is its
     own reference."""

@@ -75,8 +75,7 @@ class SourceConfig(Block):
     `https://host/pairs.jsonl?$NAME`. The cache depends on names and bytes of the files, not on
     their folder."""
     revision: str | None = None
-    """Branch, tag or commit on the hub. None: the newest commit. Set a commit for repeatable
-    runs."""
+    """Branch, tag or commit on the hub. None: the newest commit. A commit makes runs repeatable."""
     subset: str | None = None
     """Configuration of the data set on the hub. None: the default of the source."""
     split: str | None = None

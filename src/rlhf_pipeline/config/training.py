@@ -14,8 +14,7 @@ class OptimizerConfig(Block):
     learning_rate: PositiveFloat
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after the warm-up: cosine or linear decay to zero at the last step, or
-    constant."""
+    """Learning rate after the warm-up: decay to zero at the last step, or constant."""
     warmup_fraction: float = Field(default=0.03, ge=0, lt=1)
     """Fraction of all optimizer steps in which the learning rate rises linearly from zero."""
     weight_decay: NonNegativeFloat = 0.0
@@ -184,8 +183,7 @@ class SavingConfig(Block):
     `checkpoint_every` steps and after the last step. A stage that resumes repeats the steps and
     evaluations since its newest checkpoint, with the same result."""
     keep_last: PositiveInt = operational(2)
-    """Number of newest checkpoints kept until the stage finishes: one to resume from, and
-    fallbacks."""
+    """Newest checkpoints kept until the stage finishes: one to resume from, and fallbacks."""
     keep_best: PositiveInt = operational(1)
     """Number of best evaluated models kept. The best one is exported."""
 

@@ -15,8 +15,7 @@ from rlhf_pipeline.runtime.files import write_atomically
 class MetricsFile:
     """Appends lines on the first rank; each is on disk when `write` returns.
 
-    Training that resumes first removes the lines after its checkpoint, because it writes them
-    again.
+    Training that resumes removes the lines after its checkpoint first: it writes them again.
     """
 
     def __init__(

@@ -62,8 +62,7 @@ class Job:
     """Inputs that are not local files, by name: an identity of their content, such as a commit on
     the hub or the ETag of an object. The names differ from those of `inputs`."""
     modules: tuple[str, ...] = ()
-    """Modules of this package that the program imports by a computed name; part of the
-    fingerprint."""
+    """Modules that the program imports by a computed name; part of the fingerprint."""
 
 
 class Stages(Protocol):

@@ -93,8 +93,7 @@ def request_limits(*, after_failure: bool = False, uploads: bool = False) -> Ite
 def experiment_id(client: MlflowClient) -> str:
     """The id of the experiment, created if missing.
 
-    With a SQLite store, artifacts are stored beside the database; MLflow's default is the current
-    folder.
+    With a SQLite store, artifacts are stored beside the database, not in the current folder.
     """
     from mlflow.exceptions import MlflowException
     from sqlalchemy import make_url

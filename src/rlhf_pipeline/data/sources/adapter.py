@@ -184,8 +184,7 @@ def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Exam
 def turns(dialogue: str, marker: re.Pattern[str]) -> tuple[str, tuple[Message, ...]]:
     """Split a dialogue in one string into the text before the first turn, and the turns.
 
-    All texts are stripped. The only group of `marker` is the speaker of the following turn, in any
-    case.
+    Texts are stripped. The only group of `marker` is the speaker of the next turn, in any case.
     """
     before, *parts = marker.split(dialogue)
     pairs = zip(parts[::2], parts[1::2], strict=True)
