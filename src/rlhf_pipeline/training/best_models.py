@@ -37,36 +37,28 @@ class EvaluatedModel:
     may be interrupted between saving and exporting."""
 
 
+@dataclass
 class BestModels:
     """Keeps the best models so far in the work directory and exports the best one.
 
     The folder of a model is named after its step: `checkpoints/best-00000012`. With LoRA, the
     folders contain adapters, and the export contains a whole model: the weights of `load` merged
     with the best adapters in fp32.
-
-    `load` reads the weights that training started from, see `train_engine`. `variant` names another
-    model of the same stage: a subfolder of checkpoints and export.
     """
 
-    def __init__(
-        self,
-        job: LaunchedJob,
-        world: World,
-        tokenizer: PreTrainedTokenizerBase,
-        config: TrainedModelConfig,
-        load: Callable[..., nn.Module],
-        *,
-        variant: str = "",
-        keep: int = 1,
-    ) -> None:
-        self._inputs = job.inputs
-        self._directory = job.directory / "checkpoints" / variant
-        self.export = job.export / variant
-        self._world = world
-        self._tokenizer = tokenizer
-        self._config = config
-        self._load = load
-        self._keep = keep
+    job: LaunchedJob
+    world: World
+    tokenizer: PreTrainedTokenizerBase
+    config: TrainedModelConfig
+    load: Callable[..., nn.Module]
+    """Reads the weights that training started from, see `train_engine`."""
+    variant: str = ""
+    """Names another model of the same stage: a subfolder of checkpoints and export."""
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        self._directory = self.job.checkpoints / self.variant
+        self.export = self.job.export / self.variant
         self._ranking: list[EvaluatedModel] = []
 
     @property
@@ -84,11 +76,11 @@ class BestModels:
         offered = EvaluatedModel(step, selection_score, metrics)
         ranking = sorted(
             [*self._ranking, offered], key=lambda each: each.selection_score, reverse=True
-        )[: self._keep]
+        )[: self.keep]
         if offered in ranking:
             folder = self._folder(offered)
             self._save(model, folder.name)
-            saved = replace(offered, digest=folder_digest(folder) if self._world.rank == 0 else "")
+            saved = replace(offered, digest=folder_digest(folder) if self.world.rank == 0 else "")
             self._ranking = [saved if each == offered else each for each in ranking]
 
     def forget_the_rest(self) -> None:
@@ -98,7 +90,7 @@ class BestModels:
         that resumes from an earlier checkpoint still needs the earlier models. It repeats the later
         evaluations and saves their models again.
         """
-        if self._world.rank == 0:
+        if self.world.rank == 0:
             kept = {self._folder(model) for model in self._ranking}
             for folder in set(self._directory.glob(f"{_BEST}*")) - kept:
                 shutil.rmtree(folder)
@@ -131,10 +123,10 @@ class BestModels:
         if self.best is None:
             raise ValueError("no model was offered")
         self._save(last, "last")
-        if self._world.rank == 0:
+        if self.world.rank == 0:
             self._export(self.best)
         self.forget_the_rest()
-        self._world.barrier()
+        self.world.barrier()
         return {"step": self.best.step} | self.best.metrics
 
     def _folder(self, model: EvaluatedModel) -> Path:
@@ -142,13 +134,13 @@ class BestModels:
 
     def _save(self, model: nn.Module, name: str) -> None:
         heartbeat.at("saving")
-        if self._config.lora is None:
-            save_model(model, self._tokenizer, self._directory / name)
+        if self.config.lora is None:
+            save_model(model, self.tokenizer, self._directory / name)
         else:
             save_adapter(model, self._base(model), self._directory / name)
 
     def _export(self, best: EvaluatedModel) -> None:
-        folder, lora = self._folder(best), self._config.lora
+        folder, lora = self._folder(best), self.config.lora
         found = copy_folder(folder, self.export) if lora is None else folder_digest(folder)
         if found != best.digest:
             shutil.rmtree(self.export, ignore_errors=True)
@@ -165,12 +157,12 @@ class BestModels:
         The base is loaded again instead of taken from the engine: merging in bf16 would round it,
         and this rank may hold only a shard of it.
         """
-        model = merged(self._load("fp32"), lora, best).to(DTYPES[self._config.deepspeed.precision])
-        save_model(model, self._tokenizer, self.export)
+        model = merged(self.load("fp32"), lora, best).to(DTYPES[self.config.deepspeed.precision])
+        save_model(model, self.tokenizer, self.export)
         if not lora.train_rest:
             shutil.copytree(best, self.export / "adapter")
 
     def _base(self, model: nn.Module) -> str:
         """Name of the input that the model was loaded from: unlike a path, valid on any machine."""
         path = Path(pretrained(unwrapped(model)).name_or_path)
-        return next(name for name, source in self._inputs.items() if source == path)
+        return next(name for name, source in self.job.inputs.items() if source == path)

@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,28 +24,21 @@ from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.files import require_space
 
 
+@dataclass
 class Checkpoints:
     """Saves and restores the state of one training program; obeys SIGTERM after a whole step."""
 
-    def __init__(
-        self,
-        directory: Path,
-        world: World,
-        engines: Mapping[str, DeepSpeedEngine],
-        averages: Mapping[str, list[torch.Tensor]] | None = None,
-        *,
-        keep: int,
-    ) -> None:
-        """Handle SIGTERM from now on.
+    directory: Path
+    """All ranks share it."""
+    world: World
+    engines: Mapping[str, DeepSpeedEngine]
+    """By the model's name."""
+    averages: Mapping[str, list[torch.Tensor]] = field(default_factory=dict)
+    """Averages of their weights (`save_engine`), by the model's name."""
+    keep: int = field(kw_only=True)
+    """Number of checkpoints to keep."""
 
-        All ranks share the directory. The engines and the averages of their weights (`save_engine`)
-        are given by the model's name; `keep` is the number of checkpoints to keep.
-        """
-        self._directory = directory
-        self._world = world
-        self._engines = dict(engines)
-        self._averages = dict(averages or {})
-        self._keep = keep
+    def __post_init__(self) -> None:
         self._received_sigterm = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
@@ -55,9 +49,9 @@ class Checkpoints:
         """
         if step is None:
             return {}
-        checkpoint = checkpoint_path(self._directory, step)
-        for name, engine in self._engines.items():
-            load_engine(engine, checkpoint / name, average=self._averages.get(name))
+        checkpoint = checkpoint_path(self.directory, step)
+        for name, engine in self.engines.items():
+            load_engine(engine, checkpoint / name, average=self.averages.get(name))
         return dict(json.loads((checkpoint / "loop.json").read_text()))
 
     def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> bool:
@@ -70,13 +64,13 @@ class Checkpoints:
             Interrupted: a rank received SIGTERM.
             StageError: the disk has too little space.
         """
-        interrupted = self._world.any(self._received_sigterm)
+        interrupted = self.world.any(self._received_sigterm)
         if due or interrupted:
             self.save(step, loop)
         if interrupted:
             # DeepSpeed's launcher kills the others 30 seconds after the first rank has ended, and
             # rank 0 may take longer to seal the checkpoint.
-            self._world.barrier()
+            self.world.barrier()
             raise Interrupted(
                 f"ended by SIGTERM after step {step}. Run the same command again to resume"
             )
@@ -85,37 +79,37 @@ class Checkpoints:
     def save(self, step: int, loop: Mapping[str, Any]) -> None:
         """Write a checkpoint, complete or not at all; remove the oldest ones beyond `keep`."""
         heartbeat.at("saving", step)
-        final = checkpoint_path(self._directory, step)
+        final = checkpoint_path(self.directory, step)
         partial = final.with_name(final.name + ".partial")
         own: dict[str, FileEntry] = {}  # the files that this rank writes
-        if self._world.rank == 0:
+        if self.world.rank == 0:
             self._require_space(step)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for name in self._engines:
+            for name in self.engines:
                 (partial / name).mkdir()
             (partial / "loop.json").write_text(json.dumps(loop))
             own["loop.json"] = FileEntry.of(partial / "loop.json")
-        self._world.barrier()
-        for name, engine in self._engines.items():
-            files = save_engine(engine, partial / name, average=self._averages.get(name))
+        self.world.barrier()
+        for name, engine in self.engines.items():
+            files = save_engine(engine, partial / name, average=self.averages.get(name))
             own |= {f"{name}/{file}": entry for file, entry in files.items()}
-        written = self._world.gather(own)
-        if self._world.rank == 0:
+        written = self.world.gather(own)
+        if self.world.rank == 0:
             seal(partial, {name: entry for files in written for name, entry in files.items()})
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-            for old in list_checkpoints(self._directory)[: -self._keep]:
+            for old in list_checkpoints(self.directory)[: -self.keep]:
                 shutil.rmtree(old)
 
     def _require_space(self, step: int) -> None:
         needed = sum(
-            bytes_needed(engine, self._averages.get(name))
-            * (self._world.size if engine.zero_optimization_stage() else 1)
-            for name, engine in self._engines.items()
+            bytes_needed(engine, self.averages.get(name))
+            * (self.world.size if engine.zero_optimization_stage() else 1)
+            for name, engine in self.engines.items()
         )
-        self._directory.mkdir(parents=True, exist_ok=True)
-        require_space(self._directory, needed, f"the checkpoint of step {step}")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        require_space(self.directory, needed, f"the checkpoint of step {step}")
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._received_sigterm = True
