@@ -94,20 +94,14 @@ def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
     names_by_changes: dict[str, list[str]] = {}
     for name, found in changes.items():
         names_by_changes.setdefault("; ".join(found), []).append(name)
-    lines = [
-        f"  {', '.join(names)}: {shorten(found, SHOWN, placeholder=' ...')}"
-        for found, names in names_by_changes.items()
-    ]
-    raise ConfigError(
-        "\n".join(
-            [
-                "the published inputs were made with other parameters (theirs -> yours):",
-                *lines,
-                f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to "
-                "use these inputs as they are",
-            ]
-        )
+    lines = ["the published inputs were made with other parameters (theirs -> yours):"]
+    for text, names in names_by_changes.items():
+        lines.append(f"  {', '.join(names)}: {shorten(text, SHOWN, placeholder=' ...')}")
+    lines.append(
+        f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to use these "
+        "inputs as they are"
     )
+    raise ConfigError("\n".join(lines))
 
 
 Key = tuple[str | None, ...]

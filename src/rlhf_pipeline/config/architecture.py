@@ -42,12 +42,10 @@ class Family:
             if value is not None or name in self.defaults
         }
         known = [field for field in self.defaults if field not in FROM_TOKENIZER]
-        if unknown := [
-            name for name in wanted if self.aliases.get(name, name) not in self.defaults
-        ]:
-            named = ", ".join(
-                f"{name}{suggestion(name, [*known, *self.aliases])}" for name in unknown
-            )
+        names = [*known, *self.aliases]
+        unknown = [name for name in wanted if self.aliases.get(name, name) not in self.defaults]
+        if unknown:
+            named = ", ".join(f"{name}{suggestion(name, names)}" for name in unknown)
             raise ValueError(
                 f"found {named}, expected fields of {self.model_type}: {', '.join(known)}. "
                 "Fix: correct the name, or set a field of another environment to null"

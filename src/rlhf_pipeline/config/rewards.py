@@ -103,11 +103,9 @@ class ModelReward(RewardSource):
 
 def _short_form(value: Any) -> Any:
     """Expand a one-line form to a block."""
-    if not isinstance(value, str):
-        return value
-    return (
-        {"model": value} if value == "trained" else {"callable": value} if ":" in value else value
-    )
+    if value == "trained":
+        return {"model": value}
+    return {"callable": value} if isinstance(value, str) and ":" in value else value
 
 
 def _kind(value: Any) -> str | None:

@@ -122,11 +122,8 @@ def import_function(reward: CallableReward, path: Path) -> Callable[..., Any]:
     Raises StageError if it cannot be imported or is not a function.
     """
     try:
-        module = (
-            _run_file(path)
-            if reward.location.endswith(".py")
-            else importlib.import_module(reward.location)
-        )
+        is_file = reward.location.endswith(".py")
+        module = _run_file(path) if is_file else importlib.import_module(reward.location)
         function = getattr(module, reward.function)
     except Exception as error:
         raise StageError(

@@ -74,10 +74,8 @@ class Planner:
 
     def pending_stage(self, path: Path) -> str | None:
         """The title of the stage whose pending result contains a path; None if the path exists."""
-        return next(
-            (stage for place, stage in self._pending.items() if place in (path, *path.parents)),
-            None,
-        )
+        places = (path, *path.parents)
+        return next((stage for place, stage in self._pending.items() if place in places), None)
 
 
 def downstream(stages: Iterable[str]) -> str:
