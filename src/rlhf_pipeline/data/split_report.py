@@ -45,20 +45,21 @@ _LEARNED = {
     "all": "all tokens, including the prompt",
 }
 _OVER_LONG_ACTION = {"drop": "dropped", "truncate": "cut"}
+_FATES = {"bad": "bad", "skipped": "skipped", "dropped": "dropped", "truncated": "cut"}
+"""Counts by reason in the report, and what became of these rows."""
 
 
 def render_markdown(report: dict[str, Any]) -> str:
     """Render the report as Markdown. Labels and reasons are escaped."""
-    sections = [
-        _sources_section(report),
-        _parts_section(report),
-        _files_section(report),
-        _lengths_section(report),
-    ]
-    sections.append(_examples_section(report))
+    lines = ["# Prepared data\n"]
+    lines += _sources_section(report)
+    lines += _parts_section(report)
+    lines += _files_section(report)
+    lines += _lengths_section(report)
+    lines += _examples_section(report)
     if report["pretraining"] is not None:
-        sections.append(_pretraining_section(report["pretraining"]))
-    return "\n".join(["# Prepared data\n", *(line for section in sections for line in section)])
+        lines += _pretraining_section(report["pretraining"])
+    return "\n".join(lines)
 
 
 def _sources_section(report: dict[str, Any]) -> Iterator[str]:
@@ -72,7 +73,7 @@ def _sources_section(report: dict[str, Any]) -> Iterator[str]:
         },
     )
     yield "Merged rows repeat a row of an earlier source: same prompt, same answers.\n"
-    yield from _reasons_table("source", sources, {"bad": "bad", "skipped": "skipped"})
+    yield from _reasons_table("source", sources)
 
 
 def _rows_read(source: dict[str, Any]) -> tuple[int, ...]:
@@ -135,7 +136,7 @@ def _files_section(report: dict[str, Any]) -> Iterator[str]:
         "The files of PPO and evaluation contain each prompt once; further rows of the prompt are "
         f"merged. SFT learns {_LEARNED[report['settings']['sft_loss']]}.\n"
     )
-    yield from _reasons_table("file", files, {"dropped": "dropped", "truncated": "cut"})
+    yield from _reasons_table("file", files)
     yield from _table(
         ("file", "column", "tokens", "median", "90%", "99%", "longest"),
         [
@@ -148,7 +149,7 @@ def _files_section(report: dict[str, Any]) -> Iterator[str]:
 
 def _rows_written(file: dict[str, Any]) -> tuple[int, ...]:
     """Rows of a file, and the number of merged, dropped and cut rows."""
-    dropped, cut = (sum(file[kind].values()) for kind in {"dropped": "dropped", "truncated": "cut"})
+    dropped, cut = (sum(file[kind].values()) for kind in ("dropped", "truncated"))
     return file["rows"], file["duplicates_merged"], dropped, cut
 
 
@@ -159,11 +160,8 @@ def _lengths_section(report: dict[str, Any]) -> Iterator[str]:
         total = sum(counts.values())
         over = sum(count for length, count in counts.items() if length > lengths["limit"])
         action = _OVER_LONG_ACTION.get(report["settings"][f"over_long_{name}s"])
-        found = (
-            f"{over:,} of {total:,} ({over / total:.1%}), {action}"
-            if over
-            else f"none of {total:,}"
-        )
+        some = f"{over:,} of {total:,} ({over / total:.1%}), {action}" if over else ""
+        found = some or f"none of {total:,}"
         yield f"- {name}s longer than max_{name}_tokens = {lengths['limit']:,}: {found}"
     yield ""
 
@@ -194,7 +192,7 @@ def _pretraining_section(pretraining: dict[str, Any]) -> Iterator[str]:
         ("source", "rows", "bad", "skipped"),
         [(label, *_rows_read(source)) for label, source in sources.items()],
     )
-    yield from _reasons_table("source", sources, {"bad": "bad", "skipped": "skipped"})
+    yield from _reasons_table("source", sources)
     yield (
         f"{pretraining['documents']:,} documents with {pretraining['tokens']:,} tokens fill "
         f"{pretraining['blocks']:,} blocks of {pretraining['block_tokens']:,} tokens. The last "
@@ -202,15 +200,15 @@ def _pretraining_section(pretraining: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _reasons_table(
-    owner: str, groups: Mapping[str, Any], kinds: Mapping[str, str]
-) -> Iterator[str]:
+def _reasons_table(owner: str, groups: Mapping[str, Any]) -> Iterator[str]:
     """A table of rows by reason, most frequent first; nothing if there are no reasons."""
     rows = [
         (name, count, fate, reason)
         for name, group in groups.items()
-        for kind, fate in kinds.items()
-        for reason, count in sorted(group[kind].items(), key=lambda item: (-item[1], item[0]))
+        for kind, fate in _FATES.items()
+        for reason, count in sorted(
+            group.get(kind, {}).items(), key=lambda item: (-item[1], item[0])
+        )
     ]
     if rows:
         yield from _table((owner, "rows", "", "reason"), rows)
@@ -220,9 +218,7 @@ def _table_with_sums(header: Sequence[str], numbers: Mapping[str, Sequence[int]]
     """A table of numbers by source, with sums if there are several sources."""
     rows: list[tuple[str | int, ...]] = [(label, *row) for label, row in numbers.items()]
     if len(rows) > 1:
-        rows.append(
-            ("all sources", *(sum(column) for column in zip(*numbers.values(), strict=True)))
-        )
+        rows.append(("all sources", *map(sum, zip(*numbers.values(), strict=True))))
     yield from _table(header, rows)
 
 
@@ -247,26 +243,19 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
     sources = map(_rows_unused, report["sources"].values())
     rows, *unused = (sum(numbers) for numbers in zip(*sources, strict=True))
     named = zip(("bad", "skipped", "beyond fractions", "merged"), unused, strict=True)
-    title = ", ".join(
-        [
-            f"Prepared data: {rows:,} rows read",
-            *(f"{count:,} {name}" for name, count in named if count),
-        ]
-    )
+    counts = [f"{count:,} {name}" for name, count in named if count]
+    title = ", ".join([f"Prepared data: {rows:,} rows read", *counts])
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     table.add_column("")
     for name in ("rows", "validation rows", "merged", "dropped", "cut"):
         table.add_column(name, justify="right", no_wrap=True)
     for folder, group in groupby(report["files"].items(), lambda item: item[0].partition("/")[0]):
         files = dict(group)
-        rows, merged, dropped, cut = (
-            sum(column) for column in zip(*map(_rows_written, files.values()), strict=True)
-        )
+        columns = zip(*map(_rows_written, files.values()), strict=True)
+        rows, merged, dropped, cut = map(sum, columns)
         validation = files.get(f"{folder}/validation.arrow", {"rows": 0})["rows"]
-        table.add_row(
-            folder,
-            *(f"{count:,}" for count in (rows - validation, validation, merged, dropped, cut)),
-        )
+        numbers = (rows - validation, validation, merged, dropped, cut)
+        table.add_row(folder, *(f"{count:,}" for count in numbers))
     console.print(table)
 
 
