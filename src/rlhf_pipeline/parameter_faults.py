@@ -8,14 +8,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.validation import faults as block_faults
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, suggestion
+from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
+from rlhf_pipeline.stages.launch.resources import process_count
 
 
 def unknown_names(parameters: Mapping[str, Any]) -> Iterator[str]:
@@ -40,6 +46,33 @@ def invalid_values(parameters: Mapping[str, Any]) -> Iterator[str]:
         forced_stages(parameters.get("force"), stage_specs())
     except ConfigError as error:
         yield str(error)
+
+
+def misfits(parameters: Mapping[str, Any], gpus: int) -> Iterator[str]:
+    """Valid values that fit neither each other, this machine, nor the files that they name."""
+    blocks = {
+        name: block.model_validate(parameters.get(name, {}))
+        for name, block in parameter_blocks().items()
+    }
+    values = dict(leaves(as_json(blocks)))
+    processes = process_count(LaunchConfig.model_validate(parameters["launch"]), gpus)
+    base_model = BaseModelConfig.model_validate(parameters["base_model"])
+    split = SplitConfig.model_validate(parameters["split"])
+    ppo = PPOConfig.model_validate(parameters["ppo"])
+    evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
+    yield from list(batch_size_faults(values, processes)) or group_faults(ppo, processes)
+    yield from process_faults(processes, gpus)
+    yield from fp16_faults(values, gpus)
+    yield from quantization_faults(values, gpus)
+    yield from source_faults("split.sources", split.records(), wants_text=False)
+    yield from path_faults(base_model.path)
+    yield from ptx_faults(split, ppo)
+    yield from length_faults(base_model.positions, split, ppo, evaluate)
+    yield from reward_faults(ppo.rewards)
+    yield from reward_faults(evaluate.judges, "evaluate.judges")
+    if split.pretraining is not None:
+        texts = split.pretraining.records()
+        yield from source_faults("split.pretraining.sources", texts, wants_text=True)
 
 
 def batch_size_faults(values: Mapping[str, Any], processes: int) -> Iterator[str]:

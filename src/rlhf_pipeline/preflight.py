@@ -6,30 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.architecture import positions_in
-from rlhf_pipeline.config.base_model import BaseModelConfig
-from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.errors import ConfigError, suggestion
-from rlhf_pipeline.parameter_faults import (
-    batch_size_faults,
-    fp16_faults,
-    group_faults,
-    invalid_values,
-    length_faults,
-    path_faults,
-    process_faults,
-    ptx_faults,
-    quantization_faults,
-    source_faults,
-    unknown_names,
-)
-from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.stage_registry import parameter_blocks
-from rlhf_pipeline.stages.launch.resources import process_count
+from rlhf_pipeline.parameter_faults import invalid_values, length_faults, misfits, unknown_names
 
 LAYERS = ("base", "embedded", "local")
 """Folders of conf/ that are no environments: each is read by itself."""
@@ -89,32 +70,7 @@ def preflight(
         origin: the file that sets a parameter; None: no file.
     """
     faults = [*unknown_names(parameters), *invalid_values(parameters)]
-    if not faults:
-        blocks = {
-            name: block.model_validate(parameters.get(name, {}))
-            for name, block in parameter_blocks().items()
-        }
-        values = dict(leaves(as_json(blocks)))
-        processes = process_count(LaunchConfig.model_validate(parameters["launch"]), gpus)
-        base_model = BaseModelConfig.model_validate(parameters["base_model"])
-        split = SplitConfig.model_validate(parameters["split"])
-        ppo = PPOConfig.model_validate(parameters["ppo"])
-        evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
-        faults = [
-            *(list(batch_size_faults(values, processes)) or group_faults(ppo, processes)),
-            *process_faults(processes, gpus),
-            *fp16_faults(values, gpus),
-            *quantization_faults(values, gpus),
-            *source_faults("split.sources", split.records(), wants_text=False),
-            *path_faults(base_model.path),
-            *ptx_faults(split, ppo),
-            *length_faults(base_model.positions, split, ppo, evaluate),
-            *reward_faults(ppo.rewards),
-            *reward_faults(evaluate.judges, "evaluate.judges"),
-        ]
-        if split.pretraining is not None:
-            texts = split.pretraining.records()
-            faults += source_faults("split.pretraining.sources", texts, wants_text=True)
+    faults = faults or [*misfits(parameters, gpus)]
     _refuse([_with_origin(fault, origin) for fault in faults])
 
 

@@ -2,14 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.generation import HybridConfig
@@ -121,7 +114,7 @@ class PPOConfig(SavingConfig):
     """With the actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
     memory for the whole model on every GPU. False: gather each layer at every token, which is much
     slower."""
-    critic_warmup_steps: NonNegativeInt = 0
+    critic_warmup_steps: int = Field(default=0, ge=0)
     """gae only: number of first steps that train only the critic."""
     ema: EMAConfig | None = None
     """Moving average of the actor's weights, evaluated and exported beside it. None: no average."""

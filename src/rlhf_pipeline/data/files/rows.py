@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_pipeline.data.files.location import File, Format, explain_store_errors, find_files
-from rlhf_pipeline.data.files.stream import FileFault, NumberedRows, Stream, open_stream
+from rlhf_pipeline.data.files.stream import FileFault, Numbered, Stream, open_stream
 from rlhf_pipeline.data.files.text_rows import csv_rows, json_lines, json_rows, text_rows
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BATCH_ROWS = 1_000
 
-_READERS: dict[Format, Callable[[Stream], NumberedRows]] = {
+_READERS: dict[Format, Callable[[Stream], Numbered]] = {
     "jsonl": json_lines,
     "json": json_rows,
     "csv": csv_rows,
@@ -59,13 +59,13 @@ def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[s
             yield from _with_places(file.name, file.display_name, _file_rows(file, columns))
 
 
-def _file_rows(file: File, columns: Sequence[str]) -> NumberedRows:
+def _file_rows(file: File, columns: Sequence[str]) -> Numbered:
     with open_stream(file) as stream:
         is_parquet = file.format == "parquet"
         yield from parquet_rows(stream, columns) if is_parquet else _READERS[file.format](stream)
 
 
-def _with_places(name: str, shown: str, rows: NumberedRows) -> Iterator[tuple[str, Row | Unused]]:
+def _with_places(name: str, shown: str, rows: Numbered) -> Iterator[tuple[str, Row | Unused]]:
     line = 0
     try:
         for line, row in rows:
@@ -84,7 +84,7 @@ def _with_places(name: str, shown: str, rows: NumberedRows) -> Iterator[tuple[st
         )
 
 
-def parquet_rows(stream: Stream, columns: Sequence[str]) -> NumberedRows:
+def parquet_rows(stream: Stream, columns: Sequence[str]) -> Numbered:
     """Yield the rows of a Parquet file, numbered from 1."""
     file = pq.ParquetFile(stream)
     yield from _number_rows(
@@ -92,7 +92,7 @@ def parquet_rows(stream: Stream, columns: Sequence[str]) -> NumberedRows:
     )
 
 
-def saved_rows(folder: str, columns: Sequence[str], split: str) -> NumberedRows:
+def saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
     """Yield the rows, numbered from 1, of a saved Dataset or of one split of a DatasetDict."""
     import datasets  # imported late: the import takes a second
 
@@ -109,7 +109,7 @@ def saved_rows(folder: str, columns: Sequence[str], split: str) -> NumberedRows:
     yield from data_set_rows(saved, _requested_columns(columns, saved.column_names))
 
 
-def data_set_rows(data_set: datasets.Dataset, columns: list[str]) -> NumberedRows:
+def data_set_rows(data_set: datasets.Dataset, columns: list[str]) -> Numbered:
     """Yield these columns of every row of a data set, numbered from 1."""
     chosen = data_set.select_columns(columns).with_format("arrow")
     yield from _number_rows(chosen.iter(_BATCH_ROWS))
@@ -127,7 +127,7 @@ def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:
     return [name for name in names if not requested or name in requested]
 
 
-def _number_rows(batches: Iterable[pa.RecordBatch | pa.Table]) -> NumberedRows:
+def _number_rows(batches: Iterable[pa.RecordBatch | pa.Table]) -> Numbered:
     return enumerate(chain.from_iterable(map(_rows_of_batch, batches)), start=1)
 
 

@@ -11,7 +11,7 @@ from rlhf_pipeline.data.sources.adapter import Row
 
 Stream = io.BufferedReader | gzip.GzipFile
 """What the readers of the formats read from."""
-NumberedRows = Iterator[tuple[int, Row | Unused]]
+Numbered = Iterator[tuple[int, Row | Unused]]
 """What they yield: rows by their number or line, from 1."""
 
 _BLOCK = 2**20

@@ -6,14 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_pipeline.data.files.stream import (
-    NOT_UTF8,
-    FileFault,
-    NumberedRows,
-    Stream,
-    decode,
-    is_utf8,
-)
+from rlhf_pipeline.data.files.stream import NOT_UTF8, FileFault, Numbered, Stream, decode, is_utf8
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
@@ -25,7 +18,7 @@ _NEVER_CLOSED = ("unexpected end of data", "field larger than field limit")
 """Messages of the csv module for a field that reaches the end of the file or `MAX_CHARACTERS`."""
 
 
-def text_rows(stream: Stream) -> NumberedRows:
+def text_rows(stream: Stream) -> Numbered:
     """Yield the file as one document in column `text`, with the line where the document begins.
 
     A long file is split at line ends into documents of about a million characters.
@@ -39,7 +32,7 @@ def text_rows(stream: Stream) -> NumberedRows:
         line += piece.count("\n")
 
 
-def csv_rows(stream: Stream) -> NumberedRows:
+def csv_rows(stream: Stream) -> Numbered:
     """Yield the rows below the header with the line where each begins.
 
     The format is RFC 4180: a quoted field may contain commas, doubled quotes and line breaks.
@@ -87,13 +80,13 @@ def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]
                 yield begin, fields
 
 
-def json_rows(stream: Stream) -> NumberedRows:
+def json_rows(stream: Stream) -> Numbered:
     """Yield the rows of a .json file: an array if it starts with "[", else JSON Lines."""
     head = stream.peek(1).removeprefix(_BOM).lstrip()
     return _array(stream) if head.startswith(b"[") else json_lines(stream)
 
 
-def _array(stream: Stream) -> NumberedRows:
+def _array(stream: Stream) -> Numbered:
     """Yield number and object of every element of the array, which must fit into memory."""
     try:
         elements = json.load(stream)
@@ -106,7 +99,7 @@ def _array(stream: Stream) -> NumberedRows:
     yield from enumerate(map(_object_or_unused, elements), start=1)
 
 
-def json_lines(stream: Stream) -> NumberedRows:
+def json_lines(stream: Stream) -> Numbered:
     """Yield line number and object of every line that is not blank."""
     # Only "\n" ends a line of JSON Lines.
     for number, line in enumerate(decode(stream, newline="\n"), start=1):

@@ -8,15 +8,7 @@ from rlhf_pipeline.data.files.location import Origin, find_files, origin
 from rlhf_pipeline.data.files.rows import data_set_rows, read_rows
 from rlhf_pipeline.data.files.stream import is_utf8
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
-from rlhf_pipeline.data.sources.adapter import (
-    CONVERTED,
-    Records,
-    Row,
-    Rows,
-    Source,
-    columns_of,
-    outcome,
-)
+from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.hub import commit_of, is_commit
@@ -93,7 +85,8 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
 
 
 def _assemble_rows(
-    rows: Iterable[tuple[str, Row | Unused]], assemble: Callable[[Rows], Records]
+    rows: Iterable[tuple[str, Row | Unused]],
+    assemble: Callable[[Iterable[tuple[str, Row]]], Records],
 ) -> Records:
     """Pass valid rows to `assemble`; yield broken rows unchanged."""
     broken: list[tuple[str, Unused]] = []
