@@ -109,9 +109,9 @@ def _short_form(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str | None:
-    given = (
-        value if isinstance(value, dict) else vars(value) if isinstance(value, RewardSource) else {}
-    )
+    given = vars(value) if isinstance(value, RewardSource) else value
+    if not isinstance(given, dict):
+        return None
     return next((key for key in ("model", "callable", "path") if key in given), None)
 
 

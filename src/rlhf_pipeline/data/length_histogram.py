@@ -1,7 +1,5 @@
 """Percentiles of lengths in tokens, and their histogram with the limit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING
@@ -29,7 +27,7 @@ def summary(counts: Mapping[int, int]) -> dict[str, int]:
     return {"total": total, "max": longest, "p50": p50, "p90": p90, "p99": p99}
 
 
-def draw(axes: Axes, name: str, counts: Mapping[int, int], limit: int) -> None:
+def draw(axes: "Axes", name: str, counts: Mapping[int, int], limit: int) -> None:
     """Draw the distribution of lengths, and how many exceed the limit.
 
     `name` is the kind of the texts, in the singular.

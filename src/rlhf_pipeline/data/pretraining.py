@@ -3,8 +3,6 @@
 Source: Ouyang et al. 2022, equation 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +27,7 @@ _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32()))])
 def pack(
     config: SplitConfig,
     labels: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     contract: TokenContract,
     sources: Sequence[Path],
     output: Path,

@@ -1,7 +1,5 @@
 """One example of each phase exactly as the model sees it, and the tokens that it learns."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,7 @@ Segment = tuple[str, bool]
 """Text, and whether the model learns its tokens."""
 
 
-def first_examples(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Segment]]:
+def first_examples(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Segment]]:
     """The first row of each training file as segments of text, by what it shows.
 
     Special tokens are written out. `folder` contains the files of `phase_files.TABLES`.

@@ -13,8 +13,6 @@ The evaluation is a dict of JSON types:
     largest_losses  the pairs with the largest losses
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,7 +63,9 @@ def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> s
     """
     candidate = evaluation["candidate"]
     title = _title(candidate)
-    lines = [f"# {title} against SFT", "", _setting(evaluation), ""]
+    decoding = ", ".join(f"{name} {value}" for name, value in evaluation["decoding"].items())
+    same = f"Both answered the same {evaluation['prompts']} held-out prompts ({decoding})."
+    lines = [f"# {title} against SFT", "", same, ""]
     lines += _markdown_table(evaluation, BASELINE, candidate)
     lines += ["", "Intervals are 95%.", "", f"![Win rates, scores and KL]({FIGURE})", ""]
     lines += ["## Which answer is better?", ""]
@@ -163,11 +163,6 @@ def _judge(name: str) -> str:
     return "the reward model" if name == REWARD_MODEL else f"the {name} judge"
 
 
-def _setting(evaluation: dict[str, Any]) -> str:
-    decoding = ", ".join(f"{name} {value}" for name, value in evaluation["decoding"].items())
-    return f"Both answered the same {evaluation['prompts']} held-out prompts ({decoding})."
-
-
 def _rows(evaluation: dict[str, Any], first: str, other: str) -> list[tuple[str, str, str, str]]:
     """(label, first, other, difference) of every metric of either policy; unknown metrics last."""
     ours, theirs = evaluation["policies"][first], evaluation["policies"][other]
@@ -238,7 +233,7 @@ def plot_comparison(
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def _draw_wins(axes: Axes, rates: dict[str, dict[str, Any]], candidate: str) -> None:
+def _draw_wins(axes: "Axes", rates: dict[str, dict[str, Any]], candidate: str) -> None:
     """One bar for each judge: wins, ties and losses of the candidate."""
     labels, left = [_label(judge) for judge in rates], [0.0] * len(rates)
     for kind, color in (("wins", _BLUE), ("ties", _GREY), ("losses", _ORANGE)):
@@ -252,7 +247,7 @@ def _draw_wins(axes: Axes, rates: dict[str, dict[str, Any]], candidate: str) -> 
     axes.legend(ncols=3, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1))
 
 
-def _draw_scores(axes: Axes, answers: dict[str, list[Answer]], judge: str) -> None:
+def _draw_scores(axes: "Axes", answers: dict[str, list[Answer]], judge: str) -> None:
     """The distribution of the deciding judge's scores, for both policies."""
     scores = {name: [a.scores[judge] or 0.0 for a in given] for name, given in answers.items()}
     together = [score for given in scores.values() for score in given]
@@ -264,7 +259,7 @@ def _draw_scores(axes: Axes, answers: dict[str, list[Answer]], judge: str) -> No
     axes.legend(frameon=False)
 
 
-def _draw_kl(axes: Axes, answers: list[Answer], judge: str, candidate: str) -> None:
+def _draw_kl(axes: "Axes", answers: list[Answer], judge: str, candidate: str) -> None:
     """Each answer's score against its KL: a cloud that rises and then falls shows exploitation."""
     axes.plot(
         [a.kl for a in answers],

@@ -5,8 +5,6 @@ host, process namespace, process id and start time. The next `kedro run` on the 
 orphaned runs as KILLED, or with the status that their driver saved.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -46,7 +44,7 @@ def save_end(project: Path, run_id: str, status: Status, time_ms: int) -> None:
             file.write("\n" + json.dumps(end))  # a full disk may have cut the line before
 
 
-def close_orphans(client: MlflowClient, project: Path, experiment: str) -> None:
+def close_orphans(client: "MlflowClient", project: Path, experiment: str) -> None:
     """Close the runs of this host whose driver is gone."""
     ends = {(end["run"], end["driver"]): end for end in _saved_ends(project)}
     running = f"tags.`{DRIVER_TAG}` LIKE '{_host()} %' and attributes.status = 'RUNNING'"

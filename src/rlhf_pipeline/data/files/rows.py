@@ -3,8 +3,6 @@
 Parquet files, and folders written by `save_to_disk` of the datasets library, are read here.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -109,7 +107,7 @@ def saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
     yield from data_set_rows(saved, _requested_columns(columns, saved.column_names))
 
 
-def data_set_rows(data_set: datasets.Dataset, columns: list[str]) -> Numbered:
+def data_set_rows(data_set: "datasets.Dataset", columns: list[str]) -> Numbered:
     """Yield these columns of every row of a data set, numbered from 1."""
     chosen = data_set.select_columns(columns).with_format("arrow")
     yield from _number_rows(chosen.iter(_BATCH_ROWS))
