@@ -68,39 +68,29 @@ def _without_end(content: str) -> str:
 
 SOURCES = (
     Source(
-        "Anthropic/hh-rlhf",
-        "comparisons",
+        "Anthropic/hh-rlhf", "comparisons",
         "Anthropic's helpful and harmless dialogues, about 161,000 comparisons",
-        ("chosen", "rejected"),
-        parse_anthropic,
+        ("chosen", "rejected"), parse_anthropic,
     ),
     Source(
-        "Dahoas/rm-static",
-        "comparisons",
+        "Dahoas/rm-static", "comparisons",
         "Anthropic's dialogues for reward models, about 76,000 comparisons; DeepSpeed-Chat's "
         "default",
-        _COLUMNS,
-        _parse_dahoas,
+        _COLUMNS, _parse_dahoas,
     ),
     Source(
-        "Dahoas/full-hh-rlhf",
-        "comparisons",
+        "Dahoas/full-hh-rlhf", "comparisons",
         "Anthropic's helpful and harmless dialogues, about 112,000 comparisons",
-        _COLUMNS,
-        _parse_dahoas,
+        _COLUMNS, _parse_dahoas,
     ),
     Source(
-        "yitingxie/rlhf-reward-datasets",
-        "comparisons",
+        "yitingxie/rlhf-reward-datasets", "comparisons",
         "Anthropic's and other English dialogues, about 76,000 comparisons",
-        _COLUMNS,
-        _parse_yitingxie,
+        _COLUMNS, _parse_yitingxie,
     ),
     Source(
-        "pvduy/sharegpt_alpaca_oa_vicuna_format",
-        "demonstrations",
+        "pvduy/sharegpt_alpaca_oa_vicuna_format", "demonstrations",
         "English dialogues of ShareGPT, Alpaca and Open Assistant",
-        ("prompt", "label"),
-        _parse_vicuna,
+        ("prompt", "label"), _parse_vicuna,
     ),
-)
+)  # fmt: skip
