@@ -23,7 +23,10 @@ def trained(ppo_inputs, world, tmp_path_factory):
 
 
 class FixedGenerator:
-    """Gives every prompt one of two responses, and records the calls."""
+    """Gives every prompt one of two responses, and records the calls.
+
+    It claims a probability of 1 for every token.
+    """
 
     def __init__(self, contract):
         self.contract = contract
@@ -71,7 +74,7 @@ def test_at_the_first_step_the_ratio_is_one_and_the_kl_zero(trained):
 def test_the_first_values_have_the_mean_of_the_first_scores(generator, ppo_inputs, world, tmp_path):
     """Whatever the mean of the reward model's scalars within a response is."""
     generator.responses = ([20], [21])  # of equal length, so a mean over tokens is one over rows
-    config = ppo_config(steps=1, evaluations=1)
+    config = ppo_config(steps=1, evaluations=1, maximum_logprob_gap=None)
     run = run_ppo(config, ppo_inputs, world, tmp_path, generator=generator)
     line = run.lines[0]
     assert line["value/mean"] == pytest.approx(line["objective/shaped_score"], abs=1e-6)
@@ -93,7 +96,9 @@ def test_the_responses_come_from_the_generator(generator, ppo_inputs, world, tmp
     monkeypatch.setattr(
         GenerationMixin, "generate", lambda *_, **__: pytest.fail("transformers generates")
     )
-    run = run_ppo(ppo_config(), ppo_inputs, world, tmp_path, generator=generator)
+    run = run_ppo(
+        ppo_config(maximum_logprob_gap=None), ppo_inputs, world, tmp_path, generator=generator
+    )
     assert [line["rollout/response_tokens"] for line in run.lines] == [2.5, 2.5]
     assert [line["validation/response_tokens"] for line in run.lines] == [2.5, 2.5]
     for name in ("actor", "critic"):
@@ -105,18 +110,27 @@ def test_the_generator_gets_the_seed_step_and_slot_of_each_row(
     generator, ppo_inputs, world, tmp_path
 ):
     """Training and evaluation take turns; every evaluation has the same seeds."""
-    run_ppo(ppo_config(), ppo_inputs, world, tmp_path, generator=generator)
+    run_ppo(ppo_config(maximum_logprob_gap=None), ppo_inputs, world, tmp_path, generator=generator)
     first, held_out, second, held_out_again = (seeds for _, seeds in generator.calls)
     assert first == [(1, 1, slot) for slot in range(8)]
     assert second == [(1, 2, slot) for slot in range(8)]
     assert held_out == held_out_again == [(1, ppo.HELD_OUT_STEP, slot) for slot in range(8)]
 
 
+def test_responses_of_another_policy_end_training(generator, ppo_inputs, world, tmp_path):
+    fault = (
+        r"rollout/logprob_gap: found \d+\.\d+ nats per token at step 1, expected at most ppo.max"
+    )
+    with pytest.raises(StageError, match=fault):
+        run_ppo(ppo_config(), ppo_inputs, world, tmp_path, generator=generator)
+
+
 def test_rows_of_one_group_have_the_same_prompt(generator, ppo_inputs, world, tmp_path):
     """Eight responses, two per prompt: rows 0 and 4, 1 and 5, ... share a prompt."""
     config = ppo_config(
-        advantage="rloo", critic=None, responses_per_prompt=2, steps=1, evaluations=1
-    )
+        advantage="rloo", critic=None, responses_per_prompt=2, steps=1, evaluations=1,
+        maximum_logprob_gap=None,
+    )  # fmt: skip
     run_ppo(config, ppo_inputs, world, tmp_path, generator=generator)
     prompts, _ = generator.calls[0]
     assert prompts[:4] == prompts[4:]

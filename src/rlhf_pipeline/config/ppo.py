@@ -62,6 +62,11 @@ class PPOConfig(SavingConfig):
     pass that trains, so that the first ratio is exactly 1; a step with a single optimizer step and
     a single micro batch needs no additional pass for it. rollout: those of the sampler, never an
     additional pass; they differ by rounding, see the metric `rollout/logprob_gap`."""
+
+    maximum_logprob_gap: PositiveFloat | None = 0.5
+    """Mean distance in nats, per token, between the log-probabilities of the sampler and those of
+    the forward pass that trains, from which training fails: the responses come from another policy
+    then. Rounding makes less than 1e-5 in fp32."""
     advantage: Literal["gae", "rloo", "grpo", "reinforce"] = "gae"
     """Advantage estimator. gae estimates each token's advantage with a critic (Schulman et al.
     2016). The others have no critic and one advantage per response: rloo subtracts the mean return

@@ -33,7 +33,7 @@ from rlhf_pipeline.training.experience import Experience, make_experience, value
 from rlhf_pipeline.training.ppo_metrics import gold_metrics, held_out_name, rollout_metrics
 from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, policies, set_up
 from rlhf_pipeline.training.ppo_update import update_models
-from rlhf_pipeline.training.rollout_faults import rollout_fault
+from rlhf_pipeline.training.rollout_faults import rollout_fault, sampler_fault
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 
 Columns = dict[str, list[Any]]
@@ -74,7 +74,8 @@ def train(setup: Setup) -> None:
             scored = centre_critic(setup, scored)
         check(setup, scored, log)
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
-        log.add(update(setup, experience, step) | {"objective/kl_coef": kl_coef})
+        metrics = update(setup, experience, step) | {"objective/kl_coef": kl_coef}
+        log.add(metrics, sampler_fault(metrics, config, step))
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
             evaluate(setup, log)

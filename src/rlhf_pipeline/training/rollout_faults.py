@@ -32,6 +32,19 @@ def rollout_fault(
     return f"every response is empty {where}: {cause}"
 
 
+def sampler_fault(metrics: dict[str, float], config: PPOConfig, step: int) -> str | None:
+    """Why the responses of a step are not the actor's, or None. `metrics` are of the update."""
+    gap, bound = metrics.get("rollout/logprob_gap"), config.maximum_logprob_gap
+    if gap is None or bound is None or not gap > bound:
+        return None
+    return (
+        f"rollout/logprob_gap: found {gap:.4g} nats per token at step {step}, expected at most "
+        f"ppo.maximum_logprob_gap ({bound:g}). The responses do not come from the actor. Fix: set "
+        f"ppo.generator to transformers, or ppo.actor.deepspeed.precision "
+        f"({config.actor.deepspeed.precision}) to fp32"
+    )
+
+
 def ppo_advice(metric: str, config: PPOConfig) -> str:
     """The fix for a metric of PPO that is not finite."""
     if metric.endswith("/score"):  # the reward model does not train: it was damaged from the start
