@@ -1,5 +1,6 @@
 """The entry point of every launched program: read the job, do the work, write the manifest."""
 
+import atexit
 import faulthandler
 import json
 import os
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.runtime import heartbeat
@@ -25,7 +27,7 @@ REASON_CHARACTERS = 2**14
 
 
 def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
-    """Run `main` on the job named on the command line; rank 0 then writes the manifest.
+    """Run `main` on the job named on the command line; rank 0 then writes the manifest. Then exit.
 
     A failing rank writes its reason into the work directory before it exits with code 1: the
     message of a `PipelineError`, or the traceback of any other exception.
@@ -48,6 +50,15 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
             report.parent.mkdir(exist_ok=True)
             write_atomically(report, reason[-REASON_CHARACTERS:])
         raise
+    _exit()
+
+
+def _exit() -> NoReturn:
+    """End the process. The interpreter's own end takes a second with torch in it."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
