@@ -38,10 +38,9 @@ def wait(setup: Setup) -> float:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    model = {
-        "optimizer": {"learning_rate": 3e-6},
-        "deepspeed": {"precision": given["precision"], "zero_stage": given.get("zero_stage", 0)},
-    }
+    # bf16 requires ZeRO: its optimizer keeps the float32 weights.
+    engine = {"precision": given["precision"], "zero_stage": int(given["precision"] == "bf16")}
+    model = {"optimizer": {"learning_rate": 3e-6}, "deepspeed": engine}
     config = PPOConfig.model_validate(
         {
             "steps": STEPS, "rollout_batch_size": given["batch"], "minibatch_size": given["batch"],

@@ -116,13 +116,13 @@ def test_ranks_that_form_no_groups_are_refused(engine, make_model, world):
 
 
 def test_auto_takes_the_copy_if_ranks_share_it():
-    def uses_hybrid(**changes):
-        return ppo_config(**changes).uses_hybrid
+    def chosen(**changes):
+        return ppo_config(**changes).model_dump()["generator"]
 
-    assert not uses_hybrid()
-    assert uses_hybrid(hybrid={"inference_tp_size": 2})
-    assert uses_hybrid(generator="hybrid")
-    assert not uses_hybrid(generator="transformers", hybrid={"inference_tp_size": 2})
+    assert chosen() == "transformers"
+    assert chosen(hybrid={"inference_tp_size": 2}) == "hybrid"
+    assert chosen(generator="hybrid") == "hybrid"
+    assert chosen(generator="transformers", hybrid={"inference_tp_size": 2}) == "transformers"
 
 
 def test_a_family_without_a_plan_is_refused(make_model):

@@ -109,10 +109,11 @@ class PPOConfig(SavingConfig):
     """The policy in training. It starts from the SFT model."""
     critic: TrainedModelConfig | None = None
     """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
-    generator: Literal["auto", "transformers", "hybrid"] = "auto"
-    """What samples responses. transformers: the actor itself, each rank for its own prompts.
+    generator: Literal["auto", "transformers", "paged", "hybrid"] = "auto"
+    """What samples responses. transformers: the actor itself, each rank for its own prompts. paged:
+    the same by continuous batching, where the next prompt takes the place of a finished response.
     hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. auto: hybrid if
-    that is above 1."""
+    that is above 1, else transformers; manifest and MLflow have the choice as this parameter."""
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation."""
     gather_for_generation: bool = True
@@ -138,13 +139,6 @@ class PPOConfig(SavingConfig):
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
     @property
-    def uses_hybrid(self) -> bool:
-        """Whether responses come from a sharded copy of the actor."""
-        if self.generator == "auto":
-            return self.hybrid.inference_tp_size > 1
-        return self.generator == "hybrid"
-
-    @property
     def reward_model_companion(self) -> TrainedModelConfig:
         """The model in training whose ZeRO stage and precision the reward model follows."""
         return self.critic or self.actor
@@ -163,6 +157,13 @@ class PPOConfig(SavingConfig):
     def updates_per_epoch(self) -> int:
         """Optimizer steps per pass over a step's responses."""
         return self.responses_per_step // self.minibatch_size
+
+    @model_validator(mode="after")
+    def _choose_generator(self) -> Self:
+        if self.generator == "auto":
+            chosen = "hybrid" if self.hybrid.inference_tp_size > 1 else "transformers"
+            object.__setattr__(self, "generator", chosen)
+        return self
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -203,6 +204,15 @@ class PPOConfig(SavingConfig):
                     f"{name}: found {value}, expected the default {default}: only advantage "
                     f"{advantage} reads it. Fix: remove {name}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_weights_for_pages(self) -> Self:
+        if self.generator == "paged" and not self.gather_for_generation:
+            raise ValueError(
+                "gather_for_generation: found false, expected true for generator paged, whose "
+                "batches differ between ranks"
+            )
         return self
 
     @model_validator(mode="after")

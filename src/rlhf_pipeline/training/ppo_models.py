@@ -98,8 +98,13 @@ def load_generator(
     actor: DeepSpeedEngine, contract: TokenContract, config: PPOConfig, world: World
 ) -> Generator:
     """What samples from the actor."""
-    if config.uses_hybrid:
-        return HybridGenerator(actor, contract, config.hybrid, world)
+    match config.generator:
+        case "hybrid":
+            return HybridGenerator(actor, contract, config.hybrid, world)
+        case "paged":
+            from rlhf_pipeline.rollout.paged_generator import PagedGenerator
+
+            return PagedGenerator(actor, contract)
     return TransformersGenerator(actor, contract, gather=config.gather_for_generation)
 
 

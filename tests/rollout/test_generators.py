@@ -1,0 +1,161 @@
+"""What every generator promises: the policy's own distribution, for each prompt and seed alone."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES
+
+from rlhf_pipeline.config.generation import HybridConfig
+from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.optimizer_step import optimizer_step
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.models.forward import response_logprobs
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.rollout import paged_generator
+from rlhf_pipeline.rollout.generation import row_seeds
+from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
+from rlhf_pipeline.rollout.paged_generator import PagedGenerator
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
+
+# The first and the fourth one begin with the same page.
+PROMPTS = [[5, 6, 7, 8, 9, 10], [8], [9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 11, 12], [14, 15]]
+SAMPLING = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=3)
+GREEDY = SAMPLING.model_copy(update={"temperature": 1e-4})
+SEEDS = row_seeds(1, 1, np.arange(len(PROMPTS)))
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    """So small that prompts have several pages, and responses begin new ones."""
+    monkeypatch.setattr(paged_generator, "PAGE", 4)
+
+
+@pytest.fixture(scope="module")
+def folder(make_model):
+    return make_model("llama", seed=3, vocabulary=320)
+
+
+@pytest.fixture(scope="module")
+def contract(folder):
+    return TokenContract.read(folder)
+
+
+@pytest.fixture
+def engine(folder, world):
+    config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}})
+    return train_engine(partial(load_policy, folder), config, 2)
+
+
+@pytest.fixture(params=["transformers", "paged", "hybrid"])
+def make(request, engine, world):
+    """Makes a generator for the engine."""
+    return {
+        "transformers": partial(TransformersGenerator, engine),
+        "paged": partial(PagedGenerator, engine),
+        "hybrid": lambda contract: HybridGenerator(engine, contract, HybridConfig(), world),
+    }[request.param]
+
+
+def responses(rollout):
+    rows = zip(rollout.sequences.response_ids, rollout.sequences.response_mask, strict=True)
+    return [ids[mask].tolist() for ids, mask in rows]
+
+
+def most_likely(engine, prompt, contract):
+    """The greedy response, by whole forward passes."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + 12:
+        with torch.no_grad():
+            logits = engine.module(torch.tensor([ids])).logits[0, -1, : contract.vocab_size]
+        ids.append(int(logits.argmax()))
+        if ids[-1] in contract.eos_ids:
+            break
+    return ids[len(prompt) :]
+
+
+def test_greedy_responses_are_the_most_likely_ones_before_and_after_a_step(
+    make, engine, contract, world
+):
+    """No key or value of the weights before the step is used after it."""
+    generator, found = make(contract), []
+    for _ in range(2):
+        rollout = generator.generate(PROMPTS, GREEDY, SEEDS)
+        assert responses(rollout) == [most_likely(engine, prompt, contract) for prompt in PROMPTS]
+        found.append(responses(rollout))
+
+        def loss(batch=rollout.sequences):
+            logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
+            return logprobs.where(batch.response_mask, 0.0).mean(), {}
+
+        optimizer_step(engine, world, [loss])
+    assert found[0] != found[1]
+
+
+def test_a_response_ends_after_the_first_of_several_eos_tokens(make, contract):
+    ends = replace(contract, eos_ids=tuple(range(1, 40)))  # about one token of seven
+    rows = responses(make(ends).generate(PROMPTS * 4, SAMPLING, row_seeds(5, 1, np.arange(20))))
+    assert {len(row) for row in rows} > {1, 2, 12}
+    for row in rows:
+        assert not set(row[:-1]) & set(ends.eos_ids)
+        assert len(row) == 12 or row[-1] in ends.eos_ids
+
+
+def test_a_response_depends_on_its_prompt_and_its_seed_only(make, contract):
+    generator = make(contract)
+    whole = responses(generator.generate(PROMPTS, SAMPLING, SEEDS))
+    assert responses(generator.generate(PROMPTS[1::2], SAMPLING, SEEDS[1::2])) == whole[1::2]
+    assert responses(generator.generate(PROMPTS[::-1], SAMPLING, SEEDS[::-1])) == whole[::-1]
+    others = row_seeds(1, 2, np.arange(len(PROMPTS)))
+    assert responses(generator.generate(PROMPTS, SAMPLING, others)) != whole
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS * 3, [*PROMPTS * 2, *PROMPTS[:2]]])
+def test_several_responses_to_a_prompt_are_those_of_their_seeds(make, contract, prompts):
+    generator, seeds = make(contract), row_seeds(1, 1, np.arange(len(prompts)))
+    together = responses(generator.generate(prompts, SAMPLING, seeds))
+    alone = []
+    for start in range(0, len(prompts), len(PROMPTS)):
+        own = slice(start, start + len(PROMPTS))
+        alone += responses(generator.generate(prompts[own], SAMPLING, seeds[own]))
+    assert together == alone
+    assert together[0] != together[len(PROMPTS)]
+
+
+def test_the_log_probabilities_are_those_of_the_policy(make, engine, contract):
+    sampling = SAMPLING.model_copy(update={"temperature": 0.7})
+    rollout = make(contract).generate(PROMPTS, sampling, SEEDS)
+    with torch.no_grad():
+        expected = response_logprobs(
+            engine, rollout.sequences, vocab_size=contract.vocab_size, temperature=0.7
+        )
+    mask = rollout.sequences.response_mask
+    torch.testing.assert_close(rollout.logprobs[mask], expected[mask])
+
+
+@pytest.mark.parametrize("family", sorted(set(ARCHITECTURES) - {"bloom"}))
+def test_paged_responses_are_those_of_the_plain_generator(make_model, family):
+    folder = make_model(family, seed=3)
+    policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
+    attention = policy.config._attn_implementation
+    paged = PagedGenerator(policy, contract).generate(PROMPTS, SAMPLING, SEEDS)
+    plain = TransformersGenerator(policy, contract).generate(PROMPTS, SAMPLING, SEEDS)
+    assert responses(paged) == responses(plain)
+    assert policy.config._attn_implementation == attention
+
+
+def test_a_family_that_continuous_batching_computes_wrongly_is_refused(make_model):
+    """Its positions are a bias of the attention, which continuous batching leaves out."""
+    folder = make_model("bloom", seed=3)
+    policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
+    with pytest.raises(
+        ConfigError,
+        match=r"ppo\.generator: found paged, expected another generator for the family bloom.*"
+        r"Fix: set it to transformers",
+    ):
+        PagedGenerator(policy, contract)
