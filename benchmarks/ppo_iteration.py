@@ -7,7 +7,7 @@ Both train OPT models of the same shape on the same HH-RLHF prompts (the file in
 the hub), with 64 new tokens, one epoch and one optimizer step. An iteration generates, scores by
 reference, critic and reward model, and updates actor and critic. The two take turns, one iteration
 each, so a slow minute of the machine counts for both. TRL runs with one process, this project with
-one rank for each core (`--ranks`); both use all cores.
+`--ranks` ranks; both use all cores.
 
 TRL is installed into benchmarks/results/ppo_iteration/trl without its dependencies, which this
 project's environment contains already. Results: a table, benchmarks/results/ppo_iteration/*.json.
@@ -35,27 +35,29 @@ from rich.table import Table
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results" / "ppo_iteration"
+OURS = Path(__file__).with_name("ppo_iteration_ours.py")
+TRLS = Path(__file__).with_name("ppo_iteration_trl.py")
 TRL = "trl==1.9.2"
-SIZES: dict[str, dict[str, int]] = {
-    "small": {
-        "hidden_size": 256,
-        "ffn_dim": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    },
-    "base": {
-        "hidden_size": 768,
-        "ffn_dim": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },
-}
-"""Shapes of OPT: 5.5 million parameters, and those of OPT-125M with a smaller vocabulary."""
-BATCH = {"small": 16, "base": 8}
-"""Responses of an iteration."""
-VOCABULARY, PROMPT_TOKENS, RESPONSE_TOKENS = 8192, 256, 64
 WARM_UP = 2
 """Iterations before the measured ones; memory is read during these."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One iteration: the shape of the OPT models, and what they read and write."""
+
+    layers: int
+    hidden: int
+    batch: int
+    """Responses."""
+    vocabulary: int = 8192
+    prompt_tokens: int = 256
+    """Longer prompts are not used."""
+    response_tokens: int = 64
+
+
+SIZES = {"small": Work(4, 256, batch=16), "base": Work(12, 768, batch=8)}
+"""5.5 million parameters, and the shape of OPT-125M with a smaller vocabulary."""
 
 
 @dataclass
@@ -107,10 +109,11 @@ def main() -> None:
     trl = install_trl()
     rows = []
     for size in options.sizes.split(","):
-        inputs = prepare(size)
+        inputs = prepare(SIZES[size], RESULTS / size)
         for precision in options.precisions.split(","):
             rows.append(measure(size, precision, inputs, trl, options.rounds, options.ranks))
-            (RESULTS / f"{size}-{precision}.json").write_text(json.dumps(rows[-1], indent=2))
+            name = f"{size}-{precision}-{options.ranks}.json"
+            (RESULTS / name).write_text(json.dumps(rows[-1], indent=2))
     show(rows)
 
 
@@ -123,19 +126,19 @@ def install_trl() -> Path:
     return folder
 
 
-def prepare(size: str) -> dict[str, Path]:
+def prepare(work: Work, root: Path) -> dict[str, Path]:
     """The untrained policy, a reward model with the same weights, and the prompts."""
-    root = RESULTS / size
     model = {
-        "model_type": "opt",
-        "max_position_embeddings": 512,
-        "word_embed_proj_dim": SIZES[size]["hidden_size"],
-    }
-    fields = {**model, **SIZES[size], "intermediate_size": None, "initializer_range": None}
+        "model_type": "opt", "max_position_embeddings": 512, "initializer_range": None,
+        "hidden_size": work.hidden, "word_embed_proj_dim": work.hidden,
+        "ffn_dim": 4 * work.hidden, "intermediate_size": None,
+        "num_hidden_layers": work.layers, "num_attention_heads": work.hidden // 64,
+    }  # fmt: skip
     parameters = {
-        "root": str(root), "base_model.vocab_size": VOCABULARY,
-        **{f"base_model.architecture.{name}": value for name, value in fields.items()},
-        "split.max_prompt_tokens": PROMPT_TOKENS, "split.max_response_tokens": RESPONSE_TOKENS,
+        "root": str(root), "base_model.vocab_size": work.vocabulary,
+        **{f"base_model.architecture.{name}": value for name, value in model.items()},
+        "split.max_prompt_tokens": work.prompt_tokens,
+        "split.max_response_tokens": work.response_tokens,
         "split.over_long_responses": "truncate",
     }  # fmt: skip
     given = ",".join(f"{name}={'null' if v is None else v}" for name, v in parameters.items())
@@ -169,16 +172,11 @@ def measure(
     size: str, precision: str, inputs: dict[str, Path], trl: Path, rounds: int, ranks: int
 ) -> dict[str, Any]:
     """Let both take turns; return medians."""
-    job = {
-        "inputs": {name: str(path) for name, path in inputs.items()}, "precision": precision,
-        "batch": BATCH[size], "response_tokens": RESPONSE_TOKENS,
-        "folder": str(RESULTS / f"{size}-{precision}"),
-    }  # fmt: skip
-    here = Path(__file__).parent
+    job = job_of(SIZES[size], precision, inputs, RESULTS / f"{size}-{precision}")
     with ExitStack() as stack:
         contestants = {
-            "ours": stack.enter_context(started(here / "ppo_iteration_ours.py", job, ranks)),
-            "trl": stack.enter_context(started(here / "ppo_iteration_trl.py", job, 1, trl)),
+            "ours": stack.enter_context(started(OURS, job, ranks)),
+            "trl": stack.enter_context(started(TRLS, job, 1, trl)),
         }
         for _ in range(WARM_UP):
             for contestant in contestants.values():
@@ -186,12 +184,15 @@ def measure(
         for _ in range(rounds):
             for contestant in contestants.values():
                 contestant.iterate()
+        steps = (Path(job["folder"]) / "metrics.jsonl").read_text().splitlines()[-rounds:]
+    rollouts = [json.loads(step)["metrics"]["time/rollout_s"] for step in steps]
     ratios = [
         theirs / ours
         for ours, theirs in zip(*(c.seconds for c in contestants.values()), strict=True)
     ]
     return {
         "size": size, "precision": precision, "ranks": ranks, "ratios": ratios,
+        "rollout": statistics.median(rollouts),
         **{
             name: {
                 "seconds": c.seconds, "memory": c.memory,
@@ -199,6 +200,14 @@ def measure(
             }
             for name, c in contestants.items()
         },
+    }  # fmt: skip
+
+
+def job_of(work: Work, precision: str, inputs: dict[str, Path], folder: Path) -> dict[str, Any]:
+    """What the programs get."""
+    return {
+        "inputs": {name: str(path) for name, path in inputs.items()}, "precision": precision,
+        "batch": work.batch, "response_tokens": work.response_tokens, "folder": str(folder),
     }  # fmt: skip
 
 
@@ -240,7 +249,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     for column in (
         "size",
         "precision",
+        "ranks",
         "ours, s",
+        "of it rollout",
         "TRL, s",
         "ratio",
         "range",
@@ -251,7 +262,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         ours, trl, ratios = row["ours"], row["trl"], row["ratios"]
         table.add_row(
-            row["size"], row["precision"], f"{ours['median']:.2f}", f"{trl['median']:.2f}",
+            row["size"], row["precision"], str(row["ranks"]), f"{ours['median']:.2f}",
+            f"{row['rollout']:.2f}", f"{trl['median']:.2f}",
             f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}",
             f"{ours['memory'] / 1e9:.2f}", f"{trl['memory'] / 1e9:.2f}",
         )  # fmt: skip

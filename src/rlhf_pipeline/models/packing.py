@@ -46,11 +46,15 @@ def packed_attention(
 
     query is (1, heads, N, width); key and value have the heads of the key-value groups.
     """
+    dtype = query.dtype
+    if query.device.type == "cpu":  # there, torch's kernels are slower in bf16 than in float32
+        query, key, value = query.float(), key.float(), value.float()
     if (rows := packed_rows) is None:
-        return sdpa_attention_forward(
+        output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask,
             scaling=scaling, sliding_window=sliding_window, **kwargs,
         )  # fmt: skip
+        return output.to(dtype), None
     if rows.seen is not None:
         key, value = key[:, :, rows.seen], value[:, :, rows.seen]
     if query.is_cuda and query.dtype != torch.float32:
@@ -61,7 +65,7 @@ def packed_attention(
         _attention(q, k, v, scaling, sliding_window)
         for q, k, v in zip(queries, keys, values, strict=True)
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(parts, dim=2).transpose(1, 2).to(dtype).contiguous(), None
 
 
 def _in_one_kernel(

@@ -147,7 +147,7 @@ class _LogProbs(torch.autograd.Function):
             if weight is None:
                 grad_inputs[part][..., : settings.vocab_size] = total
                 continue
-            grad_inputs[part] = _matmul(total.to(inputs.dtype), weight[: settings.vocab_size])
+            grad_inputs[part] = total.to(inputs.dtype) @ weight[: settings.vocab_size]
             flat = total.flatten(0, 1)
             if sums[0] is not None:
                 own = _matmul(flat.T.to(inputs.dtype), inputs[part].flatten(0, 1))

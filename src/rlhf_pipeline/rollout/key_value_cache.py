@@ -56,6 +56,8 @@ class RoomyCache(Cache):
 def unpacked(packed: DynamicCache, mask: Tensor, rows: Tensor, room: int) -> RoomyCache:
     """The cache of packed prompts as that of left-padded ones.
 
+    It is in float32 on a CPU: `packed_attention` would otherwise convert all of it for each token.
+
     Args:
         packed: keys and values of N tokens, (1, heads, N, width) each.
         mask: (U, P) bool, True for the N tokens, row by row.
@@ -66,6 +68,6 @@ def unpacked(packed: DynamicCache, mask: Tensor, rows: Tensor, room: int) -> Roo
     place = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)[rows]  # padding: any token
     for number, layer in enumerate(packed.layers):
         states = (x[0][:, place].transpose(0, 1) for x in (layer.keys, layer.values))
-        cache.update(*states, number)
+        cache.update(*(x.float() if x.device.type == "cpu" else x for x in states), number)
         layer.keys = layer.values = None  # frees each layer in its turn
     return cache

@@ -17,6 +17,7 @@ from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.sequences import Sequences, collate, pad
 from rlhf_pipeline.rollout.generation import Rollout, Seed, uniform_draws
 from rlhf_pipeline.rollout.key_value_cache import RoomyCache, unpacked
+from rlhf_pipeline.rollout.repacked_weights import repacked
 from rlhf_pipeline.runtime import heartbeat
 
 FINISHED = 0.25
@@ -49,8 +50,12 @@ class TransformersGenerator:
         responses: list[list[int]] = [[] for _ in prompts]
         logprobs = torch.zeros(draws.shape, dtype=torch.float64)
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        with for_generation(self.policy, gather=self.gather) as model:
-            for index in lengths.argsort(stable=True).split(sampling.batch_size_per_gpu):
+        size = sampling.batch_size_per_gpu
+        with (
+            for_generation(self.policy, gather=self.gather) as model,
+            repacked(model, min(size, len(prompts))),
+        ):
+            for index in lengths.argsort(stable=True).split(size):
                 batch = Decoding(
                     model=model,
                     contract=self.contract,
