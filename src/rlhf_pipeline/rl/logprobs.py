@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 2**25
-"""Elements of a chunk: 128 MiB in float32. Three or four tensors of a chunk exist at a time."""
+"""Elements of a chunk: 128 MiB in float32. One tensor of a chunk exists at a time, and parts of
+others; two if the entropy has a gradient."""
+
+ENTROPY_PARTS = 8
 
 
 def logprobs_of(
@@ -115,6 +118,7 @@ class _LogProbs(torch.autograd.Function):
             logprobs[part] = log_p.gather(-1, ids[part].unsqueeze(-1)).squeeze(-1)
             if entropy is not None:
                 entropy[part] = _entropy(log_p)
+            del log_p  # before the next chunk
         return logprobs, entropy
 
     @staticmethod
@@ -136,24 +140,31 @@ class _LogProbs(torch.autograd.Function):
         )
         sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in needed]
         for part in settings.parts(ids):
-            log_p = settings.log_softmax(inputs[part], weight, bias)
-            total = torch.zeros_like(log_p)
-            if grad is not None:
-                scale = grad[part].unsqueeze(-1) / settings.temperature
-                total = (-scale * log_p.exp()).scatter_add_(-1, ids[part].unsqueeze(-1), scale)
+            total = settings.log_softmax(inputs[part], weight, bias)
+            factor = torch.zeros((), device=total.device)
             if grad_entropy is not None:
                 scale = grad_entropy[part].unsqueeze(-1) / settings.temperature
-                total -= scale * log_p.exp() * (log_p + _entropy(log_p).unsqueeze(-1))
+                factor = -scale * (total + _entropy(total).unsqueeze(-1))
+            total.exp_()
+            if grad is not None:
+                scale = grad[part].unsqueeze(-1) / settings.temperature
+                total.mul_(factor - scale).scatter_add_(-1, ids[part].unsqueeze(-1), scale)
+            else:
+                total.mul_(factor)
             if weight is None:
                 grad_inputs[part][..., : settings.vocab_size] = total
+                del total
                 continue
             grad_inputs[part] = total.to(inputs.dtype) @ weight[: settings.vocab_size]
-            flat = total.flatten(0, 1)
             if sums[0] is not None:
-                own = _matmul(flat.T.to(inputs.dtype), inputs[part].flatten(0, 1))
-                sums[0][: settings.vocab_size] += own
+                _add_product(
+                    sums[0][: settings.vocab_size],
+                    total.flatten(0, 1).T.to(inputs.dtype),
+                    inputs[part].flatten(0, 1),
+                )
             if sums[1] is not None:
-                sums[1][: settings.vocab_size] += flat.sum(0)
+                sums[1][: settings.vocab_size] += total.flatten(0, 1).sum(0)
+            del total  # before the next chunk
         grads = [None if x is None else x.to(inputs.dtype) for x in sums]
         return grad_inputs, *grads, None, None
 
@@ -170,14 +181,17 @@ class _Settings:
     with_entropy: bool
 
     def log_softmax(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The log-softmax of a part in float32; padded columns are left out."""
+        """The log-softmax of a part in float32, a new tensor; padded columns are left out."""
         size = self.vocab_size
         if weight is None:
-            logits = inputs[..., :size].float()
+            logits = inputs[..., :size].to(torch.float32, copy=True)
         else:
             logits = _matmul(inputs, weight[:size].T)
-            logits = logits if bias is None else logits + bias[:size].float()
-        return (logits / self.temperature).log_softmax(-1)
+            if bias is not None:
+                logits += bias[:size]
+        if self.temperature != 1:
+            logits /= self.temperature
+        return torch.log_softmax(logits, -1, out=logits)
 
     def parts(self, ids: Tensor) -> Iterator[tuple[slice, slice]]:
         """Rows and positions of chunks: several whole rows, or else a part of one row.
@@ -205,8 +219,19 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to float32 numbers; in float32 without a second tensor of their size."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        total += _matmul(left, right)
+
+
 def _entropy(log_p: Tensor) -> Tensor:
-    return -(log_p.exp() * log_p).sum(-1)
+    """The entropy of each position (B, R), a part of the positions at a time."""
+    rows = log_p.flatten(0, 1)
+    parts = rows.split(max(1, -(-len(rows) // ENTROPY_PARTS)))
+    return -torch.cat([part.exp().mul_(part).sum(-1) for part in parts]).view(log_p.shape[:-1])
 
 
 def _checked_vocab_size(
