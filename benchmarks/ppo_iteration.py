@@ -6,8 +6,8 @@
 Both train OPT models of the same shape on the same HH-RLHF prompts (the file in HH_RLHF_PATH, or
 the hub), with 64 new tokens, one epoch and one optimizer step. An iteration generates, scores by
 reference, critic and reward model, and updates actor and critic. The two take turns, one iteration
-each, so a slow minute of the machine counts for both. TRL runs with one process, this project with
-`--ranks` ranks; both use all cores.
+each with the same prompts, so a slow minute of the machine counts for both. TRL runs with one
+process, this project with `--ranks` ranks; both use all cores.
 
 TRL is installed into benchmarks/results/ppo_iteration/trl without its dependencies, which this
 project's environment contains already. Results: a table, benchmarks/results/ppo_iteration/*.json.

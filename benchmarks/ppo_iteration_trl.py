@@ -6,8 +6,10 @@ import json
 import sys
 import time
 
+import numpy as np
 import torch
 from datasets import Dataset
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -15,6 +17,10 @@ from transformers import (
     TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+from rlhf_pipeline.distributed.batches import step_rows
+
+STEPS = 1000
 
 
 class TakingTurns(TrainerCallback):
@@ -42,7 +48,10 @@ scalar = lambda: AutoModelForSequenceClassification.from_pretrained(  # noqa: E7
 )
 prompts = Dataset.from_file(f"{given['inputs']['prompts']}/train.arrow")
 prompts = prompts.rename_column("prompt_ids", "input_ids").select_columns(["input_ids"])
-batch = given["batch"]
+batch, seed = given["batch"], 1
+# The prompts of this project's PPO, in its order.
+steps = [step_rows(len(prompts), batch, step, seed) for step in range(STEPS)]
+prompts = prompts.select(np.concatenate(steps))
 arguments = PPOConfig(
     output_dir=given["folder"],
     per_device_train_batch_size=batch,
@@ -50,7 +59,7 @@ arguments = PPOConfig(
     num_mini_batches=1,
     num_ppo_epochs=1,
     local_rollout_forward_batch_size=batch,
-    total_episodes=1000 * batch,
+    total_episodes=STEPS * batch,
     response_length=given["response_tokens"],
     stop_token="eos",  # noqa: S106
     temperature=1.0,
@@ -64,7 +73,7 @@ arguments = PPOConfig(
     use_cpu=True,
     disable_tqdm=True,
 )
-PPOTrainer(
+trainer = PPOTrainer(
     args=arguments,
     processing_class=tokenizer,
     model=language(),
@@ -74,4 +83,6 @@ PPOTrainer(
     train_dataset=prompts,
     eval_dataset=prompts.select(range(batch)),
     callbacks=[TakingTurns()],
-).train()
+)
+trainer.dataloader = DataLoader(prompts, batch_size=batch, collate_fn=trainer.data_collator)
+trainer.train()
