@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from deepspeed import DeepSpeedEngine
 
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import fp32_shards, spread_fp32_shards
 
 

@@ -4,16 +4,14 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
-import deepspeed
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_pipeline.config.training import OptimizerConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed
 from rlhf_pipeline.distributed.loading import loaded
 from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.distributed.zero import whole_shape
@@ -21,11 +19,6 @@ from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
-
-# DeepSpeed asks whether an optimizer is its Muon. The import of Muon compiles three functions, and
-# loading the compiler takes each rank two seconds. Nothing calls these functions.
-with patch.object(torch, "compile", lambda function: function):
-    import deepspeed.runtime.zero.muon.muon_optimizer
 
 
 def train_engine(

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine
 from safetensors import safe_open
 from torch import Tensor
 
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import Piece, fp32_shards, pieces, spread_fp32_shards
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime import heartbeat

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-import deepspeed
-from deepspeed import DeepSpeedEngine
 from torch import nn
 
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.distributed.deepspeed_config import inference_settings
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed
 from rlhf_pipeline.distributed.loading import loaded, placement
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forms import form_of

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.read_back import require_same
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models.lora import trained_names, write_adapter

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.runtime import heartbeat
 

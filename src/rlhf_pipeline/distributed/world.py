@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from rlhf_pipeline.distributed.lean_deepspeed import deepspeed, get_accelerator
 from rlhf_pipeline.errors import StageError
 
 T = TypeVar("T")

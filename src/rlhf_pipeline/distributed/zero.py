@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-import deepspeed
 import torch
-from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from rlhf_pipeline.distributed.lean_deepspeed import (
+    DeepSpeedEngine,
+    deepspeed,
+    unwrap_model_for_generation,
+)
 from rlhf_pipeline.runtime import heartbeat
 
 

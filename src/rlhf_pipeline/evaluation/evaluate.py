@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from deepspeed import DeepSpeedEngine
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +24,7 @@ from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, summary
 from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, RewardModelJudge, load_judges

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from deepspeed import DeepSpeedEngine
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.data.gold import gold_score
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores

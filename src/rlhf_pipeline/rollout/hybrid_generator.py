@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from deepspeed import DeepSpeedEngine
-from deepspeed.accelerator import get_accelerator
 
 from rlhf_pipeline.config.generation import HybridConfig
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.generation import Rollout, Seed

@@ -14,7 +14,6 @@ from typing import ClassVar
 from unittest.mock import patch
 
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 from transformers import (
     ContinuousBatchingConfig,
@@ -32,6 +31,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.models.sequences import collate

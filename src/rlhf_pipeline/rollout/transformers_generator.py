@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.sequences import Sequences, collate, pad

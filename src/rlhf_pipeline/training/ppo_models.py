@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed import DeepSpeedEngine
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +14,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.ema import EMA
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.frozen_model import frozen_model
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters

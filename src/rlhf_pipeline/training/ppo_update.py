@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,

@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine
 
 from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat

@@ -1,0 +1,27 @@
+"""DeepSpeed, imported without two things that it imports and that no program uses.
+
+Its autotuner imports MLflow if that is installed, which takes each rank a second and 90 MB. Its
+Muon compiles three functions, and loading the compiler takes two seconds. The package imports
+DeepSpeed from here only.
+"""
+
+import sys
+from unittest.mock import patch
+
+import torch
+
+_without_mlflow = "mlflow" not in sys.modules
+if _without_mlflow:
+    vars(sys)["modules"]["mlflow"] = None  # an import of it fails, which the autotuner allows for
+try:
+    with patch.object(torch, "compile", lambda function: function):
+        import deepspeed
+        import deepspeed.runtime.zero.muon.muon_optimizer
+        from deepspeed import DeepSpeedEngine
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+finally:
+    if _without_mlflow:
+        del sys.modules["mlflow"]
+
+__all__ = ["DeepSpeedEngine", "deepspeed", "get_accelerator", "unwrap_model_for_generation"]
