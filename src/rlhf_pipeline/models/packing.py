@@ -47,14 +47,15 @@ def packed_attention(
     query is (1, heads, N, width); key and value have the heads of the key-value groups.
     """
     dtype = query.dtype
-    if query.device.type == "cpu":  # there, torch's kernels are slower in bf16 than in float32
-        query, key, value = query.float(), key.float(), value.float()
     if (rows := packed_rows) is None:
+        query = query.to(key.dtype)  # a cache can be in float32, see `key_value_cache.unpacked`
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask,
             scaling=scaling, sliding_window=sliding_window, **kwargs,
         )  # fmt: skip
         return output.to(dtype), None
+    if query.device.type == "cpu":  # there, torch's kernels are slower in bf16 than in float32
+        query, key, value = query.float(), key.float(), value.float()
     if rows.seen is not None:
         key, value = key[:, :, rows.seen], value[:, :, rows.seen]
     if query.is_cuda and query.dtype != torch.float32:
