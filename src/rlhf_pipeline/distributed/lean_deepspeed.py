@@ -17,11 +17,12 @@ try:
     with patch.object(torch, "compile", lambda function: function):
         import deepspeed
         import deepspeed.runtime.zero.muon.muon_optimizer
-        from deepspeed import DeepSpeedEngine
-        from deepspeed.accelerator import get_accelerator
-        from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 finally:
     if _without_mlflow:
         del sys.modules["mlflow"]
+
+from deepspeed import DeepSpeedEngine  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation  # noqa: E402
 
 __all__ = ["DeepSpeedEngine", "deepspeed", "get_accelerator", "unwrap_model_for_generation"]

@@ -1,8 +1,8 @@
 """Generation by the continuous batching of transformers, with keys and values in pages.
 
 The next prompt takes the place of a finished response at once, and the responses to one prompt
-share its pages. The batches run in the model itself, so there is no copy of its weights. All pages
-are freed after each rollout. Written for transformers 5.23.
+share its pages. Generation reads the weights of the model itself, not a copy. Each rollout frees
+all its pages. Written for transformers 5.23.
 """
 
 from collections import defaultdict
