@@ -7,10 +7,13 @@ Both train OPT models of the same shape on the same HH-RLHF prompts (the file in
 the hub), with 64 new tokens, one epoch and one optimizer step. An iteration generates, scores by
 reference, critic and reward model, and updates actor and critic. The two take turns, one iteration
 each with the same prompts, so a slow minute of the machine counts for both. TRL runs with one
-process, this project with `--ranks` ranks; both use all cores.
+process, this project with `--ranks` ranks; both use all cores. After the measured iterations, one
+more of this project records its matrix products: their share of the time, and their operations as
+a share of the most that this machine multiplies in that time.
 
 TRL is installed into benchmarks/results/ppo_iteration/trl without its dependencies, which this
-project's environment contains already. Results: a table, benchmarks/results/ppo_iteration/*.json.
+project's environment contains already. Results: a table, and in benchmarks/results/ppo_iteration/ a
+file *.json for each row and ppo_iteration.png with all rows measured so far.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
@@ -71,22 +75,23 @@ class Contestant:
 
     def iterate(self) -> None:
         """Take one iteration and wait for it."""
-        self.seconds.append(self._ask()["seconds"])
+        self.seconds.append(self.ask()["seconds"])
 
     def warm_up(self) -> None:
         """Take an iteration that is not measured, and read the memory meanwhile."""
         with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(self._ask)
+            done = pool.submit(self.ask)
             while not done.done():
                 used = sum(psutil.Process(p.pid).memory_full_info().pss for p in self.processes)
                 self.memory = max(self.memory, used)
                 time.sleep(0.2)
             done.result()
 
-    def _ask(self) -> dict[str, float]:
+    def ask(self, line: str = "go") -> dict[str, float]:
+        """Ask for an iteration and wait for its report."""
         first = self.processes[0]
         assert first.stdin is not None and first.stdout is not None
-        first.stdin.write("go\n")
+        first.stdin.write(f"{line}\n")
         first.stdin.flush()
         for line in first.stdout:
             if line.startswith('{"seconds"'):
@@ -115,6 +120,7 @@ def main() -> None:
             name = f"{size}-{precision}-{options.ranks}.json"
             (RESULTS / name).write_text(json.dumps(rows[-1], indent=2))
     show(rows)
+    plot([json.loads(file.read_text()) for file in sorted(RESULTS.glob("*-*-*.json"))])
 
 
 def install_trl() -> Path:
@@ -184,7 +190,8 @@ def measure(
         for _ in range(rounds):
             for contestant in contestants.values():
                 contestant.iterate()
-        steps = (Path(job["folder"]) / "metrics.jsonl").read_text().splitlines()[-rounds:]
+        products = contestants["ours"].ask("profile")
+        steps = (Path(job["folder"]) / "metrics.jsonl").read_text().splitlines()[-rounds - 1 : -1]
     rollouts = [json.loads(step)["metrics"]["time/rollout_s"] for step in steps]
     ratios = [
         theirs / ours
@@ -193,6 +200,7 @@ def measure(
     return {
         "size": size, "precision": precision, "ranks": ranks, "ratios": ratios,
         "rollout": statistics.median(rollouts),
+        "products": {name: products[name] for name in ("share_of_time", "share_of_peak")},
         **{
             name: {
                 "seconds": c.seconds, "memory": c.memory,
@@ -257,6 +265,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         "range",
         "ours, GB",
         "TRL, GB",
+        "products, of time",
+        "of peak",
     ):
         table.add_column(column, justify="right")
     for row in rows:
@@ -266,8 +276,31 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['rollout']:.2f}", f"{trl['median']:.2f}",
             f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}",
             f"{ours['memory'] / 1e9:.2f}", f"{trl['memory'] / 1e9:.2f}",
+            *(f"{share:.0%}" for share in row["products"].values()),
         )  # fmt: skip
     Console().print(table)
+
+
+def plot(rows: list[dict[str, Any]]) -> None:
+    """Draw seconds and memory: this project's as a share of TRL's."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 1 + 0.4 * len(rows)), sharey=True)
+    names = [f"{row['size']}, {row['precision']}, ranks: {row['ranks']}" for row in rows]
+    shares = [1 / statistics.median(row["ratios"]) for row in rows]
+    rollouts = [
+        share * row["rollout"] / row["ours"]["median"]
+        for share, row in zip(shares, rows, strict=True)
+    ]
+    axes[0].barh(names, shares, label="update")
+    axes[0].barh(names, rollouts, label="rollout with scores")
+    axes[0].legend()
+    axes[1].barh(names, [row["ours"]["memory"] / row["trl"]["memory"] for row in rows])
+    for axis, what in zip(axes, ("seconds", "main memory"), strict=True):
+        axis.axvline(1.0, color="black", linewidth=1)
+        axis.set_title(f"{what} of an iteration, TRL = 1")
+    axes[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(RESULTS / "ppo_iteration.png", dpi=110)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

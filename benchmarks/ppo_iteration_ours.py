@@ -1,11 +1,18 @@
-"""PPO of this project, one iteration for each line `go`; started by `ppo_iteration.py`."""
+"""PPO of this project, one iteration for each line; started by `ppo_iteration.py`.
+
+The line `go` asks for an iteration, `profile` for one whose matrix products are recorded.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+
+import torch
+from matrix_products import peak, recorded
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import common_contract
@@ -17,23 +24,47 @@ from rlhf_pipeline.training.ppo_setup import Setup, set_up
 STEPS = 1000
 
 
+class Turn:
+    """One iteration, from the line that asks for it to its report."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Wait until the first rank is asked."""
+        world, self._stack = setup.world, ExitStack()
+        asked = [sys.stdin.readline().strip() if world.rank == 0 else ""]
+        torch.distributed.broadcast_object_list(asked)
+        self._products = None
+        if asked == ["profile"]:
+            policy = setup.models.actor.module
+            self._peak = peak(next(policy.parameters()).dtype)
+            self._products = self._stack.enter_context(recorded())
+        world.barrier()
+        self._began = time.perf_counter()
+
+    def report(self) -> dict[str, float]:
+        """Seconds, and of matrix products their share of the time and of the peak."""
+        seconds = time.perf_counter() - self._began
+        self._stack.close()
+        found = {"seconds": seconds}
+        if self._products is not None:
+            own = torch.tensor([self._products.seconds, self._products.operations, self._peak])
+            torch.distributed.all_reduce(own)  # every rank takes as long as the slowest
+            product_seconds, operations, peaks = own.tolist()
+            ranks = torch.distributed.get_world_size()
+            found["share_of_time"] = product_seconds / ranks / seconds
+            found["share_of_peak"] = operations / seconds / peaks
+        return found
+
+
 class TakingTurns(Setup):
-    """Reports a step where PPO would save a checkpoint, and waits for the next `go`."""
+    """Reports a step where PPO would save a checkpoint, and waits to be asked for the next one."""
 
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
-        """Report the seconds since the newest `go`."""
-        global began
+        """Report the newest turn; begin the next."""
+        global turn
+        found = turn.report()
         if self.world.rank == 0:
-            print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
-        began = wait(self)
-
-
-def wait(setup: Setup) -> float:
-    """Wait until the first rank is asked to go."""
-    if setup.world.rank == 0:
-        sys.stdin.readline()
-    setup.world.barrier()
-    return time.perf_counter()
+            print(json.dumps(found), flush=True)
+        turn = Turn(self)
 
 
 if __name__ == "__main__":
@@ -56,5 +87,5 @@ if __name__ == "__main__":
     world = join(1, timeout_s=3600.0)
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 3600.0)
     setup = TakingTurns(**vars(set_up(job, config, common_contract(inputs), world)))
-    began = wait(setup)
+    turn = Turn(setup)
     train(setup)
