@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
@@ -34,12 +35,17 @@ class Products:
 
 
 @contextmanager
-def recorded() -> Iterator[Products]:
-    """Record the products of the block; they are known at its end."""
+def recorded(table: Path) -> Iterator[Products]:
+    """Record the products of the block; they are known at its end.
+
+    The file `table` then contains the seconds of all operators.
+    """
     products = Products()
     activity = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], record_shapes=True) as profile:
         yield products
+    averages = profile.key_averages()
+    table.write_text(averages.table("self_cpu_time_total", row_limit=60, max_name_column_width=60))
     for event in profile.events() or []:
         if event.name in FACTORS:
             products.seconds += event.self_cpu_time_total / 1e6

@@ -13,7 +13,8 @@ a share of the most that this machine multiplies in that time.
 
 TRL is installed into benchmarks/results/ppo_iteration/trl without its dependencies, which this
 project's environment contains already. Results: a table, and in benchmarks/results/ppo_iteration/ a
-file *.json for each row and ppo_iteration.png with all rows measured so far.
+file *.json for each row, ppo_iteration.png with all rows measured so far, and in a folder for each
+size and precision the seconds of all operators (profile-*.txt).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -225,7 +227,8 @@ def started(
 ) -> Iterator[Contestant]:
     """A contestant's processes; they end with the block. The first one reads `go`."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    port = str(29600 + ranks)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
     processes = []
     for rank in reversed(range(ranks)):
         environment = os.environ | {
@@ -278,7 +281,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{ours['memory'] / 1e9:.2f}", f"{trl['memory'] / 1e9:.2f}",
             *(f"{share:.0%}" for share in row["products"].values()),
         )  # fmt: skip
-    Console().print(table)
+    Console(width=130).print(table)
 
 
 def plot(rows: list[dict[str, Any]]) -> None:

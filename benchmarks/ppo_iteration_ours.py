@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ STEPS = 1000
 class Turn:
     """One iteration, from the line that asks for it to its report."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TakingTurns) -> None:
         """Wait until the first rank is asked."""
         world, self._stack = setup.world, ExitStack()
         asked = [sys.stdin.readline().strip() if world.rank == 0 else ""]
@@ -36,7 +37,7 @@ class Turn:
         if asked == ["profile"]:
             policy = setup.models.actor.module
             self._peak = peak(next(policy.parameters()).dtype)
-            self._products = self._stack.enter_context(recorded())
+            self._products = self._stack.enter_context(recorded(setup.profile))
         world.barrier()
         self._began = time.perf_counter()
 
@@ -55,8 +56,12 @@ class Turn:
         return found
 
 
+@dataclass(frozen=True)
 class TakingTurns(Setup):
     """Reports a step where PPO would save a checkpoint, and waits to be asked for the next one."""
+
+    profile: Path
+    """Receives the seconds of all operators."""
 
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
         """Report the newest turn; begin the next."""
@@ -86,6 +91,7 @@ if __name__ == "__main__":
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     world = join(1, timeout_s=3600.0)
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 3600.0)
-    setup = TakingTurns(**vars(set_up(job, config, common_contract(inputs), world)))
+    loaded = set_up(job, config, common_contract(inputs), world)
+    setup = TakingTurns(**vars(loaded), profile=folder / f"profile-{world.rank}.txt")
     turn = Turn(setup)
     train(setup)
