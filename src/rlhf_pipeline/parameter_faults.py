@@ -139,7 +139,10 @@ def quantization_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
 def generator_faults(ppo: PPOConfig) -> Iterator[str]:
     """A generator without its library."""
     if ppo.generator == "vllm" and find_spec("vllm") is None:
-        yield f"ppo.generator: found vllm, expected the package vllm. {_install('vllm')}"
+        yield (
+            "ppo.generator: found vllm, expected the package vllm. Fix: make vllm, then "
+            ".venv-vllm/bin/kedro run"
+        )
 
 
 def source_faults(

@@ -40,7 +40,9 @@ FAMILIES = {
     "gpt2": {"n_embd": 64, "n_head": 2},
 }
 REFUSED = {"bloom": {"hidden_size": 64, "n_head": 2}, "gpt_neox": HEADS}
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [16], [17, 18]]
+PAGE = 32
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [*range(20, 70)], [*range(20, 66)]]
+"""The last two begin with the same page."""
 SAMPLING = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=2)
 SEEDS = row_seeds(1, 1, np.arange(len(PROMPTS)))
 CASES = {
@@ -67,7 +69,7 @@ def rollouts(case, models, world):
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}} | model)
     engine = train_engine(partial(load_policy, models[family]), config, 2)
     contract = TokenContract.read(models[family])
-    generator = VLLMGenerator(engine, contract, rows=2, longest=20)
+    generator = VLLMGenerator(engine, contract, rows=2, longest=62)
     own = slice(world.rank, None, world.size)
     found = []
     for _ in range(2):
@@ -84,6 +86,7 @@ def rollouts(case, models, world):
 
 def main(argument, folder):
     world = join(1, timeout_s=600)
+    vllm_generator.PAGE = PAGE
     models, inputs = ({key: Path(path) for key, path in own.items()} for own in argument)
     found = {case: rollouts(case, models, world) for case in CASES}
     for stage in STAGES:
@@ -121,11 +124,18 @@ def test_ppo_at_stage_3_equals_that_at_stage_0(two_ranks):
                 assert found[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} at {step}"
 
 
+def test_no_key_or_value_of_older_weights_is_used(make_model, world, monkeypatch):
+    monkeypatch.setattr(vllm_generator, "PAGE", PAGE)
+    before, after = rollouts("llama, ZeRO 0", {"llama": make_model("llama", 3, **HEADS)}, world)
+    assert max(before[1], after[1]) < 1e-5
+    assert before[0] != after[0]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_computes_the_family(make_model, world, family):
     folder = make_model(family, seed=3, vocabulary=320, **FAMILIES[family])
     policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
-    rollout = VLLMGenerator(policy, contract, rows=2, longest=20).generate(PROMPTS, SAMPLING, SEEDS)
+    rollout = VLLMGenerator(policy, contract, rows=2, longest=62).generate(PROMPTS, SAMPLING, SEEDS)
     assert gap(rollout, policy, contract) < 1e-4
 
 

@@ -113,7 +113,7 @@ class PPOConfig(SavingConfig):
     """What samples responses. transformers: the actor itself, each rank for its own prompts. paged:
     the same by continuous batching, where the next prompt takes the place of a finished response.
     hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a copy of
-    its weights on each rank, by vLLM; requires the extra `vllm`. auto: hybrid if
+    its weights on each rank, by vLLM; `make vllm` installs it. auto: hybrid if
     `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice as
     this parameter."""
     hybrid: HybridConfig = HybridConfig()

@@ -54,7 +54,6 @@ class VLLMGenerator:
         rows: int,
         longest: int,
     ) -> None:
-        self._policy = policy
         self._contract = contract
         self._model: PreTrainedModel = getattr(policy, "module", policy)
         self._sleeps = policy.device.type == "cuda"
@@ -64,11 +63,10 @@ class VLLMGenerator:
         if self._sleeps:
             self._engine.sleep(level=2)
         try:
-            computes_it = has_parity(self, policy, contract)
-        except ValueError as error:  # vLLM has other weights
+            if not has_parity(self, policy, contract):
+                raise ValueError("its log-probabilities are not those of the policy")
+        except ValueError as error:  # also from vLLM, about names of weights
             raise refusal(self._model) from error
-        if not computes_it:
-            raise refusal(self._model)
 
     @torch.no_grad()
     def generate(
@@ -85,13 +83,11 @@ class VLLMGenerator:
                 heartbeat.tick()
                 for finished in engine.step():
                     row, (answer,) = int(finished.request_id), finished.outputs
-                    responses[row] = list(answer.token_ids)
-                    logprobs[row, : len(answer.token_ids)] = torch.tensor(
-                        [
-                            of[id].logprob
-                            for id, of in zip(answer.token_ids, answer.logprobs, strict=True)
-                        ]
-                    )
+                    responses[row] = tokens = list(answer.token_ids)
+                    own = [
+                        at[token].logprob for token, at in zip(tokens, answer.logprobs, strict=True)
+                    ]
+                    logprobs[row, : len(own)] = torch.tensor(own)
         sequences = collate(prompts, responses, self._contract.pad_id)
         return Rollout(sequences, logprobs[:, : sequences.response_ids.shape[1]])
 
