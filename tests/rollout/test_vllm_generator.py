@@ -64,7 +64,7 @@ def gap(rollout, policy, contract):
 
 
 def rollouts(case, models, world):
-    """Tokens and the gap of log-probabilities, before and after an optimizer step."""
+    """Log-probabilities and their gap, before and after an optimizer step."""
     family, model = CASES[case]
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}} | model)
     engine = train_engine(partial(load_policy, models[family]), config, 2)
@@ -74,7 +74,7 @@ def rollouts(case, models, world):
     found = []
     for _ in range(2):
         rollout = generator.generate(PROMPTS[own], SAMPLING, SEEDS[own])
-        found.append([rollout.sequences.response_ids.tolist(), gap(rollout, engine, contract)])
+        found.append([rollout.logprobs.tolist(), gap(rollout, engine, contract)])
 
         def loss(batch=rollout.sequences):
             logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
