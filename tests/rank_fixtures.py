@@ -145,30 +145,42 @@ def on_ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def ppo_inputs(make_model, tmp_path_factory):
+def ppo_inputs(make_ppo_inputs, make_model):
     """A policy, a reward model with a random head, and eight prompts."""
+    return make_ppo_inputs(make_model("llama", seed=1))
+
+
+@pytest.fixture(scope="session")
+def make_ppo_inputs(tmp_path_factory):
+    """Makes the inputs of PPO for a policy: a reward model with a random head, eight prompts."""
     import torch
 
     from rlhf_pipeline.models.loading import load_tokenizer
     from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 
-    sft = make_model("llama", seed=1)
-    reward = tmp_path_factory.mktemp("reward")
-    model = load_scores(sft, "fp32", new_head=True)
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.classifier.score.weight)
-    model.classifier.save_pretrained(reward)
-    load_tokenizer(sft).save_pretrained(reward)
-    TokenContract.read(sft).write(reward)
-    store_score_mean(reward, 0.1)
-    table = pa.table(
-        {
-            "id": [str(i) for i in range(8)],
-            "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)],
-            "source": ["files"] * 8,
-            "messages": [[{"role": "user", "content": str(i)}] for i in range(8)],
-            "reference": [str(i) for i in range(8)],
+    def make(sft: Path) -> dict[str, Path]:
+        reward = tmp_path_factory.mktemp("reward")
+        model = load_scores(sft, "fp32", new_head=True)
+        torch.manual_seed(5)
+        torch.nn.init.normal_(model.classifier.score.weight)
+        model.classifier.save_pretrained(reward)
+        load_tokenizer(sft).save_pretrained(reward)
+        TokenContract.read(sft).write(reward)
+        store_score_mean(reward, 0.1)
+        table = pa.table(
+            {
+                "id": [str(i) for i in range(8)],
+                "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)],
+                "source": ["files"] * 8,
+                "messages": [[{"role": "user", "content": str(i)}] for i in range(8)],
+                "reference": [str(i) for i in range(8)],
+            }
+        )
+        prompts = write_table(table, tmp_path_factory.mktemp("prompts"), TokenContract.read(sft))
+        return {
+            "prompts": prompts,
+            "sft_model": as_artifact(sft),
+            "reward_model": as_artifact(reward),
         }
-    )
-    prompts = write_table(table, tmp_path_factory.mktemp("prompts"), TokenContract.read(sft))
-    return {"prompts": prompts, "sft_model": as_artifact(sft), "reward_model": as_artifact(reward)}
+
+    return make

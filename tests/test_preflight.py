@@ -321,6 +321,19 @@ def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeyp
 
 
 @pytest.mark.parametrize("installed", [True, False])
+def test_the_generator_vllm_needs_its_package(parameters, installed, monkeypatch):
+    found = {"vllm": object()} if installed else {}
+    monkeypatch.setattr("rlhf_pipeline.parameter_faults.find_spec", found.get)
+    chosen = changed(parameters, "ppo.generator", "vllm")
+    if installed:
+        preflight(chosen, gpus=0)
+    else:
+        message = r"ppo\.generator: found vllm, expected the package vllm\. Fix: make vllm, then"
+        with pytest.raises(ConfigError, match=message):
+            preflight(chosen, gpus=0)
+
+
+@pytest.mark.parametrize("installed", [True, False])
 def test_a_gguf_file_needs_its_reader(parameters, installed, monkeypatch, tmp_path):
     found = {"gguf": object()} if installed else {}
     monkeypatch.setattr("rlhf_pipeline.parameter_faults.find_spec", found.get)

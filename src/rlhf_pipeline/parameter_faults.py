@@ -64,6 +64,7 @@ def misfits(parameters: Mapping[str, Any], gpus: int) -> Iterator[str]:
     yield from process_faults(processes, gpus)
     yield from fp16_faults(values, gpus)
     yield from quantization_faults(values, gpus)
+    yield from generator_faults(ppo)
     yield from source_faults("split.sources", split.records(), wants_text=False)
     yield from path_faults(base_model.path)
     yield from ptx_faults(split, ppo)
@@ -133,6 +134,15 @@ def quantization_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
                 f"{place}: 4-bit weights need bitsandbytes, which is not installed. "
                 f"{_install('quantization')}"
             )
+
+
+def generator_faults(ppo: PPOConfig) -> Iterator[str]:
+    """A generator without its library."""
+    if ppo.generator == "vllm" and find_spec("vllm") is None:
+        yield (
+            "ppo.generator: found vllm, expected the package vllm. Fix: make vllm, then "
+            ".venv-vllm/bin/kedro run"
+        )
 
 
 def source_faults(

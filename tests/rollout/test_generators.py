@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -22,6 +23,11 @@ from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
 from rlhf_pipeline.rollout.paged_generator import PagedGenerator
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
+from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
+
+WITH_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm: make vllm")
+HEADS = {"hidden_size": 64, "num_attention_heads": 2}
+"""Heads of 32 numbers, the smallest that vLLM has on a CPU."""
 
 # The first and the fourth one begin with the same page.
 PROMPTS = [[5, 6, 7, 8, 9, 10], [8], [9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 11, 12], [14, 15]]
@@ -38,7 +44,7 @@ def small_pages(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(make_model):
-    return make_model("llama", seed=3, vocabulary=320)
+    return make_model("llama", seed=3, vocabulary=320, **HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +58,14 @@ def engine(folder, world):
     return train_engine(partial(load_policy, folder), config, 2)
 
 
-@pytest.fixture(params=["transformers", "paged", "hybrid"])
+@pytest.fixture(params=["transformers", "paged", "hybrid", pytest.param("vllm", marks=WITH_VLLM)])
 def make(request, engine, world):
     """Makes a generator for the engine."""
     return {
         "transformers": partial(TransformersGenerator, engine),
         "paged": partial(PagedGenerator, engine),
         "hybrid": lambda contract: HybridGenerator(engine, contract, HybridConfig(), world),
+        "vllm": partial(VLLMGenerator, engine, rows=3, longest=20),
     }[request.param]
 
 
@@ -99,7 +106,7 @@ def test_greedy_responses_are_the_most_likely_ones_before_and_after_a_step(
 
 def test_a_response_ends_after_the_first_of_several_eos_tokens(make, contract):
     ends = replace(contract, eos_ids=tuple(range(1, 40)))  # about one token of seven
-    rows = responses(make(ends).generate(PROMPTS * 4, SAMPLING, row_seeds(5, 1, np.arange(20))))
+    rows = responses(make(ends).generate(PROMPTS * 8, SAMPLING, row_seeds(5, 1, np.arange(40))))
     assert {len(row) for row in rows} > {1, 2, 12}
     for row in rows:
         assert not set(row[:-1]) & set(ends.eos_ids)

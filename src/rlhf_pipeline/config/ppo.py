@@ -109,11 +109,13 @@ class PPOConfig(SavingConfig):
     """The policy in training. It starts from the SFT model."""
     critic: TrainedModelConfig | None = None
     """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
-    generator: Literal["auto", "transformers", "paged", "hybrid"] = "auto"
+    generator: Literal["auto", "transformers", "paged", "hybrid", "vllm"] = "auto"
     """What samples responses. transformers: the actor itself, each rank for its own prompts. paged:
     the same by continuous batching, where the next prompt takes the place of a finished response.
-    hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. auto: hybrid if
-    that is above 1, else transformers; manifest and MLflow have the choice as this parameter."""
+    hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a copy of
+    its weights on each rank, by vLLM; `make vllm` installs it. auto: hybrid if
+    `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice as
+    this parameter."""
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation."""
     gather_for_generation: bool = True
@@ -208,10 +210,20 @@ class PPOConfig(SavingConfig):
 
     @model_validator(mode="after")
     def _whole_weights_for_pages(self) -> Self:
-        if self.generator == "paged" and not self.gather_for_generation:
+        if self.generator in ("paged", "vllm") and not self.gather_for_generation:
             raise ValueError(
-                "gather_for_generation: found false, expected true for generator paged, whose "
-                "batches differ between ranks"
+                f"gather_for_generation: found false, expected true for generator {self.generator},"
+                " whose batches differ between ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_4_bit_weights_for_vllm(self) -> Self:
+        lora = self.actor.lora
+        if self.generator == "vllm" and lora is not None and lora.quantize is not None:
+            raise ValueError(
+                f"actor.lora.quantize: found {lora.quantize}, expected null for generator vllm, "
+                "which adds the adapters to the matrices"
             )
         return self
 

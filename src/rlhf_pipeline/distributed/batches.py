@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
@@ -42,6 +43,10 @@ class Rows:
         places = zip(batches.tolist(), (rows - starts).tolist(), strict=True)
         chosen = [self.batches[batch].slice(row, 1) for batch, row in places]
         return dict(pa.Table.from_batches(chosen).to_pydict())
+
+    def longest(self, column: str) -> int:
+        """The length of the longest list in a column."""
+        return max(pc.max(pc.list_value_length(batch[column])).as_py() for batch in self.batches)
 
 
 def load_rows(path: Path, world: World) -> Rows:

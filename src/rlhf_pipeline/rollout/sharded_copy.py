@@ -45,8 +45,7 @@ class ShardedCopy:
     def __init__(self, source: PreTrainedModel, group: Group) -> None:
         self.group = group
         self._source = source
-        with torch.device("meta"):
-            self.model: PreTrainedModel = type(source)(copy.deepcopy(source.config)).eval()
+        self.model = without_weights(source)
         self._styles = styles(self.model, group.size)
         self._dims: dict[str, int | None] = {}
         for path, module in self.model.named_modules():
@@ -59,7 +58,7 @@ class ShardedCopy:
 
     def refresh(self, layers: int) -> None:
         """Copy the weights of the source, `layers` of its layers gathered at a time."""
-        pieces = [*self._modules()]
+        pieces = layers_of(self.model)
         for start in range(0, len(pieces), layers):
             paths = [path for piece in pieces[start : start + layers] for path in piece]
             owners = {path: self._source.get_submodule(path) for path in paths}
@@ -104,16 +103,6 @@ class ShardedCopy:
         elif style == COLUMNS_AND_GATHER:
             module.register_forward_hook(gather)
 
-    def _modules(self) -> Iterator[list[str]]:
-        """The paths of modules with parameters: those of each layer, and the others one by one."""
-        layers: dict[str, list[str]] = {}
-        for path, module in self.model.named_modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                number = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)
-                layer = path if number is None else ".".join(path.split(".")[: number + 1])
-                layers.setdefault(layer, []).append(path)
-        yield from layers.values()
-
     def _copy(self, path: str, module: nn.Module) -> None:
         """Copy this rank's shard of each parameter of a module, adapters merged."""
         own = self.model.get_submodule(path)
@@ -153,6 +142,39 @@ def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
                 f"expected {', '.join(STYLES)}. Fix: set it to 1"
             )
     return found
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model on the device `meta`, without adapters: its modules and their paths."""
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(model)(copy.deepcopy(model.config))
+    return plain.eval()
+
+
+def layers_of(model: nn.Module) -> list[list[str]]:
+    """The paths of modules with parameters: those of each layer, and the others one by one."""
+    layers: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            number = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)
+            layer = path if number is None else ".".join(path.split(".")[: number + 1])
+            layers.setdefault(layer, []).append(path)
+    return [*layers.values()]
+
+
+def whole_weights(source: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """All weights by their names without adapters, adapters merged; a layer is gathered at a time.
+
+    All ranks iterate together.
+    """
+    plain = without_weights(source)
+    for paths in layers_of(plain):
+        owners = {path: source.get_submodule(path) for path in paths}
+        parameters = [p for module in owners.values() for p in module.parameters()]
+        with gathered(parameters, changes=False):
+            for path, module in owners.items():
+                for name, _ in plain.get_submodule(path).named_parameters(recurse=False):
+                    yield _join(path, name), merged(module, name).detach()
 
 
 def merged(module: nn.Module, name: str) -> Tensor:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import trained_weight, uses_trained
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import load_rows
 from rlhf_pipeline.distributed.ema import EMA
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.frozen_model import frozen_model
@@ -95,9 +96,9 @@ class PPOModels:
 
 
 def load_generator(
-    actor: DeepSpeedEngine, contract: TokenContract, config: PPOConfig, world: World
+    actor: DeepSpeedEngine, contract: TokenContract, config: PPOConfig, world: World, prompts: Path
 ) -> Generator:
-    """What samples from the actor."""
+    """What samples from the actor, for the prompts in a folder."""
     match config.generator:
         case "hybrid":
             return HybridGenerator(actor, contract, config.hybrid, world)
@@ -105,6 +106,19 @@ def load_generator(
             from rlhf_pipeline.rollout.paged_generator import PagedGenerator
 
             return PagedGenerator(actor, contract)
+        case "vllm":
+            from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
+
+            tables = [
+                load_rows(prompts / name, world) for name in ("train.arrow", "validation.arrow")
+            ]
+            return VLLMGenerator(
+                actor,
+                contract,
+                rows=config.sampling.batch_size_per_gpu,
+                longest=max(table.longest("prompt_ids") for table in tables)
+                + config.sampling.max_response_tokens,
+            )
     return TransformersGenerator(actor, contract, gather=config.gather_for_generation)
 
 
@@ -139,7 +153,7 @@ def load_ppo_models(
         critic=critic,
         reward_model=reward_model,
         rewards=rewards,
-        generator=load_generator(actor, contract, config, world),
+        generator=load_generator(actor, contract, config, world, job.inputs["prompts"]),
         contract=contract,
         tokenizer=tokenizer,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),

@@ -1,0 +1,184 @@
+"""Generation by vLLM, in the training processes: each rank has an engine for its own prompts.
+
+The engine keeps a copy of the weights in its own layout, refreshed before every rollout. On a GPU
+it sleeps between rollouts: the copy and the pages of keys and values give their memory back. vLLM
+cannot sleep on a CPU. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from math import ceil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.generation import Rollout, Seed
+from rlhf_pipeline.rollout.parity import has_parity
+from rlhf_pipeline.rollout.sharded_copy import whole_weights
+from rlhf_pipeline.runtime import heartbeat
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine, SamplingParams
+
+PAGE = 128
+"""Tokens of a page; vLLM's attention on a CPU prefers multiples of 32."""
+PROBED = 16
+"""Tokens that the parity probe needs."""
+
+
+class VLLMGenerator:
+    """Samples from a model, or from one in a DeepSpeed engine. All ranks construct it together.
+
+    The engine answers `rows` prompts at a time; prompt and response have `longest` tokens at most.
+    Raises ConfigError if vLLM does not compute what the model's family computes.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel | DeepSpeedEngine,
+        contract: TokenContract,
+        *,
+        rows: int,
+        longest: int,
+    ) -> None:
+        self._contract = contract
+        self._model: PreTrainedModel = getattr(policy, "module", policy)
+        self._sleeps = policy.device.type == "cuda"
+        self._engine = load_engine(
+            self._model, contract, rows, max(longest, PROBED), sleeps=self._sleeps
+        )
+        if self._sleeps:
+            self._engine.sleep(level=2)
+        try:
+            if not has_parity(self, policy, contract):
+                raise ValueError("its log-probabilities are not those of the policy")
+        except ValueError as error:  # also from vLLM, about names of weights
+            raise refusal(self._model) from error
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
+    ) -> Rollout:
+        """See `Generator.generate`."""
+        responses: list[list[int]] = [[] for _ in prompts]
+        logprobs = torch.zeros(len(prompts), sampling.max_response_tokens)
+        with self._awake() as engine:
+            for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                request = {"type": "token", "prompt_token_ids": list(prompt)}
+                engine.add_request(str(row), request, parameters(sampling, seed, self._contract))
+            while engine.has_unfinished_requests():
+                heartbeat.tick()
+                for finished in engine.step():
+                    row, (answer,) = int(finished.request_id), finished.outputs
+                    responses[row] = tokens = list(answer.token_ids)
+                    own = [
+                        at[token].logprob for token, at in zip(tokens, answer.logprobs, strict=True)
+                    ]
+                    logprobs[row, : len(own)] = torch.tensor(own)
+        sequences = collate(prompts, responses, self._contract.pad_id)
+        return Rollout(sequences, logprobs[:, : sequences.response_ids.shape[1]])
+
+    @contextmanager
+    def _awake(self) -> Iterator[LLMEngine]:
+        """The engine with the weights of the policy, and with no key or value of other weights."""
+        engine, weights = self._engine, {"weights_iterator": self._weights()}
+        if self._sleeps:
+            engine.wake_up(tags=["weights"])
+        engine.collective_rpc("reload_weights", kwargs=weights)
+        if self._sleeps:
+            engine.wake_up(tags=["kv_cache"])
+        engine.reset_prefix_cache()
+        # On a CPU, compiling the little that vLLM compiles there takes longer than it saves.
+        stance = "default" if self._sleeps else "force_eager"
+        try:
+            with torch.compiler.set_stance(stance):
+                yield engine
+        finally:
+            if self._sleeps:
+                engine.sleep(level=2)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights for the engine, whose vocabulary is not padded."""
+        tables = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        padded = {path for path, module in self._model.named_modules() if module in tables}
+        for name, weight in whole_weights(self._model):
+            is_padded = name.rpartition(".")[0] in padded
+            yield name, weight[: self._contract.vocab_size] if is_padded else weight
+
+
+def load_engine(
+    model: PreTrainedModel, contract: TokenContract, rows: int, longest: int, *, sleeps: bool
+) -> LLMEngine:
+    """An engine for the model's family, without its weights."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read by the import
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import EngineArgs, LLMEngine
+
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.vocab_size = contract.vocab_size  # no other token can be sampled
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        settings = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            load_format="dummy",
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=longest,
+            max_num_seqs=rows,
+            block_size=PAGE,
+            num_gpu_blocks_override=1 + rows * ceil(longest / PAGE),  # vLLM keeps one
+            kv_cache_memory_bytes=2**20,  # spares a measurement; the number above counts
+            gpu_memory_utilization=0.01,  # likewise
+            distributed_executor_backend="external_launcher",  # in this process
+            enforce_eager=not sleeps,  # without a compiler
+            enable_sleep_mode=sleeps,
+            logprobs_mode="processed_logprobs",  # after the temperature
+        ).create_engine_config()
+        if settings.model_config.using_transformers_backend():
+            raise refusal(model)  # it would change the model's own class
+        engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
+    engine.engine_core._finalizer.detach()  # it would end the process group of the training
+    return engine
+
+
+def refusal(model: PreTrainedModel) -> ConfigError:
+    """A family that cannot be sampled by vLLM beside its training."""
+    return ConfigError(
+        "ppo.generator: found vllm, expected another generator for the family "
+        f"{model.config.model_type}, which vLLM computes differently or not by itself. Fix: set "
+        "it to transformers"
+    )
+
+
+def parameters(sampling: SamplingConfig, seed: Seed, contract: TokenContract) -> SamplingParams:
+    """What vLLM is told for one response."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    found = SamplingParams(
+        max_tokens=sampling.max_response_tokens,
+        stop_token_ids=list(contract.eos_ids),
+        ignore_eos=True,  # those of the contract only
+        seed=int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1),
+        logprobs=0,  # of the sampled token only
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+    found.temperature = sampling.temperature  # the constructor would raise one below 0.01
+    return found

@@ -1,0 +1,170 @@
+"""vLLM in the training processes: its copy follows the actor, at any ZeRO stage and on every rank.
+
+`test_generators.py` has what every generator promises. All of it needs vLLM: `make vllm`.
+"""
+
+import json
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ppo_runs import ppo_config, run_ppo
+
+from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.optimizer_step import optimizer_step
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.models.forward import response_logprobs
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.rollout import vllm_generator
+from rlhf_pipeline.rollout.generation import row_seeds
+from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm: make vllm")
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 2}
+"""Heads of 32 numbers, the smallest that vLLM has on a CPU."""
+FAMILIES = {
+    "llama": HEADS,
+    "mistral": HEADS,
+    "qwen2": HEADS,
+    "qwen3": HEADS | {"head_dim": 32},
+    "opt": HEADS,
+    "gpt2": {"n_embd": 64, "n_head": 2},
+}
+REFUSED = {"bloom": {"hidden_size": 64, "n_head": 2}, "gpt_neox": HEADS}
+PAGE = 32
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [*range(20, 70)], [*range(20, 66)]]
+"""The last two begin with the same page."""
+SAMPLING = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=2)
+SEEDS = row_seeds(1, 1, np.arange(len(PROMPTS)))
+CASES = {
+    "llama, ZeRO 0": ("llama", {"deepspeed": {"zero_stage": 0}}),
+    "llama, ZeRO 3": ("llama", {"deepspeed": {"zero_stage": 3}}),
+    "qwen2, ZeRO 2": ("qwen2", {"deepspeed": {"zero_stage": 2}}),
+    "qwen3, LoRA, ZeRO 3": ("qwen3", {"deepspeed": {"zero_stage": 3}, "lora": {"rank": 4}}),
+    "llama, bf16": ("llama", {"deepspeed": {"zero_stage": 1, "precision": "bf16"}}),
+}
+STAGES = (0, 3)
+
+
+def gap(rollout, policy, contract):
+    """The largest distance of a log-probability to that of the policy's own forward pass."""
+    with torch.no_grad():
+        own = response_logprobs(policy, rollout.sequences, vocab_size=contract.vocab_size)
+    mask = rollout.sequences.response_mask
+    return float((rollout.logprobs[mask] - own[mask]).abs().max())
+
+
+def rollouts(case, models, world):
+    """Log-probabilities and their gap, before and after an optimizer step."""
+    family, model = CASES[case]
+    config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}} | model)
+    engine = train_engine(partial(load_policy, models[family]), config, 2)
+    contract = TokenContract.read(models[family])
+    generator = VLLMGenerator(engine, contract, rows=2, longest=62)
+    own = slice(world.rank, None, world.size)
+    found = []
+    for _ in range(2):
+        rollout = generator.generate(PROMPTS[own], SAMPLING, SEEDS[own])
+        found.append([rollout.logprobs.tolist(), gap(rollout, engine, contract)])
+
+        def loss(batch=rollout.sequences):
+            logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
+            return -logprobs.where(batch.response_mask, 0.0).mean(), {}
+
+        optimizer_step(engine, world, [loss])
+    return found
+
+
+def main(argument, folder):
+    world = join(1, timeout_s=600)
+    vllm_generator.PAGE = PAGE
+    models, inputs = ({key: Path(path) for key, path in own.items()} for own in argument)
+    found = {case: rollouts(case, models, world) for case in CASES}
+    for stage in STAGES:
+        deepspeed = {"deepspeed": {"zero_stage": stage}}
+        model = ppo_config().actor.model_dump() | deepspeed
+        config = ppo_config(steps=3, actor=model, critic=model, generator="vllm")
+        found[f"PPO at ZeRO {stage}"] = run_ppo(config, inputs, world, folder / str(stage)).lines
+    (folder / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(make_model, make_ppo_inputs, on_ranks):
+    models = {family: make_model(family, 3, **FAMILIES[family]) for family, _ in CASES.values()}
+    inputs = make_ppo_inputs(make_model("llama", 1, **HEADS))
+    folder = on_ranks(__file__, [models, inputs])
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_of_each_rank_has_the_weights_of_the_actor(two_ranks, case):
+    for before, after in (found[case] for found in two_ranks):
+        assert max(before[1], after[1]) < (0.2 if "bf16" in case else 1e-5)
+        assert before[0] != after[0]  # the step has moved the actor, and the copy followed
+
+
+@pytest.mark.long
+def test_ppo_at_stage_3_equals_that_at_stage_0(two_ranks):
+    whole, sharded = (two_ranks[0][f"PPO at ZeRO {stage}"] for stage in STAGES)
+    assert len(whole) == len(sharded) == 3
+    for step, (expected, found) in enumerate(zip(whole, sharded, strict=True), start=1):
+        assert found["rollout/logprob_gap"] < 1e-5
+        for key, value in expected.items():
+            if not key.startswith("time/") and "grad_norm" not in key:
+                assert found[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} at {step}"
+
+
+def test_no_key_or_value_of_older_weights_is_used(make_model, world, monkeypatch):
+    monkeypatch.setattr(vllm_generator, "PAGE", PAGE)
+    before, after = rollouts("llama, ZeRO 0", {"llama": make_model("llama", 3, **HEADS)}, world)
+    assert max(before[1], after[1]) < 1e-5
+    assert before[0] != after[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_computes_the_family(make_model, world, family):
+    folder = make_model(family, seed=3, vocabulary=320, **FAMILIES[family])
+    policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
+    rollout = VLLMGenerator(policy, contract, rows=2, longest=62).generate(PROMPTS, SAMPLING, SEEDS)
+    assert gap(rollout, policy, contract) < 1e-4
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_other_families_are_refused(make_model, world, family):
+    """vLLM does not know BLOOM's head, and would change the class of GPT-NeoX, the actor's own."""
+    folder = make_model(family, seed=3, **REFUSED[family])
+    policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
+    with pytest.raises(
+        ConfigError,
+        match=rf"ppo\.generator: found vllm, expected another generator for the family {family}, "
+        r".* Fix: set it to transformers",
+    ):
+        VLLMGenerator(policy, contract, rows=2, longest=20)
+    assert policy(torch.tensor([[5, 6]])).logits.isfinite().all()
+
+
+def test_an_engine_that_samples_from_other_weights_is_refused(make_model, world, monkeypatch):
+    folder = make_model("llama", seed=3, **HEADS)
+    policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
+    weights = vllm_generator.whole_weights
+    monkeypatch.setattr(
+        vllm_generator,
+        "whole_weights",
+        lambda model: ((name, weight * 1.2) for name, weight in weights(model)),
+    )
+    with pytest.raises(ConfigError, match=r"family llama, which vLLM computes differently"):
+        VLLMGenerator(policy, contract, rows=2, longest=20)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
