@@ -1,0 +1,169 @@
+"""Win rates, means and differences on the same prompts, with their uncertainty; text diversity."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+ALPHA = 0.05
+"""How often an interval may miss the true value: intervals are 95%."""
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """How often the candidate beats the baseline on the same prompts."""
+
+    rate: float
+    """(wins + ties / 2) / n."""
+    lower: float
+    """Lower end of the interval on `rate`."""
+    upper: float
+    """Upper end of the interval on `rate`."""
+    wins: int
+    ties: int
+    losses: int
+    n: int
+
+
+def win_rate(
+    candidate: Sequence[float], baseline: Sequence[float], alpha: float = ALPHA
+) -> WinRate:
+    """Share of prompts on which the candidate's score is higher; a tie counts half.
+
+        p = (wins + ties / 2) / n
+
+    The scores belong to the responses of both models to the same prompts, in equal order. Raises
+    ValueError if there are no scores, their numbers differ, or a score is not finite.
+    """
+    _check_scores("candidate", candidate)
+    _check_scores("baseline", baseline)
+    n = len(candidate)
+    wins = sum(ours > theirs for ours, theirs in zip(candidate, baseline, strict=True))
+    losses = sum(ours < theirs for ours, theirs in zip(candidate, baseline, strict=True))
+    ties = n - wins - losses
+    rate = (wins + ties / 2) / n
+    lower, upper = rate_interval(rate, n, ties, alpha)
+    return WinRate(rate, lower, upper, wins, ties, losses, n)
+
+
+def rate_interval(rate: float, n: int, ties: int = 0, alpha: float = ALPHA) -> tuple[float, float]:
+    """Interval of the rate p of successes among n, in which a tie is half a success.
+
+        variance = p (1 - p) - ties / 4n,  z = 1.96 for alpha = 0.05
+        interval = (p + z^2 / 2n  +-  z sqrt(variance / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    Without ties this is the interval of Wilson, "Probable Inference, the Law of Succession, and
+    Statistical Inference", JASA 22, 1927. Ties lower the variance of an outcome; without that term
+    95% intervals would cover the true rate in 99% of cases at ties of one half, see
+    `benchmarks/coverage.py`.
+    """
+    z2 = _normal_quantile(alpha) ** 2
+    variance = rate * (1 - rate) - ties / (4 * n)
+    centre = rate + z2 / (2 * n)
+    half_width = math.sqrt(z2 * (variance / n + z2 / (4 * n**2)))
+    # Rounding can exceed [0, 1] by 1e-17.
+    stretch = 1 + z2 / n
+    return max(0.0, (centre - half_width) / stretch), min(1.0, (centre + half_width) / stretch)
+
+
+def mean_with_interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, float, float]:
+    """Mean and its interval by Student's t distribution: (mean, lower, upper).
+
+        mean +- t s / sqrt(n)       s: sample standard deviation (divisor n - 1); t: quantile at
+                                    1 - alpha / 2 for n - 1 degrees of freedom
+
+    Raises ValueError if there are fewer than two values, or a value is not finite.
+    """
+    from scipy.stats import t  # here, because the driver imports this module
+
+    _check_scores("values", values)
+    n = len(values)
+    if n < 2:
+        raise ValueError("values has 1 entry; an interval needs at least 2")
+    mean = math.fsum(values) / n
+    half_width = float(t.ppf(1 - alpha / 2, n - 1)) * _deviation(values) / math.sqrt(n)
+    return mean, mean - half_width, mean + half_width
+
+
+def standardized_gain(
+    candidate: Sequence[float], baseline: Sequence[float], alpha: float = ALPHA
+) -> tuple[float, float, float]:
+    """Mean gain on the same prompts in units of the scores' spread: (gain, lower, upper).
+
+        mean(candidate - baseline) / s          s^2: mean of the two sample variances
+
+    with the interval of the mean gain (Cohen's d with pooled variance; its own error is left out).
+    0 if all scores are equal, infinite if only the policies' scores differ.
+    """
+    gains = [ours - theirs for ours, theirs in zip(candidate, baseline, strict=True)]
+    gain, lower, upper = mean_with_interval(gains, alpha)
+    spread = math.sqrt((_deviation(candidate) ** 2 + _deviation(baseline) ** 2) / 2)
+    unit = 1 / spread if spread else math.inf
+    return gain and gain * unit, lower and lower * unit, upper and upper * unit
+
+
+def smallest_visible_win_rate(n: int, power: float = 0.8, alpha: float = ALPHA) -> float:
+    """The true win rate that n prompts show to be above one half with probability `power`.
+
+        1/2 + (z + z_power) / (2 sqrt(n))       z = 1.96 for alpha = 0.05, z_power = 0.84 for 0.8
+
+    without ties; at most 1. Ties make smaller differences visible.
+    """
+    return min(1.0, 0.5 + (_normal_quantile(alpha) + NormalDist().inv_cdf(power)) / (2 * n**0.5))
+
+
+def repetition(text: str, n: int = 3) -> float:
+    """Share of a text's n-grams that it contained before, in [0, 1]; words end at white space."""
+    found = _ngrams(text, n)
+    return 1 - len(set(found)) / len(found) if found else 0.0
+
+
+def common_phrase(texts: Sequence[str], n: int = 4) -> tuple[str, float]:
+    """The n words in a row that most texts contain, and the share of texts that contain them.
+
+    A text of fewer than n words is one phrase. Of equally common phrases, the first one counts.
+    """
+    phrases = Counter(
+        phrase
+        for text in texts
+        for phrase in dict.fromkeys(_ngrams(text, n) or [tuple(text.split())])
+    )
+    phrase, count = phrases.most_common(1)[0]
+    return " ".join(phrase), count / len(texts)
+
+
+def distinct_n(texts: Sequence[str], n: int) -> float:
+    """Distinct n-grams over all n-grams of all texts together, in [0, 1]; words end at white space.
+
+    A low value shows that a policy repeats itself, within a response or between prompts. The value
+    falls with the number and the length of the texts: compare models on equal prompts. 0 if no text
+    has n words.
+
+    Source: Li et al., https://arxiv.org/abs/1510.03055, who divide by the number of words instead.
+    """
+    ngrams = [ngram for text in texts for ngram in _ngrams(text, n)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
+    words = text.split()
+    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
+def _normal_quantile(alpha: float) -> float:
+    return NormalDist().inv_cdf(1 - alpha / 2)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The sample standard deviation."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _check_scores(name: str, scores: Sequence[float]) -> None:
+    if len(scores) == 0:
+        raise ValueError(f"{name} is empty")
+    for i, score in enumerate(scores):
+        if not math.isfinite(score):
+            raise ValueError(f"{name}[{i}] is {score}; every score must be finite")

@@ -1,0 +1,154 @@
+"""Win rates, means and text diversity against values computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rlhf_pipeline.statistics import (
+    WinRate,
+    common_phrase,
+    distinct_n,
+    mean_with_interval,
+    rate_interval,
+    repetition,
+    smallest_visible_win_rate,
+    standardized_gain,
+    win_rate,
+)
+
+
+def test_win_rate_counts_a_tie_as_half():
+    result = win_rate(candidate=[1.0, 2.0, 3.0, 0.0], baseline=[0.0, 2.0, 1.0, 1.0])
+    assert (result.wins, result.ties, result.losses, result.n) == (2, 1, 1, 4)
+    assert result.rate == 0.625
+    # z^2 = 3.8414588
+    # centre 0.625 + 3.8414588 / 8 = 1.1051824, divisor 1 + 3.8414588 / 4 = 1.9603647
+    # variance 0.625 * 0.375 - 1 / 16 = 0.171875
+    # half width 1.9599640 sqrt(0.171875 / 4 + 3.8414588 / 64) = 1.9599640 * 0.3209230 = 0.6289974
+    assert result.lower == pytest.approx(0.2429063, rel=1e-5)
+    assert result.upper == pytest.approx(0.8846210, rel=1e-5)
+
+
+def test_ties_make_the_interval_narrower_but_never_a_point():
+    widths = [upper - lower for lower, upper in (rate_interval(0.5, 40, t) for t in (0, 20, 40))]
+    assert widths[0] > widths[1] > widths[2] > 0.05
+
+
+def test_a_smaller_error_makes_a_wider_interval():
+    usual, careful = rate_interval(0.6, 100), rate_interval(0.6, 100, alpha=0.01)
+    assert careful[0] < usual[0] < 0.6 < usual[1] < careful[1]
+
+
+def test_wilson_interval_of_8_in_10():
+    # The textbook case: 0.4902 to 0.9433.
+    result = win_rate([1.0] * 8 + [0.0] * 2, [0.5] * 10)
+    assert (result.lower, result.upper) == pytest.approx((0.4901625, 0.9433178), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "baseline", "expected"),
+    [
+        # p = 1: lower = 1 / (1 + z^2 / n) = 1 / (1 + 3.8414588 / 5) = 0.5655175; p = 0 mirrors it.
+        (1.0, 0.0, WinRate(rate=1.0, lower=0.5655175, upper=1.0, wins=5, ties=0, losses=0, n=5)),
+        (0.0, 1.0, WinRate(rate=0.0, lower=0.0, upper=0.4344825, wins=0, ties=0, losses=5, n=5)),
+    ],
+)
+def test_the_interval_stays_within_0_and_1(candidate: float, baseline: float, expected: WinRate):
+    result = win_rate([candidate] * 5, [baseline] * 5)
+    assert result.lower >= 0 and result.upper <= 1
+    assert vars(result) == pytest.approx(vars(expected), rel=1e-5, abs=1e-12)
+
+
+def test_a_model_ties_with_itself():
+    result = win_rate([1.0, 2.0], [1.0, 2.0])
+    assert (result.rate, result.ties) == (0.5, 2)
+
+
+def test_win_rate_refuses_unpaired_scores():
+    with pytest.raises(ValueError, match="shorter"):
+        win_rate([1.0, 2.0], [1.0])
+
+
+def test_win_rate_refuses_no_scores():
+    with pytest.raises(ValueError, match="candidate is empty"):
+        win_rate([], [])
+
+
+def test_win_rate_refuses_a_score_that_would_count_as_a_tie():
+    with pytest.raises(ValueError, match=r"baseline\[1\] is nan; every score must be finite"):
+        win_rate([1.0, 2.0], [1.0, float("nan")])
+
+
+def test_mean_with_interval():
+    # Mean 2, s = 1; Student's t for 2 degrees of freedom: 4.3026527 / sqrt(3) = 2.4841377.
+    assert mean_with_interval([1.0, 2.0, 3.0]) == pytest.approx(
+        (2.0, -0.4841377, 4.4841377), rel=1e-6
+    )
+
+
+def test_the_gain_is_in_units_of_the_spread():
+    # Gains 1, 1, 4: mean 2, s = sqrt(3), so the ends are 2 -+ 4.3026527. Variances 1 and 7: unit 2.
+    gain = standardized_gain([2.0, 3.0, 7.0], [1.0, 2.0, 3.0])
+    assert gain == pytest.approx((1.0, -1.1513263, 3.1513263), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "expected"), [([1.0, 1.0], (0.0, 0.0, 0.0)), ([2.0, 2.0], (math.inf,) * 3)]
+)
+def test_the_gain_without_any_spread(candidate, expected):
+    assert standardized_gain(candidate, [1.0, 1.0]) == expected
+
+
+def test_the_smallest_visible_win_rate():
+    # (1.9599640 + 0.8416212) / (2 sqrt(400)) = 0.0700396
+    assert smallest_visible_win_rate(400) == pytest.approx(0.5700396, rel=1e-6)
+    assert smallest_visible_win_rate(4) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "values is empty"),
+        ([1.0], "an interval needs at least 2"),
+        ([1.0, float("inf")], r"values\[1\] is inf"),
+    ],
+)
+def test_mean_with_interval_refuses_values_without_an_interval(values: list[float], message: str):
+    with pytest.raises(ValueError, match=message):
+        mean_with_interval(values)
+
+
+@pytest.mark.parametrize(
+    ("texts", "n", "expected"),
+    [
+        (["a b a b"], 1, 0.5),  # a, b of a, b, a, b
+        (["a b a b"], 2, 2 / 3),  # ab, ba of ab, ba, ab
+        (["a b", "a c"], 1, 0.75),  # repeated from one text to the next
+        (["a b", "b c"], 2, 1.0),  # no bigram across texts: ab, bc
+        (["a  b\n", ""], 2, 1.0),  # white space is not a word
+        (["a", "b"], 2, 0.0),  # no bigrams
+    ],
+)
+def test_distinct_n(texts: list[str], n: int, expected: float):
+    assert distinct_n(texts, n) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a b c d", 0.0),
+        ("a b c a b c", 0.25),  # abc, bca, cab, abc
+        ("a a a a a", 2 / 3),
+        ("a b", 0.0),  # no triple
+    ],
+)
+def test_repetition_within_a_text(text: str, expected: float):
+    assert repetition(text) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_most_common_phrase_counts_each_text_once():
+    texts = ["I am not sure at all", "well I am not sure I am not sure", "no", "yes of course not"]
+    assert common_phrase(texts) == ("I am not sure", 0.5)
+    assert common_phrase(["no", "no", "a b c d e"]) == ("no", 2 / 3)  # shorter than a phrase
