@@ -226,3 +226,7 @@ class RewardModelConfig(SupervisedConfig):
 
     The best model has the lowest held-out loss.
     """
+
+    gate: float | None = operational(0.5)
+    """PPO starts only if the lower end of the 95% interval on the held-out accuracy is above this
+    value; 0.5 is chance. None: PPO starts with any reward model."""
