@@ -28,7 +28,11 @@ def export(folder: Path, content: str) -> Path:
 
 
 def registration(number: str) -> dict:
-    return {"model": "policy", "aliases": {"candidate": number}, "refusals": [], "compare": "/"}
+    verdict = {"judge": "gold", "independent": True, "tries": 1, "checks": [1, 2], "refusals": []}
+    return {
+        "model": "policy", "aliases": {"candidate": number}, "promoted": True, "verdict": verdict,
+        "compare": "/",
+    }  # fmt: skip
 
 
 def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(tmp_path, capsys):

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from rlhf_pipeline.data.split_report import print_summary as print_split
 from rlhf_pipeline.errors import short_path
-from rlhf_pipeline.evaluation.report import print_summary
+from rlhf_pipeline.evaluation.report import judge_title, print_summary
 from rlhf_pipeline.stage_registry import policy_stages
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
@@ -59,16 +59,32 @@ def _link(path: Path) -> str:
 
 
 def _registration(registration: dict[str, Any], console: Console) -> list[str]:
-    """The aliases of the model, the reasons against a promotion, and the page of the comparison."""
+    """The aliases of the model, the verdict of the gate, and the page of the comparison."""
     aliases = ", ".join(
         f"{alias} = version {version}" for alias, version in sorted(registration["aliases"].items())
     )
-    refusals = [f"{'':>12}  not promoted: {reason}" for reason in registration["refusals"]]
     compare = f"http://127.0.0.1:5000{registration['compare']}"
     # A log has no links.
     page = f"[link={compare}]the page of both versions[/link]" if console.is_terminal else compare
     return [
         f"{'registry':>12}  {registration['model']}: {aliases}",
-        *refusals,
+        *_verdict(registration),
         f"{'compare':>12}  make ui, then {page}",
+    ]
+
+
+def _verdict(registration: dict[str, Any]) -> list[str]:
+    """Whether the candidate was promoted, by which judge, and the conditions that do not hold."""
+    verdict = registration["verdict"]
+    conditions, refusals = len(verdict["checks"]), verdict["refusals"]
+    promoted = registration["promoted"]
+    outcome = "promoted" if promoted else "not promoted"
+    if promoted == bool(refusals):
+        outcome += f" (register.promote: {'always' if promoted else 'never'})"
+    held = f"{conditions - len(refusals)} of {conditions} conditions hold"
+    judge = judge_title(verdict["judge"]) + ("" if verdict["independent"] else ", not independent")
+    tries = f"try {verdict['tries']} on these prompts"
+    return [
+        f"{'gate':>12}  {outcome}: {held} (judge: {judge}; {tries})",
+        *(f"{'':>12}  {escape(reason)}" for reason in refusals),
     ]

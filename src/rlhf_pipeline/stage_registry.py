@@ -25,7 +25,8 @@ def policy_stages() -> dict[str, ModuleType]:
 def stage_specs() -> dict[str, StageSpec]:
     """Every stage that launches a program, by name."""
     policies = [package.SPEC for package in policy_stages().values()]
-    evaluations = [evaluate.SPEC.for_candidate(policy.name) for policy in policies]
+    candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
+    evaluations = [evaluate.SPEC.for_candidate(name) for name in candidates]
     specs = [
         split.SOURCE,
         base_model.SPEC,

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.evaluation.comparison import Answer, compare, deciding_judge, headline, summary
+from rlhf_pipeline.evaluation.comparison import (
+    Answer,
+    compare,
+    deciding_judge,
+    headline,
+    read_answers,
+    summary,
+    write_answers,
+)
 
 CONFIG = EvaluateConfig(samples=1, sampling={"temperature": 0.7, "max_response_tokens": 8})
 
@@ -40,14 +48,15 @@ EVALUATION = {
     "prompts": 3,
     "decoding": {"temperature": 0.7, "max_response_tokens": 8},
     "judge": "gold",
+    "independent": True,
     "policies": {
         "sft": {
             "score": -0.08333333333333333,
-            "score_lower": -0.9927181354627038,
-            "score_upper": 0.8260514687960371,
+            "score_lower": -2.079679711194364,
+            "score_upper": 1.9130130445276972,
             "gold_score": 0.6666666666666666,
-            "gold_score_lower": -1.0618590939120756,
-            "gold_score_upper": 2.3951924272454086,
+            "gold_score_lower": -3.127916366930093,
+            "gold_score_upper": 4.461249700263426,
             "kl": 0.0,
             "kl_lower": 0.0,
             "kl_upper": 0.0,
@@ -56,42 +65,52 @@ EVALUATION = {
             "eos_fraction": 0.6666666666666666,
             "distinct_1": 0.6,
             "distinct_2": 1.0,
+            "repetition": 0.0,
+            "phrase_share": 0.3333333333333333,
         },
         "ppo": {
             "score": 0.9166666666666666,
-            "score_lower": 0.48453522652198106,
-            "score_upper": 1.3487981068113521,
+            "score_lower": -0.031979091732523335,
+            "score_upper": 1.8653124250658566,
             "gold_score": 1.5,
-            "gold_score_lower": 0.520018007729973,
-            "gold_score_upper": 2.479981992270027,
+            "gold_score_lower": -0.651326364874731,
+            "gold_score_upper": 3.651326364874731,
             "kl": 0.5,
-            "kl_lower": -0.34868930055712877,
-            "kl_upper": 1.3486893005571288,
+            "kl_lower": -1.3631032838127477,
+            "kl_upper": 2.3631032838127477,
             "sft_perplexity": 3.2974425414002564,  # 2 * e ** (3 / 6)
             "response_tokens": 2.0,
             "eos_fraction": 1.0,
             "distinct_1": 0.6666666666666666,
             "distinct_2": 1.0,
+            "repetition": 0.0,
+            "phrase_share": 0.3333333333333333,
         },
     },
     "win_rates": {
         "score": {
             "rate": 0.8333333333333334,
-            "lower": 0.30998810644195657,
-            "upper": 0.9823472057213466,
+            "lower": 0.3420319736324555,
+            "upper": 0.9503033385308477,
             "wins": 2,
             "ties": 1,
             "losses": 0,
             "n": 3,
+            "gain": 1.5894388284780527,
+            "gain_lower": -2.358946105864543,
+            "gain_upper": 5.537823762820648,
         },
         "gold": {
             "rate": 0.8333333333333334,
-            "lower": 0.30998810644195657,
-            "upper": 0.9823472057213466,
+            "lower": 0.3420319736324555,
+            "upper": 0.9503033385308477,
             "wins": 2,
             "ties": 1,
             "losses": 0,
             "n": 3,
+            "gain": 0.6711560552140243,
+            "gain_lower": -1.4112311173205003,
+            "gain_upper": 2.7535432277485494,
         },
     },
     "variants": {},
@@ -127,7 +146,7 @@ def with_scores(judge, scores):
 
 
 def test_the_stored_evaluation_with_the_order_of_its_keys():
-    evaluation = compare(ANSWERS, CONFIG)
+    evaluation = compare(ANSWERS, CONFIG, {"score"})
     del evaluation["largest_gains"], evaluation["largest_losses"]
     assert json.dumps(evaluation) == json.dumps(EVALUATION)
 
@@ -135,7 +154,7 @@ def test_the_stored_evaluation_with_the_order_of_its_keys():
 def test_the_largest_gains_and_losses_come_first():
     """By the deciding judge; the pair order is that of the difference of the scores."""
     answers = with_scores("gold", {"sft": [1.0, 1.0, 1.0], "ppo": [0.0, 4.0, 2.0]})
-    evaluation = compare(answers, CONFIG)
+    evaluation = compare(answers, CONFIG, {"score"})
     gains = [pair["ppo_gold"] - pair["sft_gold"] for pair in evaluation["largest_gains"]]
     losses = [pair["ppo_gold"] - pair["sft_gold"] for pair in evaluation["largest_losses"]]
     assert (gains, losses) == ([3.0, 1.0], [-1.0])
@@ -148,7 +167,7 @@ def test_a_line_of_the_stored_answers():
 
 def test_metrics_of_policies_win_rates_and_variants():
     variant = {"ppo_ema": ANSWERS["sft"]}
-    metrics = headline(compare(ANSWERS | variant, CONFIG))
+    metrics = headline(compare(ANSWERS | variant, CONFIG, {"score"}))
     assert metrics["sft/score"] == EVALUATION["policies"]["sft"]["score"]
     assert metrics["ppo/gold_score_lower"] == EVALUATION["policies"]["ppo"]["gold_score_lower"]
     assert metrics["win_rate/gold"] == EVALUATION["win_rates"]["gold"]["rate"]
@@ -160,8 +179,8 @@ def test_metrics_of_policies_win_rates_and_variants():
 def test_a_judge_that_cannot_judge_every_prompt_is_left_out():
     """A mix of sources: the samples show the scores that there are."""
     answers = with_scores("gold", {"sft": [1.0, None, 2.0], "ppo": [1.5, None, 1.0]})
-    evaluation = compare(answers, CONFIG)
-    assert evaluation["judge"] is None
+    evaluation = compare(answers, CONFIG, {"score"})
+    assert (evaluation["judge"], evaluation["independent"]) == ("score", False)
     assert list(evaluation["win_rates"]) == ["score"]
     assert "gold_score" not in evaluation["policies"]["ppo"]
     assert evaluation["samples"][0]["ppo_gold"] == 1.5
@@ -171,7 +190,9 @@ def test_a_judge_that_cannot_judge_every_prompt_is_left_out():
 
 
 def test_a_further_judge_stands_beside_the_others():
-    evaluation = compare(with_scores("words", {"sft": [2, 2, 1], "ppo": [3, 1, 2]}), CONFIG)
+    evaluation = compare(
+        with_scores("words", {"sft": [2, 2, 1], "ppo": [3, 1, 2]}), CONFIG, {"score"}
+    )
     assert evaluation["judge"] == "gold"
     assert list(evaluation["win_rates"]) == ["score", "gold", "words"]
     assert (evaluation["win_rates"]["words"]["wins"], evaluation["win_rates"]["words"]["n"]) == (
@@ -190,13 +211,20 @@ def test_the_summary_without_a_complete_judge_has_no_gold():
 
 
 @pytest.mark.parametrize(
-    ("judges", "expected"),
+    ("judges", "optimized", "expected"),
     [
-        (["score"], "score"),
-        (["score", "gold"], "gold"),
-        (["score", "words"], "score"),
-        (["score", "gold", "words"], "gold"),
+        (["score"], {"score"}, "score"),
+        (["score", "gold"], {"score"}, "gold"),
+        (["score", "words"], {"score"}, "words"),
+        (["score", "words"], {"words"}, "score"),
+        (["score", "words"], {"score", "words"}, "score"),
+        (["score", "gold", "words"], {"score"}, "gold"),
     ],
 )
-def test_gold_decides_where_it_judges_and_else_the_reward_model(judges, expected):
-    assert deciding_judge(judges) == expected
+def test_gold_decides_and_else_a_judge_that_training_has_not_optimized(judges, optimized, expected):
+    assert deciding_judge(judges, optimized) == expected
+
+
+def test_stored_answers_are_read_again(tmp_path):
+    write_answers(ANSWERS, tmp_path)
+    assert read_answers(tmp_path) == ANSWERS

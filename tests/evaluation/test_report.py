@@ -119,7 +119,7 @@ Intervals are 95%.
 
 ## Which answer is better?
 
-Two equal policies have 50%; a tie counts half.
+Two equal policies have 50%; a tie counts half. So many prompts show a true win rate of 57.0% in four of five evaluations.
 
 **By the reward model, PPO is better.** It prefers PPO's answer to SFT's on 77.5% (95%: 73.1% to 81.3%) of 400 prompts: 300 wins, 20 ties, 80 losses. PPO was trained to maximize the score of the reward model, so this judge favours PPO.
 
@@ -169,7 +169,8 @@ def test_the_terminal():
 
 
 def test_the_verdict_of_the_reward_model_alone_has_its_caveat():
-    evaluation = EVALUATION | {"win_rates": {"score": EVALUATION["win_rates"]["score"]}}
+    rates = {"score": EVALUATION["win_rates"]["score"]}
+    evaluation = EVALUATION | {"win_rates": rates, "judge": "score"}
     assert "so this judge favours PPO.\n" in printed(evaluation)
 
 
@@ -217,7 +218,7 @@ def test_a_variant_is_shown_beside_the_candidate():
 
 def test_without_a_gold_score_the_report_does_not_mention_gold():
     evaluation = deepcopy(EVALUATION)
-    evaluation["judge"] = None
+    evaluation["judge"] = "score"
     for metrics in evaluation["policies"].values():
         del metrics["gold_score"]
     del evaluation["win_rates"]["gold"]

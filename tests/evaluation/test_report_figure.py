@@ -23,7 +23,7 @@ def answers(shift):
 
 def test_the_same_evaluation_gives_the_same_figure(tmp_path):
     given = {"sft": answers(0.0), "ppo": answers(0.5)}
-    evaluation = compare(given, EvaluateConfig())
+    evaluation = compare(given, EvaluateConfig(), {"score"})
     for name in ("first", "second"):
         plot_comparison(evaluation, given, tmp_path / name)
     first = (tmp_path / "first").read_bytes()

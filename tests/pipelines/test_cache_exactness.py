@@ -268,7 +268,7 @@ RERUNS = {
     "scalar head": (
         "models/scalar_head.py", r"\Z", "CHANGED = True\n", TRAINED | {"evaluate"}
     ),
-    "statistics": ("evaluation/statistics.py", r"\Z", "CHANGED = True\n", {"evaluate"}),
+    "statistics": ("statistics.py", r"\Z", "CHANGED = True\n", {"reward_model", "evaluate"}),
 }  # fmt: skip
 """File, pattern and replacement of changes to the code; the stages of `full` that execute it."""
 

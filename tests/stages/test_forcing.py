@@ -8,7 +8,10 @@ from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import forced_stages
 from rlhf_pipeline.stages.run import StageRunner
 
-ALL = "source base_model split sft reward_model ppo dpo evaluate evaluate_dpo".split()
+ALL = [
+    *"source base_model split sft reward_model ppo dpo".split(),
+    *"evaluate evaluate_dpo evaluate_champion".split(),
+]
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,42 @@
 
 import json
 import shutil
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from random_answers import policy
 
+from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.evaluation.comparison import compare, write_answers
+from rlhf_pipeline.evaluation.gate import Check, Verdict
+from rlhf_pipeline.pipelines.register.nodes import register as register_node
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
+from rlhf_pipeline.statistics import win_rate
 from rlhf_pipeline.tracking.model_registry import (
     Policy,
     compare_path,
-    gate,
     register,
     register_evaluated,
 )
+from rlhf_pipeline.tracking.promotion import Champion
+from rlhf_pipeline.tracking.promotion import test_set as identity_of_prompts
 from rlhf_pipeline.tracking.store import experiment_id
+
+
+def refused(*reasons):
+    """The arguments of a registration whose verdict has these refusals."""
+    checks = tuple(Check(reason, "1", "2", None, False) for reason in reasons)
+    verdict = Verdict("gold", True, 1, 0.95, checks)
+    return {"prompts": "test", "judged": lambda tries: replace(verdict, tries=tries)}
+
+
+PASSED = refused()
 
 
 def published(directory, stage, fingerprint, weights="weights"):
@@ -56,13 +76,21 @@ def trained(client):
 
 
 def test_a_promoted_candidate(client, sft, ppo, trained):
-    registration = register(client, sft=sft, candidate=ppo, refusals=[])
+    registration = register(client, sft=sft, candidate=ppo, **PASSED)
     assert json.loads(json.dumps(asdict(registration))) == {
         "model": "rlhf-policy",
         "versions": {"sft": "1", "ppo": "2"},
         "runs": trained,
         "aliases": {"sft-baseline": "1", "candidate": "2", "champion": "2"},
-        "refusals": [],
+        "promoted": True,
+        "verdict": {
+            "judge": "gold",
+            "independent": True,
+            "tries": 1,
+            "confidence": 0.95,
+            "checks": [],
+            "refusals": [],
+        },
         "compare": "/#/compare-model-versions?name=%22rlhf-policy%22&runs=%7B"
         f"%221%22%3A%22{trained['sft']}%22%2C%222%22%3A%22{trained['ppo']}%22%7D",
     }
@@ -86,7 +114,7 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
 def test_a_candidate_is_named_after_the_stage_that_trained_it(client, sft, tmp_path):
     dpo = Policy(published(tmp_path / "dpo_model" / "v1", "dpo", "dddd"), {"eval/score": 3.0})
     trained = {"sft": training_run(client, "aaaa"), "dpo": training_run(client, "dddd")}
-    registration = register(client, sft=sft, candidate=dpo, refusals=[])
+    registration = register(client, sft=sft, candidate=dpo, **PASSED)
     assert registration.versions == {"sft": "1", "dpo": "2"}
     assert registration.runs == trained
     assert registration.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
@@ -94,37 +122,33 @@ def test_a_candidate_is_named_after_the_stage_that_trained_it(client, sft, tmp_p
 
 
 def test_a_first_candidate_that_is_refused_is_not_the_champion(client, sft, ppo, trained):
-    registration = register(client, sft=sft, candidate=ppo, refusals=["worse"])
+    registration = register(client, sft=sft, candidate=ppo, **refused("worse"))
     assert registration.aliases == {"sft-baseline": "1", "candidate": "2"}
-    assert registration.refusals == ["worse"]
+    assert registration.verdict["refusals"] == ["worse: found 1, expected 2"]
 
 
 def test_a_refused_candidate_does_not_move_the_champion(client, sft, ppo, trained, tmp_path):
-    register(client, sft=sft, candidate=ppo, refusals=[])
+    register(client, sft=sft, candidate=ppo, **PASSED)
     training_run(client, "cccc")
     worse = Policy(published(tmp_path / "ppo_model" / "v2", "ppo", "cccc"), {})
-    registration = register(client, sft=sft, candidate=worse, refusals=["worse"])
+    registration = register(client, sft=sft, candidate=worse, **refused("worse"))
     assert registration.aliases == {"sft-baseline": "1", "candidate": "3", "champion": "2"}
 
 
 def test_registering_again_changes_nothing(client, sft, ppo, trained, tmp_path):
-    first = register(client, sft=sft, candidate=ppo, refusals=[])
+    first = register(client, sft=sft, candidate=ppo, **PASSED)
     republished = shutil.copytree(
         ppo.folder, tmp_path / "ppo_model" / "v2"
     )  # another Kedro version, same bytes
-    assert (
-        register(client, sft=sft, candidate=replace(ppo, folder=republished), refusals=[]) == first
-    )
+    assert register(client, sft=sft, candidate=replace(ppo, folder=republished), **PASSED) == first
     assert len(client.search_model_versions("name = 'rlhf-policy'")) == 2
     assert len(client.get_metric_history(trained["ppo"], "eval/score")) == 1
 
 
 def test_a_version_whose_folder_was_deleted_is_not_reused(client, sft, ppo, trained, tmp_path):
-    register(client, sft=sft, candidate=ppo, refusals=[])
+    register(client, sft=sft, candidate=ppo, **PASSED)
     republished = shutil.move(ppo.folder, tmp_path / "ppo_model" / "v2")
-    registration = register(
-        client, sft=sft, candidate=replace(ppo, folder=republished), refusals=[]
-    )
+    registration = register(client, sft=sft, candidate=replace(ppo, folder=republished), **PASSED)
     assert registration.versions == {"sft": "1", "ppo": "3"}
     assert client.get_model_version_by_alias("rlhf-policy", "champion").source == str(republished)
 
@@ -132,19 +156,19 @@ def test_a_version_whose_folder_was_deleted_is_not_reused(client, sft, ppo, trai
 def test_the_same_recipe_with_different_bytes_is_another_version(
     client, sft, ppo, trained, tmp_path
 ):
-    register(client, sft=sft, candidate=ppo, refusals=[])
+    register(client, sft=sft, candidate=ppo, **PASSED)
     other = published(tmp_path / "ppo_model" / "v2", "ppo", "bbbb", weights="other weights")
-    registration = register(client, sft=sft, candidate=replace(ppo, folder=other), refusals=[])
+    registration = register(client, sft=sft, candidate=replace(ppo, folder=other), **PASSED)
     assert registration.versions == {"sft": "1", "ppo": "3"}
 
 
 def test_a_changed_evaluation_replaces_the_metrics_of_the_run(client, sft, ppo, trained):
-    register(client, sft=sft, candidate=ppo, refusals=[])
+    register(client, sft=sft, candidate=ppo, **PASSED)
     register(
         client,
         sft=sft,
         candidate=replace(ppo, metrics={"eval/score": 3.0, "eval/kl": 0.5}),
-        refusals=[],
+        **PASSED,
     )
     assert client.get_run(trained["ppo"]).data.metrics == {"eval/score": 3.0, "eval/kl": 0.5}
 
@@ -155,14 +179,14 @@ def test_a_policy_without_a_training_run_is_refused(client, sft, ppo):
         StageError,
         match=r"no finished run of .*/ppo_model/v1 \(stage ppo, fingerprint bbbb\).*kedro",
     ):
-        register(client, sft=sft, candidate=ppo, refusals=[])
+        register(client, sft=sft, candidate=ppo, **PASSED)
 
 
 def test_a_failure_of_the_store_names_the_store(client, sft, ppo):
     with pytest.raises(
         StageError, match=r"MLflow at sqlite:.* did not register a/b: .*repeat the `kedro run`"
     ):
-        register(client, sft=sft, candidate=ppo, refusals=[], model="a/b")
+        register(client, sft=sft, candidate=ppo, **PASSED, model="a/b")
 
 
 def test_a_failing_store_is_named_without_its_password(sft, ppo, monkeypatch):
@@ -173,7 +197,7 @@ def test_a_failing_store_is_named_without_its_password(sft, ppo, monkeypatch):
     with pytest.raises(
         StageError, match=r"MLflow at http://\.\.\.@127\.0\.0\.1:9 did not register"
     ) as refusal:
-        register(client, sft=sft, candidate=ppo, refusals=[])
+        register(client, sft=sft, candidate=ppo, **PASSED)
     assert "canary" not in str(refusal.value) and refusal.value.__suppress_context__
 
 
@@ -183,7 +207,7 @@ def test_a_server_gets_the_policy_once(served, sft, ppo, monkeypatch):
 
     training_run(served, "aaaa")
     run_id = training_run(served, "bbbb")
-    first = register(served, sft=sft, candidate=ppo, refusals=[])
+    first = register(served, sft=sft, candidate=ppo, **PASSED)
     assert first.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
     version = served.get_model_version("rlhf-policy", "2")
     assert version.source == f"mlflow-artifacts:/1/{run_id}/artifacts/policy"
@@ -192,98 +216,151 @@ def test_a_server_gets_the_policy_once(served, sft, ppo, monkeypatch):
     )  # as a user of the registry has it
     champion = download_artifacts("models:/rlhf-policy@champion")
     assert (Path(champion) / "model.safetensors").read_text() == "weights"
-    assert register(served, sft=sft, candidate=ppo, refusals=[]) == first
-
-
-CONFIG = RegisterConfig(min_win_rate_lower=0.5, max_kl=10.0)
+    assert register(served, sft=sft, candidate=ppo, **PASSED) == first
 
 
 @pytest.mark.parametrize(
-    ("lower", "kl", "reasons"),
+    ("promote", "refusals", "champion"),
     [
-        (0.51, 10.0, []),
-        (
-            0.5,  # as good as SFT
-            0.0,
-            [
-                "win rate against SFT: found 0.500 as the lower end of its 95% interval, "
-                "expected more than 0.5 (register.min_win_rate_lower)"
-            ],
-        ),
-        (
-            0.9,  # exploits the reward model
-            11.625,
-            ["KL from SFT: found 11.62 nats per response, expected at most 10 (register.max_kl)"],
-        ),
-        (
-            float("nan"),
-            float("nan"),
-            [
-                "win rate against SFT: found nan as the lower end of its 95% interval, "
-                "expected more than 0.5 (register.min_win_rate_lower)",
-                "KL from SFT: found nan nats per response, expected at most 10 (register.max_kl)",
-            ],
-        ),
+        ("never", (), False),
+        ("gate", (), True),
+        ("gate", ("worse",), False),
+        ("always", ("worse",), True),
     ],
 )
-def test_the_gate(lower, kl, reasons):
-    assert gate({"eval/win_rate_lower": lower, "eval/kl": kl, "eval/score": 9.0}, CONFIG) == reasons
+def test_when_the_champion_moves(client, sft, ppo, trained, promote, refusals, champion):
+    registration = register(client, sft=sft, candidate=ppo, promote=promote, **refused(*refusals))
+    assert registration.promoted == champion == ("champion" in registration.aliases)
+    version = client.get_model_version("rlhf-policy", "2")
+    assert json.loads(version.tags["rlhf.verdict"]) == registration.verdict
+    assert registration.verdict["refusals"] == [f"{name}: found 1, expected 2" for name in refusals]
 
 
-def test_the_gate_refuses_incomplete_metrics():
-    with pytest.raises(
-        ValueError, match=r"found metrics \['eval/kl'\], expected \['eval/win_rate_lower'\] too"
-    ):
-        gate({"eval/kl": 0.5}, CONFIG)
-
-
-def evaluated(directory, **lower_ends):
-    """A published evaluation, by the lower end of the win rate of each judge."""
-    directory.mkdir()
-    rates = {
-        judge: {"rate": 0.75, "lower": lower, "upper": 1.0, "n": 40}
-        for judge, lower in lower_ends.items()
-    }
-    policies = {"sft": {"score": 1.0, "kl": 0.0}, "ppo": {"score": 2.0, "kl": 0.5}}
-    evaluation = {"candidate": "ppo", "policies": policies, "win_rates": rates}
-    (directory / "evaluation.json").write_text(json.dumps(evaluation))
-    Manifest("evaluate", "eeee", 0, {}, {}, {}, {}, file_entries(directory)).write(directory)
+def evaluated(directory, policies, seed=0, **compared):
+    """A published evaluation of answers."""
+    directory.mkdir(parents=True)
+    config = EvaluateConfig()
+    evaluation = compare(policies, config, {"score"}) | {"reward_model_accuracy_lower": 0.6}
+    (directory / "evaluation.json").write_text(json.dumps(evaluation | compared))
+    write_answers(policies, directory)
+    blocks, inputs = {"evaluate": config.model_dump(mode="json")}, {"prompts": "p" * 64}
+    files = file_entries(directory)
+    Manifest("evaluate", "eeee", seed, blocks, inputs, {}, {}, files).write(directory)
     return directory
 
 
-@pytest.mark.parametrize(
-    ("lower_ends", "read", "promoted"),
-    [
-        ({"score": 0.9, "gold": 0.25}, 0.25, False),
-        ({"score": 0.25, "gold": 0.9}, 0.9, True),
-        ({"score": 0.9}, 0.9, True),
-        ({"score": 0.25, "words": 0.9}, 0.25, False),
-    ],
-)
-def test_gold_decides_about_the_promotion_or_else_the_reward_model(
-    client, sft, ppo, trained, tmp_path, monkeypatch, lower_ends, read, promoted
-):
+def answers_of(quality, seed, kl=2.0):
+    return policy(np.random.default_rng(seed), quality, kl=kl)
+
+
+def registered(client, folders, policies, tmp_path, monkeypatch, champion=None, **config):
+    """The registration of an evaluation, beside a champion's answers."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
-    evaluation = evaluated(tmp_path / "evaluation", **lower_ends)
-    registration = register_evaluated(
-        sft.folder, ppo.folder, evaluation, CONFIG, "synthetic", tmp_path
+    evaluation = evaluated(tmp_path / "evaluations" / str(time.monotonic_ns()), policies)
+    answered = present = None
+    if champion is not None:
+        given = {"sft": policies["sft"], "champion": champion}
+        answered = evaluated(tmp_path / "evaluations" / str(time.monotonic_ns()), given)
+        present = Champion("2", Path("champion"))
+    return register_evaluated(
+        *folders, evaluation, present, answered, RegisterConfig(**config), "synthetic", tmp_path
     )
-    assert ("champion" in registration.aliases) == promoted == (not registration.refusals)
+
+
+@pytest.mark.parametrize(("quality", "promoted"), [(0.9, True), (0.0, False)])
+def test_the_gate_reads_the_answers(
+    client, sft, ppo, trained, tmp_path, monkeypatch, quality, promoted
+):
+    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(quality, 2)}
+    folders = sft.folder, ppo.folder
+    registration = registered(client, folders, policies, tmp_path, monkeypatch)
+    assert registration.promoted == promoted == ("champion" in registration.aliases)
+    assert registration.verdict["judge"] == "gold" and registration.verdict["independent"]
+    rate = win_rate(*([a.scores["gold"] for a in policies[name]] for name in ("ppo", "sft")))
     version = client.get_model_version("rlhf-policy", registration.versions["ppo"])
-    assert version.tags["win rate"] == f"75.0% (95%: {read:.1%} to 100.0%)"
-    assert version.tags["KL"] == "0.50 nats"
-    assert "it prefers PPO's answer to SFT's on 75.0%" in version.description
-    assert version.description.endswith(" of 40 prompts. Data: synthetic") or (
+    assert version.tags["win rate"] == (
+        f"{rate.rate:.1%} (95%: {rate.lower:.1%} to {rate.upper:.1%})"
+    )
+    assert version.tags["KL"] == "2.00 nats"
+    assert version.description.startswith("By the gold judge, ")
+    assert version.description.endswith(" of 200 prompts. Data: synthetic") or (
         "prefers it on" in version.description
     )
-    assert client.get_run(trained["ppo"]).data.metrics == {
-        "eval/score": 2.0,
-        "eval/kl": 0.5,
-        "eval/win_rate": 0.75,
-        "eval/win_rate_lower": read,
-        "eval/win_rate_upper": 1.0,
-    }
-    assert client.get_run(trained["sft"]).data.metrics == {"eval/score": 1.0, "eval/kl": 0.0}
+    logged = client.get_run(trained["ppo"]).data.metrics
+    assert logged["eval/win_rate_lower"] == rate.lower
+    assert "eval/score" in logged and "eval/score_lower" not in logged
+
+
+def test_a_candidate_must_beat_the_champion(client, sft, ppo, trained, tmp_path, monkeypatch):
+    """A candidate that beats SFT replaced a champion that was better than the candidate."""
+    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.5, 2)}
+    folders = sft.folder, ppo.folder
+    for champion, promoted in ((answers_of(1.2, 3), False), (answers_of(0.0, 4), True)):
+        registration = registered(client, folders, policies, tmp_path, monkeypatch, champion)
+        assert registration.promoted == promoted
+        against = [
+            reason for reason in registration.verdict["refusals"] if "the champion" in reason
+        ]
+        assert bool(against) != promoted
+
+
+class Stages:
+    """Takes the job of a node instead of running it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def run(self, job):
+        self.job = job
+        return self.folder
+
+
+def test_the_present_champion_answers_the_same_prompts(
+    client, sft, ppo, trained, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    champion = published(tmp_path / "champion", "ppo", "ffff", weights="better")
+    tags = {"rlhf.content_digest": content_digest(champion)}
+    client.create_registered_model("rlhf-policy")
+    version = client.create_model_version("rlhf-policy", source=str(champion), tags=tags).version
+    client.set_registered_model_alias("rlhf-policy", "champion", version)
+    baseline, better = answers_of(0.0, 1, kl=0.0), answers_of(1.5, 3)
+    evaluation = evaluated(tmp_path / "e", {"sft": baseline, "ppo": answers_of(0.9, 2)})
+    stages = Stages(evaluated(tmp_path / "c", {"sft": baseline, "champion": better}))
+    split, reward_model = tmp_path / "split", tmp_path / "reward_model"
+    registration = register_node(
+        split, sft.folder, ppo.folder, reward_model, evaluation, RegisterConfig(),
+        SimpleNamespace(sources=[]), EvaluateConfig(), 7, stages, str(tmp_path), tmp_path,
+    )  # fmt: skip
+    assert stages.job.spec.name == "evaluate_champion" and stages.job.seed == 7
+    assert stages.job.inputs == {
+        "prompts": split / "evaluation", "sft_model": sft.folder, "champion_model": champion,
+        "reward_model": reward_model,
+    }  # fmt: skip
+    (refusal,) = registration["verdict"]["refusals"]
+    assert refusal.startswith("win rate against the champion: found 0.")
+    assert registration["aliases"]["champion"] == str(version)
+
+
+def test_every_further_candidate_for_one_test_set_meets_a_wider_interval(
+    client, sft, ppo, trained, tmp_path, monkeypatch
+):
+    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
+    tries = []
+    for fingerprint in ("bbbb", "cccc", "cccc", "dddd"):  # the third registers the second again
+        folder = tmp_path / "candidates" / fingerprint
+        if not folder.exists():
+            published(folder, "ppo", fingerprint, weights=fingerprint)
+            training_run(client, fingerprint)
+        found = registered(client, (sft.folder, folder), policies, tmp_path, monkeypatch)
+        tries.append((found.verdict["tries"], round(found.verdict["confidence"], 4)))
+    assert tries == [(1, 0.95), (2, 0.9833), (2, 0.9833), (3, 0.9917)]
+
+
+def test_the_seed_and_the_number_of_prompts_make_another_test_set(tmp_path):
+    policies = {"sft": answers_of(0.0, 1), "ppo": answers_of(0.0, 2)}
+    folders = [evaluated(tmp_path / str(seed), policies, seed=seed) for seed in (1, 2)]
+    assert len({identity_of_prompts(folder) for folder in folders}) == 2
 
 
 def test_a_model_name_survives_the_comparison_link():

@@ -16,6 +16,9 @@ REWARD_MODEL = "score"
 GOLD = "gold"
 """Name of the judge that knows the true quality; its scores are called `gold_score`."""
 
+CHAMPION = "champion"
+"""Name of the registry's champion where it answers beside a candidate, and of its alias."""
+
 JUDGE_PREFIX = "judges."
 """Inputs of the evaluation job: the source file of `evaluate.judges.0` is the input `judges.0`."""
 

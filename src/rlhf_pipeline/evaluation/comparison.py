@@ -3,17 +3,29 @@
 The driver imports this module, so it must not import torch.
 """
 
+import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.evaluation.statistics import distinct_n, mean_with_interval, win_rate
+from rlhf_pipeline.statistics import (
+    common_phrase,
+    distinct_n,
+    mean_with_interval,
+    repetition,
+    standardized_gain,
+    win_rate,
+)
 
 BASELINE = "sft"
+
+ANSWERS = "answers.jsonl"
+"""File of an evaluation with every answer of every policy."""
 
 EXTREMES = 3
 """Pairs of answers with the largest gains, and with the largest losses, in an evaluation."""
@@ -47,9 +59,33 @@ def score_name(judge: str) -> str:
     return judge if judge == REWARD_MODEL else f"{judge}_score"
 
 
-def deciding_judge(judges: Collection[str]) -> str:
-    """The judge whose win rate decides about a promotion: gold, or else the reward model."""
-    return GOLD if GOLD in judges else REWARD_MODEL
+def write_answers(answers: dict[str, list[Answer]], folder: Path) -> None:
+    """Write the answers of all policies, one line for each."""
+    lines = [
+        json.dumps({"policy": name} | a.record()) for name, given in answers.items() for a in given
+    ]
+    (folder / ANSWERS).write_text("\n".join(lines) + "\n")
+
+
+def read_answers(folder: Path) -> dict[str, list[Answer]]:
+    """The answers of an evaluation, by policy."""
+    answers: dict[str, list[Answer]] = {}
+    for line in (folder / ANSWERS).read_text().splitlines():
+        fields = json.loads(line)
+        names = [name for name in fields if name.endswith("score")]
+        scores = {name.removesuffix("_score"): fields.pop(name) for name in names}
+        answers.setdefault(fields.pop("policy"), []).append(Answer(scores=scores, **fields))
+    return answers
+
+
+def deciding_judge(judges: Collection[str], optimized: Collection[str]) -> str:
+    """The judge whose win rate decides about a promotion.
+
+    The gold score; without it, the first judge that no training has optimized; without one, the
+    reward model.
+    """
+    independent = [judge for judge in judges if judge not in optimized]
+    return GOLD if GOLD in judges else next(iter(independent), REWARD_MODEL)
 
 
 def complete_judges(answers: list[Answer]) -> list[str]:
@@ -59,22 +95,27 @@ def complete_judges(answers: list[Answer]) -> list[str]:
     ]
 
 
-def compare(answers: dict[str, list[Answer]], config: EvaluateConfig) -> dict[str, Any]:
+def compare(
+    answers: dict[str, list[Answer]], config: EvaluateConfig, optimized: Collection[str]
+) -> dict[str, Any]:
     """Compute the metrics of all policies, the win rates against the baseline, and the samples.
 
     The policies are in this order: the baseline, the candidate, variants of the candidate.
+    `optimized` are the judges that the candidate's training has optimized.
     """
     baseline, candidate, *variants = answers
     judges = complete_judges(answers[baseline])
-    decides = deciding_judge(judges)
+    decides = deciding_judge(judges, optimized)
 
     def win_rates(policy: str) -> dict[str, dict[str, Any]]:
-        return {
-            judge: asdict(
-                win_rate(_scores(answers[policy], judge), _scores(answers[baseline], judge))
-            )
-            for judge in judges
-        }
+        rates = {}
+        for judge in judges:
+            ours, theirs = (scores_by(answers[name], judge) for name in (policy, baseline))
+            gain, lower, upper = standardized_gain(ours, theirs)
+            rates[judge] = asdict(win_rate(ours, theirs)) | {
+                "gain": gain, "gain_lower": lower, "gain_upper": upper,
+            }  # fmt: skip
+        return rates
 
     def samples(chosen: Sequence[tuple[Answer, Answer]]) -> list[dict[str, Any]]:
         return [_sample({baseline: first, candidate: second}) for first, second in chosen]
@@ -90,7 +131,8 @@ def compare(answers: dict[str, list[Answer]], config: EvaluateConfig) -> dict[st
             "temperature": config.sampling.temperature,
             "max_response_tokens": config.sampling.max_response_tokens,
         },
-        "judge": None if decides == REWARD_MODEL else decides,
+        "judge": decides,
+        "independent": decides not in optimized,
         "policies": {policy: summary(given) for policy, given in answers.items()},
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
@@ -106,7 +148,7 @@ def summary(answers: list[Answer]) -> dict[str, float]:
     `sft_perplexity` is that of all answers, per token: a policy whose answers SFT would hardly
     write has a high one, whatever the judges say.
     """
-    scores = {score_name(judge): _scores(answers, judge) for judge in complete_judges(answers)}
+    scores = {score_name(judge): scores_by(answers, judge) for judge in complete_judges(answers)}
     columns = scores | {"kl": [a.kl for a in answers]}
     metrics: dict[str, float] = {}
     for name, values in columns.items():
@@ -120,6 +162,8 @@ def summary(answers: list[Answer]) -> dict[str, float]:
         "eos_fraction": float(np.mean([a.ended for a in answers])),
         "distinct_1": distinct_n(texts, 1),
         "distinct_2": distinct_n(texts, 2),
+        "repetition": float(np.mean([repetition(text) for text in texts])),
+        "phrase_share": common_phrase(texts)[1],
     }
 
 
@@ -144,7 +188,8 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _scores(answers: list[Answer], judge: str) -> list[float]:
+def scores_by(answers: list[Answer], judge: str) -> list[float]:
+    """The scores of a judge that scored every answer."""
     return [float(score) for a in answers if (score := a.scores[judge]) is not None]
 
 

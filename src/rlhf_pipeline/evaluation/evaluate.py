@@ -19,14 +19,27 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.evaluate import (
+    CHAMPION,
+    JUDGE_PREFIX,
+    REWARD_MODEL,
+    CandidateConfig,
+    EvaluateConfig,
+)
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
 from rlhf_pipeline.distributed.world import World, join
-from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, summary
+from rlhf_pipeline.evaluation.comparison import (
+    BASELINE,
+    Answer,
+    compare,
+    headline,
+    summary,
+    write_answers,
+)
 from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, RewardModelJudge, load_judges
 from rlhf_pipeline.evaluation.report import FIGURE, plot_comparison, render_markdown
 from rlhf_pipeline.models.forward import response_logprobs
@@ -80,19 +93,38 @@ def main(job: LaunchedJob) -> dict[str, float]:
     setup = load(job, config, contract, world)
     scored = answer_all(folders, setup)
     answers = judge_all(scored, job.inputs["reward_model"], setup, writer)
-    evaluation = compare(answers, config)
+    evaluation = compare(answers, config, optimized_judges(job, candidate.name, config))
+    trained = Manifest.read(job.inputs["reward_model"]).metrics
+    evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
     if world.rank == 0:
         write(evaluation, answers, candidate.caveats, job.export)
     return headline(evaluation)
 
 
 def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
-    """The baseline, the candidate, and as "ppo_ema" the average of its weights, if any."""
+    """The baseline, the candidate, and as "ppo_ema" the average of its weights, if any.
+
+    The champion competes without its average.
+    """
     model = job.inputs[f"{candidate}_model"]
     folders = {BASELINE: job.inputs[f"{BASELINE}_model"], candidate: model}
-    if (model / "ema").is_dir():
+    if candidate != CHAMPION and (model / "ema").is_dir():
         folders[f"{candidate}_ema"] = model / "ema"
     return folders
+
+
+def optimized_judges(job: LaunchedJob, candidate: str, config: EvaluateConfig) -> set[str]:
+    """The judges that the candidate's training has optimized.
+
+    The reward model counts unless PPO ran without it: DPO learns from the same comparisons.
+    """
+    trained = Manifest.read(job.inputs[f"{candidate}_model"]).config
+    if "ppo" not in trained:
+        return {REWARD_MODEL}
+    rewards = [reward for reward in trained["ppo"]["rewards"] if reward["weight"]]
+    functions = {reward.get("callable") for reward in rewards}
+    found = {judge.label for judge in config.judges if judge.callable in functions}
+    return found | {REWARD_MODEL for reward in rewards if "model" in reward}
 
 
 def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
@@ -263,10 +295,7 @@ def write(
     (export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
     (export / "report.md").write_text(render_markdown(evaluation, caveats))
     plot_comparison(evaluation, answers, export / FIGURE)
-    lines = [
-        json.dumps({"policy": name} | a.record()) for name, given in answers.items() for a in given
-    ]
-    (export / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    write_answers(answers, export)
 
 
 if __name__ == "__main__":

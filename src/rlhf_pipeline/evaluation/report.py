@@ -5,6 +5,9 @@ The evaluation is a dict of JSON types:
     candidate   "ppo" or "dpo"
     prompts     number of prompts
     decoding    settings of the decoding
+    judge       the judge that decides about a promotion
+    independent whether the candidate's training has not optimized that judge
+    reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
     policies    by policy: metrics; `m_lower` and `m_upper` are the 95% interval of the metric `m`
     win_rates   of the candidate against SFT, by judge
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
@@ -22,7 +25,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, deciding_judge, score_name
+from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, score_name
+from rlhf_pipeline.statistics import smallest_visible_win_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +43,8 @@ METRICS = {
     "eos_fraction": ("ended by itself", "z.3f"),
     "distinct_1": ("distinct words", "z.3f"),
     "distinct_2": ("distinct word pairs", "z.3f"),
+    "repetition": ("repeated word triples of an answer", "z.3f"),
+    "phrase_share": ("answers with the most common four words", "z.3f"),
 }
 """Metric to its label and number format; z: a rounded zero has no sign. The report shows the
 judges' scores before them."""
@@ -69,7 +75,12 @@ def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> s
     lines += _markdown_table(evaluation, BASELINE, candidate)
     lines += ["", "Intervals are 95%.", "", f"![Win rates, scores and KL]({FIGURE})", ""]
     lines += ["## Which answer is better?", ""]
-    lines += ["Two equal policies have 50%; a tie counts half.", ""]
+    visible = f"{smallest_visible_win_rate(evaluation['prompts']):.1%}"
+    lines += [
+        "Two equal policies have 50%; a tie counts half. So many prompts show a true win rate of "
+        f"{visible} in four of five evaluations.",
+        "",
+    ]
     for judge, rate in evaluation["win_rates"].items():
         counts = ", ".join(f"{rate[kind]} {kind}" for kind in KINDS)
         found = f"It {_preference(rate, candidate)}: {counts}. {caveats.get(judge, '')}".rstrip()
@@ -78,8 +89,8 @@ def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> s
         lines += [f"## {_title(variant)} beside {title}", ""]
         lines += [*_markdown_table(evaluation, candidate, variant), ""]
         for judge, rate in rates.items():
-            lines += [f"{_judge(judge).capitalize()} {_preference(rate, variant)}.", ""]
-    judge = _judge(deciding_judge(evaluation["win_rates"]))
+            lines += [f"{judge_title(judge).capitalize()} {_preference(rate, variant)}.", ""]
+    judge = judge_title(evaluation["judge"])
     for heading, samples in (
         (f"Largest gains by {judge}", evaluation["largest_gains"]),
         (f"Largest losses by {judge}", evaluation["largest_losses"]),
@@ -104,7 +115,7 @@ def _answers_table(samples: list[dict[str, Any]], candidate: str) -> Iterator[st
 def print_summary(evaluation: dict[str, Any], caveats: Mapping[str, str], console: Console) -> None:
     """Print the verdict in one sentence for each judge, the deciding one first, and its bar."""
     candidate, rates = evaluation["candidate"], evaluation["win_rates"]
-    deciding = deciding_judge(rates)
+    deciding = evaluation["judge"]
     console.print(Text(summary(evaluation, caveats)))
     console.print(_bar(rates[deciding], candidate))
 
@@ -112,7 +123,7 @@ def print_summary(evaluation: dict[str, Any], caveats: Mapping[str, str], consol
 def summary(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
     """The verdict of the deciding judge, with a reward model's caveat; then the other judges."""
     candidate, rates = evaluation["candidate"], evaluation["win_rates"]
-    deciding = deciding_judge(rates)
+    deciding = evaluation["judge"]
     rate = rates[deciding]
     sentences = [
         f"{_verdict(deciding, rate, candidate).removesuffix('.')}: it "
@@ -120,7 +131,7 @@ def summary(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
     ]
     sentences += [caveats[deciding]] if deciding == REWARD_MODEL and deciding in caveats else []
     sentences += [
-        f"{_judge(judge).capitalize()} prefers it on {_interval(rate)}."
+        f"{judge_title(judge).capitalize()} prefers it on {_interval(rate)}."
         for judge, rate in rates.items()
         if judge != deciding
     ]
@@ -159,7 +170,8 @@ def _title(policy: str) -> str:
     return policy.upper().replace("_", " ")
 
 
-def _judge(name: str) -> str:
+def judge_title(name: str) -> str:
+    """A judge in a sentence."""
     return "the reward model" if name == REWARD_MODEL else f"the {name} judge"
 
 
@@ -195,7 +207,7 @@ def _verdict(judge: str, rate: dict[str, float], candidate: str) -> str:
         found = f"{_title(candidate)} is worse"
     else:
         found = "no difference is shown"
-    return f"By {_judge(judge)}, {found}."
+    return f"By {judge_title(judge)}, {found}."
 
 
 def _scores(sample: dict[str, Any], policy: str) -> str:
@@ -221,7 +233,7 @@ def plot_comparison(
     from matplotlib.figure import Figure
 
     baseline, candidate, *_ = answers
-    judge = deciding_judge(evaluation["win_rates"])
+    judge = evaluation["judge"]
     # Not pyplot, which would keep the figure in memory.
     figure = Figure(figsize=(13, 3.8), dpi=130, layout="constrained")
     wins, scores, kl = figure.subplots(1, 3)

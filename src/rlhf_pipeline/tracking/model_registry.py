@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import CHAMPION
+from rlhf_pipeline.config.register import Promote, RegisterConfig
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.evaluation.comparison import BASELINE, deciding_judge
+from rlhf_pipeline.evaluation.comparison import BASELINE, read_answers
+from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
 from rlhf_pipeline.evaluation.report import summary
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.tracking.promotion import Champion, test_set, tries
 from rlhf_pipeline.tracking.store import (
+    DIGEST_TAG,
     FINGERPRINT_TAG,
+    STAGE_TAG,
+    TEST_SET_TAG,
     connect,
     find_run,
     is_server,
@@ -25,8 +32,8 @@ from rlhf_pipeline.tracking.store import (
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-DIGEST_TAG = "rlhf.content_digest"
 UPLOAD = "policy"
+VERDICT_TAG = "rlhf.verdict"
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,10 @@ class Registration:
     """Stage to the id of the run that trained the policy."""
     aliases: dict[str, str]
     """Every alias of the model to its version; "champion" is missing before the first promotion."""
-    refusals: list[str]
-    """Why the candidate was not promoted; empty if it is the champion."""
+    promoted: bool
+    """Whether the candidate is the champion."""
+    verdict: dict[str, Any]
+    """Every condition of the gate, see `rlhf_pipeline.evaluation.gate.Verdict`."""
     compare: str
     """Path of the comparison of both versions in MLflow's UI."""
 
@@ -62,24 +71,23 @@ def register_evaluated(
     sft_model: Path,
     candidate_model: Path,
     evaluation: Path,
+    champion: Champion | None,
+    answered: Path | None,
     config: RegisterConfig,
     data: str,
     project: Path,
 ) -> Registration:
     """Register the policies of an evaluation with its metrics, and apply the gate.
 
-    The gate reads the win rate of the deciding judge. All three artifacts are published; `data`
-    names the sources; `project` contains the tracking database, unless MLFLOW_TRACKING_URI is set.
+    The gate reads the answers of the evaluation and those of the present champion to the same
+    prompts, in the evaluation `answered`. The other artifacts are published; `data` names the
+    sources; `project` contains the tracking database, unless MLFLOW_TRACKING_URI is set.
 
-    Raises:
-        ArtifactError: one of the three artifacts is damaged.
-        StageError: see `register`.
+    Raises StageError, see `register`.
     """
-    for artifact in (sft_model, candidate_model, evaluation):
-        verify(artifact)
     compared = json.loads((evaluation / "evaluation.json").read_text())
-    candidate, rates = compared["candidate"], compared["win_rates"]
-    rate = rates[deciding_judge(rates)]
+    candidate, judge = compared["candidate"], compared["judge"]
+    rate = compared["win_rates"][judge]
     # The run of the evaluation has the intervals; here they would hide the values.
     metrics = {
         policy: {
@@ -93,6 +101,16 @@ def register_evaluated(
         f"eval/win_rate{suffix}": rate[key]
         for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
     }
+    answers = read_answers(evaluation)
+    evidence = Evidence(
+        candidate=answers[candidate],
+        baseline=answers[BASELINE],
+        judge=judge,
+        independent=compared["independent"],
+        champion=None if answered is None else read_answers(answered)[CHAMPION],
+        champion_fault=None if champion is None else champion.fault,
+        reward_model_accuracy=compared["reward_model_accuracy_lower"],
+    )
     with request_limits(uploads=True):
         return register(
             connect(tracking_uri(project), project),
@@ -100,37 +118,11 @@ def register_evaluated(
             candidate=Policy(
                 candidate_model, metrics[candidate], f"{summary(compared, {})} Data: {data}"
             ),
-            refusals=gate(metrics[candidate], config),
+            prompts=test_set(evaluation),
+            judged=lambda tries: decide(replace(evidence, tries=tries), config),
+            promote=config.promote,
             model=config.model,
         )
-
-
-def gate(metrics: dict[str, float], config: RegisterConfig) -> list[str]:
-    """The reasons not to promote a candidate; empty to promote it.
-
-    Raises ValueError if one of the two metrics is missing.
-
-    Args:
-        metrics: contain "eval/win_rate_lower", the lower end of the 95% interval on the win rate
-            against SFT, and "eval/kl", nats per response. NaN does not pass.
-        config: the bounds of both.
-    """
-    missing = [name for name in ("eval/win_rate_lower", "eval/kl") if name not in metrics]
-    if missing:
-        raise ValueError(f"the gate: found metrics {sorted(metrics)}, expected {missing} too")
-    lower, kl = metrics["eval/win_rate_lower"], metrics["eval/kl"]
-    reasons = []
-    if not lower > config.min_win_rate_lower:
-        reasons.append(
-            f"win rate against SFT: found {lower:.3f} as the lower end of its 95% interval, "
-            f"expected more than {config.min_win_rate_lower:g} (register.min_win_rate_lower)"
-        )
-    if not kl <= config.max_kl:
-        reasons.append(
-            f"KL from SFT: found {kl:.2f} nats per response, "
-            f"expected at most {config.max_kl:g} (register.max_kl)"
-        )
-    return reasons
 
 
 def register(
@@ -138,14 +130,17 @@ def register(
     *,
     sft: Policy,
     candidate: Policy,
-    refusals: list[str],
+    prompts: str,
+    judged: Callable[[int], Verdict],
+    promote: Promote = "gate",
     model: str = "rlhf-policy",
 ) -> Registration:
     """Register both policies and move the aliases. A repeated call changes nothing.
 
     `sft-baseline` and `candidate` always move to the two versions; `champion` moves to the
-    candidate if there are no `refusals`. The metrics of the evaluation are logged to the run that
-    trained each policy, where MLflow's comparison of versions reads them.
+    candidate as `promote` says. `judged` is the verdict of the gate at the k-th candidate for the
+    test set `prompts`; it becomes a tag of the version. The metrics of the evaluation are logged to
+    the run that trained each policy, where MLflow's comparison of versions reads them.
 
     A version refers to the local folder of its policy. A tracking server cannot read local files,
     so the policies are uploaded to their runs first. Raises StageError if the training run of a
@@ -164,7 +159,12 @@ def register(
         for stage, policy in policies.items():
             _log_evaluation(client, runs[stage], policy.metrics)
             _describe(client, model, versions[stage], policy)
-        aliases = _move_aliases(client, model, *versions.values(), promote=not refusals)
+        version = versions[Manifest.read(candidate.folder).stage]
+        client.set_model_version_tag(model, version, TEST_SET_TAG, prompts)
+        verdict = judged(tries(client, model, version, prompts))
+        client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict.record()))
+        promoted = {"never": False, "gate": not verdict.refusals, "always": True}[promote]
+        aliases = _move_aliases(client, model, *versions.values(), promote=promoted)
     except MlflowException as error:
         store = without_secrets(client.tracking_uri)
         raise StageError(
@@ -173,7 +173,7 @@ def register(
             "finished stages"
         ) from None  # the error itself can contain the store's password
     compare = compare_path(model, {versions[stage]: runs[stage] for stage in policies})
-    return Registration(model, versions, runs, aliases, list(refusals), compare)
+    return Registration(model, versions, runs, aliases, promoted, verdict.record(), compare)
 
 
 def registered_folders(uri: str, project: Path) -> set[Path]:
@@ -219,7 +219,7 @@ def _move_aliases(
 ) -> dict[str, str]:
     """Move the aliases; return every alias of the model with its version."""
     moved = {"sft-baseline": baseline, "candidate": candidate}
-    moved |= {"champion": candidate} if promote else {}
+    moved |= {CHAMPION: candidate} if promote else {}
     for alias, version in moved.items():
         client.set_registered_model_alias(model, alias, version)
     aliases = client.get_registered_model(model).aliases
@@ -254,7 +254,7 @@ def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> s
     if server:
         client.log_artifacts(run_id, source, UPLOAD)
         source = f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
-    tags = {FINGERPRINT_TAG: manifest.fingerprint, "rlhf.stage": manifest.stage, DIGEST_TAG: digest}
+    tags = {FINGERPRINT_TAG: manifest.fingerprint, STAGE_TAG: manifest.stage, DIGEST_TAG: digest}
     created = client.create_model_version(model, source=source, run_id=run_id, tags=tags)
     return str(created.version)
 

@@ -21,6 +21,9 @@ EXPERIMENT = "rlhf-pipeline"
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 """MLflow's pages then begin with runs and models instead of traces and prompts."""
 FINGERPRINT_TAG = "rlhf.fingerprint"
+DIGEST_TAG = "rlhf.content_digest"
+STAGE_TAG = "rlhf.stage"
+TEST_SET_TAG = "rlhf.test_set"
 ARTIFACTS = "mlartifacts"
 SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
 """Kinds of stores that MLflow has without plugins."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, EvaluateConfig
 from rlhf_pipeline.config.reward_files import source_file
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
@@ -12,6 +13,9 @@ SPEC = StageSpec(
     program="rlhf_pipeline.evaluation.evaluate",
     blocks={"evaluate": EvaluateConfig},
 )
+
+CHAMPION = StageSpec(name=NAME_OF_CHAMPION, program=SPEC.program)
+"""The present champion, which answers the prompts of a candidate."""
 
 
 def evaluate(policy: StageSpec) -> Callable[..., Path]:

@@ -4,19 +4,45 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.pipelines.evaluate import CHAMPION
+from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
+from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.stages.job import Stages
 from rlhf_pipeline.tracking.model_registry import register_evaluated
+from rlhf_pipeline.tracking.promotion import find_champion
 
 
 def register(
+    split: Path,
     sft_model: Path,
     candidate_model: Path,
+    reward_model: Path,
     evaluation: Path,
     config: RegisterConfig,
-    split: SplitConfig,
+    sources: SplitConfig,
+    judging: EvaluateConfig,
+    seed: int,
+    stages: Stages,
+    workspace: str,
     project: Path,
 ) -> dict[str, Any]:
-    """Register both policies in MLflow; promote the candidate if it passes the gate."""
-    data = ", ".join(source.label() for source in split.sources)
-    return asdict(register_evaluated(sft_model, candidate_model, evaluation, config, data, project))
+    """Register both policies in MLflow; promote the candidate if it passes the gate.
+
+    The present champion answers the prompts of the evaluation before. Raises ArtifactError if an
+    artifact is damaged.
+    """
+    for artifact in (sft_model, candidate_model, evaluation):
+        verify(artifact)
+    champion = find_champion(config.model, candidate_model, project, Path(workspace) / "champions")
+    answered = None
+    if champion is not None and champion.folder is not None:
+        models = sft_model, champion.folder, reward_model
+        answered = evaluate(CHAMPION)(split, *models, judging, seed, stages)
+    data = ", ".join(source.label() for source in sources.sources)
+    registration = register_evaluated(
+        sft_model, candidate_model, evaluation, champion, answered, config, data, project
+    )
+    return asdict(registration)

@@ -1,4 +1,4 @@
-"""sft_model + ppo_model + evaluation -> registration, and the same for another candidate"""
+"""evaluation, with what it was made from -> registration; the same for another candidate"""
 
 from kedro.pipeline import Node, Pipeline
 
@@ -10,6 +10,8 @@ from .nodes import register
 def create_pipeline(policy: StageSpec) -> Pipeline:
     """The registration of the policy that a stage trains. The names for PPO have no prefix."""
     prefix, suffix = ("", "") if policy.name == "ppo" else (f"{policy.name}_", f"_{policy.name}")
-    models = ["sft_model", f"{policy.name}_model"]
-    inputs = [*models, f"{prefix}evaluation", "params:register", "params:split", "params:project"]
+    artifacts = ["split", "sft_model", f"{policy.name}_model", "reward_model"]
+    parameters = ["register", "split", "evaluate", "seed", "stages"]
+    inputs = [*artifacts, f"{prefix}evaluation", *(f"params:{name}" for name in parameters)]
+    inputs += ["workspace", "params:project"]
     return Pipeline([Node(register, inputs, f"{prefix}registration", name=f"register{suffix}")])

@@ -1,0 +1,214 @@
+"""The gate: whether a candidate replaces the champion, with every number that decided.
+
+A candidate must beat the SFT baseline and the present champion on the same prompts, by a margin
+that means something, and must not have paid for it with a cheat that the judge does not see.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.config.evaluate import REWARD_MODEL
+from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.evaluation.comparison import Answer, scores_by, summary
+from rlhf_pipeline.statistics import common_phrase, standardized_gain, win_rate
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about a candidate: answers of all policies to the same prompts, in order."""
+
+    candidate: list[Answer]
+    baseline: list[Answer]
+    """The answers of SFT."""
+    judge: str
+    """The judge that decides."""
+    independent: bool
+    """Whether the candidate's training has not optimized that judge."""
+    champion: list[Answer] | None = None
+    """The answers of the present champion. None: the model has none, or the candidate is it."""
+    champion_fault: str | None = None
+    """Why the present champion could not answer the prompts."""
+    reward_model_accuracy: float | None = None
+    """Lower end of the 95% interval on the reward model's accuracy. None: unknown."""
+    tries: int = 1
+    """Candidates registered with these prompts so far, this one included."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition of the promotion."""
+
+    what: str
+    found: str
+    expected: str
+    parameter: str | None
+    """Field of the block `register` that sets what is expected."""
+    passed: bool
+
+    def __str__(self) -> str:
+        """The condition as a sentence."""
+        source = "" if self.parameter is None else f" (register.{self.parameter})"
+        return f"{self.what}: found {self.found}, expected {self.expected}{source}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All conditions, and what they were measured with."""
+
+    judge: str
+    independent: bool
+    tries: int
+    confidence: float
+    """Of the intervals: 0.95 at the first try, more at every further one."""
+    checks: tuple[Check, ...]
+
+    @property
+    def refusals(self) -> list[str]:
+        """The conditions that do not hold."""
+        return [str(check) for check in self.checks if not check.passed]
+
+    def record(self) -> dict[str, Any]:
+        """The verdict as JSON types."""
+        checks = [asdict(check) for check in self.checks]
+        return asdict(self) | {"checks": checks, "refusals": self.refusals}
+
+
+def decide(evidence: Evidence, config: RegisterConfig) -> Verdict:
+    """Apply every condition; the verdict promotes if all of them hold."""
+    alpha = allowed_error(evidence.tries)
+    checks = (
+        *_comparisons(evidence, config, alpha),
+        *_trust(evidence, config),
+        *_audits(evidence, config),
+    )
+    return Verdict(evidence.judge, evidence.independent, evidence.tries, 1 - alpha, checks)
+
+
+def allowed_error(tries: int) -> float:
+    """Two-sided error of the interval at the k-th candidate for one set of prompts.
+
+        0.1 / (k (k + 1)):    0.05, 0.0167, 0.0083, ...
+
+    Half of it promotes a candidate that is as good as the baseline. The halves of all candidates
+    sum to less than 0.05, however many there are (alpha spending; Bonferroni's inequality).
+    """
+    return 0.1 / (tries * (tries + 1))
+
+
+def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> Iterator[Check]:
+    """The candidate beats SFT and the champion, by the judge that decides."""
+    ours = scores_by(evidence.candidate, evidence.judge)
+    confidence = f"the lower end of its {100 * (1 - alpha):.4g}% interval"
+    theirs = scores_by(evidence.baseline, evidence.judge)
+    opponents = {"SFT": theirs}
+    if evidence.champion is not None:
+        opponents["the champion"] = scores_by(evidence.champion, evidence.judge)
+    for name, scores in opponents.items():
+        lower = win_rate(ours, scores, alpha).lower
+        yield Check(
+            f"win rate against {name}",
+            f"{lower:.3f} as {confidence}",
+            f"more than {config.min_win_rate_lower:g}",
+            "min_win_rate_lower",
+            lower > config.min_win_rate_lower,
+        )
+    if evidence.champion_fault is not None:
+        yield Check(
+            "the champion", evidence.champion_fault, "its answers to the same prompts", None, False
+        )
+    _, lower, _ = standardized_gain(ours, theirs, alpha)
+    yield Check(
+        "gain over SFT in units of the scores' spread",
+        f"{lower:.2f} as {confidence}",
+        f"at least {config.min_gain:g}",
+        "min_gain",
+        lower >= config.min_gain,
+    )
+
+
+def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
+    """The judge can tell good answers from bad ones."""
+    accuracy = evidence.reward_model_accuracy
+    if evidence.judge == REWARD_MODEL and accuracy is not None:
+        yield Check(
+            "accuracy of the reward model, which decides",
+            f"{accuracy:.3f} as the lower end of its 95% interval",
+            "more than 0.5, which is chance",
+            None,
+            accuracy > 0.5,
+        )
+    if config.require_independent_judge:
+        yield Check(
+            "judge that decides",
+            evidence.judge + ("" if evidence.independent else ", which training has optimized"),
+            "a judge that training has not optimized",
+            "require_independent_judge",
+            evidence.independent,
+        )
+
+
+def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
+    """The candidate did not win by a known cheat."""
+    pairs = list(zip(evidence.candidate, evidence.baseline, strict=True))
+    changed = float(np.mean([ours.response != theirs.response for ours, theirs in pairs]))
+    yield Check("answers that differ from SFT's", f"{changed:.0%}", "some", None, changed > 0)
+    ours, theirs = summary(evidence.candidate), summary(evidence.baseline)
+    kl = ours["kl"]
+    yield Check(
+        "KL from SFT",
+        f"{kl:.2f} nats per response",
+        f"at most {config.max_kl:g}",
+        "max_kl",
+        kl <= config.max_kl,
+    )
+    ratio = ours["response_tokens"] / theirs["response_tokens"]
+    yield Check(
+        "length of an answer relative to SFT's",
+        f"{ratio:.2f}",
+        f"between {1 / config.max_length_ratio:.2g} and {config.max_length_ratio:g}",
+        "max_length_ratio",
+        1 / config.max_length_ratio <= ratio <= config.max_length_ratio,
+    )
+    ends = ours["eos_fraction"], theirs["eos_fraction"] - config.max_eos_drop
+    yield Check(
+        "answers that end by themselves",
+        f"{ends[0]:.1%}",
+        f"at least {ends[1]:.1%}",
+        "max_eos_drop",
+        ends[0] >= ends[1],
+    )
+    repeated = ours["repetition"], theirs["repetition"] + config.max_repetition_rise
+    yield Check(
+        "repeated word triples of an answer",
+        f"{repeated[0]:.1%}",
+        f"at most {repeated[1]:.1%}",
+        "max_repetition_rise",
+        repeated[0] <= repeated[1],
+    )
+    phrase, share = common_phrase([answer.response for answer in evidence.candidate])
+    bound = theirs["phrase_share"] + config.max_phrase_rise
+    yield Check(
+        "answers with the same phrase",
+        f"{share:.1%} with {phrase!r}",
+        f"at most {bound:.1%}",
+        "max_phrase_rise",
+        share <= bound,
+    )
+    spread = _spread(evidence.candidate, evidence.judge, _spread(evidence.baseline, evidence.judge))
+    yield Check(
+        "spread of the scores relative to SFT's",
+        f"{spread:.2f}",
+        f"at least {config.min_score_spread:g}: a saturated judge gives all answers one score",
+        "min_score_spread",
+        spread >= config.min_score_spread,
+    )
+
+
+def _spread(answers: list[Answer], judge: str, unit: float = 1.0) -> float:
+    """Standard deviation of the scores; relative to 0, it is infinite."""
+    spread = float(np.std(scores_by(answers, judge)))
+    return spread / unit if unit else math.inf

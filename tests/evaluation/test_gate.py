@@ -1,0 +1,141 @@
+"""The gate: cheats and equals are refused with the right reason; honest improvements pass."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_answers import PROMPTS, WORDS, policy
+
+from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.evaluation.gate import Evidence, allowed_error, decide
+
+CONFIG = RegisterConfig()
+
+
+def evidence(rng, candidate, **more):
+    more = {"judge": "gold", "independent": True} | more
+    return Evidence(candidate=candidate, baseline=policy(rng, 0.0, kl=0.0), **more)
+
+
+def seeds():
+    return [np.random.default_rng(seed) for seed in range(20)]
+
+
+def cheats(rng):
+    """A candidate for each cheat, and a part of the reason for its refusal."""
+    loop = [" ".join([*rng.choice(WORDS, 3), *[rng.choice(WORDS)] * 9]) for _ in range(PROMPTS)]
+    phrase = [" ".join(["that is a great question", *rng.choice(WORDS, 7)]) for _ in range(PROMPTS)]
+    better = policy(rng, 0.8)
+    unchanged = evidence(rng, better)
+    flat = policy(rng, 0.0)
+    saturated = [replace(a, scores=dict.fromkeys(a.scores, 3.0)) for a in flat]
+    return {
+        "length of an answer": evidence(rng, policy(rng, 0.8, length=60)),
+        "repeated word triples": evidence(rng, policy(rng, 0.8, texts=loop)),
+        "answers with the same phrase: found 100.0% with 'that is a great'": evidence(
+            rng, policy(rng, 0.8, texts=phrase)
+        ),
+        "spread of the scores": evidence(rng, saturated),
+        "answers that differ from SFT's: found 0%": replace(
+            unchanged, candidate=unchanged.baseline
+        ),
+        "win rate against the champion": evidence(rng, better, champion=policy(rng, 1.6)),
+        "KL from SFT: found 25.00": evidence(rng, policy(rng, 0.8, kl=25.0)),
+        "answers that end by themselves": evidence(rng, policy(rng, 0.8, ended=0.3)),
+        "win rate against SFT": evidence(rng, policy(rng, -0.8)),
+        "accuracy of the reward model": evidence(
+            rng, better, judge="score", independent=False, reward_model_accuracy=0.47
+        ),
+        "the champion: found other tokens": evidence(rng, better, champion_fault="other tokens"),
+    }
+
+
+def test_every_cheat_is_refused_for_its_reason_in_20_of_20_runs():
+    """The first three cheat without a loss of score: nothing else speaks against them."""
+    for rng in seeds():
+        for number, (reason, given) in enumerate(cheats(rng).items()):
+            refusals = decide(given, CONFIG).refusals
+            assert any(reason in refusal for refusal in refusals), (reason, refusals)
+            assert number >= 3 or len(refusals) == 1, refusals
+
+
+@pytest.mark.parametrize("champion", [None, 0.3])
+def test_an_honest_improvement_is_promoted_in_at_least_18_of_20_runs(champion):
+    promoted = 0
+    for rng in seeds():
+        rival = None if champion is None else policy(rng, champion)
+        given = evidence(rng, policy(rng, 0.9), champion=rival)
+        promoted += not decide(given, CONFIG).refusals
+    assert promoted >= 18
+
+
+def test_wins_by_a_hair_are_no_improvement():
+    """Many wins, but the scores hardly differ."""
+    rng = np.random.default_rng(3)
+    given = evidence(rng, policy(rng, 0.0))
+    nudged = [
+        replace(a, response=f"{a.response} so", scores={"score": 0.0, "gold": b.scores["gold"] + d})
+        for a, b, d in zip(
+            given.candidate, given.baseline, rng.normal(0.002, 0.001, PROMPTS), strict=True
+        )
+    ]
+    refusals = decide(replace(given, candidate=nudged), CONFIG).refusals
+    assert [refusal.partition(":")[0] for refusal in refusals] == [
+        "gain over SFT in units of the scores' spread"
+    ]
+
+
+def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
+    """200 equal candidates, each the only try; and ten tries on one set of prompts, 200 times."""
+    config = RegisterConfig(min_gain=0.0)  # the win rate alone decides
+    rng = np.random.default_rng(5)
+
+    def promoted(tries, baseline):
+        given = Evidence(policy(rng, 0.0), baseline, "gold", True, tries=tries)
+        return not decide(given, config).refusals
+
+    single = sum(promoted(1, policy(rng, 0.0, kl=0.0)) for _ in range(200))
+    assert single <= 10  # 2.5% are 5; binomial, 99th percentile
+    families = 0
+    for _ in range(200):
+        baseline = policy(rng, 0.0, kl=0.0)
+        families += any(promoted(tries, baseline) for tries in range(1, 11))
+    assert families <= 18  # 5% are 10; binomial, 99th percentile
+
+
+def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
+    assert allowed_error(1) == pytest.approx(0.05)
+    assert sum(allowed_error(tries) / 2 for tries in range(1, 10_000)) < 0.05
+
+
+def test_an_independent_judge_can_be_required():
+    rng = np.random.default_rng(7)
+    given = evidence(rng, policy(rng, 0.9), judge="score", independent=False)
+    assert not decide(given, CONFIG).refusals
+    (refusal,) = decide(given, RegisterConfig(require_independent_judge=True)).refusals
+    assert refusal == (
+        "judge that decides: found score, which training has optimized, expected a judge that "
+        "training has not optimized (register.require_independent_judge)"
+    )
+
+
+def test_the_verdict_has_every_number():
+    rng = np.random.default_rng(8)
+    given = evidence(rng, policy(rng, 0.9), champion=policy(rng, 0.0), tries=2)
+    record = decide(given, CONFIG).record()
+    assert (record["judge"], record["independent"], record["tries"]) == ("gold", True, 2)
+    assert record["confidence"] == pytest.approx(1 - 0.1 / 6)
+    assert [check["what"] for check in record["checks"]] == [
+        "win rate against SFT",
+        "win rate against the champion",
+        "gain over SFT in units of the scores' spread",
+        "answers that differ from SFT's",
+        "KL from SFT",
+        "length of an answer relative to SFT's",
+        "answers that end by themselves",
+        "repeated word triples of an answer",
+        "answers with the same phrase",
+        "spread of the scores relative to SFT's",
+    ]
+    assert record["refusals"] == [] and all(check["passed"] for check in record["checks"])
+    assert record["checks"][0]["found"].endswith("as the lower end of its 98.33% interval")
