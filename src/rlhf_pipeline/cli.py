@@ -111,6 +111,27 @@ def clean(
 
 
 @rlhf.command(cls=Command)
+@click.argument("policy", default="champion")
+@_ENV
+@_PARAMS
+@click.pass_obj
+def lineage(
+    metadata: ProjectMetadata, policy: str, env: str | None, params: dict[str, Any]
+) -> None:
+    """Show what POLICY was made from, down to the data, and verify every byte.
+
+    POLICY is a version or an alias of the registered model, or the folder of an artifact; the
+    default is the champion.
+    """
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.lineage import lineage as walk
+
+    with _catalog(metadata, env, params) as catalog:
+        walk(policy, catalog, Console(), Path(metadata.project_path))
+
+
+@rlhf.command(cls=Command)
 @click.option("--port", default=5000, show_default=True, help="Port at 127.0.0.1.")
 @click.pass_obj
 def ui(metadata: ProjectMetadata, port: int) -> None:

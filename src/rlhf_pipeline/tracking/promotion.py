@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config.evaluate import CHAMPION
@@ -20,10 +19,10 @@ from rlhf_pipeline.tracking.store import (
     request_limits,
     tracking_uri,
 )
+from rlhf_pipeline.tracking.versions import find_version, local_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion
 
 TOKENS = "token_contract.json"
 """File of every model with the digest of its tokens."""
@@ -50,10 +49,10 @@ def find_champion(model: str, candidate: Path, project: Path, downloads: Path) -
     try:
         with request_limits(uploads=True):
             client = connect(tracking_uri(project), project)
-            version = _champion_version(client, model)
+            version = find_version(client, model, CHAMPION)
             if version is None or version.tags.get(DIGEST_TAG) == content_digest(candidate):
                 return None
-            folder = _local(client, version, downloads)
+            folder = local_folder(client, version, downloads)
     except MlflowException as error:
         raise StageError(
             f"MLflow did not return the champion of {model}: {without_secrets(str(error))}. "
@@ -82,29 +81,6 @@ def test_set(evaluation: Path) -> str:
     manifest = Manifest.read(evaluation)
     drawn = manifest.config["evaluate"]["prompts"], manifest.seed
     return "-".join(map(str, (manifest.inputs["prompts"][:16], *drawn)))
-
-
-def _champion_version(client: MlflowClient, model: str) -> ModelVersion | None:
-    if not client.search_registered_models(f"name = '{model}'"):
-        return None
-    version = client.get_registered_model(model).aliases.get(CHAMPION)
-    return None if version is None else client.get_model_version(model, version)
-
-
-def _local(client: MlflowClient, version: ModelVersion, downloads: Path) -> Path:
-    """The folder of a version on this machine."""
-    from mlflow.artifacts import download_artifacts
-
-    if "://" not in version.source and ":/" not in version.source:
-        return Path(version.source)
-    folder = downloads / version.tags[DIGEST_TAG][:16]
-    if not folder.is_dir():
-        downloads.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=downloads) as partial:
-            uri = client.tracking_uri
-            found = download_artifacts(version.source, dst_path=partial, tracking_uri=uri)
-            Path(found).rename(folder)
-    return folder
 
 
 def _fault(folder: Path, candidate: Path) -> str | None:

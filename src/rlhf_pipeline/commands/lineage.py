@@ -1,0 +1,140 @@
+"""`kedro rlhf lineage`: from a policy back to the bytes of its data, all of them verified."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kedro.framework.project import pipelines
+from kedro.io import CatalogProtocol
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.tree import Tree
+
+from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.errors import ArtifactError, short_path
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
+from rlhf_pipeline.stages.cache.workspace import work_directory
+from rlhf_pipeline.tracking.store import connect, request_limits, tracking_uri
+from rlhf_pipeline.tracking.versions import find_version, local_folder
+
+
+def lineage(policy: str, catalog: CatalogProtocol, console: Console, project: Path) -> None:
+    """Print what a policy was made from, as a tree, and verify every byte of it.
+
+    `policy` is a version or an alias of the registered model, or a folder. Raises ArtifactError if
+    a file was changed, added or removed; the message names all of them.
+    """
+    workspace = Path(catalog.load("workspace"))
+    walk = Walk(places(catalog, workspace), workspace)
+    tree = Tree(f"[bold]{escape(policy)}", guide_style="dim")
+    walk.visit(tree, "policy", folder_of(policy, catalog, project, workspace))
+    console.print(tree, highlight=False)
+    if walk.faults:
+        raise ArtifactError("\n".join([f"lineage of {policy}:", *walk.faults]))
+    console.print(f"{walk.files} files, {decimal(walk.size)}: every byte is as it was recorded.")
+
+
+def folder_of(policy: str, catalog: CatalogProtocol, project: Path, workspace: Path) -> Path:
+    """The artifact that a version, an alias or a path names.
+
+    Raises ArtifactError if there is none.
+    """
+    if (Path(policy) / NAME).is_file():
+        return Path(policy)
+    model = RegisterConfig.model_validate(catalog.load("params:register")).model
+    with request_limits(uploads=True):
+        client = connect(tracking_uri(project), project)
+        version = find_version(client, model, policy)
+        if version is None:
+            raise ArtifactError(
+                f"lineage: found no version, alias or folder {policy!r} of {model}. "
+                "Fix: `kedro rlhf ui` lists the versions"
+            )
+        return local_folder(client, version, workspace / "champions")
+
+
+def places(catalog: CatalogProtocol, workspace: Path) -> dict[str, Path]:
+    """Where content is, by its digest: artifacts, published or not, and the folders in them."""
+    names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
+    found = (catalog.get(name) for name in sorted(names))
+    datasets = [dataset for dataset in found if isinstance(dataset, ArtifactDataset)]
+    artifacts = [path.parent for path in workspace.glob(f"*/*/export/{NAME}")]
+    artifacts += [path for dataset in datasets for path in dataset.versions()]
+    known: dict[str, Path] = {}
+    for artifact in artifacts:
+        for folder in (artifact, *(path for path in artifact.iterdir() if path.is_dir())):
+            try:
+                known[content_digest(folder)] = folder
+            except ArtifactError:
+                continue  # another artifact, which the walk may never reach
+    return known
+
+
+@dataclass
+class Walk:
+    """Visits artifacts and what they were made from."""
+
+    places: dict[str, Path]
+    workspace: Path
+    faults: list[str] = field(default_factory=list)
+    files: int = 0
+    size: int = 0
+    """Bytes."""
+    _visited: set[Path] = field(default_factory=set)
+
+    def visit(self, branch: Tree, name: str, folder: Path) -> None:
+        """Add an artifact, or a folder in one, and its inputs below it."""
+        artifact = folder if (folder / NAME).is_file() else folder.parent
+        manifest = Manifest.read(artifact)
+        label = f"{name}: {manifest.stage} {manifest.fingerprint[:8]}"
+        if artifact in self._visited:
+            branch.add(f"{label}, see above")
+            return
+        self._visited.add(artifact)
+        size = sum(entry.size for entry in manifest.files.values())
+        fault = self._check(artifact)
+        label += f", {len(manifest.files)} files, {decimal(size)}"
+        path = f"[link={folder.resolve().as_uri()}]{escape(short_path(folder))}[/link]"
+        below = branch.add(f"[red]{label}: {escape(fault)}" if fault else f"{label}\n[dim]{path}")
+        self.files += len(manifest.files)
+        self.size += size
+        outside = dict(self._outside(artifact))
+        for source, digest in manifest.inputs.items():
+            if digest in self.places:
+                self.visit(below, source, self.places[digest])
+            else:
+                self._leaf(below, source, digest, outside.get(source))
+
+    def _check(self, artifact: Path) -> str | None:
+        try:
+            verify(artifact)
+        except ArtifactError as error:
+            self.faults.append(str(error))
+            return str(error)
+        return None
+
+    def _outside(self, artifact: Path) -> Iterator[tuple[str, Path]]:
+        """The inputs of the stage that made an artifact, by name."""
+        work = work_directory(artifact, self.workspace)
+        if work is not None:
+            for name, path in json.loads((work / "job.json").read_text())["inputs"].items():
+                yield name, Path(path)
+
+    def _leaf(self, branch: Tree, name: str, digest: str, path: Path | None) -> None:
+        """Add an input that no stage made: a file, or an identity such as a commit on the hub."""
+        if path is None:
+            branch.add(f"{escape(name)}: {escape(digest)}")
+            return
+        found = file_digest(path) if path.is_file() else "nothing"
+        if found != digest:
+            self.faults.append(f"{path}: found {found[:16]}, expected content {digest[:16]}")
+            branch.add(f"[red]{escape(name)}: {escape(self.faults[-1])}")
+            return
+        self.files += 1
+        self.size += path.stat().st_size
+        size = decimal(path.stat().st_size)
+        branch.add(f"{escape(name)}: a file, {size}\n[dim]{escape(short_path(path))}")

@@ -1,0 +1,94 @@
+"""The walk from a policy to the bytes of its data, on artifacts made by hand."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.tree import Tree
+
+from rlhf_pipeline.commands.lineage import Walk
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
+
+
+def artifact(workspace, stage, inputs):
+    """A finished stage: its export, and the job that names the places of its inputs."""
+    fingerprint = stage.ljust(16, "0")
+    folder = workspace / stage / fingerprint / "export"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "model").write_text(stage)
+    (folder / "sub" / "rows").write_text(f"rows of {stage}")
+    digests = {
+        name: value if isinstance(value, str)
+        else file_digest(value) if value.is_file() else content_digest(value)
+        for name, value in inputs.items()
+    }  # fmt: skip
+    places = {name: str(value) for name, value in inputs.items() if isinstance(value, Path)}
+    (folder.parent / "job.json").write_text(json.dumps({"inputs": places}))
+    files = file_entries(folder)
+    Manifest(stage, fingerprint, 0, {}, digests, {}, {}, files).write(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer")
+    return tmp_path / "rows.csv"
+
+
+@pytest.fixture
+def policy(tmp_path, data):
+    """source -> split -> sft -> policy, which also reads the split."""
+    workspace = tmp_path / "workspace"
+    source = artifact(workspace, "source", {"file": data, "hub": "commit abc"})
+    split = artifact(workspace, "split", {"source_0": source})
+    sft = artifact(workspace, "sft", {"demonstrations": split / "sub"})
+    return artifact(workspace, "policy", {"sft_model": sft, "prompts": split / "sub"})
+
+
+def walked(policy, workspace):
+    """The walk, and the tree that it printed."""
+    found = [path.parent for path in workspace.glob("*/*/export/manifest.json")]
+    places = {content_digest(path): path for folder in found for path in (folder, folder / "sub")}
+    walk, tree = Walk(places, workspace), Tree("champion")
+    walk.visit(tree, "policy", policy)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(tree)
+    return walk, console.file.getvalue()
+
+
+def test_every_input_down_to_the_data_is_visited_once(policy, data, tmp_path):
+    walk, printed = walked(policy, tmp_path / "workspace")
+    assert walk.faults == []
+    lines = [line.strip("│├└─ ") for line in printed.splitlines() if "/" not in line]
+    assert lines == [
+        "champion",
+        "policy: policy policy00, 2 files, 20 bytes",
+        "prompts: split split000, 2 files, 18 bytes",
+        "source_0: source source00, 2 files, 20 bytes",
+        "file: a file, 13 bytes",
+        "hub: commit abc",
+        "sft_model: sft sft00000, 2 files, 14 bytes",
+        "demonstrations: split split000, see above",
+    ]
+    assert "rows.csv" in printed
+    assert (walk.files, walk.size) == (9, 20 + 18 + 20 + 13 + 14)
+
+
+@pytest.mark.parametrize("place", ["split/*/export/sub/rows", "source/*/export/model"])
+def test_a_changed_byte_of_an_artifact_is_named(policy, tmp_path, place):
+    (file,) = (tmp_path / "workspace").glob(place)
+    file.write_text(file.read_text().replace("s", "z", 1))
+    (fault,) = walked(policy, tmp_path / "workspace")[0].faults
+    assert str(file) in fault
+
+
+def test_a_changed_byte_of_the_data_is_named(policy, data, tmp_path):
+    data.write_text("prompt,answers")
+    (fault,) = walked(policy, tmp_path / "workspace")[0].faults
+    assert fault.startswith(f"{data}: found ") and "expected content" in fault
+    data.unlink()
+    (fault,) = walked(policy, tmp_path / "workspace")[0].faults
+    assert fault.startswith(f"{data}: found nothing, expected content")
