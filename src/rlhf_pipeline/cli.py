@@ -132,6 +132,27 @@ def lineage(
 
 
 @rlhf.command(cls=Command)
+@click.argument("policies", nargs=-1, required=True)
+@_ENV
+@_PARAMS
+@click.pass_obj
+def compare(
+    metadata: ProjectMetadata, policies: tuple[str, ...], env: str | None, params: dict[str, Any]
+) -> None:
+    """Show what differs between POLICIES, and whether one is better than another.
+
+    POLICIES are versions or aliases of the registered model, or folders of artifacts. The first
+    ones are the baselines of those that follow.
+    """
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.compare import compare as show
+
+    with _catalog(metadata, env, params) as catalog:
+        show(policies, catalog, Console(), Path(metadata.project_path))
+
+
+@rlhf.command(cls=Command)
 @click.option("--port", default=5000, show_default=True, help="Port at 127.0.0.1.")
 @click.pass_obj
 def ui(metadata: ProjectMetadata, port: int) -> None:

@@ -5,21 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.tree import Tree
 
-from rlhf_pipeline.config.register import RegisterConfig
-from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.commands.artifacts import all_artifacts, folder_of, places
 from rlhf_pipeline.errors import ArtifactError, short_path
 from rlhf_pipeline.runtime.digests import file_digest
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, verify
 from rlhf_pipeline.stages.cache.workspace import work_directory
-from rlhf_pipeline.tracking.store import connect, request_limits, tracking_uri
-from rlhf_pipeline.tracking.versions import find_version, local_folder
 
 
 def lineage(policy: str, catalog: CatalogProtocol, console: Console, project: Path) -> None:
@@ -29,49 +25,13 @@ def lineage(policy: str, catalog: CatalogProtocol, console: Console, project: Pa
     a file was changed, added or removed; the message names all of them.
     """
     workspace = Path(catalog.load("workspace"))
-    walk = Walk(places(catalog, workspace), workspace)
+    walk = Walk(places(all_artifacts(catalog, workspace)), workspace)
     tree = Tree(f"[bold]{escape(policy)}", guide_style="dim")
-    walk.visit(tree, "policy", folder_of(policy, catalog, project, workspace))
+    walk.visit(tree, "policy", folder_of(policy, catalog, project))
     console.print(tree, highlight=False)
     if walk.faults:
         raise ArtifactError("\n".join([f"lineage of {policy}:", *walk.faults]))
     console.print(f"{walk.files} files, {decimal(walk.size)}: every byte is as it was recorded.")
-
-
-def folder_of(policy: str, catalog: CatalogProtocol, project: Path, workspace: Path) -> Path:
-    """The artifact that a version, an alias or a path names.
-
-    Raises ArtifactError if there is none.
-    """
-    if (Path(policy) / NAME).is_file():
-        return Path(policy)
-    model = RegisterConfig.model_validate(catalog.load("params:register")).model
-    with request_limits(uploads=True):
-        client = connect(tracking_uri(project), project)
-        version = find_version(client, model, policy)
-        if version is None:
-            raise ArtifactError(
-                f"lineage: found no version, alias or folder {policy!r} of {model}. "
-                "Fix: `kedro rlhf ui` lists the versions"
-            )
-        return local_folder(client, version, workspace / "champions")
-
-
-def places(catalog: CatalogProtocol, workspace: Path) -> dict[str, Path]:
-    """Where content is, by its digest: artifacts, published or not, and the folders in them."""
-    names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
-    found = (catalog.get(name) for name in sorted(names))
-    datasets = [dataset for dataset in found if isinstance(dataset, ArtifactDataset)]
-    artifacts = [path.parent for path in workspace.glob(f"*/*/export/{NAME}")]
-    artifacts += [path for dataset in datasets for path in dataset.versions()]
-    known: dict[str, Path] = {}
-    for artifact in artifacts:
-        for folder in (artifact, *(path for path in artifact.iterdir() if path.is_dir())):
-            try:
-                known[content_digest(folder)] = folder
-            except ArtifactError:
-                continue  # another artifact, which the walk may never reach
-    return known
 
 
 @dataclass

@@ -1,0 +1,67 @@
+"""Find artifacts: by a version, an alias or a folder, and by their content."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kedro.framework.project import pipelines
+from kedro.io import CatalogProtocol
+
+from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.tracking.store import connect, request_limits, tracking_uri
+from rlhf_pipeline.tracking.versions import find_version, local_folder
+
+
+def folder_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
+    """The artifact that a version, an alias or a path names.
+
+    Raises ArtifactError if there is none.
+    """
+    if (Path(policy) / NAME).is_file():
+        return Path(policy)
+    model = RegisterConfig.model_validate(catalog.load("params:register")).model
+    with request_limits(uploads=True):
+        client = connect(tracking_uri(project), project)
+        version = find_version(client, model, policy)
+        if version is None:
+            raise ArtifactError(
+                f"found {policy!r}, expected a version or an alias of {model}, or the folder of an "
+                "artifact. Fix: `kedro rlhf ui` lists the versions"
+            )
+        return local_folder(client, version, Path(catalog.load("workspace")) / "champions")
+
+
+def all_artifacts(catalog: CatalogProtocol, workspace: Path) -> list[Path]:
+    """The finished artifacts of the workspace, then the published ones, oldest first."""
+    names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
+    found = (catalog.get(name) for name in sorted(names))
+    datasets = [dataset for dataset in found if isinstance(dataset, ArtifactDataset)]
+    artifacts = sorted(path.parent for path in workspace.glob(f"*/*/export/{NAME}"))
+    return artifacts + [path for dataset in datasets for path in dataset.versions()]
+
+
+def places(artifacts: list[Path]) -> dict[str, Path]:
+    """Where content is, by its digest: the artifacts, and the folders in them."""
+    known: dict[str, Path] = {}
+    for artifact in artifacts:
+        for folder in (artifact, *(path for path in artifact.iterdir() if path.is_dir())):
+            try:
+                known[content_digest(folder)] = folder
+            except ArtifactError:
+                continue  # another artifact, which nobody may ask for
+    return known
+
+
+def ancestors(folder: Path, known: dict[str, Path]) -> Iterator[tuple[Path, Manifest]]:
+    """An artifact, and all artifacts that it was made from and that are still there, once each."""
+    waiting, seen = [folder], set()
+    while waiting:
+        place = waiting.pop()
+        artifact = place if (place / NAME).is_file() else place.parent
+        manifest = Manifest.read(artifact)
+        if manifest.fingerprint not in seen:
+            seen.add(manifest.fingerprint)
+            yield artifact, manifest
+            waiting += [known[digest] for digest in manifest.inputs.values() if digest in known]
