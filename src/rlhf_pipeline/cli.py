@@ -132,6 +132,20 @@ def lineage(
 
 
 @rlhf.command(cls=Command)
+@_ENV
+@_PARAMS
+@click.pass_obj
+def runs(metadata: ProjectMetadata, env: str | None, params: dict[str, Any]) -> None:
+    """List the published evaluations, newest last."""
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.runs import runs as show
+
+    with _catalog(metadata, env, params) as catalog:
+        show(catalog, Console())
+
+
+@rlhf.command(cls=Command)
 @click.argument("policies", nargs=-1, required=True)
 @_ENV
 @_PARAMS

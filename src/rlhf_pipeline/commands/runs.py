@@ -1,0 +1,57 @@
+"""`kedro rlhf runs`: the evaluations that there are, newest last."""
+
+import json
+from pathlib import Path
+
+from kedro.framework.project import pipelines
+from kedro.io import CatalogProtocol
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.evaluation.report import judge_title
+from rlhf_pipeline.runtime.manifest import Manifest
+
+
+def runs(catalog: CatalogProtocol, console: Console) -> None:
+    """Print a line for each evaluation, by its newest published version."""
+    versions = sorted(evaluations(catalog), key=lambda folder: folder.parent.name)
+    found = {Manifest.read(folder).fingerprint: folder for folder in versions}
+    if not found:
+        console.print("No evaluation is published here. Fix: `kedro run --pipeline=full`")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("version", "policy", "seed", "recipe", "win rate against SFT", "by", "KL"):
+        table.add_column(name, no_wrap=True)
+    for folder in sorted(found.values(), key=lambda folder: folder.parent.name):
+        table.add_row(*line(folder))
+    console.print(table)
+
+
+def evaluations(catalog: CatalogProtocol) -> list[Path]:
+    """The published evaluations."""
+    names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
+    datasets = (catalog.get(name) for name in sorted(names) if name.endswith("evaluation"))
+    return [
+        path
+        for dataset in datasets
+        if isinstance(dataset, ArtifactDataset)
+        for path in dataset.versions()
+    ]
+
+
+def line(folder: Path) -> list[str]:
+    """The cells of an evaluation."""
+    manifest = Manifest.read(folder)
+    compared = json.loads((folder / "evaluation.json").read_text())
+    candidate, judge = compared["candidate"], compared.get("judge") or "score"
+    rate = compared["win_rates"][judge]
+    return [
+        folder.parent.name,
+        candidate,
+        str(manifest.seed),
+        manifest.fingerprint[:8],
+        f"{rate['rate']:.1%} (95%: {rate['lower']:.1%} to {rate['upper']:.1%})",
+        judge_title(judge),
+        f"{compared['policies'][candidate]['kl']:z.2f}",
+    ]
