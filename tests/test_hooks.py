@@ -92,7 +92,11 @@ def test_lengths_are_checked_against_the_model_that_the_split_receives(tmp_path)
         config = {"model_type": "llama", "max_position_embeddings": positions}
         (tmp_path / "config.json").write_text(json.dumps(config))
         manager.hook.before_node_run(
-            node=None, catalog=catalog, inputs={"base_model": tmp_path}, is_async=False, run_id="1"
+            node=SimpleNamespace(name="split"),
+            catalog=catalog,
+            inputs={"base_model": tmp_path},
+            is_async=False,
+            run_id="1",
         )
 
     split_with(768)

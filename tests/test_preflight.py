@@ -8,9 +8,11 @@ import pytest
 
 from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.preflight import check_root, preflight
+from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.preflight import check_gate, check_root, preflight
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -392,3 +394,46 @@ def test_a_damaged_configuration_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json: found .*, expected JSON"):
         positions_in(tmp_path)
+
+
+@pytest.fixture
+def reward_model(tmp_path):
+    """A finished reward model whose accuracy is between 45% and 65%."""
+    ends = {"": 0.55, "_lower": 0.45, "_upper": 0.65}
+    metrics = {f"validation/accuracy{end}": value for end, value in ends.items()}
+    Manifest("reward_model", "", 0, {}, {}, {}, metrics, {}).write(tmp_path)
+    return tmp_path
+
+
+def test_a_reward_model_that_may_be_no_better_than_chance_never_reaches_ppo(reward_model):
+    with pytest.raises(
+        StageError,
+        match=r"reward_model\.gate: found an accuracy of 55\.0% \(95%: 45\.0% to 65\.0%\) on "
+        r"held-out comparisons, expected a lower end above 50\.0%.*set reward_model\.gate to null",
+    ):
+        check_gate(reward_model, 0.5, ppo())
+
+
+@pytest.mark.parametrize("gate", [None, 0.44])
+def test_a_reward_model_above_the_gate_reaches_ppo(reward_model, gate):
+    check_gate(reward_model, gate, ppo())
+
+
+@pytest.mark.parametrize(
+    "rewards", [["json:dumps"], [{"model": "trained", "weight": 0}, "json:dumps"]]
+)
+def test_a_reward_model_without_weight_needs_no_accuracy(reward_model, rewards):
+    check_gate(reward_model, 0.5, ppo(rewards=rewards))
+
+
+def test_a_reward_model_of_an_earlier_version_has_no_interval(tmp_path):
+    Manifest("reward_model", "", 0, {}, {}, {}, {"validation/accuracy": 0.7}, {}).write(tmp_path)
+    with pytest.raises(StageError, match=r"found no interval.*earlier version.*kedro run"):
+        check_gate(tmp_path, 0.5, ppo())
+
+
+def ppo(**changes):
+    """Parameters of PPO."""
+    model = {"optimizer": {"learning_rate": 1e-3}}
+    sizes = {"steps": 1, "rollout_batch_size": 2, "minibatch_size": 2, "micro_batch_tokens": 32}
+    return PPOConfig.model_validate(sizes | {"actor": model, "critic": model} | changes)

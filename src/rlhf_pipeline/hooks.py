@@ -10,6 +10,7 @@ from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
 from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
+from kedro.pipeline.node import Node
 from rich.console import Console
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
@@ -17,11 +18,13 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import Interrupted, without_secrets
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.preflight import (
     check_environment,
+    check_gate,
     check_lengths,
     check_phases,
     check_root,
@@ -75,8 +78,11 @@ class PreflightHook:
         free_port(launch_config(catalog).master_port)
 
     @hook_impl(tryfirst=True)
-    def before_node_run(self, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
-        """Check the lengths before a node reads a model: that of the hub is first seen here."""
+    def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
+        """Check the model that a node reads: its positions, and the accuracy of a reward model.
+
+        A model of the hub is first seen here.
+        """
         for name in {"base_model", "sft_model"} & inputs.keys():
             check_lengths(
                 inputs[name],
@@ -84,6 +90,10 @@ class PreflightHook:
                 PPOConfig.model_validate(catalog.load("params:ppo")),
                 EvaluateConfig.model_validate(catalog.load("params:evaluate")),
             )
+        if node.name == "ppo":
+            given = RewardModelConfig.model_validate(catalog.load("params:reward_model"))
+            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
+            check_gate(inputs["reward_model"], given.gate, ppo)
 
 
 def provide_default_blocks(catalog: CatalogProtocol) -> None:

@@ -1,4 +1,4 @@
-"""Checks of all parameters together, before a run starts."""
+"""Checks before a run, of all parameters together, and before a node, of what it reads."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -8,9 +8,11 @@ from typing import Any
 from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import TrainedReward
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.errors import ConfigError, suggestion
+from rlhf_pipeline.errors import ConfigError, StageError, suggestion
 from rlhf_pipeline.parameter_faults import invalid_values, length_faults, misfits, unknown_names
+from rlhf_pipeline.runtime.manifest import Manifest
 
 LAYERS = ("base", "embedded", "local")
 """Folders of conf/ that are no environments: each is read by itself."""
@@ -84,6 +86,31 @@ def check_lengths(
     line for each fault.
     """
     _refuse([*length_faults(positions_in(model), split, ppo, evaluate)])
+
+
+def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
+    """Check before PPO that its reward model is better than the gate on held-out comparisons.
+
+    Raises StageError with the accuracy of the reward model.
+    """
+    used = any(isinstance(reward, TrainedReward) and reward.weight for reward in ppo.rewards)
+    if gate is None or not used:
+        return
+    metrics = Manifest.read(reward_model).metrics
+    names = [f"validation/accuracy{end}" for end in ("", "_lower", "_upper")]
+    if not metrics.keys() >= {*names}:
+        raise StageError(
+            f"reward_model.gate: found no interval of the accuracy in {reward_model}, which an "
+            "earlier version made. Fix: `kedro run --pipeline=full`, or set it to null"
+        )
+    accuracy, lower, upper = (metrics[name] for name in names)
+    if not lower > gate:
+        raise StageError(
+            f"reward_model.gate: found an accuracy of {accuracy:.1%} (95%: {lower:.1%} to "
+            f"{upper:.1%}) on held-out comparisons, expected a lower end above {gate:.1%}. PPO "
+            "would maximize noise. Fix: use more comparisons or train longer, or set "
+            "reward_model.gate to null"
+        )
 
 
 def _refuse(faults: Sequence[str]) -> None:

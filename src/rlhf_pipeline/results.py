@@ -10,7 +10,8 @@ from rich.markup import escape
 
 from rlhf_pipeline.data.split_report import print_summary as print_split
 from rlhf_pipeline.errors import short_path
-from rlhf_pipeline.evaluation.report import judge_title, print_summary
+from rlhf_pipeline.evaluation.comparison import judge_title
+from rlhf_pipeline.evaluation.report import print_summary
 from rlhf_pipeline.stage_registry import policy_stages
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 

@@ -24,19 +24,21 @@ def manifest(stage, config, fingerprint):
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a policy by PPO of some quality."""
+    """Makes a policy by PPO of some quality; further arguments are parameters."""
 
-    def make(name, quality, answers=None, **config):
-        folder = tmp_path / name
+    def make(name, quality, answers=None, reward_model="r", temperature=1.0, **config):
+        folder = tmp_path / name / "evaluation"
+        folder.mkdir(parents=True)
         own = manifest("ppo", {"steps": 3, "lam": 0.95} | config, f"{name}-{quality}")
-        (folder / "evaluation").mkdir(parents=True)
-        own.write(folder)
         answers = answers or random_policy(np.random.default_rng(len(name)), quality)
-        write_answers({"ppo": answers}, folder / "evaluation")
+        write_answers({"ppo": answers}, folder)
         metrics = {"policies": {"ppo": summary(answers)}}
-        (folder / "evaluation" / "evaluation.json").write_text(json.dumps(metrics))
-        stages = {"ppo": own, "sft": manifest("sft", {"epochs": 1}, "the same")}
-        return Policy(name, folder, stages, folder / "evaluation")
+        (folder / "evaluation.json").write_text(json.dumps(metrics))
+        inputs = {"prompts": "p", "reward_model": reward_model, "ppo_model": name}
+        blocks = {"evaluate": {"sampling": {"temperature": temperature}}}
+        Manifest("evaluate", name, 1, blocks, inputs, {}, {}, {}).write(folder)
+        made_from = {"ppo": own, "sft": manifest("sft", {"epochs": 1}, "the same")}
+        return Policy(name, "ppo", made_from, ((folder, "ppo"),))
 
     return make
 
@@ -55,7 +57,7 @@ def test_only_what_differs_is_shown(make):
 
 def test_a_stage_that_only_one_policy_has_is_no_difference(make):
     two = make("two", 0.5, steps=4)
-    sft = replace(two, stages={"sft": two.stages["sft"]})
+    sft = replace(two, made_from={"sft": two.made_from["sft"]})
     assert rows(parameter_table([sft, two])) == rows(recipe_table([sft, two])) == []
 
 
@@ -70,23 +72,37 @@ def test_the_metrics_have_their_intervals(make):
     mean, lower, upper = (f"{value:.2f}" for value in gold)
     assert cells["gold score"][1] == f"{mean} \\[{lower}, {upper}]"
     assert cells["KL from SFT (nats)"][0].startswith("2.00")
-    assert rows(metric_table([replace(one, evaluation=None), two]))[0][1] == "-"
+    assert rows(metric_table([replace(one, evaluations=()), two]))[0][1] == "-"
 
 
 def test_every_judge_compares_the_answers_to_the_same_prompts(make):
     better, worse = make("better", 0.9), make("worse", 0.0)
-    lines = verdicts(better, worse, 2)
+    lines = verdicts(better, worse, 1)
     assert [line.partition(" prefers")[0] for line in lines] == [
         "better and worse: the reward model",
         "better and worse: the gold judge",
     ]
-    assert "% (95%: " in lines[0] and " of 200 prompts; gain +0." in lines[0]
-    assert "% (98.33%: " in verdicts(better, worse, 3)[0]  # three pairs
+    # Two judges, a win rate and a gain: 5% / 4, and a third of that for three pairs.
+    assert "% (98.75%: " in lines[0] and " of 200 prompts; gain +0." in lines[0]
+    assert "% (99.58%: " in verdicts(better, worse, 3)[0]
 
 
-def test_answers_to_other_prompts_are_not_compared(make):
-    one = make("one", 0.0)
-    others = [replace(answer, prompt="another") for answer in one.answers]
-    expected = ["two and one: no paired comparison, because they did not answer the same prompts"]
-    assert verdicts(make("two", 0.9, others), one, 2) == expected
-    assert verdicts(replace(make("two2", 0.9), name="two", evaluation=None), one, 2) == expected
+@pytest.mark.parametrize("changes", [{"reward_model": "another"}, {"temperature": 0.5}])
+def test_answers_under_other_conditions_are_not_compared(make, changes):
+    expected = ["two and one: no comparison, because no evaluation had the same prompts and judges"]
+    assert verdicts(make("two", 0.9, **changes), make("one", 0.0), 1) == expected
+
+
+def test_an_evaluation_of_both_is_found_behind_newer_ones(make):
+    """A later evaluation of one of them under other conditions does not hide it."""
+    one, two = make("one", 0.0), make("two", 0.9)
+    later = make("later", 0.9, temperature=0.5)
+    two = replace(two, evaluations=later.evaluations + two.evaluations)
+    assert "prefers two on" in verdicts(two, one, 1)[0]
+
+
+def test_a_policy_without_an_evaluation_is_named(make):
+    one, two = make("one", 0.0), replace(make("two", 0.9), evaluations=())
+    assert verdicts(two, one, 1) == [
+        "two and one: no comparison, because two has no evaluation here"
+    ]

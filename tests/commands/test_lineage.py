@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from rich.tree import Tree
 
 from rlhf_pipeline.commands.lineage import Walk
 from rlhf_pipeline.runtime.digests import file_digest
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
+from rlhf_pipeline.runtime.manifest import (
+    Manifest,
+    content_digest,
+    file_entries,
+    folder_digest,
+)
 
 
 def artifact(workspace, stage, inputs):
@@ -68,7 +74,7 @@ def test_every_input_down_to_the_data_is_visited_once(policy, data, tmp_path):
         "policy: policy policy00, 2 files, 20 bytes",
         "prompts: split split000, 2 files, 18 bytes",
         "source_0: source source00, 2 files, 20 bytes",
-        "file: a file, 13 bytes",
+        "file: 1 files, 13 bytes, made elsewhere",
         "hub: commit abc",
         "sft_model: sft sft00000, 2 files, 14 bytes",
         "demonstrations: split split000, see above",
@@ -92,3 +98,25 @@ def test_a_changed_byte_of_the_data_is_named(policy, data, tmp_path):
     data.unlink()
     (fault,) = walked(policy, tmp_path / "workspace")[0].faults
     assert fault.startswith(f"{data}: found nothing, expected content")
+
+
+def test_an_input_that_is_not_on_this_machine_is_a_fault(policy, tmp_path):
+    workspace = tmp_path / "workspace"
+    shutil.rmtree(workspace / "sft")
+    (fault,) = walked(policy, workspace)[0].faults
+    assert "sft0000000000000/export: found nothing, expected content " in fault
+    (policy.parent / "job.json").unlink()  # nor where it was
+    (fault,) = walked(policy, workspace)[0].faults
+    assert fault.startswith("sft_model: found no content ")
+
+
+def test_a_folder_outside_the_workspace_is_read(tmp_path):
+    """Such as another reward model."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "weights").write_text("weights")
+    folder = artifact(tmp_path / "workspace", "ppo", {"rewards.0": folder_digest(other)})
+    (folder.parent / "job.json").write_text(json.dumps({"inputs": {"rewards.0": str(other)}}))
+    assert walked(folder, tmp_path / "workspace")[0].faults == []
+    (other / "weights").write_text("changed")
+    assert len(walked(folder, tmp_path / "workspace")[0].faults) == 1

@@ -49,6 +49,7 @@ EVALUATION = {
     "decoding": {"temperature": 0.7, "max_response_tokens": 8},
     "judge": "gold",
     "independent": True,
+    "optimized": ["score"],
     "policies": {
         "sft": {
             "score": -0.08333333333333333,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_answers import PROMPTS, WORDS, policy
+from random_answers import PROMPTS, TEXTS, WORDS, policy
 
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.evaluation.gate import Evidence, allowed_error, decide
@@ -39,14 +39,18 @@ def cheats(rng):
         "answers that differ from SFT's: found 0%": replace(
             unchanged, candidate=unchanged.baseline
         ),
-        "win rate against the champion": evidence(rng, better, champion=policy(rng, 1.6)),
+        "win rate against the champion by the gold judge": evidence(
+            rng, better, champion=policy(rng, 1.6)
+        ),
         "KL from SFT: found 25.00": evidence(rng, policy(rng, 0.8, kl=25.0)),
         "answers that end by themselves": evidence(rng, policy(rng, 0.8, ended=0.3)),
-        "win rate against SFT": evidence(rng, policy(rng, -0.8)),
+        "win rate against SFT by the gold judge": evidence(rng, policy(rng, -0.8)),
         "accuracy of the reward model": evidence(
             rng, better, judge="score", independent=False, reward_model_accuracy=0.47
         ),
-        "the champion: found other tokens": evidence(rng, better, champion_fault="other tokens"),
+        "the champion: found no answers (other tokens)": evidence(
+            rng, better, champion_fault="other tokens"
+        ),
     }
 
 
@@ -110,7 +114,9 @@ def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
 
 def test_an_independent_judge_can_be_required():
     rng = np.random.default_rng(7)
-    given = evidence(rng, policy(rng, 0.9), judge="score", independent=False)
+    given = evidence(
+        rng, policy(rng, 0.9), judge="score", independent=False, reward_model_accuracy=0.6
+    )
     assert not decide(given, CONFIG).refusals
     (refusal,) = decide(given, RegisterConfig(require_independent_judge=True)).refusals
     assert refusal == (
@@ -126,8 +132,8 @@ def test_the_verdict_has_every_number():
     assert (record["judge"], record["independent"], record["tries"]) == ("gold", True, 2)
     assert record["confidence"] == pytest.approx(1 - 0.1 / 6)
     assert [check["what"] for check in record["checks"]] == [
-        "win rate against SFT",
-        "win rate against the champion",
+        "win rate against SFT by the gold judge",
+        "win rate against the champion by the gold judge",
         "gain over SFT in units of the scores' spread",
         "answers that differ from SFT's",
         "KL from SFT",
@@ -139,3 +145,31 @@ def test_the_verdict_has_every_number():
     ]
     assert record["refusals"] == [] and all(check["passed"] for check in record["checks"])
     assert record["checks"][0]["found"].endswith("as the lower end of its 98.33% interval")
+
+
+def test_a_reward_model_of_unknown_accuracy_cannot_decide():
+    rng = np.random.default_rng(9)
+    given = evidence(rng, policy(rng, 0.9), judge="score", independent=False)
+    (refusal,) = decide(given, CONFIG).refusals
+    assert refusal.startswith("accuracy of the reward model, which decides: found no interval")
+
+
+def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():
+    """By `score`, the champion is better, and by the gold judge the candidate."""
+    rng = np.random.default_rng(10)
+    champion = [
+        replace(a, scores={"score": 9.0, "gold": a.scores["gold"]}) for a in policy(rng, 0.0)
+    ]
+    given = evidence(rng, policy(rng, 0.9), champion=champion, champion_judge="gold")
+    assert not decide(given, CONFIG).refusals
+    (refusal,) = decide(replace(given, champion_judge="score"), CONFIG).refusals
+    assert refusal.startswith("win rate against the champion by the reward model")
+
+
+def test_one_phrase_everywhere_is_found_although_sft_repeats_itself():
+    rng = np.random.default_rng(11)
+    common = ["that is a great question"] * (PROMPTS * 3 // 4) + TEXTS[: PROMPTS // 4]
+    baseline = policy(rng, 0.0, kl=0.0, texts=common)
+    everywhere = policy(rng, 0.9, texts=[f"that is a great answer {i}" for i in range(PROMPTS)])
+    (refusal,) = decide(Evidence(everywhere, baseline, "gold", True), CONFIG).refusals
+    assert refusal.startswith("answers with the same phrase: found 100.0%")

@@ -119,7 +119,7 @@ Intervals are 95%.
 
 ## Which answer is better?
 
-Two equal policies have 50%; a tie counts half. So many prompts show a true win rate of 57.0% in four of five evaluations.
+Two equal policies have 50%; a tie counts half. With this number of prompts, four of five evaluations show that a policy with a true win rate of 57.0% is better.
 
 **By the reward model, PPO is better.** It prefers PPO's answer to SFT's on 77.5% (95%: 73.1% to 81.3%) of 400 prompts: 300 wins, 20 ties, 80 losses. PPO was trained to maximize the score of the reward model, so this judge favours PPO.
 

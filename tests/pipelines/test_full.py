@@ -28,6 +28,8 @@ from rlhf_pipeline.stages.run import StageRunner
 pytestmark = pytest.mark.slow
 PROJECT = Path(__file__).parents[2]
 STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
+FROM_PPO = "ppo.kl.coef=0.2,ppo.ema.decay=0.9"
+"""Parameters of a second policy."""
 
 
 def runner(workspace: Path, processes: int) -> StageRunner:
@@ -311,12 +313,11 @@ def test_dialogues_from_files_train_on_every_turn(project, tmp_path):
 
 def test_from_ppo_on_only_ppo_trains_again(project):
     before = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
-    change = "ppo.kl.coef=0.2,ppo.ema.decay=0.9"
-    predicted = project.kedro(params=change, command="rlhf status")
+    predicted = project.kedro(params=FROM_PPO, command="rlhf status")
     assert re.findall(r"^(\w+) .*?  (run|may run|resume|fail)  ", predicted, re.MULTILINE) == [
         ("ppo", "run"), ("evaluate", "may run"), ("register", "run"),
     ]  # fmt: skip
-    output = project.kedro("--from-nodes=ppo", params=change)
+    output = project.kedro("--from-nodes=ppo", params=FROM_PPO)
     after = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
     assert {stage for stage in STAGES if after[stage] != before[stage]} == {"ppo", "evaluate"}
     assert len(project.versions("06_models/ppo_model")) == 2
@@ -383,3 +384,26 @@ def test_a_wrong_parameter_stops_before_anything_runs(project):
         assert "running as" not in output
     assert len(project.runs()) == before
     verify(project.newest("06_models/ppo_model"))
+
+
+def test_another_policy_competes_with_the_champion(project):
+    """The policy of `test_from_ppo_on_only_ppo_trains_again` is the champion."""
+    output = project.kedro("--from-nodes=ppo", params=f"{FROM_PPO},register.promote=always")
+    assert "champion = version 3" in output and "(register.promote: always)" in output
+    output = project.kedro("--pipelines=full")
+    assert "evaluate_champion: finished" in output
+    assert (
+        "not promoted: " in output
+        and "win rate against the champion by the gold judge: found" in output
+    )
+    assert "evaluate_champion: reused" in project.kedro("--pipelines=full")
+    compared = project.kedro("champion", "candidate", command="rlhf compare")
+    assert re.search(r"^ppo.kl.coef +0.2 +0.1 *$", compared, re.MULTILINE)
+    assert "the gold judge prefers candidate on" in compared
+    printed = project.kedro("champion", command="rlhf lineage")
+    assert "every byte is as it was recorded" in printed
+    (file,) = project.newest("03_split/split").glob("sft/train.arrow")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert str(file.name) in project.kedro("champion", command="rlhf lineage", check=False)
+    file.write_bytes(content)

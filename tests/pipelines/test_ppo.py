@@ -5,9 +5,8 @@ from importlib import metadata
 import pytest
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.pipelines.ppo.nodes import check_gate, ppo
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.pipelines.ppo.nodes import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.stages.cache.fingerprint import _version, fingerprint, recipe
 
@@ -42,8 +41,7 @@ def key(tmp_path):
             critic=MODEL,
             ptx=ptx,
         )
-        gate = RewardModelConfig.model_construct(gate=None)
-        return ppo(folder, folder / "sft", folder / "sft", config, gate, 0, Fingerprints())
+        return ppo(folder, folder / "sft", folder / "sft", config, 0, Fingerprints())
 
     return key
 
@@ -62,29 +60,6 @@ def test_a_split_without_text_is_refused_with_the_ptx_loss(key):
         match=r"pretraining is empty: .* run stage split with parameters that create it",
     ):
         key(None, {"batch_size": 2})
-
-
-@pytest.fixture
-def reward_model(tmp_path):
-    """A finished reward model whose accuracy is between 45% and 65%."""
-    ends = {"": 0.55, "_lower": 0.45, "_upper": 0.65}
-    metrics = {f"validation/accuracy{end}": value for end, value in ends.items()}
-    Manifest("reward_model", "", 0, {}, {}, {}, metrics, {}).write(tmp_path)
-    return tmp_path
-
-
-def test_a_reward_model_that_may_be_no_better_than_chance_never_reaches_ppo(reward_model):
-    with pytest.raises(
-        StageError,
-        match=r"reward_model\.gate: found an accuracy of 55\.0% \(95%: 45\.0% to 65\.0%\) on "
-        r"held-out comparisons, expected a lower end above 50\.0%.*set reward_model\.gate to null",
-    ):
-        check_gate(reward_model, 0.5)
-
-
-@pytest.mark.parametrize("gate", [None, 0.44])
-def test_a_reward_model_above_the_gate_reaches_ppo(reward_model, gate):
-    check_gate(reward_model, gate)
 
 
 def test_the_version_of_vllm_is_part_of_the_recipe(tmp_path, monkeypatch):

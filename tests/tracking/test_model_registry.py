@@ -3,12 +3,14 @@
 import json
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mlflow.exceptions import MlflowException
 from random_answers import policy
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
@@ -25,8 +27,7 @@ from rlhf_pipeline.tracking.model_registry import (
     register,
     register_evaluated,
 )
-from rlhf_pipeline.tracking.promotion import Champion
-from rlhf_pipeline.tracking.promotion import test_set as identity_of_prompts
+from rlhf_pipeline.tracking.promotion import Champion, count_try
 from rlhf_pipeline.tracking.store import experiment_id
 
 
@@ -158,7 +159,9 @@ def test_the_same_recipe_with_different_bytes_is_another_version(
 ):
     register(client, sft=sft, candidate=ppo, **PASSED)
     other = published(tmp_path / "ppo_model" / "v2", "ppo", "bbbb", weights="other weights")
-    registration = register(client, sft=sft, candidate=replace(ppo, folder=other), **PASSED)
+    registration = register(
+        client, sft=sft, candidate=replace(ppo, folder=other), beaten="2", **PASSED
+    )
     assert registration.versions == {"sft": "1", "ppo": "3"}
 
 
@@ -236,14 +239,15 @@ def test_when_the_champion_moves(client, sft, ppo, trained, promote, refusals, c
     assert registration.verdict["refusals"] == [f"{name}: found 1, expected 2" for name in refusals]
 
 
-def evaluated(directory, policies, seed=0, **compared):
+def evaluated(directory, policies, seed=0, prompts="p" * 64, reward_model="r"):
     """A published evaluation of answers."""
     directory.mkdir(parents=True)
     config = EvaluateConfig()
     evaluation = compare(policies, config, {"score"}) | {"reward_model_accuracy_lower": 0.6}
-    (directory / "evaluation.json").write_text(json.dumps(evaluation | compared))
+    (directory / "evaluation.json").write_text(json.dumps(evaluation))
     write_answers(policies, directory)
-    blocks, inputs = {"evaluate": config.model_dump(mode="json")}, {"prompts": "p" * 64}
+    blocks = {"evaluate": config.model_dump(mode="json")}
+    inputs = {"prompts": prompts, "reward_model": reward_model}
     files = file_entries(directory)
     Manifest("evaluate", "eeee", seed, blocks, inputs, {}, {}, files).write(directory)
     return directory
@@ -261,7 +265,11 @@ def registered(client, folders, policies, tmp_path, monkeypatch, champion=None, 
     if champion is not None:
         given = {"sft": policies["sft"], "champion": champion}
         answered = evaluated(tmp_path / "evaluations" / str(time.monotonic_ns()), given)
-        present = Champion("2", Path("champion"))
+        with suppress(MlflowException):
+            client.create_registered_model("rlhf-policy")
+        version = client.create_model_version("rlhf-policy", source="champion").version
+        client.set_registered_model_alias("rlhf-policy", "champion", version)
+        present = Champion(str(version), Path("champion"))
     return register_evaluated(
         *folders, evaluation, present, answered, RegisterConfig(**config), "synthetic", tmp_path
     )
@@ -325,8 +333,8 @@ def test_the_present_champion_answers_the_same_prompts(
     version = client.create_model_version("rlhf-policy", source=str(champion), tags=tags).version
     client.set_registered_model_alias("rlhf-policy", "champion", version)
     baseline, better = answers_of(0.0, 1, kl=0.0), answers_of(1.5, 3)
-    evaluation = evaluated(tmp_path / "e", {"sft": baseline, "ppo": answers_of(0.9, 2)})
-    stages = Stages(evaluated(tmp_path / "c", {"sft": baseline, "champion": better}))
+    evaluation = evaluated(tmp_path / "e", {"sft": baseline, "ppo": answers_of(0.9, 2)}, seed=7)
+    stages = Stages(evaluated(tmp_path / "c", {"sft": baseline, "champion": better}, seed=7))
     split, reward_model = tmp_path / "split", tmp_path / "reward_model"
     registration = register_node(
         split, sft.folder, ppo.folder, reward_model, evaluation, RegisterConfig(),
@@ -338,7 +346,7 @@ def test_the_present_champion_answers_the_same_prompts(
         "reward_model": reward_model,
     }  # fmt: skip
     (refusal,) = registration["verdict"]["refusals"]
-    assert refusal.startswith("win rate against the champion: found 0.")
+    assert refusal.startswith("win rate against the champion by the gold judge: found 0.")
     assert registration["aliases"]["champion"] == str(version)
 
 
@@ -352,15 +360,68 @@ def test_every_further_candidate_for_one_test_set_meets_a_wider_interval(
         if not folder.exists():
             published(folder, "ppo", fingerprint, weights=fingerprint)
             training_run(client, fingerprint)
-        found = registered(client, (sft.folder, folder), policies, tmp_path, monkeypatch)
+        folders = sft.folder, folder
+        found = registered(client, folders, policies, tmp_path, monkeypatch, promote="never")
         tries.append((found.verdict["tries"], round(found.verdict["confidence"], 4)))
     assert tries == [(1, 0.95), (2, 0.9833), (2, 0.9833), (3, 0.9917)]
 
 
-def test_the_seed_and_the_number_of_prompts_make_another_test_set(tmp_path):
-    policies = {"sft": answers_of(0.0, 1), "ppo": answers_of(0.0, 2)}
-    folders = [evaluated(tmp_path / str(seed), policies, seed=seed) for seed in (1, 2)]
-    assert len({identity_of_prompts(folder) for folder in folders}) == 2
+def test_a_candidate_keeps_its_number_and_each_test_set_counts_alone(client):
+    client.create_registered_model("m")
+    for _ in range(4):
+        client.create_model_version("m", source="folder")
+    tried = [("1", "T"), ("2", "T"), ("3", "T"), ("2", "U"), ("3", "U"), ("4", "T"), ("1", "U")]
+    assert [count_try(client, "m", *each) for each in tried] == [1, 2, 3, 1, 2, 4, 3]
+    assert count_try(client, "m", "2", "T") == 2
+
+
+def test_a_champion_keeps_its_verdict(client, sft, ppo, trained):
+    first = register(client, sft=sft, candidate=ppo, **PASSED)
+    again = register(client, sft=sft, candidate=ppo, promote="never", **refused("stricter"))
+    assert again.promoted and again.verdict == first.verdict
+
+
+def test_two_runs_cannot_promote_past_each_other(client, sft, ppo, trained, tmp_path):
+    """Both compared their candidate with no champion; one of them was faster."""
+    register(client, sft=sft, candidate=ppo, **PASSED)
+    training_run(client, "cccc")
+    slower = Policy(published(tmp_path / "slower", "ppo", "cccc", weights="slower"), {})
+    with pytest.raises(
+        StageError,
+        match=r"version 2 of rlhf-policy became the champion during this run, after version 3 was "
+        "compared with none. Fix: repeat the `kedro run`",
+    ):
+        register(client, sft=sft, candidate=slower, **PASSED)
+    found = register(client, sft=sft, candidate=slower, beaten="2", **PASSED)
+    assert found.aliases["champion"] == "3"
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts": "q" * 64}, {"reward_model": "s"}])
+def test_answers_under_other_conditions_are_refused(
+    client, sft, ppo, trained, tmp_path, monkeypatch, changes
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
+    evaluation = evaluated(tmp_path / "e", policies)
+    champion = {"sft": policies["sft"], "champion": policies["ppo"]}
+    answered = evaluated(tmp_path / "c", champion, **changes)
+    with pytest.raises(StageError, match="answered under other conditions than the candidate"):
+        register_evaluated(
+            sft.folder, ppo.folder, evaluation, Champion("2", tmp_path), answered,
+            RegisterConfig(), "synthetic", tmp_path,
+        )  # fmt: skip
+
+
+def test_an_evaluation_of_an_earlier_version_is_named(client, sft, ppo, trained, tmp_path):
+    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
+    evaluation = evaluated(tmp_path / "e", policies)
+    compared = json.loads((evaluation / "evaluation.json").read_text())
+    del compared["independent"]
+    (evaluation / "evaluation.json").write_text(json.dumps(compared | {"judge": None}))
+    with pytest.raises(StageError, match=r"earlier version.*kedro run --from-nodes=evaluate"):
+        register_evaluated(
+            sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), "s", tmp_path
+        )
 
 
 def test_a_model_name_survives_the_comparison_link():

@@ -10,27 +10,19 @@ from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
-from rlhf_pipeline.tracking.store import connect, request_limits, tracking_uri
-from rlhf_pipeline.tracking.versions import find_version, local_folder
+from rlhf_pipeline.tracking.versions import registered_folder
 
 
 def folder_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
     """The artifact that a version, an alias or a path names.
 
-    Raises ArtifactError if there is none.
+    Raises ArtifactError if there is none, and StageError if MLflow's store fails.
     """
     if (Path(policy) / NAME).is_file():
         return Path(policy)
     model = RegisterConfig.model_validate(catalog.load("params:register")).model
-    with request_limits(uploads=True):
-        client = connect(tracking_uri(project), project)
-        version = find_version(client, model, policy)
-        if version is None:
-            raise ArtifactError(
-                f"found {policy!r}, expected a version or an alias of {model}, or the folder of an "
-                "artifact. Fix: `kedro rlhf ui` lists the versions"
-            )
-        return local_folder(client, version, Path(catalog.load("workspace")) / "champions")
+    downloads = Path(catalog.load("workspace")) / "champions"
+    return registered_folder(policy, model, project, downloads)
 
 
 def all_artifacts(catalog: CatalogProtocol, workspace: Path) -> list[Path]:

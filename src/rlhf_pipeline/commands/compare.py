@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +15,52 @@ from rich.table import Table
 
 from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.evaluation.comparison import Answer, read_answers, scores_by
-from rlhf_pipeline.evaluation.report import METRICS, judge_title
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest
+from rlhf_pipeline.evaluation.comparison import Answer, judge_title, read_answers, scores_by
+from rlhf_pipeline.evaluation.report import METRICS
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.statistics import ALPHA, standardized_gain, win_rate
+from rlhf_pipeline.tracking.promotion import conditions
 
 ABSENT = "-"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy, what it was made from, and its evaluation."""
+    """A policy, what it was made from, and its evaluations."""
 
     name: str
     """As it was asked for."""
-    folder: Path
-    stages: dict[str, Manifest]
+    stage: str
+    """The stage that trained it."""
+    made_from: dict[str, Manifest]
     """The manifests of the policy and of all artifacts that it was made from, by stage."""
-    evaluation: Path | None
-    """The newest evaluation of the policy. None: there is none."""
-
-    @property
-    def own(self) -> Manifest:
-        """The manifest of the policy itself."""
-        return Manifest.read(self.folder)
+    evaluations: tuple[tuple[Path, str], ...]
+    """Its evaluations, newest first, and its name in each."""
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Its metrics in the evaluation."""
-        if self.evaluation is None:
+        """Its metrics in the newest evaluation."""
+        if not self.evaluations:
             return {}
-        compared = json.loads((self.evaluation / "evaluation.json").read_text())
-        found: dict[str, float] = compared["policies"][self.own.stage]
+        folder, name = self.evaluations[0]
+        compared = json.loads((folder / "evaluation.json").read_text())
+        found: dict[str, float] = compared["policies"][name]
         return found
-
-    @cached_property
-    def answers(self) -> list[Answer]:
-        """Its answers in the evaluation."""
-        return [] if self.evaluation is None else read_answers(self.evaluation)[self.own.stage]
 
     def parameters(self) -> dict[str, Any]:
         """The parameters and the seeds of all stages, by their dotted names."""
         found = {}
-        for stage, manifest in self.stages.items():
+        for stage, manifest in self.made_from.items():
             found[f"{stage}: seed"] = manifest.seed
-            found |= dict(leaves(manifest.config))
+            prefix = f"{stage}: " if manifest.stage == "source" else ""
+            found |= dict(leaves(manifest.config, prefix))
         return found
 
 
 def compare(
     names: Sequence[str], catalog: CatalogProtocol, console: Console, project: Path
 ) -> None:
-    """Print the parameters and data that differ, the metrics, and every pair of policies.
+    """Print the parameters and recipes that differ, the metrics, and every pair of policies.
 
     A name is a version or an alias of the registered model, or a folder. Raises ArtifactError if
     there is none of such a name.
@@ -74,25 +69,29 @@ def compare(
     policies = [find(name, artifacts, catalog, project) for name in names]
     for table in (parameter_table(policies), recipe_table(policies), metric_table(policies)):
         console.print(table if table.row_count else f"{table.title}: none", "")
-    for number, candidate in enumerate(policies):
-        for baseline in policies[:number]:
-            for line in verdicts(candidate, baseline, len(policies)):
-                console.print(line, highlight=False)
+    pairs = list(combinations(policies, 2))
+    for baseline, candidate in pairs:
+        for line in verdicts(candidate, baseline, len(pairs)):
+            console.print(line, highlight=False)
 
 
 def find(name: str, artifacts: list[Path], catalog: CatalogProtocol, project: Path) -> Policy:
     """The policy with a name."""
     folder = folder_of(name, catalog, project)
-    stages = {m.stage: m for _, m in ancestors(folder, places(artifacts))}
-    stage, digest = Manifest.read(folder).stage, content_digest(folder)
-    evaluations = [
-        path
-        for path in artifacts
-        if (path / "evaluation.json").is_file()
-        and Manifest.read(path).inputs.get(f"{stage}_model") == digest
-        and stage in json.loads((path / "evaluation.json").read_text())["policies"]
-    ]
-    return Policy(name, folder, stages, evaluations[-1] if evaluations else None)
+    made_from = {
+        manifest.stage
+        if manifest.stage != "source"
+        else f"source {manifest.config['source']['name']}": manifest
+        for _, manifest in ancestors(folder, places(artifacts))
+    }
+    digest, found = content_digest(folder), []
+    for path in artifacts:
+        if (path / "evaluation.json").is_file():
+            for source, content in Manifest.read(path).inputs.items():
+                if content == digest and source.endswith("_model") and source != "reward_model":
+                    found.append((path, source.removesuffix("_model")))
+    newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
+    return Policy(name, Manifest.read(folder).stage, made_from, tuple(newest))
 
 
 def parameter_table(policies: Sequence[Policy]) -> Table:
@@ -104,7 +103,7 @@ def parameter_table(policies: Sequence[Policy]) -> Table:
 def recipe_table(policies: Sequence[Policy]) -> Table:
     """The stages whose recipes differ: fingerprints of parameters, inputs, code and versions."""
     found = [
-        {stage: manifest.fingerprint[:8] for stage, manifest in policy.stages.items()}
+        {stage: manifest.fingerprint[:8] for stage, manifest in policy.made_from.items()}
         for policy in policies
     ]
     return differences("recipes that differ", policies, found)
@@ -149,33 +148,44 @@ def table_of(title: str, policies: Sequence[Policy]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for policy in policies:
-        table.add_column(escape(f"{policy.name} ({policy.own.stage})"), justify="right")
+        table.add_column(escape(f"{policy.name} ({policy.stage})"), justify="right")
     return table
 
 
-def verdicts(candidate: Policy, baseline: Policy, policies: int) -> list[str]:
+def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
     """How the candidate's answers compare with those of the baseline to the same prompts.
 
-    The intervals are wider for more policies, so that all pairs together err in 5% of cases at most
+    The intervals are so wide that all of all pairs together err in 5% of cases at most
     (Bonferroni).
     """
     pair = f"{candidate.name} and {baseline.name}"
-    ours, theirs = candidate.answers, baseline.answers
-    same = [answer.prompt for answer in ours] == [answer.prompt for answer in theirs]
-    if not ours or not same:
-        return [f"{pair}: no paired comparison, because they did not answer the same prompts"]
-    alpha = ALPHA / (policies * (policies - 1) / 2)
+    missing = [policy.name for policy in (candidate, baseline) if not policy.evaluations]
+    if missing:
+        return [f"{pair}: no comparison, because {' and '.join(missing)} has no evaluation here"]
+    found = paired(candidate, baseline)
+    if found is None:
+        return [f"{pair}: no comparison, because no evaluation had the same prompts and judges"]
+    ours, theirs = found
+    given = (*ours, *theirs)
+    judges = [name for name in ours[0].scores if all(a.scores[name] is not None for a in given)]
+    alpha = ALPHA / (pairs * len(judges) * 2)  # a win rate and a gain for each judge
+    confidence = f"{100 * (1 - alpha):.4g}%"
     lines = []
-    for judge in ours[0].scores:
-        if any(answer.scores.get(judge) is None for answer in (*ours, *theirs)):
-            continue
+    for judge in judges:
         scores = scores_by(ours, judge), scores_by(theirs, judge)
         rate, (gain, lower, upper) = win_rate(*scores, alpha), standardized_gain(*scores, alpha)
-        preferred = (
-            f"{rate.rate:.1%} ({100 * (1 - alpha):.4g}%: {rate.lower:.1%} to {rate.upper:.1%})"
-        )
         lines.append(
-            f"{pair}: {judge_title(judge)} prefers {candidate.name} on {preferred} of {rate.n} "
-            f"prompts; gain {gain:+.2f} ({lower:+.2f} to {upper:+.2f}) of the scores' spread"
+            f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
+            f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of {rate.n} prompts; "
+            f"gain {gain:+.2f} ({lower:+.2f} to {upper:+.2f}) of the scores' spread"
         )
     return lines
+
+
+def paired(candidate: Policy, baseline: Policy) -> tuple[list[Answer], list[Answer]] | None:
+    """The answers of both to the same prompts under the same conditions, the newest ones."""
+    for ours, our_name in candidate.evaluations:
+        for theirs, their_name in baseline.evaluations:
+            if ours == theirs or conditions(ours) == conditions(theirs):
+                return read_answers(ours)[our_name], read_answers(theirs)[their_name]
+    return None

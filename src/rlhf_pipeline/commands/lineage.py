@@ -1,6 +1,7 @@
 """`kedro rlhf lineage`: from a policy back to the bytes of its data, all of them verified."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +15,26 @@ from rich.tree import Tree
 from rlhf_pipeline.commands.artifacts import all_artifacts, folder_of, places
 from rlhf_pipeline.errors import ArtifactError, short_path
 from rlhf_pipeline.runtime.digests import file_digest
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, verify
+from rlhf_pipeline.runtime.manifest import (
+    NAME,
+    Manifest,
+    artifact_of,
+    content_digest,
+    folder_digest,
+    verify,
+)
 from rlhf_pipeline.stages.cache.workspace import work_directory
+
+CONTENT = re.compile("[0-9a-f]{64}")
+"""A digest; other inputs are identities, such as a commit on the hub."""
 
 
 def lineage(policy: str, catalog: CatalogProtocol, console: Console, project: Path) -> None:
     """Print what a policy was made from, as a tree, and verify every byte of it.
 
     `policy` is a version or an alias of the registered model, or a folder. Raises ArtifactError if
-    a file was changed, added or removed; the message names all of them.
+    a file was changed, added or removed, or an input is not on this machine. The message names the
+    first changed file of each artifact.
     """
     workspace = Path(catalog.load("workspace"))
     walk = Walk(places(all_artifacts(catalog, workspace)), workspace)
@@ -87,14 +99,29 @@ class Walk:
     def _leaf(self, branch: Tree, name: str, digest: str, path: Path | None) -> None:
         """Add an input that no stage made: a file, or an identity such as a commit on the hub."""
         if path is None:
-            branch.add(f"{escape(name)}: {escape(digest)}")
+            if CONTENT.fullmatch(digest):  # of a stage whose results are gone
+                self.faults.append(f"{name}: found no content {digest[:16]} on this machine")
+                branch.add(f"[red]{escape(self.faults[-1])}")
+            else:
+                branch.add(f"{escape(name)}: {escape(digest)}")
             return
-        found = file_digest(path) if path.is_file() else "nothing"
+        found = digest_of(path)
         if found != digest:
             self.faults.append(f"{path}: found {found[:16]}, expected content {digest[:16]}")
             branch.add(f"[red]{escape(name)}: {escape(self.faults[-1])}")
             return
-        self.files += 1
-        self.size += path.stat().st_size
-        size = decimal(path.stat().st_size)
-        branch.add(f"{escape(name)}: a file, {size}\n[dim]{escape(short_path(path))}")
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        self.files += len(files)
+        self.size += size
+        what = f"{len(files)} files, {decimal(size)}, made elsewhere"
+        branch.add(f"{escape(name)}: {what}\n[dim]{escape(short_path(path))}")
+
+
+def digest_of(path: Path) -> str:
+    """The content of an input that this workspace does not contain."""
+    if path.is_file():
+        return file_digest(path)
+    if not path.is_dir():
+        return "nothing"
+    return folder_digest(path) if artifact_of(path) is None else content_digest(path)

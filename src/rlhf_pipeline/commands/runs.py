@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.evaluation.report import judge_title
+from rlhf_pipeline.evaluation.comparison import judge_title
 from rlhf_pipeline.runtime.manifest import Manifest
 
 

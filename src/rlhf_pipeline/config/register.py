@@ -12,9 +12,10 @@ Promote = Literal["never", "gate", "always"]
 class RegisterConfig(Block):
     """Name of the registered model, and the promotion gate, see `rlhf_pipeline.evaluation.gate`."""
 
-    model: str = Field(default="rlhf-policy", min_length=1, pattern=r"^[^/:]+$")
+    model: str = Field(default="rlhf-policy", min_length=1, pattern=r"^[^/:']+$")
     """Name of the registered model. The SFT baseline and the candidates (PPO, DPO) are versions of
-    this one model, so MLflow can compare them. MLflow allows neither slash nor colon."""
+    this one model, so MLflow can compare them. MLflow allows neither slash nor colon,
+    and its filters no apostrophe."""
     promote: Promote = "gate"
     """When the candidate becomes the champion. gate: if it passes every condition below and beats
     the present champion. The conditions are checked and reported in any case."""

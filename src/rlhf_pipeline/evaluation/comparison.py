@@ -59,6 +59,11 @@ def score_name(judge: str) -> str:
     return judge if judge == REWARD_MODEL else f"{judge}_score"
 
 
+def judge_title(name: str) -> str:
+    """A judge in a sentence."""
+    return "the reward model" if name == REWARD_MODEL else f"the {name} judge"
+
+
 def write_answers(answers: dict[str, list[Answer]], folder: Path) -> None:
     """Write the answers of all policies, one line for each."""
     lines = [
@@ -133,6 +138,7 @@ def compare(
         },
         "judge": decides,
         "independent": decides not in optimized,
+        "optimized": sorted(optimized),
         "policies": {policy: summary(given) for policy, given in answers.items()},
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},

@@ -26,6 +26,7 @@ from rlhf_pipeline.config.evaluate import (
     CandidateConfig,
     EvaluateConfig,
 )
+from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
@@ -52,6 +53,7 @@ from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches, ended
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
@@ -114,17 +116,24 @@ def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
 
 
 def optimized_judges(job: LaunchedJob, candidate: str, config: EvaluateConfig) -> set[str]:
-    """The judges that the candidate's training has optimized.
+    """The judges that the candidate's training has optimized; functions by file and name.
 
     The reward model counts unless PPO ran without it: DPO learns from the same comparisons.
     """
-    trained = Manifest.read(job.inputs[f"{candidate}_model"]).config
-    if "ppo" not in trained:
+    trained = Manifest.read(job.inputs[f"{candidate}_model"])
+    if "ppo" not in trained.config:
         return {REWARD_MODEL}
-    rewards = [reward for reward in trained["ppo"]["rewards"] if reward["weight"]]
-    functions = {reward.get("callable") for reward in rewards}
-    found = {judge.label for judge in config.judges if judge.callable in functions}
-    return found | {REWARD_MODEL for reward in rewards if "model" in reward}
+    found, functions = set(), set()
+    for index, reward in enumerate(trained.config["ppo"]["rewards"]):
+        if reward["weight"] and "model" in reward:
+            found.add(REWARD_MODEL)
+        if reward["weight"] and "callable" in reward:
+            function = reward["callable"].rpartition(":")[2]
+            functions.add((trained.inputs.get(f"{REWARD_PREFIX}{index}"), function))
+    for index, judge in enumerate(config.judges):
+        if (file_digest(job.inputs[f"{JUDGE_PREFIX}{index}"]), judge.function) in functions:
+            found.add(judge.label)
+    return found
 
 
 def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:

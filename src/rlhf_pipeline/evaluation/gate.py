@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.config.register import RegisterConfig
-from rlhf_pipeline.evaluation.comparison import Answer, scores_by, summary
+from rlhf_pipeline.evaluation.comparison import Answer, judge_title, scores_by, summary
 from rlhf_pipeline.statistics import common_phrase, standardized_gain, win_rate
 
 
@@ -30,6 +30,8 @@ class Evidence:
     """Whether the candidate's training has not optimized that judge."""
     champion: list[Answer] | None = None
     """The answers of the present champion. None: the model has none, or the candidate is it."""
+    champion_judge: str | None = None
+    """The judge between candidate and champion. None: `judge`."""
     champion_fault: str | None = None
     """Why the present champion could not answer the prompts."""
     reward_model_accuracy: float | None = None
@@ -101,25 +103,27 @@ def allowed_error(tries: int) -> float:
 
 def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> Iterator[Check]:
     """The candidate beats SFT and the champion, by the judge that decides."""
-    ours = scores_by(evidence.candidate, evidence.judge)
     confidence = f"the lower end of its {100 * (1 - alpha):.4g}% interval"
-    theirs = scores_by(evidence.baseline, evidence.judge)
-    opponents = {"SFT": theirs}
+    opponents = {"SFT": (evidence.baseline, evidence.judge)}
     if evidence.champion is not None:
-        opponents["the champion"] = scores_by(evidence.champion, evidence.judge)
-    for name, scores in opponents.items():
-        lower = win_rate(ours, scores, alpha).lower
+        judge = evidence.champion_judge or evidence.judge
+        opponents["the champion"] = (evidence.champion, judge)
+    for name, (answers, judge) in opponents.items():
+        ours, theirs = (scores_by(given, judge) for given in (evidence.candidate, answers))
+        lower = win_rate(ours, theirs, alpha).lower
         yield Check(
-            f"win rate against {name}",
+            f"win rate against {name} by {judge_title(judge)}",
             f"{lower:.3f} as {confidence}",
             f"more than {config.min_win_rate_lower:g}",
             "min_win_rate_lower",
             lower > config.min_win_rate_lower,
         )
     if evidence.champion_fault is not None:
-        yield Check(
-            "the champion", evidence.champion_fault, "its answers to the same prompts", None, False
-        )
+        found = f"no answers ({evidence.champion_fault})"
+        yield Check("the champion", found, "answers to the same prompts", None, False)
+    ours, theirs = (
+        scores_by(given, evidence.judge) for given in (evidence.candidate, evidence.baseline)
+    )
     _, lower, _ = standardized_gain(ours, theirs, alpha)
     yield Check(
         "gain over SFT in units of the scores' spread",
@@ -133,13 +137,14 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
 def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     """The judge can tell good answers from bad ones."""
     accuracy = evidence.reward_model_accuracy
-    if evidence.judge == REWARD_MODEL and accuracy is not None:
+    if evidence.judge == REWARD_MODEL:
+        known = accuracy is not None
         yield Check(
             "accuracy of the reward model, which decides",
-            f"{accuracy:.3f} as the lower end of its 95% interval",
+            f"{accuracy:.3f} as the lower end of its 95% interval" if known else "no interval",
             "more than 0.5, which is chance",
             None,
-            accuracy > 0.5,
+            accuracy is not None and accuracy > 0.5,
         )
     if config.require_independent_judge:
         yield Check(
@@ -190,7 +195,9 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         repeated[0] <= repeated[1],
     )
     phrase, share = common_phrase([answer.response for answer in evidence.candidate])
-    bound = theirs["phrase_share"] + config.max_phrase_rise
+    # SFT may repeat itself: never every answer of the candidate.
+    share_of_sft = theirs["phrase_share"]
+    bound = min(share_of_sft + config.max_phrase_rise, (1 + share_of_sft) / 2)
     yield Check(
         "answers with the same phrase",
         f"{share:.1%} with {phrase!r}",

@@ -7,6 +7,7 @@ The evaluation is a dict of JSON types:
     decoding    settings of the decoding
     judge       the judge that decides about a promotion
     independent whether the candidate's training has not optimized that judge
+    optimized   the judges that it has optimized
     reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
     policies    by policy: metrics; `m_lower` and `m_upper` are the 95% interval of the metric `m`
     win_rates   of the candidate against SFT, by judge
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, score_name
+from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, judge_title, score_name
 from rlhf_pipeline.statistics import smallest_visible_win_rate
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ def render_markdown(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> s
     lines += ["## Which answer is better?", ""]
     visible = f"{smallest_visible_win_rate(evaluation['prompts']):.1%}"
     lines += [
-        "Two equal policies have 50%; a tie counts half. So many prompts show a true win rate of "
-        f"{visible} in four of five evaluations.",
+        "Two equal policies have 50%; a tie counts half. With this number of prompts, four of five "
+        f"evaluations show that a policy with a true win rate of {visible} is better.",
         "",
     ]
     for judge, rate in evaluation["win_rates"].items():
@@ -168,11 +169,6 @@ def _markdown_table(evaluation: dict[str, Any], first: str, other: str) -> list[
 
 def _title(policy: str) -> str:
     return policy.upper().replace("_", " ")
-
-
-def judge_title(name: str) -> str:
-    """A judge in a sentence."""
-    return "the reward model" if name == REWARD_MODEL else f"the {name} judge"
 
 
 def _rows(evaluation: dict[str, Any], first: str, other: str) -> list[tuple[str, str, str, str]]:

@@ -12,16 +12,15 @@ from urllib.parse import quote, urlencode
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.config.register import Promote, RegisterConfig
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.evaluation.comparison import BASELINE, read_answers
+from rlhf_pipeline.evaluation.comparison import BASELINE, deciding_judge, read_answers
 from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
-from rlhf_pipeline.tracking.promotion import Champion, test_set, tries
+from rlhf_pipeline.tracking.promotion import Champion, champion_version, conditions, count_try
 from rlhf_pipeline.tracking.store import (
     DIGEST_TAG,
     FINGERPRINT_TAG,
     STAGE_TAG,
-    TEST_SET_TAG,
     connect,
     find_run,
     is_server,
@@ -86,6 +85,11 @@ def register_evaluated(
     Raises StageError, see `register`.
     """
     compared = json.loads((evaluation / "evaluation.json").read_text())
+    if "independent" not in compared:
+        raise StageError(
+            f"{evaluation}: found an evaluation of an earlier version, expected one with the judge "
+            "that decides. Fix: `kedro run --from-nodes=evaluate`"
+        )
     candidate, judge = compared["candidate"], compared["judge"]
     rate = compared["win_rates"][judge]
     # The run of the evaluation has the intervals; here they would hide the values.
@@ -107,10 +111,22 @@ def register_evaluated(
         baseline=answers[BASELINE],
         judge=judge,
         independent=compared["independent"],
-        champion=None if answered is None else read_answers(answered)[CHAMPION],
         champion_fault=None if champion is None else champion.fault,
         reward_model_accuracy=compared["reward_model_accuracy_lower"],
     )
+    if answered is not None:
+        if conditions(answered) != conditions(evaluation):
+            raise StageError(
+                f"{answered}: the champion answered under other conditions than the candidate in "
+                f"{evaluation}. Fix: `kedro run --from-nodes=evaluate` with one set of parameters"
+            )
+        other = json.loads((answered / "evaluation.json").read_text())
+        optimized = {*compared["optimized"], *other["optimized"]}
+        evidence = replace(
+            evidence,
+            champion=read_answers(answered)[CHAMPION],
+            champion_judge=deciding_judge(compared["win_rates"], optimized),
+        )
     with request_limits(uploads=True):
         return register(
             connect(tracking_uri(project), project),
@@ -118,7 +134,8 @@ def register_evaluated(
             candidate=Policy(
                 candidate_model, metrics[candidate], f"{summary(compared, {})} Data: {data}"
             ),
-            prompts=test_set(evaluation),
+            prompts=Manifest.read(evaluation).inputs["prompts"],
+            beaten=None if champion is None else champion.version,
             judged=lambda tries: decide(replace(evidence, tries=tries), config),
             promote=config.promote,
             model=config.model,
@@ -132,6 +149,7 @@ def register(
     candidate: Policy,
     prompts: str,
     judged: Callable[[int], Verdict],
+    beaten: str | None = None,
     promote: Promote = "gate",
     model: str = "rlhf-policy",
 ) -> Registration:
@@ -139,8 +157,9 @@ def register(
 
     `sft-baseline` and `candidate` always move to the two versions; `champion` moves to the
     candidate as `promote` says. `judged` is the verdict of the gate at the k-th candidate for the
-    test set `prompts`; it becomes a tag of the version. The metrics of the evaluation are logged to
-    the run that trained each policy, where MLflow's comparison of versions reads them.
+    test set `prompts`; it becomes a tag of the version, and that of a champion stays. `beaten` is
+    the version of the champion that the verdict compared. The metrics of the evaluation are logged
+    to the run that trained each policy, where MLflow's comparison of versions reads them.
 
     A version refers to the local folder of its policy. A tracking server cannot read local files,
     so the policies are uploaded to their runs first. Raises StageError if the training run of a
@@ -160,10 +179,24 @@ def register(
             _log_evaluation(client, runs[stage], policy.metrics)
             _describe(client, model, versions[stage], policy)
         version = versions[Manifest.read(candidate.folder).stage]
-        client.set_model_version_tag(model, version, TEST_SET_TAG, prompts)
-        verdict = judged(tries(client, model, version, prompts))
-        client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict.record()))
-        promoted = {"never": False, "gate": not verdict.refusals, "always": True}[promote]
+        present = champion_version(client, model)
+        tags = client.get_model_version(model, version).tags
+        if present == version and VERDICT_TAG in tags:
+            verdict = json.loads(tags[VERDICT_TAG])
+        else:
+            verdict = judged(count_try(client, model, version, prompts)).record()
+            client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict))
+        promoted = {"never": False, "gate": not verdict["refusals"], "always": True}[promote]
+        if (
+            promoted
+            and present not in (beaten, version)
+            and not _same(client, model, present, tags)
+        ):
+            raise StageError(
+                f"version {present} of {model} became the champion during this run, after version "
+                f"{version} was compared with {f'version {beaten}' if beaten else 'none'}. Fix: "
+                "repeat the `kedro run`; it reuses finished stages"
+            )
         aliases = _move_aliases(client, model, *versions.values(), promote=promoted)
     except MlflowException as error:
         store = without_secrets(client.tracking_uri)
@@ -173,7 +206,8 @@ def register(
             "finished stages"
         ) from None  # the error itself can contain the store's password
     compare = compare_path(model, {versions[stage]: runs[stage] for stage in policies})
-    return Registration(model, versions, runs, aliases, promoted, verdict.record(), compare)
+    promoted = aliases.get(CHAMPION) == version
+    return Registration(model, versions, runs, aliases, promoted, verdict, compare)
 
 
 def registered_folders(uri: str, project: Path) -> set[Path]:
@@ -257,6 +291,14 @@ def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> s
     tags = {FINGERPRINT_TAG: manifest.fingerprint, STAGE_TAG: manifest.stage, DIGEST_TAG: digest}
     created = client.create_model_version(model, source=source, run_id=run_id, tags=tags)
     return str(created.version)
+
+
+def _same(client: MlflowClient, model: str, version: str | None, tags: dict[str, str]) -> bool:
+    """Whether a version has the content of one with these tags."""
+    if version is None:
+        return False
+    content: str | None = client.get_model_version(model, version).tags.get(DIGEST_TAG)
+    return content == tags[DIGEST_TAG]
 
 
 def _describe(client: MlflowClient, model: str, version: str, policy: Policy) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
-from rlhf_pipeline.evaluation.comparison import BASELINE
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import (
     DIGEST_TAG,
-    FINGERPRINT_TAG,
-    STAGE_TAG,
-    TEST_SET_TAG,
     connect,
     request_limits,
     tracking_uri,
@@ -23,6 +20,9 @@ from rlhf_pipeline.tracking.versions import find_version, local_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+TRY_TAG = "rlhf.try."
+"""Prefix of a tag with the number of a try, one for each test set."""
 
 TOKENS = "token_contract.json"
 """File of every model with the digest of its tokens."""
@@ -46,49 +46,52 @@ def find_champion(model: str, candidate: Path, project: Path, downloads: Path) -
     """
     from mlflow.exceptions import MlflowException
 
-    try:
-        with request_limits(uploads=True):
+    with request_limits(uploads=True):
+        try:
             client = connect(tracking_uri(project), project)
             version = find_version(client, model, CHAMPION)
-            if version is None or version.tags.get(DIGEST_TAG) == content_digest(candidate):
-                return None
+        except MlflowException as error:
+            raise StageError(
+                f"MLflow did not return the champion of {model}: {without_secrets(str(error))}. "
+                "Fix: repeat the `kedro run` when the store answers; it reuses finished stages"
+            ) from None
+        if version is None or version.tags.get(DIGEST_TAG) == content_digest(candidate):
+            return None
+        number = str(version.version)
+        try:
             folder = local_folder(client, version, downloads)
-    except MlflowException as error:
-        raise StageError(
-            f"MLflow did not return the champion of {model}: {without_secrets(str(error))}. "
-            "Fix: repeat the `kedro run` when the store answers; it reuses finished stages"
-        ) from None
-    fault = _fault(folder, candidate)
-    return Champion(str(version.version), None if fault else folder, fault)
+            tokens = [verify(folder).files.get(TOKENS), Manifest.read(candidate).files.get(TOKENS)]
+        except (ArtifactError, MlflowException, OSError) as error:  # OSError: also of requests
+            return Champion(number, None, without_secrets(str(error)))
+    if tokens[0] != tokens[1]:
+        return Champion(number, None, f"{folder} has other tokens")
+    return Champion(number, folder)
 
 
-def tries(client: MlflowClient, model: str, version: str, test_set: str) -> int:
-    """Candidates registered with a test set up to a version, that one included."""
-    found = client.search_model_versions(
-        f"name = '{model}' and tags.`{TEST_SET_TAG}` = '{test_set}'"
-    )
-    earlier = {
-        other.tags[FINGERPRINT_TAG]
-        for other in found
-        if other.tags[STAGE_TAG] != BASELINE and int(other.version) < int(version)
-    }
-    own = client.get_model_version(model, version).tags[FINGERPRINT_TAG]
-    return len(earlier - {own}) + 1
+def champion_version(client: MlflowClient, model: str) -> str | None:
+    """The number of the present champion."""
+    version = client.get_registered_model(model).aliases.get(CHAMPION)
+    return None if version is None else str(version)
 
 
-def test_set(evaluation: Path) -> str:
-    """Identity of an evaluation's prompts: their file, how many, and the seed that drew them."""
+def count_try(client: MlflowClient, model: str, version: str, test_set: str) -> int:
+    """The number of a candidate among all that were tried on a test set; it keeps its number."""
+    tag = f"{TRY_TAG}{test_set[:16]}"
+    found = client.search_model_versions(f"name = '{model}'")
+    numbers = {str(other.version): int(other.tags[tag]) for other in found if tag in other.tags}
+    if version not in numbers:
+        numbers[version] = max(numbers.values(), default=0) + 1
+        client.set_model_version_tag(model, version, tag, str(numbers[version]))
+    return numbers[version]
+
+
+def conditions(evaluation: Path) -> dict[str, Any]:
+    """What two evaluations must share, so that their answers can be compared prompt by prompt."""
     manifest = Manifest.read(evaluation)
-    drawn = manifest.config["evaluate"]["prompts"], manifest.seed
-    return "-".join(map(str, (manifest.inputs["prompts"][:16], *drawn)))
-
-
-def _fault(folder: Path, candidate: Path) -> str | None:
-    """Why a champion cannot answer the prompts of a candidate, or None."""
-    try:
-        theirs, ours = verify(folder), Manifest.read(candidate)
-        if theirs.files.get(TOKENS) != ours.files.get(TOKENS):
-            return f"version with other tokens in {folder}"
-    except ArtifactError as error:
-        return str(error)
-    return None
+    judges = {
+        name: digest
+        for name, digest in manifest.inputs.items()
+        if name in ("prompts", "reward_model") or name.startswith("judges.")
+    }
+    given = manifest.config["evaluate"]
+    return {**judges, "seed": manifest.seed, "evaluate": json.dumps(given, sort_keys=True)}

@@ -23,7 +23,6 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 FINGERPRINT_TAG = "rlhf.fingerprint"
 DIGEST_TAG = "rlhf.content_digest"
 STAGE_TAG = "rlhf.stage"
-TEST_SET_TAG = "rlhf.test_set"
 ARTIFACTS = "mlartifacts"
 SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
 """Kinds of stores that MLflow has without plugins."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.tracking.store import DIGEST_TAG
+from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
+from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | None:
-    """The version of a registered model with this alias or number. None: there is no such one."""
+    """The version of a registered model with an alias or a number, or None."""
     if not client.search_registered_models(f"name = '{model}'"):
         return None
     number = client.get_registered_model(model).aliases.get(name, name)
@@ -24,15 +27,43 @@ def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | 
 
 def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -> Path:
     """The folder of a version; that of a server is downloaded into a folder of `downloads` once."""
-    from mlflow.artifacts import download_artifacts
-
     if ":/" not in version.source:
         return Path(version.source)
-    folder = downloads / version.tags[DIGEST_TAG][:16]
+    from mlflow.artifacts import download_artifacts
+
+    name = version.tags.get(DIGEST_TAG) or f"{version.run_id}-{version.version}"
+    folder = downloads / name[:48]
     if not folder.is_dir():
         downloads.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=downloads) as partial:
             uri = client.tracking_uri
             found = download_artifacts(version.source, dst_path=partial, tracking_uri=uri)
-            Path(found).rename(folder)
+            verify(Path(found))  # a damaged download is not kept
+            with suppress(OSError):  # another process was faster
+                Path(found).rename(folder)
     return folder
+
+
+def registered_folder(name: str, model: str, project: Path, downloads: Path) -> Path:
+    """The folder of the version of a registered model with an alias or a number.
+
+    Raises ArtifactError if the model has none of that name, and StageError if the store fails.
+    """
+    from mlflow.exceptions import MlflowException
+
+    uri = tracking_uri(project)
+    try:
+        with request_limits(uploads=True):
+            client = connect(uri, project)
+            version = find_version(client, model, name)
+            if version is not None:
+                return local_folder(client, version, downloads)
+    except MlflowException as error:
+        raise StageError(
+            f"MLflow at {without_secrets(uri)} does not return version {name} of {model}: "
+            f"{without_secrets(str(error))}. Fix: repeat the command when the store answers"
+        ) from None
+    raise ArtifactError(
+        f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "
+        "Fix: `kedro rlhf ui` lists the versions"
+    )

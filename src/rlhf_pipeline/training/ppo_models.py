@@ -96,9 +96,13 @@ class PPOModels:
 
 
 def load_generator(
-    actor: DeepSpeedEngine, contract: TokenContract, config: PPOConfig, world: World, prompts: Path
+    actor: DeepSpeedEngine,
+    contract: TokenContract,
+    config: PPOConfig,
+    world: World,
+    job: LaunchedJob,
 ) -> Generator:
-    """What samples from the actor, for the prompts in a folder."""
+    """What samples from the actor, for the prompts of the job."""
     match config.generator:
         case "hybrid":
             return HybridGenerator(actor, contract, config.hybrid, world)
@@ -109,9 +113,8 @@ def load_generator(
         case "vllm":
             from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
 
-            tables = [
-                load_rows(prompts / name, world) for name in ("train.arrow", "validation.arrow")
-            ]
+            files = [job.inputs["prompts"] / f"{part}.arrow" for part in ("train", "validation")]
+            tables = [load_rows(file, world) for file in files]
             return VLLMGenerator(
                 actor,
                 contract,
@@ -153,7 +156,7 @@ def load_ppo_models(
         critic=critic,
         reward_model=reward_model,
         rewards=rewards,
-        generator=load_generator(actor, contract, config, world, job.inputs["prompts"]),
+        generator=load_generator(actor, contract, config, world, job),
         contract=contract,
         tokenizer=tokenizer,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
