@@ -49,11 +49,10 @@ def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch
         ("evaluation", "2026-01-03", "aaaa1111", 0.6),  # reused by another run
     )
     assert header[0] == "version"
-    assert [line[:4] for line in lines] == [
-        ["2026-01-02", "dpo", "7", "bbbb2222"],
-        ["2026-01-03", "ppo", "7", "aaaa1111"],
+    assert [" ".join(line) for line in lines] == [
+        "2026-01-02 dpo 7 50.0% [40.0%, 60.0%] gold 1.50",
+        "2026-01-03 ppo 7 60.0% [50.0%, 70.0%] gold 1.50",
     ]
-    assert " ".join(lines[1][4:]) == "60.0% (95%: 50.0% to 70.0%) the gold judge 1.50"
 
 
 def test_without_an_evaluation_the_list_says_how_to_get_one(shown, monkeypatch):

@@ -8,8 +8,8 @@ from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.evaluation.comparison import judge_title
 from rlhf_pipeline.runtime.manifest import Manifest
 
 
@@ -21,7 +21,7 @@ def runs(catalog: CatalogProtocol, console: Console) -> None:
         console.print("No evaluation is published here. Fix: `kedro run --pipeline=full`")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("version", "policy", "seed", "recipe", "win rate against SFT", "by", "KL"):
+    for name in ("version", "policy", "seed", "win rate against SFT", "judge", "KL"):
         table.add_column(name, no_wrap=True)
     for folder in sorted(found.values(), key=lambda folder: folder.parent.name):
         table.add_row(*line(folder))
@@ -44,14 +44,13 @@ def line(folder: Path) -> list[str]:
     """The cells of an evaluation."""
     manifest = Manifest.read(folder)
     compared = json.loads((folder / "evaluation.json").read_text())
-    candidate, judge = compared["candidate"], compared.get("judge") or "score"
+    candidate, judge = compared["candidate"], compared.get("judge") or REWARD_MODEL
     rate = compared["win_rates"][judge]
     return [
         folder.parent.name,
         candidate,
         str(manifest.seed),
-        manifest.fingerprint[:8],
-        f"{rate['rate']:.1%} (95%: {rate['lower']:.1%} to {rate['upper']:.1%})",
-        judge_title(judge),
+        f"{rate['rate']:.1%} [{rate['lower']:.1%}, {rate['upper']:.1%}]",
+        "reward model" if judge == REWARD_MODEL else judge,
         f"{compared['policies'][candidate]['kl']:z.2f}",
     ]
