@@ -119,8 +119,14 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
             lower > config.min_win_rate_lower,
         )
     if evidence.champion_fault is not None:
-        found = f"no answers ({evidence.champion_fault})"
-        yield Check("the champion", found, "answers to the same prompts", None, False)
+        yield Check(
+            "the champion",
+            f"no answers ({evidence.champion_fault})",
+            "answers to the same prompts. Fix: set register.promote to always to replace it, or "
+            "register.model to another name to keep both",
+            None,
+            False,
+        )
     ours, theirs = (
         scores_by(given, evidence.judge) for given in (evidence.candidate, evidence.baseline)
     )
