@@ -70,7 +70,7 @@ def test_the_metrics_have_their_intervals(make):
         two.metrics["gold_score_upper"],
     )
     mean, lower, upper = (f"{value:.2f}" for value in gold)
-    assert cells["gold score"][1] == f"{mean} \\[{lower}, {upper}]"
+    assert cells["gold score"][1] == f"{mean} [{lower}, {upper}]"
     assert cells["KL from SFT (nats)"][0].startswith("2.00")
     assert rows(metric_table([replace(one, evaluations=()), two]))[0][1] == "-"
 

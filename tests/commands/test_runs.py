@@ -42,7 +42,7 @@ def shown(tmp_path):
 
 
 def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.commands.runs.pipelines", {"all": Outputs()})
+    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs()})
     header, *lines = shown(
         ("evaluation", "2026-01-01", "aaaa1111", 0.6),
         ("dpo_evaluation", "2026-01-02", "bbbb2222", 0.5),
@@ -56,7 +56,7 @@ def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch
 
 
 def test_without_an_evaluation_the_list_says_how_to_get_one(shown, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.commands.runs.pipelines", {"all": Outputs()})
+    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs()})
     assert " ".join(shown()[0]) == (
         "No evaluation is published here. Fix: `kedro run --pipeline=full`"
     )

@@ -25,12 +25,17 @@ def folder_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
     return registered_folder(policy, model, project, downloads)
 
 
-def all_artifacts(catalog: CatalogProtocol, workspace: Path) -> list[Path]:
-    """The finished artifacts of the workspace, then the published ones, oldest first."""
+def artifact_datasets(catalog: CatalogProtocol) -> dict[str, ArtifactDataset]:
+    """The data sets of all pipelines that publish artifacts, by name."""
     names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
-    found = (catalog.get(name) for name in sorted(names))
-    datasets = [dataset for dataset in found if isinstance(dataset, ArtifactDataset)]
+    found = {name: catalog.get(name) for name in sorted(names)}
+    return {name: data for name, data in found.items() if isinstance(data, ArtifactDataset)}
+
+
+def all_artifacts(catalog: CatalogProtocol, workspace: Path) -> list[Path]:
+    """The finished artifacts of the workspace, then the published versions of each data set."""
     artifacts = sorted(path.parent for path in workspace.glob(f"*/*/export/{NAME}"))
+    datasets = artifact_datasets(catalog).values()
     return artifacts + [path for dataset in datasets for path in dataset.versions()]
 
 

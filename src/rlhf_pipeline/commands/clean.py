@@ -3,13 +3,12 @@
 from functools import partial
 from pathlib import Path
 
-from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.commands.artifacts import artifact_datasets
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
 from rlhf_pipeline.tracking.model_registry import registered_folders
@@ -31,9 +30,7 @@ def clean(
     those that the model registry refers to.
     """
     workspace = Path(catalog.load("workspace"))
-    names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
-    found = (catalog.get(name) for name in sorted(names))
-    datasets = [dataset for dataset in found if isinstance(dataset, ArtifactDataset)]
+    datasets = artifact_datasets(catalog).values()
     published = [path for dataset in datasets for path in dataset.versions()]
     older = [path for dataset in datasets for path in dataset.versions()[:-1]]
     if older:

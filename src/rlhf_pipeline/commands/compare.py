@@ -16,12 +16,10 @@ from rich.table import Table
 from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.evaluation.comparison import Answer, judge_title, read_answers, scores_by
-from rlhf_pipeline.evaluation.report import METRICS
+from rlhf_pipeline.evaluation.report import ABSENT, METRICS, metric_value
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.statistics import ALPHA, standardized_gain, win_rate
 from rlhf_pipeline.tracking.promotion import conditions
-
-ABSENT = "-"
 
 
 @dataclass(frozen=True)
@@ -130,17 +128,8 @@ def metric_table(policies: Sequence[Policy]) -> Table:
     )
     for name in names:
         label, form = METRICS.get(name, (name.replace("_", " "), "z.2f"))
-        table.add_row(label, *(value_of(found, name, form) for found in metrics))
+        table.add_row(label, *(escape(metric_value(found, name, form)) for found in metrics))
     return table
-
-
-def value_of(metrics: Mapping[str, float], name: str, form: str) -> str:
-    """A metric with its interval."""
-    if name not in metrics:
-        return ABSENT
-    ends = [metrics[f"{name}{end}"] for end in ("_lower", "_upper") if f"{name}{end}" in metrics]
-    interval = f" \\[{', '.join(f'{end:{form}}' for end in ends)}]" if ends else ""
-    return f"{metrics[name]:{form}}{interval}"
 
 
 def table_of(title: str, policies: Sequence[Policy]) -> Table:
@@ -155,8 +144,7 @@ def table_of(title: str, policies: Sequence[Policy]) -> Table:
 def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
     """How the candidate's answers compare with those of the baseline to the same prompts.
 
-    The intervals are so wide that all of all pairs together err in 5% of cases at most
-    (Bonferroni).
+    The intervals of all pairs and judges together err in 5% of cases at most (Bonferroni).
     """
     pair = f"{candidate.name} and {baseline.name}"
     missing = [policy.name for policy in (candidate, baseline) if not policy.evaluations]

@@ -3,13 +3,12 @@
 import json
 from pathlib import Path
 
-from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_pipeline.commands.artifacts import artifact_datasets
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.runtime.manifest import Manifest
 
 
@@ -30,12 +29,10 @@ def runs(catalog: CatalogProtocol, console: Console) -> None:
 
 def evaluations(catalog: CatalogProtocol) -> list[Path]:
     """The published evaluations."""
-    names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
-    datasets = (catalog.get(name) for name in sorted(names) if name.endswith("evaluation"))
     return [
         path
-        for dataset in datasets
-        if isinstance(dataset, ArtifactDataset)
+        for name, dataset in artifact_datasets(catalog).items()
+        if name.endswith("evaluation")
         for path in dataset.versions()
     ]
 

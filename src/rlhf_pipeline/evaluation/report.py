@@ -184,11 +184,14 @@ def _rows(evaluation: dict[str, Any], first: str, other: str) -> list[tuple[str,
         label, form = known.get(name, (name, ".4g"))
         both = name in ours and name in theirs
         difference = f"{theirs[name] - ours[name]:+{form}}" if both else ABSENT
-        rows.append((label, _value(ours, name, form), _value(theirs, name, form), difference))
+        rows.append(
+            (label, metric_value(ours, name, form), metric_value(theirs, name, form), difference)
+        )
     return rows
 
 
-def _value(metrics: dict[str, float], name: str, form: str) -> str:
+def metric_value(metrics: Mapping[str, float], name: str, form: str) -> str:
+    """A metric with its interval."""
     if name not in metrics:
         return ABSENT
     ends = (f"{name}_lower", f"{name}_upper")

@@ -105,11 +105,33 @@ def register_evaluated(
         f"eval/win_rate{suffix}": rate[key]
         for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
     }
+    evidence = _evidence(evaluation, champion, answered)
+    with request_limits(uploads=True):
+        return register(
+            connect(tracking_uri(project), project),
+            sft=Policy(sft_model, metrics[BASELINE], f"SFT baseline. Data: {data}"),
+            candidate=Policy(
+                candidate_model, metrics[candidate], f"{summary(compared, {})} Data: {data}"
+            ),
+            prompts=Manifest.read(evaluation).inputs["prompts"],
+            beaten=None if champion is None else champion.version,
+            judged=lambda tries: decide(replace(evidence, tries=tries), config),
+            promote=config.promote,
+            model=config.model,
+        )
+
+
+def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None) -> Evidence:
+    """What the gate reads: the answers of an evaluation, and those of the present champion.
+
+    Raises StageError if the champion answered under other conditions.
+    """
+    compared = json.loads((evaluation / "evaluation.json").read_text())
     answers = read_answers(evaluation)
     evidence = Evidence(
-        candidate=answers[candidate],
+        candidate=answers[compared["candidate"]],
         baseline=answers[BASELINE],
-        judge=judge,
+        judge=compared["judge"],
         independent=compared["independent"],
         champion_fault=None if champion is None else champion.fault,
         reward_model_accuracy=compared["reward_model_accuracy_lower"],
@@ -127,19 +149,7 @@ def register_evaluated(
             champion=read_answers(answered)[CHAMPION],
             champion_judge=deciding_judge(compared["win_rates"], optimized),
         )
-    with request_limits(uploads=True):
-        return register(
-            connect(tracking_uri(project), project),
-            sft=Policy(sft_model, metrics[BASELINE], f"SFT baseline. Data: {data}"),
-            candidate=Policy(
-                candidate_model, metrics[candidate], f"{summary(compared, {})} Data: {data}"
-            ),
-            prompts=Manifest.read(evaluation).inputs["prompts"],
-            beaten=None if champion is None else champion.version,
-            judged=lambda tries: decide(replace(evidence, tries=tries), config),
-            promote=config.promote,
-            model=config.model,
-        )
+    return evidence
 
 
 def register(
@@ -186,18 +196,14 @@ def register(
         else:
             verdict = judged(count_try(client, model, version, prompts)).record()
             client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict))
-        promoted = {"never": False, "gate": not verdict["refusals"], "always": True}[promote]
-        if (
-            promoted
-            and present not in (beaten, version)
-            and not _same(client, model, present, tags)
-        ):
+        moves = {"never": False, "gate": not verdict["refusals"], "always": True}[promote]
+        if moves and present not in (beaten, version) and not _same(client, model, present, tags):
             raise StageError(
                 f"version {present} of {model} became the champion during this run, after version "
                 f"{version} was compared with {f'version {beaten}' if beaten else 'none'}. Fix: "
                 "repeat the `kedro run`; it reuses finished stages"
             )
-        aliases = _move_aliases(client, model, *versions.values(), promote=promoted)
+        aliases = _move_aliases(client, model, *versions.values(), promote=moves)
     except MlflowException as error:
         store = without_secrets(client.tracking_uri)
         raise StageError(
