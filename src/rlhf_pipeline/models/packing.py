@@ -56,17 +56,20 @@ def packed_attention(
         return output.to(dtype), None
     if query.device.type == "cpu":  # there, torch's kernels are slower in bf16 than in float32
         query, key, value = query.float(), key.float(), value.float()
+    # (1, N, heads, width), the layout of linear layers: rows are split and joined without a copy
+    # in another order, backward too.
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if rows.seen is not None:
-        key, value = key[:, :, rows.seen], value[:, :, rows.seen]
+        key, value = key[:, rows.seen], value[:, rows.seen]
     if query.is_cuda and query.dtype != torch.float32:
         return _in_one_kernel(query, key, value, rows, scaling, sliding_window), None
-    queries = query.split(rows.lengths, dim=2)
-    keys, values = (x.split(rows.seen_lengths, dim=2) for x in (key, value))
+    queries = query.split(rows.lengths, dim=1)
+    keys, values = (x.split(rows.seen_lengths, dim=1) for x in (key, value))
     parts = [
         _attention(q, k, v, scaling, sliding_window)
         for q, k, v in zip(queries, keys, values, strict=True)
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2).to(dtype).contiguous(), None
+    return torch.cat(parts, dim=1).to(dtype), None
 
 
 def _in_one_kernel(
@@ -80,7 +83,7 @@ def _in_one_kernel(
     """Flash attention of all rows, for half precision on a GPU: (1, N, heads, width)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = query[0], key[0], value[0]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     found = varlen_attn(
         q, k, v, rows.borders, rows.seen_borders, max(rows.lengths), max(rows.seen_lengths),
@@ -93,17 +96,19 @@ def _in_one_kernel(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """The attention of the last T of S tokens, (1, heads, T, width)."""
-    length, seen = query.shape[2], key.shape[2]
+    """The attention of the last T of S tokens, (1, T, heads, width) each."""
+    length, seen = query.shape[1], key.shape[1]
     window = seen if sliding_window is None else sliding_window
     mask = None
     if seen > min(length, window):
         mask = torch.ones(length, seen, dtype=torch.bool, device=query.device)
         mask = mask.tril(seen - length).triu(seen - length + 1 - window)
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    found = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling,
+        enable_gqa=query.shape[2] != key.shape[2],
     )  # fmt: skip
+    return found.transpose(1, 2)
 
 
 def _mask(*, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
