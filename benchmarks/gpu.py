@@ -5,11 +5,11 @@
     python benchmarks/gpu.py --dry-run           # lists the rows
     python benchmarks/gpu.py --cpu-rehearsal     # a tiny version of each row, to test this script
 
-The rows are the tests marked `gpu`; all stages with the default model and with 1.2 billion weights;
-training in fp16, with adapters, with 4-bit weights and with offload; and training that is killed
-and resumes. The large model is random and trains for a few steps on short texts: its figures show
-that it fits and runs, not how well it learns. Results: benchmarks/results/gpu/.
-The exit code is 0 if every row passes.
+The rows are the tests marked `gpu`; the speed of every generator; all stages with the default model
+and with 1.2 billion weights; training in fp16, with adapters, with 4-bit weights and with offload;
+and training that is killed and resumes. The large model is random and trains for a few steps on
+short texts: its figures show that it fits and runs, not how well it learns. Results:
+benchmarks/results/gpu/. The exit code is 0 if every row passes.
 """
 
 from __future__ import annotations
@@ -152,7 +152,11 @@ REHEARSED = {
     "ppo": {"steps": 2},
 }  # fmt: skip
 """The model and the data of a rehearsal."""
-OTHERS = {"tests": "the tests marked gpu", "resume": "SIGKILL and resume, bf16, ZeRO 2"}
+OTHERS = {
+    "tests": "the tests marked gpu",
+    "generators": "1.2B, bf16: tokens/s of every generator, share of what the bandwidth allows",
+    "resume": "SIGKILL and resume, bf16, ZeRO 2",
+}
 
 
 @dataclass(frozen=True)
@@ -274,7 +278,36 @@ def row_parameters(row: Row, rehearsal: bool) -> Tree:
     return merged(parameters(row.environment), row.changes, row.gpu_only)
 
 
-def run_tests(rehearsal: bool) -> Result:
+def run_generators(rehearsal: bool) -> list[Result]:
+    """Let every generator answer the same prompts, with `generators.py`."""
+    start, values = time.monotonic(), row_parameters(ROWS["bf16"], rehearsal)
+    blocks = {
+        name: parameter_blocks()[name].model_validate(values[name])
+        for name in ("base_model", "split")
+    }
+    stages = StageRunner(RunContext(FOLDER / "workspace", LaunchConfig()))
+    model = base_model(blocks["base_model"], blocks["split"], values["seed"], stages)
+    size = ["--rows", "2", "--prompt-tokens", "8", "--response-tokens", "8"]
+    options = size if rehearsal else ["--rows", "1", "16", "64", "256"]
+    command = [sys.executable, str(PROJECT / "benchmarks" / "generators.py"), str(model)]
+    command += ["--precision", "bf16", *options]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    log = FOLDER / "generators.log"
+    log.write_text(done.stdout + done.stderr)
+    if done.returncode != 0:
+        seconds = time.monotonic() - start
+        return [Result("generators", "", "FAIL", seconds, reason=f"see {log}")]
+    record = json.loads((RESULTS / "generators" / "generators.json").read_text())
+    return [
+        Result(
+            "generators", f"{speed['generator']}, {speed['rows']} rows", "pass", speed["seconds"],
+            f"{speed['rate']:,.0f} tokens/s, {speed['rate'] / speed['limit']:.0%}",
+        )
+        for speed in record["speeds"]
+    ]  # fmt: skip
+
+
+def run_tests(rehearsal: bool) -> list[Result]:
     """Run the tests that need a GPU; a skipped one fails, except in a rehearsal."""
     start = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--color=no"]
@@ -285,10 +318,10 @@ def run_tests(rehearsal: bool) -> Result:
     ok = done.returncode == 0 and (rehearsal or not skipped)
     reason = "; ".join([lines[-1].strip("= "), *([] if ok else skipped)])
     verdict = "pass" if ok else "FAIL"
-    return Result("tests", "pytest", verdict, time.monotonic() - start, reason=reason)
+    return [Result("tests", "pytest", verdict, time.monotonic() - start, reason=reason)]
 
 
-def run_kills(rehearsal: bool) -> Result:
+def run_kills(rehearsal: bool) -> list[Result]:
     """Kill training and resume it: the results must be equal bit for bit."""
     start = time.monotonic()
     stages = ["sft"] if rehearsal else ["sft", "ppo"]
@@ -301,7 +334,8 @@ def run_kills(rehearsal: bool) -> Result:
     wrong = [f"{row['stage']}: {name}" for row in rows for name in row if row[name] is False]
     reason = "; ".join(wrong) or ("" if done.returncode == 0 else f"see {FOLDER / 'kills.log'}")
     verdict = "pass" if done.returncode == 0 else "FAIL"
-    return Result("resume", " and ".join(stages), verdict, time.monotonic() - start, reason=reason)
+    seconds = time.monotonic() - start
+    return [Result("resume", " and ".join(stages), verdict, seconds, reason=reason)]
 
 
 def show(results: list[Result], console: Console) -> None:
@@ -335,7 +369,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ["tests", *ROWS, "resume"]
+    names = ["tests", "generators", *ROWS, "resume"]
     parser.add_argument("--rows", nargs="+", default=names, choices=names)
     parser.add_argument("--dry-run", action="store_true", help="list the rows, run nothing")
     parser.add_argument("--cpu-rehearsal", action="store_true", help="tiny rows on the CPU")
@@ -358,10 +392,8 @@ def main() -> int:
     FOLDER.mkdir(parents=True)
     results: list[Result] = []
     for name in arguments.rows:
-        if name in OTHERS:
-            results.append(run_tests(rehearsal) if name == "tests" else run_kills(rehearsal))
-        else:
-            results += run_stages(name, rehearsal)
+        run = {"tests": run_tests, "generators": run_generators, "resume": run_kills}.get(name)
+        results += run_stages(name, rehearsal) if run is None else run(rehearsal)
         record: dict[str, Any] = {"commit": commit(), "gpus": visible_gpus()}
         record["results"] = [asdict(result) for result in results]
         (FOLDER / "gpu.json").write_text(json.dumps(record, indent=2))
