@@ -66,7 +66,7 @@ def test_in_an_empty_workspace_every_stage_would_run_and_nothing_is_created(kedr
         ("reward_model", "run", "downstream of split, sft; never run here"),
         ("ppo", "run", "downstream of split, sft, reward_model; never run here"),
         ("evaluate", "run", "downstream of split, sft, ppo, reward_model; never run here"),
-        ("register", "run", "every time"),
+        ("register", "run", "every time; may evaluate the champion first"),
     ]
     assert not kedro.workspace.exists()
     imported = {

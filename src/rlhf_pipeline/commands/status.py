@@ -71,7 +71,9 @@ def _visit(
     """Plan the stages of a node; return a row if its own stage cannot be planned."""
     (output,) = node.outputs
     if node.name not in stage_specs():
-        return Row(node.name, "run", details="every time")
+        launches = "params:stages" in node.inputs
+        details = "every time" + "; may evaluate the champion first" * launches
+        return Row(node.name, "run", details=details)
     missing = [
         name for name in node.inputs if name not in results and _versions(catalog, name) == []
     ]
