@@ -24,6 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -38,42 +39,54 @@ SHOWN_CHARACTERS = 2_000
 """Characters that the page shows of an example."""
 
 _PARTS = (*PHASES, "validation", "test")
-
-_LEARNED = {
-    "response": "the tokens of the final response",
-    "assistant": "the tokens of every assistant turn",
-    "all": "all tokens, including the prompt",
-}
-_OVER_LONG_ACTION = {"drop": "dropped", "truncate": "cut"}
 _FATES = {"bad": "bad", "skipped": "skipped", "dropped": "dropped", "truncated": "cut"}
 """Counts by reason in the report, and what became of these rows."""
 
+_Cells = Sequence[str | int | float]
+
 
 def render_markdown(report: dict[str, Any]) -> str:
-    """Render the report as Markdown. Labels and reasons are escaped."""
-    lines = ["# Prepared data\n"]
-    lines += _sources_section(report)
-    lines += _parts_section(report)
-    lines += _files_section(report)
-    lines += _lengths_section(report)
-    lines += _examples_section(report)
-    if report["pretraining"] is not None:
-        lines += _pretraining_section(report["pretraining"])
-    return "\n".join(lines)
-
-
-def _sources_section(report: dict[str, Any]) -> Iterator[str]:
-    sources: dict[str, Any] = report["sources"]
-    yield "## Rows of each source\n"
-    yield from _table_with_sums(
-        ("source", "rows", "bad", "skipped", "beyond fraction", "merged", "used"),
-        {
-            label: (*_rows_unused(source), sum(source["parts"].values()))
-            for label, source in sources.items()
-        },
+    """Render the report as Markdown, by `split_report.md.j2`. Labels and reasons are escaped."""
+    environment = Environment(  # noqa: S701 - the page is Markdown, see `_cell` and `_shown`
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
-    yield "Merged rows repeat a row of an earlier source: same prompt, same answers.\n"
-    yield from _reasons_table("source", sources)
+    environment.filters |= {"cell": _cell, "number": "{:g}".format, "reasons": _reasons}
+    environment.filters["shown"] = _shown
+    sources, files = report["sources"], report["files"]
+    texts = report["pretraining"] or {"sources": {}}
+    prompts = report["distinct_prompts"]
+    requested = _requested_shares(report["settings"])
+    page = environment.get_template("split_report.md.j2").render(
+        report
+        | {
+            "figure": FIGURE,
+            "parts": [*_PARTS],
+            "used_rows": _with_sums(
+                (label, *_rows_unused(source), sum(source["parts"].values()))
+                for label, source in sources.items()
+            ),
+            "shares": [
+                (part, prompts[part], prompts[part] / sum(prompts.values()), share)
+                for part, share in requested.items()
+            ],
+            "part_rows": _with_sums(
+                (label, *(source["parts"].get(part, 0) for part in _PARTS))
+                for label, source in sources.items()
+            ),
+            "file_rows": [(path, *_rows_written(file)) for path, file in files.items()],
+            "token_rows": [
+                (path, column, *(tokens[key] for key in ("total", "p50", "p90", "p99", "max")))
+                for path, file in files.items()
+                for column, tokens in file["tokens"].items()
+            ],
+            "lengths": [_over_limit(name, one) for name, one in report["lengths"].items()],
+            "text_rows": [(label, *_rows_read(one)) for label, one in texts["sources"].items()],
+        }
+    )
+    return page.rstrip("\n") + "\n"
 
 
 def _rows_read(source: dict[str, Any]) -> tuple[int, ...]:
@@ -86,33 +99,10 @@ def _rows_unused(source: dict[str, Any]) -> tuple[int, ...]:
     return *_rows_read(source), source["left_out_by_fraction"], source["duplicates_merged"]
 
 
-def _parts_section(report: dict[str, Any]) -> Iterator[str]:
-    prompts, settings = report["distinct_prompts"], report["settings"]
-    total = sum(prompts.values())
-    yield "## Prompts of each part\n"
-    yield from _table(
-        ("part", "distinct prompts", "share", "requested"),
-        [
-            (part, prompts[part], prompts[part] / total, requested)
-            for part, requested in _requested_shares(settings).items()
-        ],
-    )
-    weights = " : ".join(f"{weight:g}" for weight in settings["weights"])
-    yield (
-        f"The weights {weights} divide all prompts outside validation and test. Shares differ from "
-        "the requested ones if some prompts cannot serve every phase.\n"
-    )
-    yield (
-        f"No prompt is in two parts: all {len(report['overlap'])} pairs of parts were compared.\n"
-    )
-    yield "Rows of each source and part:\n"
-    yield from _table_with_sums(
-        ("source", *_PARTS),
-        {
-            label: [source["parts"].get(part, 0) for part in _PARTS]
-            for label, source in report["sources"].items()
-        },
-    )
+def _rows_written(file: dict[str, Any]) -> tuple[int, ...]:
+    """Rows of a file, and the number of merged, dropped and cut rows."""
+    dropped, cut = (sum(file[kind].values()) for kind in ("dropped", "truncated"))
+    return file["rows"], file["duplicates_merged"], dropped, cut
 
 
 def _requested_shares(settings: dict[str, Any]) -> dict[str, float]:
@@ -125,84 +115,23 @@ def _requested_shares(settings: dict[str, Any]) -> dict[str, float]:
     } | held_out
 
 
-def _files_section(report: dict[str, Any]) -> Iterator[str]:
-    files = report["files"]
-    yield "## Files of each phase\n"
-    yield from _table(
-        ("file", "rows", "merged", "dropped", "cut"),
-        [(path, *_rows_written(file)) for path, file in files.items()],
-    )
-    yield (
-        "The files of PPO and evaluation contain each prompt once; further rows of the prompt are "
-        f"merged. SFT learns {_LEARNED[report['settings']['sft_loss']]}.\n"
-    )
-    yield from _reasons_table("file", files)
-    yield from _table(
-        ("file", "column", "tokens", "median", "90%", "99%", "longest"),
-        [
-            (path, column, *(tokens[key] for key in ("total", "p50", "p90", "p99", "max")))
-            for path, file in files.items()
-            for column, tokens in file["tokens"].items()
-        ],
-    )
+def _over_limit(name: str, lengths: dict[str, Any]) -> tuple[str, int, int, int]:
+    """Name and limit of a length, the number of texts above the limit, and of all texts."""
+    counts = _counts(lengths)
+    over = sum(count for length, count in counts.items() if length > lengths["limit"])
+    return name, lengths["limit"], over, sum(counts.values())
 
 
-def _rows_written(file: dict[str, Any]) -> tuple[int, ...]:
-    """Rows of a file, and the number of merged, dropped and cut rows."""
-    dropped, cut = (sum(file[kind].values()) for kind in ("dropped", "truncated"))
-    return file["rows"], file["duplicates_merged"], dropped, cut
+def _with_sums(rows: Iterator[_Cells]) -> list[_Cells]:
+    """Rows of a label and numbers, with their sums if there are several."""
+    found = list(rows)
+    sums = [sum(column) for column in list(zip(*found, strict=True))[1:]]
+    return [*found, ("all sources", *sums)] if len(found) > 1 else found
 
 
-def _lengths_section(report: dict[str, Any]) -> Iterator[str]:
-    yield f"## Lengths\n\n![Lengths of prompts and responses in tokens]({FIGURE})\n"
-    for name, lengths in report["lengths"].items():
-        counts = _counts(lengths)
-        total = sum(counts.values())
-        over = sum(count for length, count in counts.items() if length > lengths["limit"])
-        action = _OVER_LONG_ACTION.get(report["settings"][f"over_long_{name}s"])
-        some = f"{over:,} of {total:,} ({over / total:.1%}), {action}" if over else ""
-        found = some or f"none of {total:,}"
-        yield f"- {name}s longer than max_{name}_tokens = {lengths['limit']:,}: {found}"
-    yield ""
-
-
-def _examples_section(report: dict[str, Any]) -> Iterator[str]:
-    yield "## Examples\n"
-    yield "The first row of each phase, as the model sees it. It learns the marked tokens.\n"
-    for name, segments in report["examples"].items():
-        yield f"**{name}**\n"
-        yield f"{_example(segments)}\n"
-
-
-def _example(segments: Sequence[tuple[str, bool]]) -> str:
-    """An example as HTML inside Markdown; learned tokens are marked."""
-    room, parts = SHOWN_CHARACTERS, []
-    for text, learned in segments:
-        shown = escape(text[:room])
-        parts.append(f"<mark>{shown}</mark>" if learned and shown else shown)
-        room -= min(room, len(text))
-    more = " ..." if sum(len(text) for text, _ in segments) > SHOWN_CHARACTERS else ""
-    return f"<pre style='white-space: pre-wrap'>{''.join(parts)}{more}</pre>"
-
-
-def _pretraining_section(pretraining: dict[str, Any]) -> Iterator[str]:
-    sources: dict[str, Any] = pretraining["sources"]
-    yield "## Text for PPO's language-model loss\n"
-    yield from _table(
-        ("source", "rows", "bad", "skipped"),
-        [(label, *_rows_read(source)) for label, source in sources.items()],
-    )
-    yield from _reasons_table("source", sources)
-    yield (
-        f"{pretraining['documents']:,} documents with {pretraining['tokens']:,} tokens fill "
-        f"{pretraining['blocks']:,} blocks of {pretraining['block_tokens']:,} tokens. The last "
-        f"{pretraining['tokens_left_out']:,} tokens do not fill a block and are left out.\n"
-    )
-
-
-def _reasons_table(owner: str, groups: Mapping[str, Any]) -> Iterator[str]:
-    """A table of rows by reason, most frequent first; nothing if there are no reasons."""
-    rows = [
+def _reasons(groups: Mapping[str, Any]) -> list[_Cells]:
+    """Group, count, fate and reason of the rows, the most frequent reason of a group first."""
+    return [
         (name, count, fate, reason)
         for name, group in groups.items()
         for kind, fate in _FATES.items()
@@ -210,25 +139,6 @@ def _reasons_table(owner: str, groups: Mapping[str, Any]) -> Iterator[str]:
             group.get(kind, {}).items(), key=lambda item: (-item[1], item[0])
         )
     ]
-    if rows:
-        yield from _table((owner, "rows", "", "reason"), rows)
-
-
-def _table_with_sums(header: Sequence[str], numbers: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """A table of numbers by source, with sums if there are several sources."""
-    rows: list[tuple[str | int, ...]] = [(label, *row) for label, row in numbers.items()]
-    if len(rows) > 1:
-        rows.append(("all sources", *map(sum, zip(*numbers.values(), strict=True))))
-    yield from _table(header, rows)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> Iterator[str]:
-    """A Markdown table; numbers are aligned right, text left."""
-    yield f"| {' | '.join(header)} |"
-    yield f"|{'|'.join(':---' if isinstance(cell, str) else '---:' for cell in rows[0])}|"
-    for row in rows:
-        yield f"| {' | '.join(map(_cell, row))} |"
-    yield ""
 
 
 def _cell(value: str | int | float) -> str:
@@ -236,6 +146,17 @@ def _cell(value: str | int | float) -> str:
     if isinstance(value, str):
         return re.sub(r"([\\`*\[\]<&|~$]|\b_|_\b)", r"\\\1", " ".join(value.split()))
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
+
+
+def _shown(segments: Sequence[tuple[str, bool]]) -> str:
+    """The beginning of an example as HTML; learned tokens are marked."""
+    room, parts = SHOWN_CHARACTERS, []
+    for text, learned in segments:
+        shown = escape(text[:room])
+        parts.append(f"<mark>{shown}</mark>" if learned and shown else shown)
+        room -= min(room, len(text))
+    more = " ..." if sum(len(text) for text, _ in segments) > SHOWN_CHARACTERS else ""
+    return "".join(parts) + more
 
 
 def print_summary(report: dict[str, Any], console: Console) -> None:
