@@ -112,11 +112,11 @@ def test_reports_of_a_lost_peer_are_recognised(report):
 
 
 def test_every_failure_has_either_a_pattern_or_a_signal():
-    assert all((hint.pattern is None) != (hint.signal is None) for hint in HINTS)
+    assert all(bool(hint.patterns) != bool(hint.signal) for hint in HINTS)
 
 
 def test_every_advice_consists_of_imperative_sentences():
-    texts = [remedy.action for hint in HINTS for remedy in hint.remedies]
+    texts = [remedy for hint in HINTS for remedy in hint.remedies]
     texts += [hint.advice for hint in HINTS if hint.advice]
     assert [text for text in texts if not (text[0].isupper() and text.endswith("."))] == []
 
@@ -125,7 +125,7 @@ def as_markdown() -> str:
     """The known failures as a Markdown table."""
     rows = [("failure", "recognised by", "cause", "fix"), ("---",) * 4]
     for hint in HINTS:
-        actions = [remedy.action.format(f"`{remedy.field}`") for remedy in hint.remedies]
+        actions = [remedy.replace("{", "`").replace("}", "`") for remedy in hint.remedies]
         fix = " ".join([*actions, *filter(None, [hint.advice])])
         rows.append((hint.name, recognised_by(hint), hint.cause, fix))
     bar = "\\|"
@@ -133,10 +133,10 @@ def as_markdown() -> str:
 
 
 def recognised_by(hint: Hint) -> str:
-    if hint.signal is None:
-        return f"`{hint.pattern}`"
+    if hint.patterns:
+        return f"`{'|'.join(hint.patterns)}`"
     without = ", while the kernel killed no process for lack of memory"
-    return f"signal {hint.signal.name}{without if hint.requires_zero_kernel_kills else ''}"
+    return f"signal {hint.signal}{without if hint.requires_zero_kernel_kills else ''}"
 
 
 def test_every_row_of_the_table_has_four_cells():
