@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,13 @@ import pytest
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
 from rlhf_pipeline.data.sources import own_files
-from rlhf_pipeline.data.sources.adapter import Row, SkippedRowError, Source
+from rlhf_pipeline.data.sources.adapter import (
+    Records,
+    Row,
+    Rows,
+    SkippedRowError,
+    Source,
+)
 from rlhf_pipeline.data.sources.read_rows import read, source_origin
 from rlhf_pipeline.errors import ConfigError, DataError
 
@@ -166,11 +171,13 @@ def test_rows_that_an_adapter_skips_are_not_bad(tmp_path: Path, adapter) -> None
 # --- records that span rows -----------------------------------------------------------------------
 
 
-def pairs(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Record | Unused]]:
+def pairs(rows: Rows) -> Records:
     """Make an example of each pair of valid rows; skip the last row of an odd number."""
     waiting = None
     for place, row in rows:
-        if waiting is None:
+        if isinstance(row, Unused):
+            yield place, row
+        elif waiting is None:
             waiting = place, row
         else:
             yield waiting[0], Example((Message("user", waiting[1]["a"]),), row["a"])
@@ -179,7 +186,7 @@ def pairs(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Record | Unuse
         yield waiting[0], Unused("half", bad=False)
 
 
-def test_assemble_gets_valid_rows_and_broken_rows_are_kept(tmp_path: Path, adapter) -> None:
+def test_records_of_several_rows_are_checked_and_broken_rows_kept(tmp_path: Path, adapter) -> None:
     adapter(assemble=pairs)
     path = tmp_path / "own.jsonl"
     path.write_text('{"a": "1"}\nbroken\n{"a": "2"}\n{"a": "3"}\n{"a": " "}\n{"a": "5"}\n[]\n')

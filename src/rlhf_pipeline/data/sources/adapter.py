@@ -18,9 +18,9 @@ CONVERTED = "refs/convert/parquet"
 """Branch with the hub's own Parquet conversion of a repository, which needs no loading script."""
 
 T = TypeVar("T")
-Rows = Iterable[tuple[str, Row]]
+Rows = Iterable[tuple[str, Row | Unused]]
 Records = Iterator[tuple[str, Record | Unused]]
-"""Places with their rows, and with the records made of them."""
+"""Places with their rows, some of them broken, and with the records made of them."""
 
 
 class MalformedRowError(Exception):
@@ -66,7 +66,12 @@ class Source:
 
 
 def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:
-    """The result of `parse`, or `Unused` with the reason why the row has no record."""
+    """The result of `parse`, or `Unused` with the reason why the row has no record.
+
+    The last argument may be a broken row, which is returned.
+    """
+    if isinstance(arguments[-1], Unused):
+        return arguments[-1]
     try:
         return parse(*arguments)
     except MalformedRowError as fault:

@@ -6,11 +6,20 @@ two answers to a prompt are consecutive rows. A prompt of several turns has the 
 """
 
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.sources.adapter import Row, Source, number, outcome, preferred, text, turns
+from rlhf_pipeline.data.sources.adapter import (
+    Records,
+    Row,
+    Rows,
+    Source,
+    number,
+    outcome,
+    preferred,
+    text,
+    turns,
+)
 
 _TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
 
@@ -23,7 +32,7 @@ class _Answer:
     helpfulness: float
 
 
-def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Example | Unused]]:
+def assemble(rows: Rows) -> Records:
     """Choose the more helpful answer of each pair of rows; ties are skipped."""
     first: _Answer | None = None
     for place, row in rows:

@@ -7,13 +7,14 @@ rejected.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.sources.adapter import (
     MalformedRowError,
+    Records,
     Row,
+    Rows,
     SkippedRowError,
     Source,
     field,
@@ -47,7 +48,7 @@ class _Node:
     """Deleted, or rejected by its reviewers."""
 
 
-def assemble(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Example | Unused]]:
+def assemble(rows: Rows) -> Records:
     """Compare the best with the worst answer to each user message with two or more ranked answers.
 
     Raises DataError if the messages of a tree are not consecutive.
@@ -89,7 +90,7 @@ def _node(place: str, row: Row) -> _Node:
     )
 
 
-def _comparisons(tree: list[_Node]) -> Iterator[tuple[str, Example | Unused]]:
+def _comparisons(tree: list[_Node]) -> Records:
     """Yield one result for each user message of the tree."""
     answers: dict[str | None, list[_Node]] = defaultdict(list)
     for node in tree:

@@ -1,6 +1,6 @@
 """Read a source: find its rows, parse them, and check the records."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 from rlhf_pipeline.config.split import SourceConfig
@@ -65,44 +65,19 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
         return
     parse = source.parser(config.columns) if source.parser is not None else source.parse
     split = config.split or source.split
-    rows: Iterator[tuple[str, Row | Unused]]
     if config.path is None:
         rows = _hub_rows(source, config, split, revision)
     else:
         columns = source.columns if config.columns is None else columns_of(config.columns)
         rows = read_rows(config.path, columns, split)
     rows = islice(rows, config.samples)
-    records: Records
-    if parse is not None:
-        records = (
-            (place, row if isinstance(row, Unused) else outcome(parse, row)) for place, row in rows
-        )
+    if source.assemble is not None:
+        records = source.assemble(rows)
     else:
-        assert source.assemble is not None, f"{source.name} has no function to parse rows"
-        records = _assemble_rows(rows, source.assemble)
+        assert parse is not None, f"{source.name} has no function to parse rows"
+        records = ((place, outcome(parse, row)) for place, row in rows)
     for place, record in records:
         yield place, (_record_fault(record) or record)
-
-
-def _assemble_rows(
-    rows: Iterable[tuple[str, Row | Unused]],
-    assemble: Callable[[Iterable[tuple[str, Row]]], Records],
-) -> Records:
-    """Pass valid rows to `assemble`; yield broken rows unchanged."""
-    broken: list[tuple[str, Unused]] = []
-
-    def valid_rows() -> Iterator[tuple[str, Row]]:
-        for place, row in rows:
-            if isinstance(row, Unused):
-                broken.append((place, row))
-            else:
-                yield place, row
-
-    for placed in assemble(valid_rows()):
-        yield from broken
-        broken.clear()
-        yield placed
-    yield from broken
 
 
 def _hub_rows(
