@@ -1,21 +1,16 @@
 """Exclude texts that contain the tokenizer's control tokens."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.record_files import example_batch
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.token_contract import TokenContract
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class ControlTokenFilter:

@@ -5,10 +5,11 @@ Source: Ouyang et al. 2022, equation 2.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.control_tokens import ControlTokenFilter
@@ -18,16 +19,13 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode, one_ahead
 from rlhf_pipeline.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32()))])
 
 
 def pack(
     config: SplitConfig,
     labels: Sequence[str],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     contract: TokenContract,
     sources: Sequence[Path],
     output: Path,

@@ -3,17 +3,16 @@
 python -m rlhf_pipeline.data.split job.json
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
@@ -33,14 +32,9 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Split the sources with the base model's tokenizer; add the token contract to each folder."""
-    from transformers import AutoTokenizer
-
     base_model = job.inputs["base_model"]
     config = job.block("split", SplitConfig)
     contract = TokenContract.read(base_model)

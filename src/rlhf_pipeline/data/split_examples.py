@@ -2,18 +2,16 @@
 
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 Segment = tuple[str, bool]
 """Text, and whether the model learns its tokens."""
 
 
-def first_examples(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Segment]]:
+def first_examples(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Segment]]:
     """The first row of each training file as segments of text, by what it shows.
 
     Special tokens are written out. `folder` contains the files of `phase_files.TABLES`.

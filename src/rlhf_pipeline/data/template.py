@@ -4,21 +4,16 @@ The functions take batches, since one call of the template engine for a batch co
 one call per dialogue. `ids` identify the examples in errors.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from datetime import date
-from typing import TYPE_CHECKING
 
 from jinja2 import Template, TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 HUMAN_ASSISTANT_TEMPLATE = (
     "{{ bos_token }}"

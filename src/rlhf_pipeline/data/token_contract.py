@@ -1,18 +1,14 @@
 """The token contract: what models must share to read each other's tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NAME = "token_contract.json"
 
@@ -45,7 +41,7 @@ class TokenContract:
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, model_eos: int | Sequence[int] | None = None
-    ) -> TokenContract:
+    ) -> "TokenContract":
         """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`.
 
         Raises ArtifactError if EOS or padding token is missing, one token is both, or one of the
@@ -75,7 +71,7 @@ class TokenContract:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> TokenContract:
+    def read(cls, folder: Path) -> "TokenContract":
         """Read the contract stored with a model."""
         path = folder / NAME
         if not path.is_file():

@@ -1,20 +1,17 @@
 """Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
+
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.template import render_prompts, render_responses, render_turns
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 A = TypeVar("A")
 B = TypeVar("B")
