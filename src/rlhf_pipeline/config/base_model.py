@@ -1,10 +1,11 @@
 """The base model: an existing model to start from, or the architecture of a small one to build."""
 
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from rlhf_pipeline.config.architecture import find_family, positions, positions_in
 from rlhf_pipeline.config.block import Block
@@ -95,26 +96,22 @@ class BaseModelConfig(Block):
             )
         return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.path is not None and self.architecture is not None:
-            raise ValueError(
-                "found both path and architecture, expected one. Fix: set the other one to null"
-            )
+            yield "found both path and architecture, expected one. Fix: set the other one to null"
         if self.path is None and (self.trust_remote_code or self.unpickle_weights):
-            raise ValueError(
+            yield (
                 "found trust_remote_code or unpickle_weights without path, expected path. "
                 "Fix: set path, or set both to false"
             )
         if self.is_gguf and (self.trust_remote_code or self.unpickle_weights):
-            raise ValueError(
+            yield (
                 "found trust_remote_code or unpickle_weights with a .gguf file, which contains "
                 "neither code nor pickles. Fix: set both to false"
             )
         if self.path is None and (self.architecture is None or self.vocab_size is None):
-            raise ValueError(
+            yield (
                 "found neither path nor architecture with vocab_size, expected one of them. "
                 "Fix: set path to a Hugging Face id, folder or .gguf file, or set both others to "
                 "build a model"
             )
-        return self

@@ -1,9 +1,16 @@
 """The base of every parameter block: strict, frozen, documented field by field."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SerializationInfo, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    model_serializer,
+    model_validator,
+)
 
 RECIPE = "recipe"
 """Context of a dump without operational fields."""
@@ -23,6 +30,16 @@ class Block(BaseModel):
     def recipe(self) -> dict[str, Any]:
         """Return all values that can change the result, as JSON types: no operational fields."""
         return self.model_dump(mode="json", context=RECIPE)
+
+    def _faults(self) -> Iterator[str]:
+        """Why values that are valid alone do not fit each other; the first reason is shown."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        for fault in self._faults():
+            raise ValueError(fault)
+        return self
 
     @model_serializer(mode="wrap")
     def _dumped(self, dump: Callable[..., Any], info: SerializationInfo) -> Any:

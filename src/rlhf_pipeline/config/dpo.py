@@ -1,8 +1,8 @@
 """Direct preference optimization: trains the policy on comparisons, without sampling."""
 
-from typing import Self
+from collections.abc import Iterator
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
 from rlhf_pipeline.config.training import FrozenModelConfig, SupervisedConfig
 
@@ -22,8 +22,6 @@ class DPOConfig(SupervisedConfig):
     """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
     reference is the policy with its adapters disabled."""
 
-    @model_validator(mode="after")
-    def _reference(self) -> Self:
-        self.reference.reject_if_unused("reference", self)
-        self.reference.require_offload_possible("reference", self)
-        return self
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        yield from self.reference.faults_as_reference(self)

@@ -1,8 +1,9 @@
 """The KL penalty of PPO and its limits."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rlhf_pipeline.config.block import Block
 
@@ -36,15 +37,13 @@ class KLConfig(Block):
     the trained one (`policy/approx_kl`) exceeds this over an epoch. Learning-rate schedules advance
     as if no epoch was skipped. None: no limit."""
 
-    @model_validator(mode="after")
-    def _check_limits(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if (
             self.explosion is not None
             and self.maximum is not None
             and self.explosion <= self.maximum
         ):
-            raise ValueError(
+            yield (
                 f"explosion: found {self.explosion:g}, expected more than maximum {self.maximum:g}"
                 ". Fix: raise it, or set it to null for no limit"
             )
-        return self

@@ -1,5 +1,6 @@
 """PPO with actor, reference, reward model and critic, or with advantages without a critic."""
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -167,99 +168,72 @@ class PPOConfig(SavingConfig):
             object.__setattr__(self, "generator", chosen)
         return self
 
-    @model_validator(mode="after")
-    def _divisible(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.responses_per_step % self.minibatch_size:
             batches = f"{self.rollout_batches} * " if self.rollout_batches > 1 else ""
-            raise ValueError(
+            yield (
                 f"minibatch_size: found {self.minibatch_size}, expected a divisor of "
                 f"{batches}rollout_batch_size {self.rollout_batch_size}"
             )
         if self.rollout_batch_size % self.responses_per_prompt:
-            raise ValueError(
+            yield (
                 f"responses_per_prompt: found {self.responses_per_prompt}, expected a divisor of "
                 f"rollout_batch_size {self.rollout_batch_size}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_advantage(self) -> Self:
         if self.advantage == "gae" and self.critic is None:
-            raise ValueError(
+            yield (
                 "critic: found none, expected a block for advantage gae. "
                 "Fix: add the block, or set advantage to rloo, grpo or reinforce"
             )
         if self.advantage != "gae" and self.critic is not None:
-            raise ValueError(
+            yield (
                 f"critic: found a block, expected none for advantage {self.advantage}. "
                 "Fix: set critic to null"
             )
         if self.advantage in ("rloo", "grpo") and self.responses_per_prompt < 2:
-            raise ValueError(
+            yield (
                 f"responses_per_prompt: found {self.responses_per_prompt}, expected 2 or more for "
                 f"advantage {self.advantage}, which compares the responses to one prompt"
             )
         for name, advantage in ADVANTAGE_OF.items():
             value, default = getattr(self, name), type(self).model_fields[name].default
             if self.advantage != advantage and value != default:
-                raise ValueError(
+                yield (
                     f"{name}: found {value}, expected the default {default}: only advantage "
                     f"{advantage} reads it. Fix: remove {name}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_weights_for_pages(self) -> Self:
         if self.generator in ("paged", "vllm") and not self.gather_for_generation:
-            raise ValueError(
+            yield (
                 f"gather_for_generation: found false, expected true for generator {self.generator},"
                 " whose batches differ between ranks"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _no_4_bit_weights_for_vllm(self) -> Self:
         lora = self.actor.lora
         if self.generator == "vllm" and lora is not None and lora.quantize is not None:
-            raise ValueError(
+            yield (
                 f"actor.lora.quantize: found {lora.quantize}, expected null for generator vllm, "
                 "which adds the adapters to the matrices"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _frozen_models(self) -> Self:
-        self.reference.reject_if_unused("reference", self.actor)
-        self.reference.require_offload_possible("reference", self.actor)
-        self.reward_model.require_offload_possible("reward_model", self.reward_model_companion)
-        return self
-
-    @model_validator(mode="after")
-    def _fp16_in_both_or_neither(self) -> Self:
-        if self.critic is None:
-            return self
-        actor, critic = self.actor.deepspeed.precision, self.critic.deepspeed.precision
+        yield from self.reference.faults_as_reference(self.actor)
+        yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
+        actor = critic = self.actor.deepspeed.precision
+        if self.critic is not None:
+            critic = self.critic.deepspeed.precision
         if (actor == "fp16") != (critic == "fp16"):
-            raise ValueError(
+            yield (
                 f"found actor.deepspeed.precision {actor} and critic.deepspeed.precision {critic}, "
                 "expected fp16 in both or neither: both skip a step if the gradients of one "
                 "overflow. Fix: set both to fp16, or neither"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _schedules(self) -> Self:
         if self.critic_warmup_steps >= self.steps:
-            raise ValueError(
+            yield (
                 f"critic_warmup_steps: found {self.critic_warmup_steps}, expected less than steps "
                 f"{self.steps}, so that the actor trains"
             )
         if self.kl.target is not None and self.kl.horizon <= 0.2 * self.responses_per_step:
-            raise ValueError(
+            yield (
                 f"kl.horizon: found {self.kl.horizon}, expected more than a fifth of the "
                 f"{self.responses_per_step} responses of a step"
             )
-        return self
 
 
 ADVANTAGE_OF = {

@@ -1,9 +1,10 @@
 """Parameters of the split: sources, parts, limits."""
 
 import re
-from typing import Literal, Self, get_args
+from collections.abc import Iterator
+from typing import Literal, get_args
 
-from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
 
@@ -45,8 +46,7 @@ class ColumnMap(Block):
     text: str | None = None
     """A document, for `split.pretraining`."""
 
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         given = {name for name in type(self).model_fields if getattr(self, name) is not None}
         forms = [
             {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
@@ -56,10 +56,7 @@ class ColumnMap(Block):
         form = given - {"reference"} if self.text is None else given
         if form not in forms:
             known = "; ".join(", ".join(sorted(form)) for form in forms)
-            raise ValueError(
-                f"found {', '.join(sorted(given)) or 'no column'}; expected one of: {known}"
-            )
-        return self
+            yield f"found {', '.join(sorted(given)) or 'no column'}; expected one of: {known}"
 
 
 class SourceConfig(Block):
@@ -102,20 +99,18 @@ class SourceConfig(Block):
             )
         return path
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         for field in ("revision", "subset"):
             if self.path is not None and getattr(self, field) is not None:
-                raise ValueError(
+                yield (
                     f"found path (files) and {field} (hub); expected only one of them. Fix: remove "
                     "one."
                 )
         if self.columns is not None and self.name != "files":
-            raise ValueError(
+            yield (
                 f"source {self.name!r} has fixed columns. Fix: remove columns, or set name to "
                 "'files'."
             )
-        return self
 
     def label(self) -> str:
         """The source in reports: name, and in brackets subset, split and file. No query of a
@@ -209,22 +204,16 @@ class SplitConfig(Block):
             )
         return weights
 
-    @model_validator(mode="after")
-    def _something_to_train_on(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.validation_fraction + self.test_fraction >= 1:
-            raise ValueError(
+            yield (
                 f"validation_fraction {self.validation_fraction} + test_fraction "
                 f"{self.test_fraction} leave no prompt to train on. Fix: make their sum less than "
                 "1."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _distinct_sources(self) -> Self:
         for index, source in enumerate(self.sources):
             if source.records() in self.records()[:index]:
-                raise ValueError(f"source {source.label()!r} is listed twice. Fix: list it once.")
-        return self
+                yield f"source {source.label()!r} is listed twice. Fix: list it once."
 
     def records(self) -> list[SourceConfig]:
         """For each source, the fields that decide its records."""

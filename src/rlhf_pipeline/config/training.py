@@ -1,8 +1,9 @@
 """Supervised fine-tuning, reward modelling, and the blocks shared with PPO and DPO."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.precision import Precision, Quantization
@@ -43,24 +44,22 @@ class DeepSpeedConfig(Block):
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
 
-    @model_validator(mode="after")
-    def _check_stage(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.zero_stage == 0 and self.precision != "fp32":
-            raise ValueError(
+            yield (
                 f"precision: found {self.precision} at zero_stage 0, expected fp32: DeepSpeed "
                 "takes a spurious first Adam step. Fix: set zero_stage to 1"
             )
         if self.zero_stage == 0 and self.offload_optimizer:
-            raise ValueError(
+            yield (
                 "offload_optimizer: found true at zero_stage 0, expected false: it has no effect. "
                 "Fix: set zero_stage to 1 or higher"
             )
         if self.zero_stage != 3 and self.offload_parameters:
-            raise ValueError(
+            yield (
                 f"offload_parameters: found true at zero_stage {self.zero_stage}, expected false: "
                 "it has no effect. Fix: set zero_stage to 3"
             )
-        return self
 
 
 class FrozenDeepSpeedConfig(Block):
@@ -98,14 +97,12 @@ class LoRAConfig(Block):
     `quantization`. The export merges the adapters into the original weights. None: keep them in
     `deepspeed.precision`."""
 
-    @model_validator(mode="after")
-    def _frozen_if_quantized(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.quantize is not None and self.train_rest:
-            raise ValueError(
+            yield (
                 f"train_rest: found true with quantize {self.quantize}, expected false: quantized "
                 "models train only adapters. Fix: set one of them to its default"
             )
-        return self
 
 
 class TrainedModelConfig(Block):
@@ -125,18 +122,16 @@ class TrainedModelConfig(Block):
         """Whether the model with disabled adapters equals its start, and so serves as reference."""
         return self.lora is not None and not self.lora.train_rest
 
-    @model_validator(mode="after")
-    def _quantized_is_not_sharded(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if (
             self.lora is not None
             and self.lora.quantize is not None
             and self.deepspeed.zero_stage == 3
         ):
-            raise ValueError(
+            yield (
                 f"deepspeed.zero_stage: found 3 with lora.quantize {self.lora.quantize}, expected "
                 "0 to 2: 4-bit weights cannot be sharded. Fix: set zero_stage to 2"
             )
-        return self
 
 
 class FrozenModelConfig(Block):
@@ -153,22 +148,23 @@ class FrozenModelConfig(Block):
             update={"zero_stage": stage, "precision": precision or companion.deepspeed.precision}
         )
 
-    def require_offload_possible(self, name: str, companion: TrainedModelConfig) -> None:
-        """Raise `ValueError` if unsharded weights are to be offloaded; `name` is this block."""
+    def faults_beside(self, name: str, companion: TrainedModelConfig) -> Iterator[str]:
+        """Unsharded weights that are to be offloaded; `name` is this block."""
         if self.deepspeed.offload_parameters and self.beside(companion).zero_stage != 3:
-            raise ValueError(
+            yield (
                 f"{name}.deepspeed.offload_parameters: found true at zero_stage 0, expected false: "
                 "it has no effect. Fix: set zero_stage to 3"
             )
 
-    def reject_if_unused(self, name: str, trained: TrainedModelConfig) -> None:
-        """Raise `ValueError` if this block is set although `trained` is its own reference."""
+    def faults_as_reference(self, trained: TrainedModelConfig) -> Iterator[str]:
+        """Those of the block `reference`, which is unused if `trained` is its own reference."""
         if trained.is_own_reference and self != FrozenModelConfig():
-            raise ValueError(
-                f"{name}: found a block, expected none with LoRA: the reference is the trained "
+            yield (
+                "reference: found a block, expected none with LoRA: the reference is the trained "
                 "model with its adapters disabled. "
-                f"Fix: remove {name}, or set lora.train_rest to true"
+                "Fix: remove reference, or set lora.train_rest to true"
             )
+        yield from self.faults_beside("reference", trained)
 
 
 class SavingConfig(Block):
