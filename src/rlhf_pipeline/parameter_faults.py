@@ -61,13 +61,14 @@ def misfits(parameters: Mapping[str, Any], gpus: int) -> Iterator[str]:
     ppo = PPOConfig.model_validate(parameters["ppo"])
     evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
     yield from list(batch_size_faults(values, processes)) or group_faults(ppo, processes)
-    yield from process_faults(processes, gpus)
-    yield from fp16_faults(values, gpus)
-    yield from quantization_faults(values, gpus)
-    yield from generator_faults(ppo)
+    yield from machine_faults(values, processes, gpus)
     yield from source_faults("split.sources", split.records(), wants_text=False)
     yield from path_faults(base_model.path)
-    yield from ptx_faults(split, ppo)
+    if ppo.ptx is not None and split.pretraining is None:
+        yield (
+            "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
+            "block_tokens of split.pretraining, or set ppo.ptx to null"
+        )
     yield from length_faults(base_model.positions, split, ppo, evaluate)
     yield from reward_faults(ppo.rewards)
     yield from reward_faults(evaluate.judges, "evaluate.judges")
@@ -100,45 +101,31 @@ def group_faults(ppo: PPOConfig, processes: int) -> Iterator[str]:
         )
 
 
-def process_faults(processes: int, gpus: int) -> Iterator[str]:
-    """More ranks than GPUs."""
+def machine_faults(values: Mapping[str, Any], processes: int, gpus: int) -> Iterator[str]:
+    """More ranks than GPUs, and values that need a GPU or a library that is missing."""
     if processes > gpus > 0:
         yield (
             f"launch.processes: found {processes}, expected at most {gpus}, one for each GPU. Fix: "
             "set it to null for all GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES="
         )
-
-
-def fp16_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
-    """fp16 without a GPU."""
     for place, value in values.items():
+        is_quantized = place.endswith(".lora.quantize") and value is not None
         if place.endswith(".precision") and value == "fp16" and gpus == 0:
             yield (
                 f"{place}: found fp16, which needs a GPU; this machine has none. Fix: use bf16 or "
                 "fp32"
             )
-
-
-def quantization_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
-    """4-bit weights without a GPU, or without their library."""
-    for place, value in values.items():
-        if not place.endswith(".lora.quantize") or value is None:
-            continue
-        if gpus == 0:
+        elif is_quantized and gpus == 0:
             yield (
                 f"{place}: found 4-bit weights, which need a GPU; this machine has none. Fix: set "
                 "it to null"
             )
-        elif find_spec("bitsandbytes") is None:
+        elif is_quantized and find_spec("bitsandbytes") is None:
             yield (
                 f"{place}: 4-bit weights need bitsandbytes, which is not installed. "
                 f"{_install('quantization')}"
             )
-
-
-def generator_faults(ppo: PPOConfig) -> Iterator[str]:
-    """A generator without its library."""
-    if ppo.generator == "vllm" and find_spec("vllm") is None:
+    if values["ppo.generator"] == "vllm" and find_spec("vllm") is None:
         yield (
             "ppo.generator: found vllm, expected the package vllm. Fix: make vllm, then "
             ".venv-vllm/bin/kedro run"
@@ -221,15 +208,6 @@ def length_faults(
         yield (
             f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most {model}: "
             "ppo.ptx reads whole blocks"
-        )
-
-
-def ptx_faults(split: SplitConfig, ppo: PPOConfig) -> Iterator[str]:
-    """Faults of the plain text that PPO's language-model loss needs."""
-    if ppo.ptx is not None and split.pretraining is None:
-        yield (
-            "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
-            "block_tokens of split.pretraining, or set ppo.ptx to null"
         )
 
 
