@@ -16,7 +16,7 @@ from rlhf_pipeline.data.phase_files import Row, RowMaker, demonstration
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.data.tokenization import render, tokenize
+from rlhf_pipeline.data.tokenization import tokenize
 
 Piece = tuple[str, bool]
 """A piece of text, and whether the assistant says it."""
@@ -136,8 +136,7 @@ def row_of(dialogue: Dialogue, tokenizer: PreTrainedTokenizerFast, config: Split
     answer = prompt.pop()["content"]
     batch = ExampleBatch(["own:1"], [prompt], [answer], [None], [None])
     contract = TokenContract.of(tokenizer)
-    rendered = render(batch, tokenizer, contract, turns=[config.sft_loss == "assistant"])
-    (tokens,) = tokenize(rendered, tokenizer, contract)
+    (tokens,) = tokenize(batch, tokenizer, contract, turns=[config.sft_loss == "assistant"])
     return RowMaker(config, tokenizer.bos_token_id).make("own", prompt, tokens, "sft")
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from itertools import groupby
+from operator import itemgetter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,17 +10,16 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.data import tokenization as module
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import (
     Limited,
-    Rendered,
     Tokenized,
     encode,
     limited,
     newest_values,
     one_ahead,
-    render,
     tokenize,
 )
 from rlhf_pipeline.errors import ArtifactError, DataError
@@ -37,7 +38,22 @@ def batch(*rows: tuple[str, str | None, str | None]) -> ExampleBatch:
 
 def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokenized]:
     contract = TokenContract.of(tokenizer)
-    return tokenize(render(batch(*rows), tokenizer, contract), tokenizer, contract)
+    return tokenize(batch(*rows), tokenizer, contract)
+
+
+def of_texts(
+    monkeypatch, tokenizer, contract=None, *, prompt="~", chosen=None, rejected=None, pieces=()
+):
+    """The tokens of one example with these texts, as if the template had rendered them."""
+    given = iter([[chosen], [rejected]])
+    monkeypatch.setattr(module, "render_prompts", lambda *_: [prompt])
+    monkeypatch.setattr(module, "render_responses", lambda *_: next(given))
+    monkeypatch.setattr(module, "render_turns", lambda *_: list(pieces))
+    dialogue = [[{"role": "user", "content": "~"}] * 3]
+    example = ExampleBatch(["own:0"], dialogue, [chosen], [rejected], [None])
+    contract = contract or TokenContract.of(tokenizer)
+    (one,) = tokenize(example, tokenizer, contract, turns=[bool(pieces)])
+    return one
 
 
 def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitConfig:
@@ -46,25 +62,26 @@ def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitCon
     )
 
 
-class TestRender:
+class TestTexts:
     def test_answers_stay_with_their_prompts(self, tokenizer) -> None:
-        rendered = render(
-            batch(
-                ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")
-            ),
+        found = tokens(
             tokenizer,
-            TokenContract.of(tokenizer),
-        )
-        assert rendered.ids == ["own:0", "own:1", "own:2", "own:3"]
-        assert [text[9:13].rstrip("\n") for text in rendered.prompts] == [
+            ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d"),
+        )  # fmt: skip
+        assert [one.id for one in found] == ["own:0", "own:1", "own:2", "own:3"]
+        assert [tokenizer.decode(one.prompt)[9:13].rstrip("\n") for one in found] == [
             "Why?",
             "Who?",
             "How?",
             "So?",
         ]
-        assert rendered.chosen == [" a<|end|>", None, " c<|end|>", None]
-        assert rendered.rejected == [" b<|end|>", None, None, " d<|end|>"]
-        assert rendered.turns == [None, None, None, None]
+        chosen, rejected = (
+            [ids and tokenizer.decode(ids) for ids in column]
+            for column in zip(*((one.chosen, one.rejected) for one in found), strict=True)
+        )
+        assert chosen == [" a<|end|>", None, " c<|end|>", None]
+        assert rejected == [" b<|end|>", None, None, " d<|end|>"]
+        assert [one.turns for one in found] == [None, None, None, None]
 
     def test_turns_only_if_requested_and_present(self, tokenizer) -> None:
         user, assistant = (
@@ -75,11 +92,15 @@ class TestRender:
         examples = ExampleBatch(
             ["own:0", "own:1", "own:2"], [long, long, [user]], ["a"] * 3, [None] * 3, [None] * 3
         )
-        rendered = render(
-            examples, tokenizer, TokenContract.of(tokenizer), turns=[False, True, True]
-        )
+        contract = TokenContract.of(tokenizer)
+        first, second, third = tokenize(examples, tokenizer, contract, turns=[False, True, True])
+        assert (first.turns, third.turns) == (None, None)
+        ids, own = second.turns
         pieces = [(PROMPT, False), (" So.<|end|>", True), (PROMPT, False)]
-        assert rendered.turns == [None, pieces, None]
+        assert [
+            (tokenizer.decode([one for _, one in group]), by_assistant)
+            for by_assistant, group in groupby(zip(own, ids, strict=True), itemgetter(0))
+        ] == pieces
 
     def test_a_template_error_names_the_record(self, tokenizer) -> None:
         tokenizer.chat_template = "{{ raise_exception('never') if messages[0].content == 'Who?' }}"
@@ -119,16 +140,17 @@ class TestTokenize:
         ]
         assert [one.id for one in together] == ["own:0", "own:1", "own:2", "own:3", "own:4"]
 
-    def test_turns_are_the_prompt_with_the_assistant_s_tokens_marked(self, tokenizer) -> None:
+    def test_turns_are_the_prompt_with_the_assistant_s_tokens_marked(
+        self, tokenizer, monkeypatch
+    ) -> None:
         pieces = [("~~", False), ("~<|end|>", True), ("~~~", False)]
-        rendered = Rendered(["own:0"] * 2, ["~", "~~~"], [None] * 2, [None] * 2, [None, pieces])
-        first, second = tokenize(rendered, tokenizer, TokenContract.of(tokenizer))
+        one = of_texts(monkeypatch, tokenizer, pieces=pieces)
         tilde = tokenizer.convert_tokens_to_ids("~")
-        assert first.turns is None
-        assert second.turns == (
+        assert one.turns == (
             [tilde, tilde, tilde, 1, tilde, tilde, tilde],
             [False, False, True, True, False, False, False],
         )
+        assert of_texts(monkeypatch, tokenizer).turns is None
 
     def test_only_the_template_writes_special_tokens(self, tokenizer) -> None:
         expected = tokens(tokenizer, ("Why?", "Because.", None))
@@ -145,49 +167,39 @@ class TestTokenize:
             tokens(tokenizer, ("Why?", "a", "b"), ("Why?", "a", "a<|end|>b"))
 
     @pytest.mark.parametrize("response", ["~", "~<|end|>~", "<|end|>~<|end|>"])
-    def test_a_response_has_eos_exactly_once_at_its_end(self, tokenizer, response: str) -> None:
+    def test_a_response_has_eos_exactly_once_at_its_end(
+        self, tokenizer, monkeypatch, response: str
+    ) -> None:
         with pytest.raises(
             ArtifactError, match=r"own:0: expected the EOS id 1 .* exactly once, at the end"
         ):
-            tokenize(
-                Rendered(["own:0"], ["~"], [None], [response], [None]),
-                tokenizer,
-                TokenContract.of(tokenizer),
-            )
+            of_texts(monkeypatch, tokenizer, rejected=response)
 
-    def test_any_eos_of_the_model_ends_a_response_but_only_one(self, tokenizer) -> None:
+    def test_any_eos_of_the_model_ends_a_response_but_only_one(
+        self, tokenizer, monkeypatch
+    ) -> None:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
         turn_end = tokenizer.convert_tokens_to_ids("<|eot|>")
         contract = TokenContract.of(tokenizer, [turn_end])
 
         def tokenized(answer: str) -> list[int]:
-            rendered = Rendered(["own:0"], ["~"], [answer], [None], [None])
-            return tokenize(rendered, tokenizer, contract)[0].chosen
+            return of_texts(monkeypatch, tokenizer, contract, chosen=answer).chosen
 
         assert tokenized("~<|eot|>")[-1] == turn_end
         assert tokenized("~<|end|>")[-1] == 1
         with pytest.raises(ArtifactError, match=r"expected the EOS id 1 \('<\|end\|>'\) or \d+ "):
             tokenized("~<|eot|>~<|end|>")
 
-    def test_eos_inside_an_earlier_turn_is_refused(self, tokenizer) -> None:
+    def test_eos_inside_an_earlier_turn_is_refused(self, tokenizer, monkeypatch) -> None:
         pieces = [("~", False), ("~<|end|>~<|end|>", True), ("~", False)]
         with pytest.raises(
             ArtifactError, match=r"own:0: expected the EOS id 1 .* exactly once, at the end"
         ):
-            tokenize(
-                Rendered(["own:0"], ["~"], ["~<|end|>"], [None], [pieces]),
-                tokenizer,
-                TokenContract.of(tokenizer),
-            )
+            of_texts(monkeypatch, tokenizer, chosen="~<|end|>", pieces=pieces)
 
-    def test_eos_inside_a_prompt_is_allowed(self, tokenizer) -> None:
+    def test_eos_inside_a_prompt_is_allowed(self, tokenizer, monkeypatch) -> None:
         pieces = [("~<|end|>~<|end|>", False)]
-        (one,) = tokenize(
-            Rendered(["own:0"], ["~<|end|>"], [None], [None], [pieces]),
-            tokenizer,
-            TokenContract.of(tokenizer),
-        )
-        assert one.prompt[-1] == 1
+        assert of_texts(monkeypatch, tokenizer, prompt="~<|end|>", pieces=pieces).prompt[-1] == 1
 
 
 class TestEncode:

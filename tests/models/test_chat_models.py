@@ -19,7 +19,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.phase_files import RowMaker, demonstration
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.data.tokenization import render, tokenize
+from rlhf_pipeline.data.tokenization import tokenize
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
@@ -76,8 +76,7 @@ def demonstration_of(dialogue, artifact, sft_loss="response"):
     """The row of SFT that the split writes of a dialogue."""
     tokenizer, contract = load_tokenizer(artifact), TokenContract.read(artifact)
     batch = ExampleBatch(["own:0"], [dialogue[:-1]], [dialogue[-1]["content"]], [None], [None])
-    rendered = render(batch, tokenizer, contract, turns=[sft_loss == "assistant"])
-    (tokens,) = tokenize(rendered, tokenizer, contract)
+    (tokens,) = tokenize(batch, tokenizer, contract, turns=[sft_loss == "assistant"])
     config = SplitConfig(
         sources=[{}], max_prompt_tokens=512, max_response_tokens=256, sft_loss=sft_loss
     )

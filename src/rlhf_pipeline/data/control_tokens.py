@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.record_files import example_batch
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 
 
 class ControlTokenFilter:
@@ -21,7 +20,7 @@ class ControlTokenFilter:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         contract: TokenContract,
         labels: Sequence[str],
         counts: Sequence[RowCounts],
@@ -60,7 +59,7 @@ class ControlTokenFilter:
         return False
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase, contract: TokenContract) -> frozenset[str]:
+def control_tokens(tokenizer: Tokenizer, contract: TokenContract) -> frozenset[str]:
     """The texts that the tokenizer reads as control tokens.
 
     The token for unknown words does not count, unless it is also BOS, padding, or an EOS.

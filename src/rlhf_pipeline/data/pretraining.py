@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.record_files import ArrowWriter, texts
 from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.data.tokenization import encode, one_ahead
 from rlhf_pipeline.errors import DataError
 
@@ -25,7 +24,7 @@ _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32()))])
 def pack(
     config: SplitConfig,
     labels: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     contract: TokenContract,
     sources: Sequence[Path],
     output: Path,

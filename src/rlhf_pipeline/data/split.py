@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
@@ -25,8 +24,8 @@ from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.split_examples import first_examples
 from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
 from rlhf_pipeline.data.split_statistics import build_report, headline
-from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, render, tokenize
+from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
+from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
@@ -35,6 +34,8 @@ from rlhf_pipeline.runtime.program import run_program
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Split the sources with the base model's tokenizer; add the token contract to each folder."""
+    from transformers import AutoTokenizer  # imported late: the program shows its start at once
+
     base_model = job.inputs["base_model"]
     config = job.block("split", SplitConfig)
     contract = TokenContract.read(base_model)
@@ -58,7 +59,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 def split_sources(
     config: SplitConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     contract: TokenContract,
     seed: int,
     *,
@@ -158,18 +159,15 @@ def _only(answers: list[str | None], wanted: np.ndarray) -> list[str | None]:
 
 def _make_rows(
     config: SplitConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     contract: TokenContract,
     batches: Iterable[_Batch],
     parts: np.ndarray,
 ) -> Iterator[tuple[_Batch, list[Tokenized], list[Row]]]:
     """Yield each batch, tokenized and as rows; the next batch is tokenized meanwhile."""
     maker = RowMaker(config, tokenizer.bos_token_id)
-    rendered = (
-        (batch, render(batch.examples, tokenizer, contract, turns=batch.turns)) for batch in batches
-    )
-    for (batch, _), tokenized in one_ahead(
-        rendered, lambda pair: tokenize(pair[1], tokenizer, contract)
+    for batch, tokenized in one_ahead(
+        batches, lambda one: tokenize(one.examples, tokenizer, contract, turns=one.turns)
     ):
         source = config.sources[batch.source].name
         rows = [

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
+
+from rlhf_pipeline.data.token_contract import Tokenizer
 
 Segment = tuple[str, bool]
 """Text, and whether the model learns its tokens."""
 
 
-def first_examples(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Segment]]:
+def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, list[Segment]]:
     """The first row of each training file as segments of text, by what it shows.
 
     Special tokens are written out. `folder` contains the files of `phase_files.TABLES`.

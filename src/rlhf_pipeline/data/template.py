@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from datetime import date
 
 from jinja2 import Template, TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.records import Conversation
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.errors import ArtifactError
 
 HUMAN_ASSISTANT_TEMPLATE = (
@@ -34,7 +33,7 @@ _PLAIN = Template(HUMAN_ASSISTANT_TEMPLATE)
 _TODAY = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 
 
-def fix_date(tokenizer: PreTrainedTokenizerBase, day: date) -> None:
+def fix_date(tokenizer: Tokenizer, day: date) -> None:
     """Write a fixed date into chat templates that render today's.
 
     transformers gives templates a function `strftime_now(format)`. Each call becomes its result, so
@@ -60,7 +59,7 @@ def fix_date(tokenizer: PreTrainedTokenizerBase, day: date) -> None:
 
 
 def render_prompts(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[str], prompts: Sequence[Conversation]
+    tokenizer: Tokenizer, ids: Sequence[str], prompts: Sequence[Conversation]
 ) -> list[str]:
     """Render prompts with the template's generation prompt.
 
@@ -70,7 +69,7 @@ def render_prompts(
 
 
 def render_dialogues(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     ids: Sequence[str],
     dialogues: Sequence[Conversation],
     *,
@@ -101,47 +100,47 @@ def render_dialogues(
 
 
 def render_responses(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     contract: TokenContract,
     ids: Sequence[str],
     prompts: Sequence[Conversation],
     prompt_texts: Sequence[str],
-    responses: Sequence[str],
-) -> list[str]:
+    responses: Sequence[str | None],
+) -> list[str | None]:
     """Render responses: the text that the template adds to each prompt's text, up to its EOS.
 
     Any EOS of the contract may end the turn. The model stops there, so anything after it is cut
     off: a line break in ChatML, a second EOS for the whole dialogue in Phi-3. If the template ends
-    a turn without EOS, the tokenizer's is added. `prompt_texts` come from `render_prompts`. Raises
-    ArtifactError if a dialogue does not begin with its prompt's text, so that the model would
-    generate after other text than it trained on.
+    a turn without EOS, the tokenizer's is added. `prompt_texts` come from `render_prompts`; a row
+    without response has None. Raises ArtifactError if a dialogue does not begin with its prompt's
+    text, so that the model would generate after other text than it trained on.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
     one = "|".join(map(re.escape, tokens))
     # The last EOS, with those directly before it: the first of them ends the turn.
     last = re.compile(rf"(?P<end>{one})(\s*({one}))*(?!.*({one}))", re.DOTALL)
+    given = [row for row, response in enumerate(responses) if response is not None]
     dialogues = [
-        [*prompt, {"role": "assistant", "content": response}]
-        for prompt, response in zip(prompts, responses, strict=True)
+        [*prompts[row], {"role": "assistant", "content": str(responses[row])}] for row in given
     ]
-    rendered = render_dialogues(tokenizer, ids, dialogues)
-    texts = []
-    for name, start, dialogue in zip(ids, prompt_texts, rendered, strict=True):
+    rendered = render_dialogues(tokenizer, [ids[row] for row in given], dialogues)
+    texts: list[str | None] = [None] * len(responses)
+    for row, dialogue in zip(given, rendered, strict=True):
+        start = prompt_texts[row]
         if not dialogue.startswith(start):
             raise ArtifactError(
-                f"{name}: the chat template begins the dialogue with {dialogue[: len(start)]!r}, "
-                f"expected its own prompt {start!r}. Fix: use a template that begins every "
-                "assistant turn with its generation prompt."
+                f"{ids[row]}: the chat template begins the dialogue with "
+                f"{dialogue[: len(start)]!r}, expected its own prompt {start!r}. Fix: use a "
+                "template that begins every assistant turn with its generation prompt."
             )
         end = last.search(dialogue, len(start))
-        texts.append(
-            dialogue[len(start) : end.end("end")] if end else dialogue[len(start) :] + tokens[0]
-        )
+        stop = end.end("end") if end else None
+        texts[row] = dialogue[len(start) : stop] + ("" if end else tokens[0])
     return texts
 
 
 def render_turns(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     contract: TokenContract,
     name: str,
     prompt: Conversation,
@@ -159,7 +158,7 @@ def render_turns(
         history = [prompt[:index]]
         before = render_prompts(tokenizer, [name], history)
         said = [prompt[index]["content"]]
-        answer = render_responses(tokenizer, contract, [name], history, before, said)[0]
+        answer = render_responses(tokenizer, contract, [name], history, before, said)[0] or ""
         if not prompt_text.startswith(before[0] + answer):
             raise ArtifactError(
                 f"{name}: the chat template renders the assistant's turn {answer!r} differently "

@@ -5,10 +5,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, TypeAlias
 
 from rlhf_pipeline.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+"""A tokenizer of transformers, whose import takes seconds: programs show their start before it."""
 
 NAME = "token_contract.json"
 
@@ -40,7 +45,7 @@ class TokenContract:
 
     @classmethod
     def of(
-        cls, tokenizer: PreTrainedTokenizerBase, model_eos: int | Sequence[int] | None = None
+        cls, tokenizer: Tokenizer, model_eos: int | Sequence[int] | None = None
     ) -> "TokenContract":
         """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`.
 
@@ -89,9 +94,7 @@ class TokenContract:
         (folder / NAME).write_text(json.dumps(asdict(self), indent=2))
 
 
-def end_tokens(
-    tokenizer: PreTrainedTokenizerBase, model_eos: int | Sequence[int] | None
-) -> tuple[int, ...]:
+def end_tokens(tokenizer: Tokenizer, model_eos: int | Sequence[int] | None) -> tuple[int, ...]:
     """The tokens that end a response: the tokenizer's EOS, then the model's others, ascending.
 
     Chat models have several. Llama 3 ends a turn with `<|eot_id|>`, a document with

@@ -5,30 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from transformers import PreTrainedTokenizerBase
-
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.template import render_prompts, render_responses, render_turns
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.errors import ArtifactError, DataError
 
 A = TypeVar("A")
 B = TypeVar("B")
 Answer = Literal["chosen", "rejected"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A batch of examples as text for the model."""
-
-    ids: list[str]
-    prompts: list[str]
-    chosen: list[str | None]
-    rejected: list[str | None]
-    turns: list[list[tuple[str, bool]] | None]
-    """Pieces of each prompt, with True for the assistant; None unless SFT learns earlier turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,76 +43,54 @@ class Limited:
     """What was cut; None: nothing."""
 
 
-def render(
+def tokenize(
     batch: ExampleBatch,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     contract: TokenContract,
     *,
     turns: Sequence[bool] | None = None,
-) -> Rendered:
-    """Apply the chat template to all prompts and answers of a batch.
+) -> list[Tokenized]:
+    """Apply the chat template to all prompts and answers of a batch, and tokenize the texts.
 
-    `turns` marks the examples whose prompts are divided into pieces by speaker. Raises like the
-    functions of `rlhf_pipeline.data.template`.
+    Prompt and response are tokenized separately. So no token crosses the boundary, and a response
+    has the ids that a model generates after the prompt's ids. `turns` marks the examples whose
+    prompts are divided into pieces by speaker. Raises ArtifactError if a response does not contain
+    exactly one EOS, at its end; otherwise like the functions of `rlhf_pipeline.data.template`.
     """
     prompts = render_prompts(tokenizer, batch.ids, batch.prompts)
-
-    def answers(column: list[str | None]) -> list[str | None]:
-        rows = [row for row, answer in enumerate(column) if answer is not None]
-        texts = render_responses(
-            tokenizer,
-            contract,
-            [batch.ids[row] for row in rows],
-            [batch.prompts[row] for row in rows],
-            [prompts[row] for row in rows],
-            [answer for answer in column if answer is not None],
-        )
-        rendered: list[str | None] = [None] * len(column)
-        for row, text in zip(rows, texts, strict=True):
-            rendered[row] = text
-        return rendered
-
-    chosen = answers(batch.chosen)
-    pieces: list[list[tuple[str, bool]] | None] = [None] * len(prompts)
+    chosen, rejected = (
+        render_responses(tokenizer, contract, batch.ids, batch.prompts, prompts, answers)
+        for answers in (batch.chosen, batch.rejected)
+    )
+    pieces: list[list[tuple[str, bool]]] = [[] for _ in prompts]
     for row, wanted in enumerate(turns or ()):
         # A prompt of at most two messages has no earlier turn of the assistant.
         if wanted and len(batch.prompts[row]) > 2:
             pieces[row] = render_turns(
                 tokenizer, contract, batch.ids[row], batch.prompts[row], prompts[row]
             )
-    return Rendered(batch.ids, prompts, chosen, answers(batch.rejected), pieces)
-
-
-def tokenize(
-    rendered: Rendered, tokenizer: PreTrainedTokenizerBase, contract: TokenContract
-) -> list[Tokenized]:
-    """Tokenize a rendered batch.
-
-    Prompt and response are tokenized separately. So no token crosses the boundary, and a response
-    has the ids that a model generates after the prompt's ids. Raises ArtifactError if a response
-    does not contain exactly one EOS, at its end.
-    """
-    texts = [*rendered.prompts, *rendered.chosen, *rendered.rejected]
-    texts += [text for pieces in rendered.turns for text, _ in pieces or ()]
+    texts = [*prompts, *chosen, *rejected, *(text for row in pieces for text, _ in row)]
     distinct = list({text: None for text in texts if text is not None})
     ids: dict[str | None, list[int]] = dict(zip(distinct, encode(distinct, tokenizer), strict=True))
     tokenized = []
-    rows = rendered.ids, rendered.prompts, rendered.chosen, rendered.rejected, rendered.turns
-    for name, prompt, chosen, rejected, pieces in zip(*rows, strict=True):
-        for answer in (chosen, rejected, *(text for text, own in pieces or () if own)):
+    rows = batch.ids, prompts, chosen, rejected, pieces
+    for name, prompt, preferred, other, spoken in zip(*rows, strict=True):
+        for answer in (preferred, other, *(text for text, own in spoken if own)):
             if answer is not None:
                 _check_end(name, ids[answer], tokenizer, contract)
-        turns = None
-        if pieces is not None:
-            turns = (
-                [one for text, _ in pieces for one in ids[text]],
-                [own for text, own in pieces for _ in ids[text]],
+        divided = (
+            [one for text, _ in spoken for one in ids[text]],
+            [own for text, own in spoken for _ in ids[text]],
+        )
+        tokenized.append(
+            Tokenized(
+                name, ids[prompt], ids.get(preferred), ids.get(other), divided if spoken else None
             )
-        tokenized.append(Tokenized(name, ids[prompt], ids.get(chosen), ids.get(rejected), turns))
+        )
     return tokenized
 
 
-def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Tokenize texts that already contain their special tokens, on all cores."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()  # a tokenizer's file may contain both settings
@@ -190,7 +154,7 @@ def newest_values(ids: list[int], values: list[A], limit: int, bos_id: int | Non
 
 
 def _check_end(
-    name: str, response_ids: list[int], tokenizer: PreTrainedTokenizerBase, contract: TokenContract
+    name: str, response_ids: list[int], tokenizer: Tokenizer, contract: TokenContract
 ) -> None:
     *before, last = [token in contract.eos_ids for token in response_ids]
     if any(before) or not last:
