@@ -7,7 +7,7 @@ from rlhf_pipeline.data.record_files import ArrowWriter
 SCHEMA = pa.schema([("id", pa.string()), ("prompt_ids", pa.list_(pa.int32()))])
 
 
-def write(path, *batches: dict[str, list]) -> bytes:
+def write(path, *batches: list[dict]) -> bytes:
     writer = ArrowWriter(path, SCHEMA)
     for batch in batches:
         writer.write(batch)
@@ -21,14 +21,15 @@ def read(path) -> pa.Table:
 
 def test_batches_are_read_back_in_order(tmp_path) -> None:
     path = tmp_path / "ppo" / "train.arrow"
-    write(path, {"id": ["a", "b"], "prompt_ids": [[1, 2], []]}, {"id": ["c"], "prompt_ids": [[3]]})
+    first = [{"id": "a", "prompt_ids": [1, 2]}, {"id": "b", "prompt_ids": [], "more": 1}]
+    write(path, first, [{"id": "c", "prompt_ids": [3]}])
     table = read(path)
     assert table.schema == SCHEMA
     assert table.to_pydict() == {"id": ["a", "b", "c"], "prompt_ids": [[1, 2], [], [3]]}
 
 
 def test_equal_batches_are_equal_bytes(tmp_path) -> None:
-    batch = {"id": ["a"], "prompt_ids": [[1, 2]]}
+    batch = [{"id": "a", "prompt_ids": [1, 2]}]
     assert write(tmp_path / "one.arrow", batch) == write(tmp_path / "other.arrow", batch)
 
 

@@ -94,7 +94,7 @@ class PhaseFile:
         `numbers` are the positions of the rows in the blend.
         """
         kept: list[int] = []
-        columns: dict[str, list[Any]] = {name: [] for name in self.table.schema.names}
+        written: list[dict[str, Any]] = []
         for index in np.flatnonzero(self.wanted[numbers]).tolist():
             row = rows[index]
             prompt = row.dialogue if self.table.phase == "sft" else row.prompt
@@ -104,16 +104,13 @@ class PhaseFile:
                 continue
             self.cut.update(part.cut for part in parts if part.cut)
             kept.append(index)
-            values = self._values(row, config)
-            for name, column in columns.items():
-                column.append(values[name])
+            written.append(self._values(row, config))
         if kept:
-            self._writer.write(columns)
+            self._writer.write(written)
             self.rows += len(kept)
             self.written.append(numbers[kept])
-            for name in columns:
-                if name.endswith("_ids"):
-                    self.lengths[name].update(map(len, columns[name]))
+            for name in filter(lambda name: name.endswith("_ids"), self.table.schema.names):
+                self.lengths[name].update(len(values[name]) for values in written)
 
     def close(self) -> None:
         """Finish the file; raise DataError if all its rows were dropped."""

@@ -60,7 +60,8 @@ def pack(
         full = len(rest) // text_tokens
         if full:
             text = rest[: full * text_tokens].reshape(full, text_tokens)
-            writer.write({"input_ids": list(np.hstack([np.tile(bos, (full, 1)), text]))})
+            rows = np.hstack([np.tile(bos, (full, 1)), text])
+            writer.write([{"input_ids": ids} for ids in rows])
         blocks += full
         rest = rest[full * text_tokens :]
     writer.close()

@@ -3,7 +3,7 @@
 Examples and texts have a file each. A source contains one kind; the file of the other is empty.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,9 @@ class ArrowWriter:
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, schema)
 
-    def write(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Append a batch by columns."""
-        self._stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=self._schema))
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """Append a batch; keys that are not in the schema are left out."""
+        self._stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
 
     def close(self) -> None:
         """Finish the file."""
@@ -114,7 +114,7 @@ class _RowsWriter(ArrowWriter):
 
     def _flush(self) -> None:
         if self._rows:
-            self.write({name: [row[name] for row in self._rows] for name in self._schema.names})
+            self.write(self._rows)
             self._rows, self._characters = [], 0
 
 
