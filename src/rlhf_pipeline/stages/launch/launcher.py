@@ -163,13 +163,9 @@ def _command(spec: StageSpec, job_file: Path, config: LaunchConfig, processes: i
 
 
 def _environment(spec: StageSpec, directory: Path, processes: int) -> dict[str, str]:
-    """The program's environment: it has this package but not MLflow; the ranks share the cores."""
-    # DeepSpeed imports MLflow if it can, which costs each process seconds.
-    guard = directory / "without_mlflow"
-    guard.mkdir(exist_ok=True)
-    (guard / "mlflow.py").write_text('raise ImportError("launched programs do not use MLflow")\n')
+    """The program's environment: it has this package; the ranks share the cores."""
     source = Path(rlhf_pipeline.__file__).parent.parent
-    paths = [str(guard), str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
