@@ -22,37 +22,9 @@ others; two if the entropy has a gradient."""
 ENTROPY_PARTS = 8
 
 
-def logprobs_of(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    chunk: int = CHUNK,
-    head: tuple[Tensor, Tensor | None] | None = None,
-) -> Tensor:
-    """Log-probability of each chosen token under the sampled distribution.
-
-        log softmax(logits / temperature)[ids]
-
-    Args:
-        logits: (B, R, V) in any float dtype; position t predicts ids[:, t]. With `head`, they are
-            hidden states, (B, R, d).
-        ids: (B, R) long, in [0, vocab_size) everywhere, padding included.
-        temperature: the sampling temperature, so that ratios and KL belong to the sampling policy.
-        vocab_size: number of real tokens; columns beyond it have probability 0. None = V.
-        chunk: elements processed at a time, at least one position; without effect on the result.
-        head: weight (V, d) and bias (V,) of the layer from hidden states to logits. Its logits
-            exist for one chunk at a time, in float32 whatever the dtype of the weight.
-
-    Returns:
-        (B, R) float32, differentiable once.
-
-    Raises:
-        ValueError: ids does not match logits, temperature is not positive, or vocab_size is not in
-            [1, V].
-    """
-    return _apply(logits, ids, temperature, vocab_size, chunk, head, with_entropy=False)[0]
+def logprobs_of(logits: Tensor, ids: Tensor, **how: Any) -> Tensor:
+    """The first result of `logprobs_and_entropy`, with its arguments and errors."""
+    return logprobs_and_entropy(logits, ids, with_entropy=False, **how)[0]
 
 
 def logprobs_and_entropy(
@@ -63,24 +35,30 @@ def logprobs_and_entropy(
     vocab_size: int | None = None,
     chunk: int = CHUNK,
     head: tuple[Tensor, Tensor | None] | None = None,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_of`, and the entropy of each position's distribution: -sum_v p_v log p_v, in nats.
+    """Log-probability of each chosen token under the sampled distribution, and its entropy in nats.
 
-    Both are (B, R) float32 from one softmax. Logits must be finite for the entropy.
+        log p = log softmax(logits / temperature)        log p[ids],  -sum_v p_v log p_v
+
+    Args:
+        logits: (B, R, V) in any float dtype; position t predicts ids[:, t]. With `head`, they are
+            hidden states, (B, R, d). They must be finite for the entropy.
+        ids: (B, R) long, in [0, vocab_size) everywhere, padding included.
+        temperature: the sampling temperature, so that ratios and KL belong to the sampling policy.
+        vocab_size: number of real tokens; columns beyond it have probability 0. None = V.
+        chunk: elements processed at a time, at least one position; without effect on the result.
+        head: weight (V, d) and bias (V,) of the layer from hidden states to logits. Its logits
+            exist for one chunk at a time, in float32 whatever the dtype of the weight.
+        with_entropy: False: the second result is None.
+
+    Returns:
+        (B, R) float32 each, from one softmax, differentiable once.
+
+    Raises:
+        ValueError: ids does not match logits, temperature is not positive, or vocab_size is not in
+            [1, V].
     """
-    return _apply(logits, ids, temperature, vocab_size, chunk, head, with_entropy=True)
-
-
-def _apply(
-    logits: Tensor,
-    ids: Tensor,
-    temperature: float,
-    vocab_size: int | None,
-    chunk: int,
-    head: tuple[Tensor, Tensor | None] | None,
-    *,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
     weight, bias = (None, None) if head is None else head
     columns = logits.shape[-1] if weight is None else weight.shape[0]
     vocab_size = _checked_vocab_size(logits, columns, ids, temperature, vocab_size)
