@@ -5,6 +5,7 @@ The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps 
 
 import hashlib
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.split import Phase, SplitConfig
 from rlhf_pipeline.data.length_histogram import summary
-from rlhf_pipeline.data.parts import Part
-from rlhf_pipeline.data.record_files import MESSAGE, ArrowWriter
+from rlhf_pipeline.data.parts import PARTS, Part
+from rlhf_pipeline.data.record_files import MESSAGE, ArrowWriter, ExampleBatch
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.tokenization import (
     ANSWERS,
@@ -169,6 +170,16 @@ class RowMaker:
     config: SplitConfig
     bos_id: int | None
     _full_prompts: dict[bytes, Part] = field(default_factory=dict)
+
+    def rows(
+        self, source: str, batch: ExampleBatch, tokenized: Sequence[Tokenized], parts: Iterable[int]
+    ) -> list[Row]:
+        """The examples of a batch as rows, see `make`; `parts` are indices into PARTS."""
+        examples = zip(batch.prompts, tokenized, parts, batch.reference, strict=True)
+        return [
+            self.make(source, messages, tokens, PARTS[part], reference)
+            for messages, tokens, part, reference in examples
+        ]
 
     def make(
         self,

@@ -16,8 +16,7 @@ import pyarrow as pa
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
 from rlhf_pipeline.data.control_tokens import ControlTokenFilter
-from rlhf_pipeline.data.parts import PARTS
-from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, Row, RowMaker
+from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, RowMaker
 from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
 from rlhf_pipeline.data.row_counts import RowCounts
@@ -25,7 +24,7 @@ from rlhf_pipeline.data.split_examples import first_examples
 from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
 from rlhf_pipeline.data.split_statistics import build_report, headline
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
-from rlhf_pipeline.data.tokenization import Tokenized, one_ahead, tokenize
+from rlhf_pipeline.data.tokenization import one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
@@ -90,7 +89,13 @@ def split_sources(
     batches = _needed_batches(config, tables, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
-    for batch, tokenized, rows in _make_rows(config, tokenizer, contract, batches, plan.parts):
+    maker = RowMaker(config, tokenizer.bos_token_id)
+    # The next batch is tokenized meanwhile.
+    for batch, tokenized in one_ahead(
+        batches, lambda one: tokenize(one.examples, tokenizer, contract, turns=one.turns)
+    ):
+        source = config.sources[batch.source].name
+        rows = maker.rows(source, batch.examples, tokenized, plan.parts[batch.numbers].tolist())
         for file in files.values():
             file.add(rows, batch.numbers, config)
         for one in tokenized:
@@ -155,32 +160,6 @@ def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:
 
 def _only(answers: list[str | None], wanted: np.ndarray) -> list[str | None]:
     return [answer if want else None for answer, want in zip(answers, wanted, strict=True)]
-
-
-def _make_rows(
-    config: SplitConfig,
-    tokenizer: Tokenizer,
-    contract: TokenContract,
-    batches: Iterable[_Batch],
-    parts: np.ndarray,
-) -> Iterator[tuple[_Batch, list[Tokenized], list[Row]]]:
-    """Yield each batch, tokenized and as rows; the next batch is tokenized meanwhile."""
-    maker = RowMaker(config, tokenizer.bos_token_id)
-    for batch, tokenized in one_ahead(
-        batches, lambda one: tokenize(one.examples, tokenizer, contract, turns=one.turns)
-    ):
-        source = config.sources[batch.source].name
-        rows = [
-            maker.make(source, messages, tokens, PARTS[part], reference)
-            for messages, tokens, part, reference in zip(
-                batch.examples.prompts,
-                tokenized,
-                parts[batch.numbers].tolist(),
-                batch.examples.reference,
-                strict=True,
-            )
-        ]
-        yield batch, tokenized, rows
 
 
 def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
