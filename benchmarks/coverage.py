@@ -16,7 +16,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.statistics import mean_with_interval, rate_interval, standardized_gain
+from rlhf_pipeline.statistics import (
+    length_controlled,
+    mean_with_interval,
+    rate_interval,
+    standardized_gain,
+)
 
 PROMPTS = (64, 160, 512)
 TIES = (0.0, 0.2, 0.5)
@@ -61,6 +66,9 @@ def lines(
     for name, draw in SCORES.items():
         means = (mean_with_interval(draw(rng, n).tolist())[1:] for _ in range(few))
         yield f"mean, {name}", [coverage(means, 1.0)]
+    for ties in TIES:
+        found = (of_length_controlled(rng, n, ties, rate, few) for rate in RATES)
+        yield f"length-controlled, {ties:.0%} ties", found
     yield "gain of normal scores", [coverage((gain(rng, n) for _ in range(few)), 0.5)]
 
 
@@ -72,6 +80,26 @@ def of_win_rate(
     drawn = rng.multinomial(n, shares, size=experiments).tolist()
     intervals = (rate_interval((wins + tied / 2) / n, n, tied) for wins, tied, _ in drawn)
     return coverage(intervals, shares[0] + ties / 2)
+
+
+def of_length_controlled(
+    rng: np.random.Generator, n: int, ties: float, rate: float, experiments: int
+) -> float:
+    """Coverage of the length-controlled rate, where a longer answer wins more often.
+
+    Ties take the place of as many wins as losses, so the model of the rate stays true.
+    """
+
+    def interval() -> Interval | None:
+        extra = rng.normal(10, 30, n)
+        chance = 1 / (1 + np.exp(-np.log(rate / (1 - rate)) - np.tanh(extra / 30)))
+        tie = ties * 2 * np.minimum(chance, 1 - chance)
+        win = (chance - tie / 2) / (1 - tie)  # given that it is no tie
+        outcome = np.where(rng.random(n) < tie, 0.5, rng.random(n) < win)
+        found = length_controlled(outcome.tolist(), [0.5] * n, extra.round().astype(int).tolist())
+        return None if found is None else found[1:]
+
+    return coverage((found for _ in range(experiments) if (found := interval())), rate)
 
 
 def gain(rng: np.random.Generator, n: int) -> Interval:

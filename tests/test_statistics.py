@@ -10,9 +10,12 @@ from rlhf_pipeline.statistics import (
     WinRate,
     common_phrase,
     distinct_n,
+    length_controlled,
     mean_with_interval,
     rate_interval,
+    refuses,
     repetition,
+    sign_test,
     smallest_visible_win_rate,
     standardized_gain,
     win_rate,
@@ -152,3 +155,57 @@ def test_the_most_common_phrase_counts_each_text_once():
     texts = ["I am not sure at all", "well I am not sure I am not sure", "no", "yes of course not"]
     assert common_phrase(texts) == ("I am not sure", 0.5)
     assert common_phrase(["no", "no", "a b c d e"]) == ("no", 2 / 3)  # shorter than a phrase
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "expected"),
+    [
+        (3, 0, 0.25),  # 2 / 2^3
+        (5, 1, 0.21875),  # 2 (1 + 6) / 2^6
+        (1, 5, 0.21875),
+        (4, 4, 1.0),
+        (0, 0, 1.0),
+    ],
+)
+def test_the_sign_test_by_hand(wins, losses, expected):
+    assert sign_test(wins, losses) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_length_controlled_rate_by_hand():
+    """Two lengths of 10 prompts each: P(win) is 0.8 where longer, 0.4 where shorter.
+
+    logit 0.8 = 1.3862944, logit 0.4 = -0.4054651, so a = 0.4904146 and the rate is 0.6202041.
+    Each logit has the variance 1 / (10 p (1 - p)): 0.6250000 and 0.4166667, so that of a is
+    (0.6250000 + 0.4166667) / 4 * 20 / 18 = 0.2893519, and z se = 1.0542929.
+    """
+    scores = [1.0] * 8 + [0.0] * 2 + [1.0] * 4 + [0.0] * 6
+    found = length_controlled(scores, [0.5] * 20, [3] * 10 + [-3] * 10)
+    assert found == pytest.approx((0.6202041, 0.3626506, 0.8241480), rel=1e-6)
+
+
+def test_a_tie_is_half_a_win_in_the_length_controlled_rate():
+    """Every win of the shorter half becomes a tie: P(win) 0.8 and 0.2, so the rate is 1/2."""
+    scores = [1.0] * 8 + [0.0] * 2 + [0.5] * 4 + [0.0] * 6
+    found = length_controlled(scores, [0.5] * 20, [3] * 10 + [-3] * 10)
+    assert found[0] == pytest.approx(0.5, abs=1e-9)
+    assert found[1] == pytest.approx(1 - found[2])
+    whole = length_controlled([1.0] * 8 + [0.0] * 2 + [1.0] * 2 + [0.0] * 8, [0.5] * 20,
+                              [3] * 10 + [-3] * 10)  # fmt: skip
+    assert found[2] - found[1] < whole[2] - whole[1]  # ties say more
+
+
+@pytest.mark.parametrize(
+    ("scores", "extra"),
+    [
+        ([1.0] * 5 + [0.0] * 5, [2] * 5 + [-2] * 5),  # the longer answer always wins
+        ([1.0] * 10, [2] * 5 + [-2] * 5),  # no loss
+        ([1.0, 0.0] * 5, [4] * 10),  # equal differences
+    ],
+)
+def test_no_length_controlled_rate_where_it_cannot_be_estimated(scores, extra):
+    assert length_controlled(scores, [0.5] * 10, extra) is None
+
+
+def test_the_openings_of_refusals():
+    assert refuses(" I\N{RIGHT SINGLE QUOTATION MARK}m sorry, but no.") and refuses("I CANNOT help")
+    assert not refuses("I can. I'm sorry came later") and not refuses("")

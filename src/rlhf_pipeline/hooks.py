@@ -40,6 +40,7 @@ from rlhf_pipeline.stages.job import STAGES, Stages
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.statistics import smallest_visible_win_rate
 from rlhf_pipeline.tracking.child_run import mixture_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
@@ -74,6 +75,13 @@ class PreflightHook:
                 "base_model.path: quantized weights of %s become float32; the precision they lost "
                 "is not restored. The metric base_model/bits_per_weight is what they have",
                 base_model.path,
+            )
+        if any(name.startswith("evaluate") for name in nodes):
+            prompts = EvaluateConfig.model_validate(catalog.load("params:evaluate")).prompts
+            logger.info(
+                "evaluate: %d prompts show win rates from %.1f%% up (evaluate.prompts)",
+                prompts,
+                100 * smallest_visible_win_rate(prompts),
             )
         free_port(launch_config(catalog).master_port)
 

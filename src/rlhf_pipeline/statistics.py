@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+import numpy as np
+
 ALPHA = 0.05
 """How often an interval may miss the true value: intervals are 95%."""
+
+
+REFUSALS = (
+    "i'm sorry", "i am sorry", "sorry,", "i apologize", "i cannot", "i can't", "i can not",
+    "i won't", "i will not", "i'm not able", "i am not able", "i'm unable", "i am unable",
+    "as an ai",
+)  # fmt: skip
+"""Openings of refusals, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,64 @@ def rate_interval(rate: float, n: int, ties: int = 0, alpha: float = ALPHA) -> t
     return max(0.0, (centre - half_width) / stretch), min(1.0, (centre + half_width) / stretch)
 
 
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided p-value of the exact sign test: are wins and losses equally likely?
+
+        p = P(|W - n/2| >= |wins - n/2|),  W ~ Binomial(n, 1/2),  n = wins + losses
+
+    Ties say nothing and are left out. For two policies on the same prompts this is the exact test
+    of McNemar. 1 if all prompts are ties.
+    """
+    from scipy.stats import binomtest  # here, because the driver imports this module
+
+    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+
+
+def length_controlled(
+    candidate: Sequence[float],
+    baseline: Sequence[float],
+    extra_tokens: Sequence[int],
+    alpha: float = ALPHA,
+) -> tuple[float, float, float] | None:
+    """The win rate that answers of equal length would have: (rate, lower, upper).
+
+        P(win) = sigmoid(a + b tanh(d / s))     d: tokens by which the candidate's answer is longer;
+                                                s: standard deviation of d; a tie is half a win
+        rate = sigmoid(a)                       at d = 0
+        interval = sigmoid(a +- z se(a))        se: delta method with the sandwich variance
+                                                H^-1 (sum r^2 x x') H^-1 n / (n - 2), where
+                                                r = outcome - P, x = (1, tanh(d / s)), H: Hessian
+
+    Source: AlpacaEval 2 (Dubois et al. 2024, https://arxiv.org/abs/2404.04475), without its term
+    for the difficulty of an instruction and without its regularization. None if the rate cannot be
+    estimated: the lengths do not differ, or wins and losses are separable by them.
+    """
+    difference = np.asarray(extra_tokens, dtype=float)
+    n = len(difference)
+    if n < 3 or (spread := difference.std(ddof=1)) == 0:
+        return None
+    design = np.stack([np.ones(n), np.tanh(difference / spread)], axis=1)
+    outcome = (np.sign(np.subtract(candidate, baseline)) + 1) / 2
+    weights = np.zeros(2)
+    for _ in range(25):  # Newton's method; where the classes are separable it never arrives
+        expected = 1 / (1 + np.exp(-design @ weights))
+        hessian = (design * (expected * (1 - expected))[:, None]).T @ design
+        if np.linalg.cond(hessian) > 1e8:
+            return None
+        step = np.linalg.solve(hessian, design.T @ (outcome - expected))
+        weights += step
+        if abs(step).max() < 1e-9:
+            break
+    else:
+        return None
+    inverse = np.linalg.inv(hessian)
+    residual = design * (outcome - expected)[:, None]
+    error = math.sqrt((inverse @ residual.T @ residual @ inverse)[0, 0] * n / (n - 2))
+    half_width = _normal_quantile(alpha) * error
+    rate, lower, upper = 1 / (1 + np.exp(-weights[0] - half_width * np.array([0, -1, 1])))
+    return float(rate), float(lower), float(upper)
+
+
 def mean_with_interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, float, float]:
     """Mean and its interval by Student's t distribution: (mean, lower, upper).
 
@@ -111,6 +179,14 @@ def smallest_visible_win_rate(n: int, power: float = 0.8, alpha: float = ALPHA) 
     without ties; at most 1. Ties make smaller differences visible.
     """
     return min(1.0, 0.5 + (_normal_quantile(alpha) + NormalDist().inv_cdf(power)) / (2 * n**0.5))
+
+
+def refuses(text: str) -> bool:
+    """Whether an answer begins like a refusal (`REFUSALS`).
+
+    A heuristic for English: it misses other wordings, and counts an apology before an answer.
+    """
+    return text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'").startswith(REFUSALS)
 
 
 def repetition(text: str, n: int = 3) -> float:

@@ -64,6 +64,8 @@ EVALUATION = {
             "sft_perplexity": 3.6442376007810187,  # 2 * e ** (3 / 5)
             "response_tokens": 1.6666666666666667,
             "eos_fraction": 0.6666666666666666,
+            "truncated_fraction": 0.3333333333333333,
+            "refusal_fraction": 0.0,
             "distinct_1": 0.6,
             "distinct_2": 1.0,
             "repetition": 0.0,
@@ -82,6 +84,8 @@ EVALUATION = {
             "sft_perplexity": 3.2974425414002564,  # 2 * e ** (3 / 6)
             "response_tokens": 2.0,
             "eos_fraction": 1.0,
+            "truncated_fraction": 0.0,
+            "refusal_fraction": 0.0,
             "distinct_1": 0.6666666666666666,
             "distinct_2": 1.0,
             "repetition": 0.0,
@@ -100,6 +104,8 @@ EVALUATION = {
             "gain": 1.5894388284780527,
             "gain_lower": -2.358946105864543,
             "gain_upper": 5.537823762820648,
+            "p_value": 0.5,  # 2 / 2^2
+            "length_controlled": None,
         },
         "gold": {
             "rate": 0.8333333333333334,
@@ -112,9 +118,13 @@ EVALUATION = {
             "gain": 0.6711560552140243,
             "gain_lower": -1.4112311173205003,
             "gain_upper": 2.7535432277485494,
+            "p_value": 0.5,
+            "length_controlled": None,
         },
     },
     "variants": {},
+    "slices": {},
+    "smallest_visible_win_rate": 1.0,  # 0.5 + 2.8 / (2 sqrt(3)) = 1.31
     "samples": [
         {
             "prompt": "User: 0?",
@@ -131,7 +141,7 @@ EVALUATION = {
 LINE = (
     '{"row": 0, "prompt": "User: 0?", "response": "a c d", "kl": 0.5, '
     '"sft_logprob": -2.0794415416798357, "response_tokens": 3, "ended": true, '
-    '"score": 1.0, "gold_score": 1.0}'
+    '"source": null, "score": 1.0, "gold_score": 1.0}'
 )
 
 
@@ -205,6 +215,42 @@ def test_a_further_judge_stands_beside_the_others():
     metrics = headline(evaluation)
     assert metrics["win_rate/words"] == pytest.approx(2 / 3)
     assert {name: metrics[name] for name in headline(EVALUATION)} == headline(EVALUATION)
+
+
+def from_sources(*sources):
+    """The answers, to prompts of these sources."""
+    return {
+        policy: [replace(a, source=source) for a, source in zip(given, sources, strict=True)]
+        for policy, given in ANSWERS.items()
+    }
+
+
+def test_the_win_rates_of_each_source():
+    evaluation = compare(from_sources("web", "books", "web"), CONFIG, {"score"})
+    assert list(evaluation["slices"]) == ["books", "web"]
+    web = evaluation["slices"]["web"]
+    assert web["n"] == 2 and list(web["win_rates"]) == ["score", "gold"]
+    gold = web["win_rates"]["gold"]  # row 0 is a tie, row 2 a win
+    assert (gold["rate"], gold["n"], gold.keys()) == (0.75, 2, {"rate", "lower", "upper", "n"})
+    assert evaluation["slices"]["books"]["win_rates"]["score"]["rate"] == 0.5
+    assert compare(from_sources("web", "web", "web"), CONFIG, {"score"})["slices"] == {}
+
+
+def test_the_length_controlled_rate_uses_the_tokens_of_both_policies():
+    """The longer answer wins on 8 of 10 prompts, the shorter one on 4 of 10: see the statistics."""
+    scores = [1.0] * 8 + [0.0] * 2 + [1.0] * 4 + [0.0] * 6
+    sft = [replace(answer(row, "a b c d", 0.5, None), response_tokens=4) for row in range(20)]
+    ppo = [
+        replace(a, scores={"score": score, "gold": None}, response_tokens=7 if a.row < 10 else 1)
+        for a, score in zip(sft, scores, strict=True)
+    ]
+    evaluation = compare({"sft": sft, "ppo": ppo}, CONFIG, {"score"})
+    controlled = evaluation["win_rates"]["score"]["length_controlled"]
+    assert list(controlled) == ["rate", "lower", "upper"]
+    assert controlled["rate"] == pytest.approx(0.6202041, rel=1e-6)
+    metrics = headline(evaluation)
+    assert metrics["length_controlled/score_lower"] == controlled["lower"]
+    assert metrics["p_value/score"] == pytest.approx(0.5034447, rel=1e-6)
 
 
 def test_the_summary_without_a_complete_judge_has_no_gold():

@@ -88,6 +88,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     ]
     for answer in answers:
         messages = [{"role": "user", "content": QUESTIONS[answer["row"]]}]
+        assert answer["source"] == "synthetic"
         assert answer["prompt"] == f"User: {QUESTIONS[answer['row']]}"
         reference = REFERENCES[answer["row"]] or ""
         assert answer["words_score"] == len(answer["response"].split()) + len(reference)

@@ -16,8 +16,12 @@ from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.statistics import (
     common_phrase,
     distinct_n,
+    length_controlled,
     mean_with_interval,
+    refuses,
     repetition,
+    sign_test,
+    smallest_visible_win_rate,
     standardized_gain,
     win_rate,
 )
@@ -26,6 +30,9 @@ BASELINE = "sft"
 
 ANSWERS = "answers.jsonl"
 """File of an evaluation with every answer of every policy."""
+
+ENDS = ("rate", "lower", "upper")
+"""A rate and the ends of its interval."""
 
 EXTREMES = 3
 """Pairs of answers with the largest gains, and with the largest losses, in an evaluation."""
@@ -46,6 +53,8 @@ class Answer:
     """log pi_sft(response), nats."""
     response_tokens: int
     ended: bool
+    source: str | None = None
+    """Name of the prompt's source."""
 
     def record(self) -> dict[str, Any]:
         """The answer as JSON types; each score is a field."""
@@ -117,10 +126,18 @@ def compare(
         for judge in judges:
             ours, theirs = (scores_by(answers[name], judge) for name in (policy, baseline))
             gain, lower, upper = standardized_gain(ours, theirs)
-            rates[judge] = asdict(win_rate(ours, theirs)) | {
+            rate = win_rate(ours, theirs)
+            controlled = length_controlled(ours, theirs, extra_tokens(policy))
+            rates[judge] = asdict(rate) | {
                 "gain": gain, "gain_lower": lower, "gain_upper": upper,
+                "p_value": sign_test(rate.wins, rate.losses),
+                "length_controlled": controlled and dict(zip(ENDS, controlled, strict=True)),
             }  # fmt: skip
         return rates
+
+    def extra_tokens(policy: str) -> list[int]:
+        pairs = zip(answers[policy], answers[baseline], strict=True)
+        return [ours.response_tokens - theirs.response_tokens for ours, theirs in pairs]
 
     def samples(chosen: Sequence[tuple[Answer, Answer]]) -> list[dict[str, Any]]:
         return [_sample({baseline: first, candidate: second}) for first, second in chosen]
@@ -142,10 +159,26 @@ def compare(
         "policies": {policy: summary(given) for policy, given in answers.items()},
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
+        "slices": _slices(answers[candidate], answers[baseline], judges),
+        "smallest_visible_win_rate": smallest_visible_win_rate(len(answers[baseline])),
         "samples": samples(pairs[: config.samples]),
         "largest_gains": samples(gains[:EXTREMES]),
         "largest_losses": samples(losses[:EXTREMES]),
     }
+
+
+def _slices(
+    candidate: list[Answer], baseline: list[Answer], judges: list[str]
+) -> dict[str, dict[str, Any]]:
+    """The win rates by source; empty if all prompts have the same one."""
+    sources = sorted({a.source for a in baseline if a.source is not None})
+    found = {}
+    for source in sources if len(sources) > 1 else ():
+        ours, theirs = ([a for a in given if a.source == source] for given in (candidate, baseline))
+        rates = {j: asdict(win_rate(scores_by(ours, j), scores_by(theirs, j))) for j in judges}
+        shown = {judge: {k: rate[k] for k in (*ENDS, "n")} for judge, rate in rates.items()}
+        found[source] = {"n": len(ours), "win_rates": shown}
+    return found
 
 
 def summary(answers: list[Answer]) -> dict[str, float]:
@@ -166,6 +199,8 @@ def summary(answers: list[Answer]) -> dict[str, float]:
         "sft_perplexity": math.exp(-sum(a.sft_logprob for a in answers) / sum(tokens)),
         "response_tokens": float(np.mean(tokens)),
         "eos_fraction": float(np.mean([a.ended for a in answers])),
+        "truncated_fraction": float(np.mean([not a.ended for a in answers])),
+        "refusal_fraction": float(np.mean([refuses(text) for text in texts])),
         "distinct_1": distinct_n(texts, 1),
         "distinct_2": distinct_n(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
@@ -176,8 +211,8 @@ def summary(answers: list[Answer]) -> dict[str, float]:
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     """The evaluation as flat metrics.
 
-    `sft/...`, `ppo/...` (or another candidate), `win_rate/<judge>`, and for a variant of the
-    candidate `ppo_ema/...` with `ppo_ema/win_rate_<judge>`.
+    `sft/...`, `ppo/...` (or another candidate); `win_rate/<judge>`, `length_controlled/<judge>` and
+    `p_value/<judge>`; for a variant of the candidate `ppo_ema/...` and `ppo_ema/win_rate_<judge>`.
     """
     policies = {
         f"{policy}/{name}": value
@@ -186,12 +221,22 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     }
     rates = {"win_rate/": evaluation["win_rates"]}
     rates |= {f"{policy}/win_rate_": given for policy, given in evaluation["variants"].items()}
-    return policies | {
-        f"{prefix}{judge}{suffix}": rate[key]
-        for prefix, by_judge in rates.items()
-        for judge, rate in by_judge.items()
-        for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
+    rates["length_controlled/"] = {
+        judge: controlled
+        for judge, rate in evaluation["win_rates"].items()
+        if (controlled := rate["length_controlled"]) is not None
     }
+    p_values = {f"p_value/{j}": rate["p_value"] for j, rate in evaluation["win_rates"].items()}
+    return (
+        policies
+        | p_values
+        | {
+            f"{prefix}{judge}{suffix}": rate[key]
+            for prefix, by_judge in rates.items()
+            for judge, rate in by_judge.items()
+            for key, suffix in zip(ENDS, ("", "_lower", "_upper"), strict=True)
+        }
+    )
 
 
 def scores_by(answers: list[Answer], judge: str) -> list[float]:

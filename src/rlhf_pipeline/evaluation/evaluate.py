@@ -282,6 +282,7 @@ def judge_answers(scored: Scored, setup: Setup, judges: list[Judge]) -> list[Ans
             sft_logprob=float(sft_logprobs[i].sum()),
             response_tokens=int(mask[i].sum()),
             ended=bool(scored.ended[i]),
+            source=prompts["source"][i],
         )
         for i, row in enumerate(setup.rows)
     ]

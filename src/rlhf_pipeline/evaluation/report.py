@@ -12,6 +12,8 @@ The evaluation is a dict of JSON types:
     policies    by policy: metrics; `m_lower` and `m_upper` are the 95% interval of the metric `m`
     win_rates   of the candidate against SFT, by judge
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
+    slices      win rates by judge, by source of the prompts; empty for a single source
+    smallest_visible_win_rate       see `statistics.smallest_visible_win_rate`
     samples     pairs of answers with their scores
     largest_gains   the pairs with the largest gains by the deciding judge
     largest_losses  the pairs with the largest losses
@@ -42,6 +44,8 @@ METRICS = {
     "sft_perplexity": ("perplexity by SFT", "z.2f"),
     "response_tokens": ("response tokens", "z.1f"),
     "eos_fraction": ("ended by itself", "z.3f"),
+    "truncated_fraction": ("cut at the limit", "z.3f"),
+    "refusal_fraction": ("opens like a refusal", "z.3f"),
     "distinct_1": ("distinct words", "z.3f"),
     "distinct_2": ("distinct word pairs", "z.3f"),
     "repetition": ("repeated word triples of an answer", "z.3f"),
