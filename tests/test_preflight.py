@@ -201,6 +201,33 @@ def test_the_defaults_pass(parameters):
             {"batch_size": 8, "coef": 0},
             "ppo.ptx.coef: found 0, expected more than 0",
         ),
+        (
+            "evaluate.sampling.temperature",
+            0,
+            "evaluate.sampling.temperature: found 0, expected more than 0",
+        ),
+        (
+            "evaluate.judges",
+            [{"model": "org/reward-model"}],
+            "evaluate.judges.0.retokenize: found false, expected true for org/reward-model, a "
+            "model on the hub",
+        ),
+        (
+            "evaluate.judges",
+            [{"model": "./missing"}],
+            "evaluate.judges.0: path ",
+        ),
+        (
+            "evaluate.judges",
+            [{"openai": {"base_url": "http://x", "model": "m", "api_key_env": "NO_SUCH_KEY"}}],
+            "evaluate.judges.0.openai.api_key_env: found no environment variable NO_SUCH_KEY, "
+            "expected one with the key. Fix: export it",
+        ),
+        (
+            "reward_model.benchmark",
+            "missing.jsonl",
+            "reward_model.benchmark: found no file missing.jsonl. Fix: check the spelling",
+        ),
         ("register.max_kl", -1, "register.max_kl: found -1, expected more than 0"),
     ],
 )
@@ -333,6 +360,20 @@ def test_the_generator_vllm_needs_its_package(parameters, installed, monkeypatch
         message = r"ppo\.generator: found vllm, expected the package vllm\. Fix: make vllm, then"
         with pytest.raises(ConfigError, match=message):
             preflight(chosen, gpus=0)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_chat_model_as_a_judge_needs_its_client(parameters, installed, monkeypatch):
+    found = {"openai": object()} if installed else {}
+    monkeypatch.setattr("rlhf_pipeline.parameter_faults.find_spec", found.get)
+    judge = {"openai": {"base_url": "http://localhost:8000/v1", "model": "m"}}
+    judged = changed(parameters, "evaluate.judges", [judge])
+    if installed:
+        preflight(judged, gpus=0)
+    else:
+        message = r"evaluate\.judges\.0\.openai: needs openai, .* '\.\[judges\]'"
+        with pytest.raises(ConfigError, match=message):
+            preflight(judged, gpus=0)
 
 
 @pytest.mark.parametrize("installed", [True, False])

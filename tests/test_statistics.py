@@ -8,10 +8,12 @@ import pytest
 
 from rlhf_pipeline.statistics import (
     WinRate,
+    calibration,
     common_phrase,
     distinct_n,
     length_controlled,
     mean_with_interval,
+    rank_correlation,
     rate_interval,
     refuses,
     repetition,
@@ -209,3 +211,30 @@ def test_no_length_controlled_rate_where_it_cannot_be_estimated(scores, extra):
 def test_the_openings_of_refusals():
     assert refuses(" I\N{RIGHT SINGLE QUOTATION MARK}m sorry, but no.") and refuses("I CANNOT help")
     assert not refuses("I can. I'm sorry came later") and not refuses("")
+
+
+def test_calibration_by_hand():
+    """Margins log 3 and -log 3: confidence 0.75, one right; log 19: 0.95, right; 0: 0.5, a tie.
+
+    Bins of width 0.05: 0.75 is in the sixth, with accuracy 0.5; 0.95 is in the tenth, with 1.0.
+    The error is (2 * 0.25 + 0.05 + 0) / 4 = 0.1375.
+    """
+    third, last = math.log(3) + 1e-9, math.log(19) + 1e-9
+    error, bins = calibration([third, -third, last, 0.0])
+    assert error == pytest.approx(0.1375, rel=1e-6)
+    assert [found["n"] for found in bins] == [1, 0, 0, 0, 0, 2, 0, 0, 0, 1]
+    assert bins[5] == pytest.approx(
+        {"lower": 0.75, "upper": 0.8, "n": 2, "confidence": 0.75, "accuracy": 0.5}
+    )
+    assert bins[0]["accuracy"] == 0.5 and bins[9]["accuracy"] == 1.0
+    assert bins[1] == pytest.approx(
+        {"lower": 0.55, "upper": 0.6, "n": 0, "confidence": None, "accuracy": None}
+    )
+    assert calibration([1000.0])[1][9]["n"] == 1  # a confidence of 1 is in the last bin
+
+
+def test_the_rank_correlation():
+    assert rank_correlation([1.0, 5.0, 100.0], [2, 3, 4]) == pytest.approx(1.0)
+    # Ranks 1 2 3 4 and 2 1 4 3: 1 - 6 (1 + 1 + 1 + 1) / (4 * 15) = 0.6
+    assert rank_correlation([1, 2, 3, 4], [20, 10, 40, 30]) == pytest.approx(0.6)
+    assert rank_correlation([1.0, 2.0], [3, 3]) is None

@@ -28,7 +28,7 @@ INPUTS = {
     "reward_model": ("sft_model", "comparisons"),
     "dpo": ("sft_model", "comparisons"),
     "ppo": ("prompts", "sft_model", "reward_model"),
-    "evaluate": ("prompts", "sft_model", "ppo_model", "reward_model"),
+    "evaluate": ("prompts", "demonstrations", "sft_model", "ppo_model", "reward_model"),
 }
 STEPS = 2
 

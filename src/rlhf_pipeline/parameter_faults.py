@@ -3,6 +3,7 @@
 A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.judges import Judge, ModelJudge, PairwiseJudge, local_source
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config.validation import faults as block_faults
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.errors import ConfigError, suggestion
@@ -71,7 +74,12 @@ def misfits(parameters: Mapping[str, Any], gpus: int) -> Iterator[str]:
         )
     yield from length_faults(base_model.positions, split, ppo, evaluate)
     yield from reward_faults(ppo.rewards)
-    yield from reward_faults(evaluate.judges, "evaluate.judges")
+    judges = [local_source(judge) for judge in evaluate.judges]
+    yield from reward_faults(judges, "evaluate.judges")
+    yield from judge_faults(evaluate.judges)
+    reward_model = RewardModelConfig.model_validate(parameters["reward_model"])
+    if (file := reward_model.benchmark) and not Path(file).expanduser().is_file():
+        yield f"reward_model.benchmark: found no file {file}. Fix: check the spelling"
     if split.pretraining is not None:
         texts = split.pretraining.records()
         yield from source_faults("split.pretraining.sources", texts, wants_text=True)
@@ -130,6 +138,27 @@ def machine_faults(values: Mapping[str, Any], processes: int, gpus: int) -> Iter
             "ppo.generator: found vllm, expected the package vllm. Fix: make vllm, then "
             ".venv-vllm/bin/kedro run"
         )
+
+
+def judge_faults(judges: Sequence[Judge]) -> Iterator[str]:
+    """Judges without their library, their key or a way to read text."""
+    for index, judge in enumerate(judges):
+        place = f"evaluate.judges.{index}"
+        if isinstance(judge, ModelJudge) and judge.folder is None and not judge.retokenize:
+            yield (
+                f"{place}.retokenize: found false, expected true for {judge.model}, a model on the "
+                "hub with tokens of its own"
+            )
+        if isinstance(judge, PairwiseJudge):
+            key = judge.openai.api_key_env
+            if find_spec("openai") is None:
+                fix = _install("judges")
+                yield f"{place}.openai: needs openai, which is not installed. {fix}"
+            elif key is not None and not os.environ.get(key):
+                yield (
+                    f"{place}.openai.api_key_env: found no environment variable {key}, expected "
+                    "one with the key. Fix: export it"
+                )
 
 
 def source_faults(

@@ -181,6 +181,43 @@ def smallest_visible_win_rate(n: int, power: float = 0.8, alpha: float = ALPHA) 
     return min(1.0, 0.5 + (_normal_quantile(alpha) + NormalDist().inv_cdf(power)) / (2 * n**0.5))
 
 
+def calibration(
+    margins: Sequence[float], bins: int = 10
+) -> tuple[float, list[dict[str, float | None]]]:
+    """Expected calibration error of a reward model, and its bins as JSON types.
+
+        confidence = sigmoid(|margin|) in [0.5, 1]      margin: chosen score minus rejected score
+        error = sum over bins of n_bin / n |accuracy - confidence|
+
+    in bins of equal width, with means. The model predicts that the answer with the higher score is
+    the chosen one; a tie is half right. Source: Guo et al. 2017, https://arxiv.org/abs/1706.04599.
+    """
+    margin = np.asarray(margins, dtype=float)
+    confidence, right = 1 / (1 + np.exp(-abs(margin))), (np.sign(margin) + 1) / 2
+    place = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
+    found, error = [], 0.0
+    for number in range(bins):
+        inside = place == number
+        n, mean, share = int(inside.sum()), None, None
+        if n:
+            mean, share = float(confidence[inside].mean()), float(right[inside].mean())
+            error += n / len(margin) * abs(share - mean)
+        lower, upper = (0.5 + (number + end) / (2 * bins) for end in (0, 1))
+        found.append(
+            {"lower": lower, "upper": upper, "n": n, "confidence": mean, "accuracy": share}
+        )
+    return error, found
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's rank correlation in [-1, 1]; None if one of both does not vary."""
+    from scipy.stats import spearmanr  # here, because the driver imports this module
+
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return None
+    return float(spearmanr(first, second).statistic)
+
+
 def refuses(text: str) -> bool:
     """Whether an answer begins like a refusal (`REFUSALS`).
 

@@ -1,11 +1,49 @@
 """Judges among the parameters of the evaluation."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.judges import ModelJudge
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import CallableReward
+
+CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
+
+
+@pytest.mark.parametrize(
+    ("judge", "label"),
+    [
+        ({"model": "org/reward-model", "retokenize": True}, "reward-model"),
+        ({"model": "/models/other/"}, "other"),
+        ({"reference": "last_number"}, "last_number"),
+        ({"openai": CHAT}, "judge"),
+        ({"openai": CHAT, "name": "chat"}, "chat"),
+    ],
+)
+def test_other_kinds_of_judges_and_their_names(judge, label):
+    config = EvaluateConfig.model_validate({"judges": [judge]})
+    assert config.judges[0].label == label
+    assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_name_with_one_slash_is_on_the_hub_unless_it_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ModelJudge(model="org/model").folder is None
+    (tmp_path / "org/model").mkdir(parents=True)
+    for name in ("org/model", "./org/model", "model", "a/b/c", str(tmp_path)):
+        assert ModelJudge(model=name).folder == Path(name)
+
+
+@pytest.mark.parametrize(("number", "works"), [(0, True), (8, True), (1, False), (6, False)])
+def test_best_of_n_is_a_power_of_two(number, works):
+    if works:
+        assert EvaluateConfig(best_of_n=number).best_of_n == number
+    else:
+        with pytest.raises(ValidationError, match=f"found {number}, expected 0, 2, 4, 8"):
+            EvaluateConfig(best_of_n=number)
 
 
 def test_a_judge_is_a_function_in_one_line_or_as_a_block():
@@ -23,7 +61,13 @@ def test_a_judge_is_a_function_in_one_line_or_as_a_block():
     ("judges", "message"),
     [
         (["trained"], "expected FILE.py:FUNCTION"),
-        ([{"path": "/models/other"}], "Extra inputs are not permitted"),
+        ([{"path": "/models/other"}], "a block with one of callable, model, reference and openai"),
+        ([{"model": "a/b", "weight": 2.0}], "Extra inputs are not permitted"),
+        ([{"reference": "near"}], "Input should be 'exact', 'contains' or 'last_number'"),
+        ([{"reference": "exact"}, {"reference": "exact"}], "found two judges called 'exact'"),
+        ([{"openai": {"base_url": "ftp://x", "model": "m"}}], "String should match pattern"),
+        ([{"openai": CHAT | {"template": "{first}"}}], "expected text with {prompt}, {first}, {se"),
+        ([{"openai": CHAT | {"model": "a:b"}}], "found judge 'a:b', expected letters"),
         ([{"callable": "my.py:f", "weight": 2.0}], "found weight 2.0 of judge f, expected none"),
         ([{"callable": "my.py:f", "name": "gold"}], "found two judges called 'gold'"),
         (["my.py:score"], "found two judges called 'score'"),

@@ -1,6 +1,7 @@
 """The program on one rank, with tiny models: every judge scores every answer of every policy."""
 
 import json
+import math
 import shutil
 import weakref
 from dataclasses import replace
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 import torch
+from chat_server import chat_server, longer
 from deepspeed import DeepSpeedEngine
-from rank_fixtures import as_artifact
+from rank_fixtures import as_artifact, write_table
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
 from rlhf_pipeline.data.gold import gold_score
@@ -19,12 +21,13 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.evaluation import evaluate
+from rlhf_pipeline.evaluation import evaluate, setup
 from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.model_reward import ModelSource
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 
@@ -102,21 +105,153 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     assert "By the words judge," in report and "Nobody trained on words." in report
 
 
-def run(inputs, folder, **changes):
-    """The metrics of a small evaluation, and the texts of its report and answers."""
+def run(inputs, folder, *, seed=3, digests=None, **changes):
+    """The metrics of a small evaluation, and the text of its answers."""
     fields = {"prompts": 6, "samples": 2, "sampling": {"max_response_tokens": 6}} | changes
     config = EvaluateConfig.model_validate(fields)
     blocks = as_json({"evaluate": config, "candidate": CandidateConfig(name="ppo")})
-    folder.mkdir()
-    metrics = evaluate.main(LaunchedJob("evaluate", "f", 3, blocks, inputs, {}, folder, 60.0))
+    folder.mkdir(parents=True)
+    job = LaunchedJob("evaluate", "f", seed, blocks, inputs, digests or {}, folder, 60.0)
+    metrics = evaluate.main(job)
     return metrics, (folder / "export" / "answers.jsonl").read_text()
+
+
+def answers_of(lines, policy):
+    return [line for line in map(json.loads, lines.splitlines()) if line["policy"] == policy]
+
+
+def evaluation_in(folder):
+    return json.loads((folder / "export" / "evaluation.json").read_text())
+
+
+def test_all_policies_have_the_same_draws(inputs, world, tmp_path):
+    """A candidate with the weights of SFT gives SFT's answers, as random as they are."""
+    metrics, lines = run(inputs | {"ppo_model": inputs["sft_model"]}, tmp_path / "run")
+    sft, ppo = answers_of(lines, "sft"), answers_of(lines, "ppo")
+    assert [a["response"] for a in ppo] == [a["response"] for a in sft]
+    assert len({a["response"] for a in sft}) == 6
+    assert (metrics["win_rate/score"], metrics["ppo/kl"], metrics["p_value/score"]) == (0.5, 0, 1)
+
+
+def test_the_seed_chooses_the_prompts_and_the_draws(inputs, world, tmp_path):
+    first, same, other = (
+        answers_of(run(inputs, tmp_path / name, seed=seed, prompts=7)[1], "sft")
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    assert first == same
+    assert [a["row"] for a in other] != [a["row"] for a in first]
+    both = {a["row"]: a["response"] for a in first}
+    shared = [(a["response"], both[a["row"]]) for a in other if a["row"] in both]
+    assert len(shared) >= 6 and any(ours != theirs for ours, theirs in shared)
+
+
+def test_scores_are_relative_to_the_mean_of_demonstrations(inputs, world, tmp_path):
+    reward_model = tmp_path / "reward_model"
+    shutil.copytree(inputs["reward_model"], reward_model)
+    store_score_mean(reward_model, 0.6)  # of 0.1
+    changed = inputs | {"reward_model": as_artifact(reward_model)}
+    before, after = (
+        [line["score"] for line in map(json.loads, run(given, tmp_path / name)[1].splitlines())]
+        for name, given in (("a", inputs), ("b", changed))
+    )
+    assert after == pytest.approx([score - 0.5 for score in before], abs=1e-6)
+
+
+def test_the_best_of_n_answers_of_sft_leaves_the_rest_as_it_is(inputs, world, tmp_path):
+    plain, lines = run(inputs, tmp_path / "a")
+    more, same = run(inputs, tmp_path / "b", best_of_n=4)
+    assert (more, same) == (plain, lines)
+    curve = evaluation_in(tmp_path / "b")["best_of_n"]
+    assert [point["n"] for point in curve] == [1, 2, 4]
+    assert curve[0]["score"] == pytest.approx(plain["sft/score"])
+    assert curve[0]["gold_score"] == pytest.approx(plain["sft/gold_score"])
+    assert curve[0]["score"] < curve[1]["score"] < curve[2]["score"]  # the draws differ
+    assert "best_of_n" not in evaluation_in(tmp_path / "a")
+
+
+def test_the_perplexity_of_human_answers(inputs, world, tmp_path):
+    """By hand, one row at a time; only the tokens that SFT learns count."""
+    rows = range(5)
+    table = pa.table(
+        {
+            "prompt_ids": [[5 + i] * (1 + i % 3) for i in rows],
+            "response_ids": [[20 + i, 30 + i, 40 + i, 1] for i in rows],
+            "loss_mask": [[True, i % 2 == 0, True, True] for i in rows],
+        }
+    )
+    contract = TokenContract.read(inputs["sft_model"])
+    human = write_table(table, tmp_path / "sft_rows", contract)
+    metrics, _ = run(
+        inputs | {"demonstrations": human}, tmp_path / "run",
+        sampling={"max_response_tokens": 6, "temperature": 0.5},
+    )  # fmt: skip
+    perplexities = evaluation_in(tmp_path / "run")["perplexity"]
+    assert list(perplexities) == ["sft", "ppo"]
+    for policy, found in perplexities.items():
+        model, total, tokens = load_policy(inputs[f"{policy}_model"], "fp32").eval(), 0.0, 0
+        for row in table.to_pylist():
+            ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0, :, : contract.vocab_size]
+            start = len(row["prompt_ids"])
+            for place, learned in enumerate(row["loss_mask"]):
+                if learned:
+                    token = ids[0, start + place]
+                    total -= logits[start + place - 1].log_softmax(-1)[token].item()
+                    tokens += 1
+        assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
+        assert metrics[f"{policy}/human_perplexity"] == found
+
+
+def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp_path, monkeypatch):
+    """The reward model itself as a judge: its own scores, read as tokens and read as text."""
+    tokenizer, text = load_tokenizer(inputs["sft_model"]), tmp_path / "text"
+    shutil.copytree(inputs["reward_model"], text)
+    tokenizer.save_pretrained(text)
+    loaded, load = [], ModelSource.load
+
+    def recorded(*arguments):
+        assert [model() for model in loaded] == [None] * len(loaded)
+        source = load(*arguments)
+        loaded.append(weakref.ref(source.model))
+        return source
+
+    monkeypatch.setattr(ModelSource, "load", recorded)
+    judges = [
+        {"model": str(inputs["reward_model"]), "name": "tokens"},
+        {"model": str(text), "retokenize": True, "name": "text"},
+    ]
+    digests = {"judges.0": "a", "judges.1": "b"}
+    metrics, lines = run(inputs, tmp_path / "run", judges=judges, digests=digests)
+    assert len(loaded) == 2
+    for answer in map(json.loads, lines.splitlines()):
+        assert answer["tokens_score"] == pytest.approx(answer["score"], abs=1e-5)
+    assert list(evaluation_in(tmp_path / "run")["win_rates"]) == ["score", "gold", "tokens", "text"]
+    assert metrics["win_rate/tokens"] == metrics["win_rate/score"]
+
+
+def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world, tmp_path):
+    pytest.importorskip("openai", reason="the extra `judges` is not installed")
+    with chat_server(longer) as (url, requests):
+        judges = [{"openai": {"base_url": url, "model": "judge"}}, {"reference": "contains"}]
+        work = tmp_path / "workspace" / "evaluate"
+        metrics, lines = run(inputs, work / "a", judges=judges)
+        asked = len(requests)
+        assert asked == metrics["pairwise_judges/judge/calls"] > 0
+        run(inputs, work / "b", judges=judges, samples=3)
+        assert len(requests) == asked
+    assert evaluation_in(work / "b")["pairwise_judges"]["judge"]["cached"] == asked
+    pairs = zip(answers_of(lines, "sft"), answers_of(lines, "ppo"), strict=True)
+    for theirs, ours in pairs:
+        a, b = len(ours["response"]), len(theirs["response"])
+        assert (theirs["judge_score"], ours["judge_score"]) == (0.0, (a > b) - (a < b))
 
 
 def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path, monkeypatch):
     answer, given = evaluate.answer, []  # the candidate's answers, then the baseline's
 
-    def recorded(policy, setup):
-        given.append(answer(policy, setup))
+    def recorded(*arguments):
+        given.append(answer(*arguments))
         return given[-1]
 
     monkeypatch.setattr(evaluate, "answer", recorded)
@@ -146,7 +281,7 @@ def test_one_model_at_a_time_is_in_memory(inputs, world, tmp_path, monkeypatch):
         loaded.append((type(model).__name__, weakref.ref(model)))
         return model
 
-    monkeypatch.setattr(evaluate, "frozen_model", frozen)
+    monkeypatch.setattr(setup, "frozen_model", frozen)
     run(inputs, tmp_path / "run")
     assert [name for name, _ in loaded] == ["LlamaForCausalLM"] * 2 + ["TokenScores"]
 
@@ -161,9 +296,7 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
             engines = {"actor": {"zero_optimization": {"stage": 3}}}
             replace(manifest, deepspeed=engines).write(sharded[name])
     seen = []
-    monkeypatch.setattr(
-        evaluate, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1]
-    )
+    monkeypatch.setattr(setup, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1])
     whole, in_shards = run(inputs, tmp_path / "a"), run(sharded, tmp_path / "b")
     assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3 + [True] * 3
     assert whole == in_shards
@@ -182,7 +315,7 @@ def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(
         precisions.append(settings.precision)
         return frozen_model(load, settings, world)
 
-    monkeypatch.setattr(evaluate, "frozen_model", frozen)
+    monkeypatch.setattr(setup, "frozen_model", frozen)
     changed = inputs | {"ppo_model": policy}
     run(changed, tmp_path / "a")
     run(changed, tmp_path / "b", precision="fp32")

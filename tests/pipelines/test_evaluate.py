@@ -32,6 +32,7 @@ def test_the_candidate_brings_its_name_and_its_caveats(policy, stage):
     assert job.spec.name == stage
     assert job.inputs == {
         "prompts": Path("split/evaluation"),
+        "demonstrations": Path("split/sft"),
         "sft_model": Path("sft"),
         f"{policy.name}_model": Path("candidate"),
         "reward_model": Path("reward_model"),

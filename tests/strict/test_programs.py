@@ -38,7 +38,7 @@ RUNS = {
             "critic": None, "advantage": "grpo", "responses_per_prompt": 2,
         },
     ),
-    "evaluate": ("evaluate", {}),
+    "evaluate": ("evaluate", {"best_of_n": 2}),
 }  # fmt: skip
 RESUMED = [*(name for name in RUNS if name.startswith("sft")), "ppo, sharded"]
 

@@ -10,6 +10,7 @@ from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.tracking.versions import registered_folder
 
 
@@ -21,7 +22,7 @@ def folder_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
     if (Path(policy) / NAME).is_file():
         return Path(policy)
     model = RegisterConfig.model_validate(catalog.load("params:register")).model
-    downloads = Path(catalog.load("workspace")) / "champions"
+    downloads = Path(catalog.load("workspace")) / DOWNLOADS
     return registered_folder(policy, model, project, downloads)
 
 

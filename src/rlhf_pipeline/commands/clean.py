@@ -11,6 +11,7 @@ from rich.table import Table
 from rlhf_pipeline.commands.artifacts import artifact_datasets
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
+from rlhf_pipeline.stages.cache.workspace import downloads
 from rlhf_pipeline.tracking.model_registry import registered_folders
 from rlhf_pipeline.tracking.store import tracking_uri
 
@@ -24,7 +25,7 @@ def clean(
     unfinished: bool,
     versions: bool,
 ) -> None:
-    """Show what no published version needs; with `yes`, remove it.
+    """Show what no published version needs, and downloads; with `yes`, remove it.
 
     With `versions`, published versions count as well, except the newest one of each data set and
     those that the model registry refers to.
@@ -41,6 +42,7 @@ def clean(
         for dataset in datasets
         for path in dataset.abandoned()
     }
+    unwanted |= dict.fromkeys(downloads(workspace), "a download, which is repeated when needed")
     if versions:
         unwanted |= dict.fromkeys(older, "an older version, not registered")
         published = [path for path in published if path not in older]

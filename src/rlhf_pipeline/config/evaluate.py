@@ -1,11 +1,12 @@
 """Comparison of a candidate policy (PPO or DPO) with the SFT baseline."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
+from rlhf_pipeline.config.judges import Judge
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.config.sampling import SamplingConfig
@@ -22,11 +23,11 @@ CHAMPION = "champion"
 JUDGE_PREFIX = "judges."
 """Inputs of the evaluation job: the source file of `evaluate.judges.0` is the input `judges.0`."""
 
+DEMONSTRATIONS = "demonstrations"
+"""Input of the evaluation job: the rows of SFT, whose validation rows are held-out human answers.
+"""
+
 _NAME = re.compile(r"[\w.-]+(?<!_lower)(?<!_upper)")
-
-
-def _short_form(judge: Any) -> Any:
-    return {"callable": judge} if isinstance(judge, str) else judge
 
 
 class EvaluateConfig(Block):
@@ -46,17 +47,29 @@ class EvaluateConfig(Block):
     that was trained at stage 3, else 0. One model at a time is in memory."""
     samples: PositiveInt = 20
     """Pairs of answers shown in the report."""
-    judges: tuple[Annotated[CallableReward, BeforeValidator(_short_form)], ...] = ()
-    """Python functions that also score the answers: FILE.py:FUNCTION, or a block with `callable`
-    and `name`; see `rlhf_pipeline.rollout.function_reward`. The reward model always judges;
-    the gold score judges if the source of every prompt has one."""
+    judges: tuple[Judge, ...] = ()
+    """Further judges, see `config.judges`: Python functions (FILE.py:FUNCTION, or a block with
+    `callable` and `name`; see `rlhf_pipeline.rollout.function_reward`), reward models, true answers
+    and chat models. The reward model always judges; the gold score judges if the source of every
+    prompt has one."""
+    best_of_n: int = Field(default=0, ge=0)
+    """A power of two: for n = 1, 2, 4, ... up to this number, also report the best of n answers of
+    SFT by the reward model, a bound for PPO. Costs that many answers of SFT to every prompt instead
+    of one. 0: off."""
+
+    @field_validator("best_of_n")
+    @classmethod
+    def _check_power(cls, value: int) -> int:
+        if value and (value == 1 or value & (value - 1)):
+            raise ValueError(f"found {value}, expected 0, 2, 4, 8 or another power of two")
+        return value
 
     @field_validator("judges")
     @classmethod
-    def _check_judges(cls, judges: tuple[CallableReward, ...]) -> tuple[CallableReward, ...]:
+    def _check_judges(cls, judges: tuple[Judge, ...]) -> tuple[Judge, ...]:
         labels = [judge.label for judge in judges]
         for judge in judges:
-            if judge.weight != 1.0:
+            if isinstance(judge, CallableReward) and judge.weight != 1.0:
                 raise ValueError(
                     f"found weight {judge.weight} of judge {judge.label}, expected none, because "
                     "judges are not summed. Fix: remove weight"

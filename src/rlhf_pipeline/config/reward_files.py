@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from importlib.util import decode_source
 from pathlib import Path
 
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, RewardSource
+from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.rewards import CallableReward, ModelReward
 from rlhf_pipeline.errors import ConfigError
 
 
-def reward_faults(rewards: Sequence[RewardSource], place: str = "ppo.rewards") -> list[str]:
+def reward_faults(rewards: Sequence[Block], place: str = "ppo.rewards") -> list[str]:
     """Return the faults in the files of the reward sources, one line each."""
     faults = []
     for index, reward in enumerate(rewards):

@@ -31,6 +31,11 @@ class Rows:
         batches = table.to_batches()
         return cls(batches, np.cumsum([batch.num_rows for batch in batches], dtype=np.int64))
 
+    @classmethod
+    def read(cls, path: Path) -> "Rows":
+        """The rows of a file."""
+        return cls.of(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
+
     @property
     def num_rows(self) -> int:
         """Rows of the table."""
@@ -51,7 +56,7 @@ class Rows:
 
 def load_rows(path: Path, world: World) -> Rows:
     """A prepared table. Raises ArtifactError if the table has fewer rows than there are ranks."""
-    table = Rows.of(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
+    table = Rows.read(path)
     if table.num_rows < world.size:
         raise ArtifactError(
             f"{path}: found {table.num_rows} rows, expected at least {world.size}, one for each "

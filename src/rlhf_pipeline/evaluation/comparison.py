@@ -118,7 +118,10 @@ def compare(
     `optimized` are the judges that the candidate's training has optimized.
     """
     baseline, candidate, *variants = answers
-    judges = complete_judges(answers[baseline])
+    order = [REWARD_MODEL, GOLD, *(judge.label for judge in config.judges)]
+    place = {judge: number for number, judge in enumerate(order)}
+    complete = complete_judges(answers[baseline])
+    judges = sorted(complete, key=lambda judge: place.get(judge, len(order)))
     decides = deciding_judge(judges, optimized)
 
     def win_rates(policy: str) -> dict[str, dict[str, Any]]:
@@ -208,6 +211,33 @@ def summary(answers: list[Answer]) -> dict[str, float]:
     }
 
 
+def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
+    """The mean scores of the best of n answers of one policy, for n = 1, 2, 4, ...
+
+    The reward model chooses among the first n draws. A policy that has this KL and lower scores
+    got less out of the reward model than a choice among answers of SFT:
+
+        KL <= log n - (n - 1) / n
+
+    Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3; that this is an
+    upper bound: Beirami et al. 2024, https://arxiv.org/abs/2401.01879.
+
+    Args:
+        draws: the answers to the same prompts in order, once for each draw.
+    """
+    judges, curve, n = complete_judges([a for given in draws for a in given]), [], 1
+    while n <= len(draws):
+        best = [max(tried, key=_by_reward_model) for tried in zip(*draws[:n], strict=True)]
+        score, lower, upper = mean_with_interval(scores_by(best, REWARD_MODEL))
+        curve.append(
+            {"n": n, "kl": math.log(n) - (n - 1) / n}
+            | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
+            | {"score": score, "score_lower": lower, "score_upper": upper}
+        )
+        n *= 2
+    return curve
+
+
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     """The evaluation as flat metrics.
 
@@ -226,9 +256,13 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
         for judge, rate in evaluation["win_rates"].items()
         if (controlled := rate["length_controlled"]) is not None
     }
+    more = {f"{p}/human_perplexity": v for p, v in evaluation.get("perplexity", {}).items()}
+    for judge, counts in evaluation.get("pairwise_judges", {}).items():
+        more |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
     p_values = {f"p_value/{j}": rate["p_value"] for j, rate in evaluation["win_rates"].items()}
     return (
         policies
+        | more
         | p_values
         | {
             f"{prefix}{judge}{suffix}": rate[key]
@@ -242,6 +276,12 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
 def scores_by(answers: list[Answer], judge: str) -> list[float]:
     """The scores of a judge that scored every answer."""
     return [float(score) for a in answers if (score := a.scores[judge]) is not None]
+
+
+def _by_reward_model(answer: Answer) -> float:
+    score = answer.scores[REWARD_MODEL]
+    assert score is not None, "the reward model scores every answer"
+    return score
 
 
 def _gain(pair: tuple[Answer, Answer], judge: str) -> float:

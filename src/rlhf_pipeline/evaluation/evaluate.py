@@ -6,80 +6,65 @@ The policies answer the same prompts with equal decoding and equal randomness. E
 every answer. One model at a time is in memory: what could be trained can be evaluated.
 """
 
-import gc
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
+    DEMONSTRATIONS,
     JUDGE_PREFIX,
-    REWARD_MODEL,
     CandidateConfig,
     EvaluateConfig,
 )
-from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
-from rlhf_pipeline.distributed.frozen_model import frozen_model
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
     Answer,
+    best_of_n,
     compare,
     headline,
     summary,
     write_answers,
 )
-from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, RewardModelJudge, load_judges
+from rlhf_pipeline.evaluation.judges import (
+    AnswerBatch,
+    Judge,
+    RewardModelJudge,
+    load_judges,
+    model_judges,
+    optimized_judges,
+)
+from rlhf_pipeline.evaluation.pairwise import judge_pairs
+from rlhf_pipeline.evaluation.perplexity import HumanAnswers, human_answers, perplexity
 from rlhf_pipeline.evaluation.report import FIGURE, plot_comparison, render_markdown
-from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer, saved_precision
-from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
+from rlhf_pipeline.evaluation.setup import Setup, free_memory, logprobs, with_model
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rollout.function_reward import Answered
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches, ended
+from rlhf_pipeline.rollout.scoring import Scored, ended
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import NAME, Manifest
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
 
-M = TypeVar("M", bound=nn.Module)
-R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What all policies share."""
-
-    seed: int
-    config: EvaluateConfig
-    contract: TokenContract
-    tokenizer: PreTrainedTokenizerBase
-    rows: np.ndarray
-    """Numbers of this rank's prompts in the table; the last one may repeat the first of all."""
-    prompts: dict[str, list[Any]]
-    """Columns of these rows."""
-    judges: list[Judge]
-    """The judges without the reward model."""
-    trust: bool
-    """Whether code that ships with a model may run."""
-    world: World
+CACHE = "judge_replies"
+"""Folder of the workspace with the replies of chat models, which later evaluations reuse."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -91,15 +76,30 @@ def main(job: LaunchedJob) -> dict[str, float]:
     )
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     folders = policy_folders(job, candidate.name)
-    writer = MetricsFile(job.metrics_file, len(folders), rank=world.rank)
     setup = load(job, config, contract, world)
-    scored = answer_all(folders, setup)
-    answers = judge_all(scored, job.inputs["reward_model"], setup, writer)
-    evaluation = compare(answers, config, optimized_judges(job, candidate.name, config))
+    judges = load_judges(job, config)
+    demonstrations = job.inputs.get(DEMONSTRATIONS)
+    human = None if demonstrations is None else human_answers(demonstrations, setup)
+    scored, draws, perplexities = answer_all(folders, human, setup)
+    answers = judge_all(scored | draws, job, judges, setup)
+    if world.rank != 0:
+        return {}
+    drawn = [answers.pop(name) for name in draws]
+    more: dict[str, Any] = {}
+    if drawn:
+        more["best_of_n"] = best_of_n([answers[BASELINE], *drawn])
+    if perplexities:
+        more["perplexity"] = perplexities
+    answers, more["pairwise_judges"] = judge_pairs(
+        answers, config, job.directory.parents[1] / CACHE
+    )
+    writer = MetricsFile(job.metrics_file, len(answers))
+    for step, (name, given) in enumerate(answers.items(), start=1):
+        writer.write(step, {f"{name}/{key}": value for key, value in summary(given).items()})
+    evaluation = compare(answers, config, optimized_judges(job, candidate.name, config)) | more
     trained = Manifest.read(job.inputs["reward_model"]).metrics
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
-    if world.rank == 0:
-        write(evaluation, answers, candidate.caveats, job.export)
+    write(evaluation, answers, candidate.caveats, job.export)
     return headline(evaluation)
 
 
@@ -115,29 +115,8 @@ def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
     return folders
 
 
-def optimized_judges(job: LaunchedJob, candidate: str, config: EvaluateConfig) -> set[str]:
-    """The judges that the candidate's training has optimized; functions by file and name.
-
-    The reward model counts unless PPO ran without it: DPO learns from the same comparisons.
-    """
-    trained = Manifest.read(job.inputs[f"{candidate}_model"])
-    if "ppo" not in trained.config:
-        return {REWARD_MODEL}
-    found, functions = set(), set()
-    for index, reward in enumerate(trained.config["ppo"]["rewards"]):
-        if reward["weight"] and "model" in reward:
-            found.add(REWARD_MODEL)
-        if reward["weight"] and "callable" in reward:
-            function = reward["callable"].rpartition(":")[2]
-            functions.add((trained.inputs.get(f"{REWARD_PREFIX}{index}"), function))
-    for index, judge in enumerate(config.judges):
-        if (file_digest(job.inputs[f"{JUDGE_PREFIX}{index}"]), judge.function) in functions:
-            found.add(judge.label)
-    return found
-
-
 def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
-    """Load the prompts of this rank, the tokenizer and the judges that are no models."""
+    """Load the prompts of this rank and the tokenizer."""
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
     rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
     return Setup(
@@ -149,125 +128,109 @@ def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, worl
         ),
         rows=rows,
         prompts=table.columns(rows),
-        judges=load_judges(job, config),
         trust=job.trust_remote_code,
         world=world,
     )
 
 
-def answer_all(folders: dict[str, Path], setup: Setup) -> dict[str, Scored]:
+def answer_all(
+    folders: dict[str, Path], human: HumanAnswers | None, setup: Setup
+) -> tuple[dict[str, Scored], dict[str, Scored], dict[str, float]]:
     """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
 
-    The baseline comes last: it also reads the answers of the others.
+    The baseline comes last: it also reads the answers of the others. Returns the answers by policy,
+    further draws of the baseline for `best_of_n`, and the perplexity of human answers by policy.
     """
     found: dict[str, tuple[Sequences, Tensor]] = {}
     references: dict[str, Tensor] = {}
+    draws: dict[str, Scored] = {}
+    perplexities: dict[str, float] = {}
+    read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature)
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
         sequences = answer(policy, setup)
-        own = logprobs(policy, sequences, setup)
+        own = read(policy, sequences)
         found[name] = sequences, own
-        if name == BASELINE:
-            for other, (answers, _) in found.items():
-                references[other] = own if other == name else logprobs(policy, answers, setup)
+        if human is not None:
+            perplexities[name] = perplexity(policy, human, setup)
+        if name != BASELINE:
+            return
+        for other, (answers, _) in found.items():
+            references[other] = own if other == name else read(policy, answers)
+        for draw in range(1, setup.config.best_of_n):
+            answers = answer(policy, setup, draw)
+            known = read(policy, answers)
+            draws[f"{BASELINE} draw {draw}"] = unjudged(answers, known, known, setup)
 
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
         heartbeat.at("rollout", step)
         with_model(load_policy, folder, setup, partial(answer_and_read, name=name))
-    return {
-        name: Scored(
-            sequences=sequences,
-            logprobs=own,
-            ref_logprobs=references[name],
-            values=None,
-            scores=torch.zeros(len(sequences)),
-            ended=ended(sequences.response_ids, setup.contract),
-        )
-        for name in folders
-        for sequences, own in [found[name]]
-    }
+    scored = {name: unjudged(*found[name], references[name], setup) for name in folders}
+    return scored, draws, {name: perplexities[name] for name in folders if human is not None}
 
 
-def judge_all(
-    scored: Mapping[str, Scored], reward_model: Path, setup: Setup, writer: MetricsFile
-) -> dict[str, list[Answer]]:
-    """The judged answers of all ranks, by policy; writes the metrics of each policy."""
-
-    def judge_by(model: TokenScores | DeepSpeedEngine) -> dict[str, list[Answer]]:
-        judge = RewardModelJudge(model, setup.config.micro_batch_tokens, setup.world)
-        judges = [judge, *setup.judges]
-        answers = {}
-        for step, (name, given) in enumerate(scored.items(), start=1):
-            heartbeat.at("scoring", step)
-            answers[name] = gather(judge_answers(given, setup, judges), setup.world)
-            metrics = summary(answers[name])
-            writer.write(step, {f"{name}/{metric}": value for metric, value in metrics.items()})
-        return answers
-
-    return with_model(load_scores, reward_model, setup, judge_by)
-
-
-def with_model(
-    load: Callable[..., M], folder: Path, setup: Setup, work: Callable[[M | DeepSpeedEngine], R]
-) -> R:
-    """Load a frozen model, let `work` use it, and free its memory: one model at a time.
-
-    The model has the precision that it was saved in and is sharded as it was trained, unless the
-    configuration says otherwise.
-    """
-    stage = setup.config.zero_stage
-    if stage is None:
-        stage = 3 if 3 in zero_stages(folder) else 0
-    precision = setup.config.precision or saved_precision(folder)
-    settings = FrozenDeepSpeedConfig(zero_stage=stage, precision=precision)
-    model = frozen_model(
-        partial(load, folder, trust_remote_code=setup.trust), settings, setup.world
+def unjudged(sequences: Sequences, own: Tensor, reference: Tensor, setup: Setup) -> Scored:
+    """Answers with their log-probabilities, before a judge has scored them."""
+    return Scored(
+        sequences=sequences,
+        logprobs=own,
+        ref_logprobs=reference,
+        values=None,
+        scores=torch.zeros(len(sequences)),
+        ended=ended(sequences.response_ids, setup.contract),
     )
-    try:
-        return work(model)
-    finally:
-        if isinstance(model, DeepSpeedEngine):
-            model.destroy()
-        del model
-        gc.collect()
-        get_accelerator().empty_cache()
 
 
-def zero_stages(folder: Path) -> set[int]:
-    """The ZeRO stages of the engines of the stage that made an artifact."""
-    artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
-    engines = Manifest.read(artifact).deepspeed.values()
-    return {settings["zero_optimization"]["stage"] for settings in engines}
-
-
-def answer(policy: PreTrainedModel | DeepSpeedEngine, setup: Setup) -> Sequences:
-    """Answer the prompts of this rank."""
+def answer(policy: PreTrainedModel | DeepSpeedEngine, setup: Setup, draw: int = 0) -> Sequences:
+    """Answer the prompts of this rank. Answers of one draw have equal randomness."""
     generator = TransformersGenerator(policy, setup.contract)
-    seeds = row_seeds(setup.seed, 0, setup.rows)
+    seeds = row_seeds(setup.seed, draw, setup.rows)
     return generator.generate(setup.prompts["prompt_ids"], setup.config.sampling, seeds).sequences
 
 
-@torch.no_grad()
-def logprobs(policy: nn.Module, sequences: Sequences, setup: Setup) -> Tensor:
-    """Log-probability of each token of the answers, (B, R)."""
-    function = partial(
-        response_logprobs,
-        vocab_size=setup.contract.vocab_size,
-        temperature=setup.config.sampling.temperature,
+def judge_all(
+    scored: Mapping[str, Scored], job: LaunchedJob, judges: Sequence[Judge], setup: Setup
+) -> dict[str, list[Answer]]:
+    """The judged answers of all ranks, by policy. One model at a time is in memory."""
+    batches = {name: as_text(given, setup) for name, given in scored.items()}
+    scores: dict[str, dict[str, Sequence[float | None]]] = {name: {} for name in batches}
+
+    def judge_by(judge: Judge) -> None:
+        for step, (name, batch) in enumerate(batches.items(), start=1):
+            heartbeat.at("scoring", step)
+            scores[name][judge.name] = judge.score(batch)
+
+    tokens, world = setup.config.micro_batch_tokens, setup.world
+    with_model(
+        load_scores,
+        job.inputs["reward_model"],
+        setup,
+        lambda model: judge_by(RewardModelJudge(model, tokens, world)),
     )
-    tokens = setup.config.micro_batch_tokens
-    return by_micro_batches(function, policy, sequences, tokens, setup.world)
+    for judge in chain(judges, model_judges(job, setup)):
+        judge_by(judge)
+        del judge
+        free_memory()
+    return {
+        name: gather(judged(batch, scores[name], setup), world) for name, batch in batches.items()
+    }
 
 
-def judge_answers(scored: Scored, setup: Setup, judges: list[Judge]) -> list[Answer]:
-    """Let every judge score the answers."""
-    sequences, prompts = scored.sequences, setup.prompts
-    texts = setup.tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
+def as_text(scored: Scored, setup: Setup) -> AnswerBatch:
+    """The answers as the judges read them."""
+    prompts, ids = setup.prompts, scored.sequences.response_ids
+    texts = setup.tokenizer.batch_decode(ids, skip_special_tokens=True)
     responses = [text.strip() for text in texts]
     text = Answered(prompts["messages"], prompts["reference"], responses)
-    batch = AnswerBatch(scored, text, prompts["source"])
-    scores = {judge.name: judge.score(batch) for judge in judges}
-    mask = sequences.response_mask
+    return AnswerBatch(scored, text, prompts["source"])
+
+
+def judged(
+    batch: AnswerBatch, scores: Mapping[str, Sequence[float | None]], setup: Setup
+) -> list[Answer]:
+    """The answers of this rank with their scores by judge."""
+    scored, text = batch.scored, batch.text
+    mask = scored.sequences.response_mask
     log_ratios = kl_estimate(scored.logprobs, scored.ref_logprobs, "k1").where(mask, 0.0)
     sft_logprobs = scored.ref_logprobs.where(mask, 0.0)
     return [
@@ -282,7 +245,7 @@ def judge_answers(scored: Scored, setup: Setup, judges: list[Judge]) -> list[Ans
             sft_logprob=float(sft_logprobs[i].sum()),
             response_tokens=int(mask[i].sum()),
             ended=bool(scored.ended[i]),
-            source=prompts["source"][i],
+            source=batch.sources[i],
         )
         for i, row in enumerate(setup.rows)
     ]

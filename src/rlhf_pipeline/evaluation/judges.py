@@ -4,21 +4,35 @@ To add a judge: a class with `name` and `score`, and one line in `load_judges`. 
 and reports follow from the judge's name.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
 from typing import Protocol
 
 import torch
+from huggingface_hub import snapshot_download
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
+from rlhf_pipeline.config.judges import ModelJudge as ModelJudgeConfig
+from rlhf_pipeline.config.judges import ReferenceJudge as ReferenceJudgeConfig
+from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
+from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.rollout.function_reward import Answered, FunctionSource, import_function
+from rlhf_pipeline.rollout.model_reward import ModelSource
 from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches
+from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import Manifest
+
+_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -87,13 +101,114 @@ class FunctionJudge:
         return list(self.function(answers.scored, answers.text).tolist())
 
 
+@dataclass(frozen=True)
+class ReferenceJudge:
+    """1 for an answer that agrees with the true answer, else 0."""
+
+    name: str
+    agrees: Callable[[str, str], bool]
+
+    def score(self, answers: AnswerBatch) -> list[float | None]:
+        """Compare each answer with its row's reference; None for a row without one."""
+        rows = zip(answers.text.references, answers.text.responses, strict=True)
+        return [None if true is None else float(self.agrees(true, given)) for true, given in rows]
+
+
+@dataclass(frozen=True)
+class ModelJudge:
+    """Another reward model."""
+
+    name: str
+    source: ModelSource
+
+    def score(self, answers: AnswerBatch) -> list[float]:
+        """Score each answer at its last token."""
+        return list(self.source(answers.scored, answers.text).tolist())
+
+
 def load_judges(job: LaunchedJob, config: EvaluateConfig) -> list[Judge]:
-    """Load the judges other than the reward model.
+    """Load the judges that need no model.
 
     Raises StageError if a function cannot be imported, or does not take prompts and responses.
     """
     judges: list[Judge] = [GoldJudge()]
     for index, judge in enumerate(config.judges):
-        function = import_function(judge, job.inputs[f"{JUDGE_PREFIX}{index}"])
-        judges.append(FunctionJudge(judge.label, FunctionSource(judge.callable, function)))
+        if isinstance(judge, CallableReward):
+            function = import_function(judge, job.inputs[f"{JUDGE_PREFIX}{index}"])
+            judges.append(FunctionJudge(judge.label, FunctionSource(judge.callable, function)))
+        elif isinstance(judge, ReferenceJudgeConfig):
+            judges.append(ReferenceJudge(judge.label, AGREES[judge.reference]))
     return judges
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text, without separators of thousands: "1,234.50" is 1234.5."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def _normal(text: str) -> str:
+    """Text without differences in case and white space, and without a final full stop."""
+    return " ".join(text.casefold().split()).removesuffix(".")
+
+
+def _same_last_number(true: str, given: str) -> bool:
+    return (number := last_number(given)) is not None and number == last_number(true)
+
+
+AGREES: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda true, given: _normal(true) == _normal(given),
+    "contains": lambda true, given: _normal(true) in _normal(given),
+    "last_number": _same_last_number,
+}
+"""Whether an answer (second) agrees with the true answer (first), by `ReferenceJudge.reference`."""
+
+
+def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
+    """Load the further reward models, one after the other.
+
+    Raises ArtifactError if one reads other tokens than the policies, and `retokenize` is off.
+    """
+    for index, judge in enumerate(setup.config.judges):
+        if isinstance(judge, ModelJudgeConfig):
+            place = f"{JUDGE_PREFIX}{index}"
+            folder = judge.folder or Path(
+                snapshot_download(judge.model, revision=job.digests[place])
+            )
+            reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
+            where = f"evaluate.{place}"
+            model = ModelSource.load(reward, folder, where, setup.contract, tokens, setup.world)
+            yield ModelJudge(judge.label, model)
+            del model
+
+
+def optimized_judges(job: LaunchedJob, candidate: str, config: EvaluateConfig) -> set[str]:
+    """The judges that the candidate's training has optimized.
+
+    Functions count by file and name, reward models by their content. The trained reward model
+    counts unless PPO ran without it: DPO learns from the same comparisons.
+    """
+    trained = Manifest.read(job.inputs[f"{candidate}_model"])
+    if "ppo" not in trained.config:
+        return {REWARD_MODEL}
+    found = set()
+    optimized: set[tuple[str | None, str | None]] = set()
+    for index, reward in enumerate(trained.config["ppo"]["rewards"]):
+        if not reward["weight"]:
+            continue
+        if "model" in reward:
+            found.add(REWARD_MODEL)
+            optimized.add((trained.inputs.get("reward_model"), None))
+        else:
+            function = reward["callable"].rpartition(":")[2] if "callable" in reward else None
+            optimized.add((trained.inputs.get(f"{REWARD_PREFIX}{index}"), function))
+    for index, judge in enumerate(config.judges):
+        place = f"{JUDGE_PREFIX}{index}"
+        is_function = (
+            isinstance(judge, CallableReward)
+            and (file_digest(job.inputs[place]), judge.function) in optimized
+        )
+        is_model = isinstance(judge, ModelJudgeConfig) and (job.digests[place], None) in optimized
+        if is_function or is_model:
+            found.add(judge.label)
+    return found

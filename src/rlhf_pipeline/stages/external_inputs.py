@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
+from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX
+from rlhf_pipeline.config.judges import Judge, ModelJudge, local_source
 from rlhf_pipeline.config.reward_files import source_file
-from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward, RewardSource
+from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.hub import commit_of
 from rlhf_pipeline.runtime.digests import file_digest
@@ -37,7 +40,25 @@ def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
         ) from error
 
 
-def reward_inputs(rewards: Sequence[RewardSource]) -> tuple[dict[str, Path], dict[str, str]]:
+def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Inputs of the judges, like `reward_inputs`; for a reward model on the hub, its commit.
+
+    Raises ArtifactError if the hub cannot be reached, or has no such model.
+    """
+    paths, identities = reward_inputs([local_source(judge) for judge in judges], JUDGE_PREFIX)
+    for index, judge in enumerate(judges):
+        if isinstance(judge, ModelJudge) and judge.folder is None:
+            place = f"{JUDGE_PREFIX}{index}"
+            try:
+                identities[place] = commit_of("model", judge.model, judge.revision)
+            except LookupError as error:
+                raise ArtifactError(f"evaluate.{place}: {error}") from error
+    return paths, identities
+
+
+def reward_inputs(
+    rewards: Sequence[Block], prefix: str = INPUT_PREFIX
+) -> tuple[dict[str, Path], dict[str, str]]:
     """Inputs of reward functions and reward models, by input name.
 
     Source files of functions, and reward models made by this pipeline; digests of reward models
@@ -45,7 +66,7 @@ def reward_inputs(rewards: Sequence[RewardSource]) -> tuple[dict[str, Path], dic
     """
     paths, identities = {}, {}
     for index, reward in enumerate(rewards):
-        name = f"{INPUT_PREFIX}{index}"
+        name = f"{prefix}{index}"
         if isinstance(reward, CallableReward):
             paths[name] = source_file(reward)
         elif isinstance(reward, ModelReward) and artifact_of(reward.folder) is not None:

@@ -23,6 +23,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.statistics import rate_interval
 from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
+from rlhf_pipeline.training.reward_report import BENCHMARK, read_benchmark, write_report
 from rlhf_pipeline.training.supervised import train
 
 
@@ -59,10 +60,12 @@ class RewardModelTask(PairTask):
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train; export the model with the lowest held-out loss, and store its mean chosen score.
 
-    The metrics have the 95% interval of the held-out accuracy.
+    The metrics have the 95% interval of the held-out accuracy; `reward_report.json` has more.
     """
     config = job.block("reward_model", RewardModelConfig)
-    task = RewardModelTask(common_contract(job.inputs))
+    benchmark = read_benchmark(job.inputs.get(BENCHMARK))
+    stages = {name: path for name, path in job.inputs.items() if name != BENCHMARK}
+    task = RewardModelTask(common_contract(stages))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
     pairs = load_rows(job.inputs["comparisons"] / "validation.arrow", world).num_rows
@@ -70,7 +73,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     metrics |= {"validation/accuracy_lower": lower, "validation/accuracy_upper": upper}
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
-    return metrics
+    return metrics | write_report(job, config, task.contract, world, benchmark)
 
 
 def untrained(sft_model: Path, precision: Precision, **how: Any) -> TokenScores:

@@ -10,6 +10,7 @@ from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import content_digest
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.lock import recipe_lock
+from rlhf_pipeline.stages.cache.workspace import downloads
 from rlhf_pipeline.stages.processes import process_identity
 
 STAGES = ["source", "split", "sft"]
@@ -153,6 +154,31 @@ def test_interrupted_publications_are_removed_with_their_empty_folder(
     assert (leftover.why, leftover.freed) == ("left by an interrupted publication", 4)
     remove(leftover, workspace)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def download(workspace, name):
+    folder = workspace / "champions" / name
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def test_downloaded_champions_are_removed_unless_a_stage_reads_them(make_work, workspace):
+    old, read = download(workspace, "a" * 48), download(workspace, "b" * 48)
+    (workspace / "champions" / "tmpx" / "policy").mkdir(parents=True)  # of a running download
+    assert downloads(workspace) == [old, read]
+    stage = make_work("sft", "a", finished=False)
+    job = {"digests": {}, "inputs": {"champion_model": str(read.resolve())}}
+    (stage / "job.json").write_text(json.dumps(job))
+    unwanted = dict.fromkeys(downloads(workspace), "a download")
+    with recipe_lock(stage):
+        leftovers, kept = survey(workspace, STAGES, [], unwanted, unfinished=False)
+    assert [leftover.path for leftover in leftovers] == [old]
+    assert kept[read] == "an input of a kept stage"
+    assert remove(leftovers[0], workspace) is None and not old.exists()
+    forget_users(workspace)
+    leftovers, _ = survey(workspace, STAGES, [], {read: "a download"}, unfinished=False)
+    assert read in [leftover.path for leftover in leftovers]
 
 
 def test_a_published_version_of_unknown_origin_stops_the_survey(make_work, workspace, tmp_path):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
-from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, CandidateConfig, EvaluateConfig
-from rlhf_pipeline.config.reward_files import source_file
+from rlhf_pipeline.config.evaluate import DEMONSTRATIONS, CandidateConfig, EvaluateConfig
+from rlhf_pipeline.stages.external_inputs import judge_inputs
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 SPEC = StageSpec(
@@ -34,13 +34,13 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         """Let both policies answer the same held-out prompts, and compare the answers."""
         inputs = {
             "prompts": split / "evaluation",
+            DEMONSTRATIONS: split / "sft",
             "sft_model": sft_model,
             f"{policy.name}_model": candidate_model,
             "reward_model": reward_model,
         }
-        for index, judge in enumerate(config.judges):
-            inputs[f"{JUDGE_PREFIX}{index}"] = source_file(judge)
-        blocks = {"evaluate": config, "candidate": candidate}
-        return stages.run(Job(SPEC.for_candidate(policy.name), blocks, inputs, seed))
+        judges, identities = judge_inputs(config.judges)
+        blocks, spec = {"evaluate": config, "candidate": candidate}, SPEC.for_candidate(policy.name)
+        return stages.run(Job(spec, blocks, inputs | judges, seed, identities))
 
     return node

@@ -10,6 +10,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.pipelines.evaluate import CHAMPION
 from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
 from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import Stages
 from rlhf_pipeline.tracking.model_registry import register_evaluated
 from rlhf_pipeline.tracking.promotion import find_champion
@@ -36,7 +37,7 @@ def register(
     """
     for artifact in (sft_model, candidate_model, evaluation):
         verify(artifact)
-    champion = find_champion(config.model, candidate_model, project, Path(workspace) / "champions")
+    champion = find_champion(config.model, candidate_model, project, Path(workspace) / DOWNLOADS)
     answered = None
     if champion is not None and champion.folder is not None:
         models = sft_model, champion.folder, reward_model

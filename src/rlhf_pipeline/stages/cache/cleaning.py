@@ -65,6 +65,11 @@ def survey(
             held[path] = f"in use by {holder}"
         elif step is not None:
             held[path] = f"can resume from step {step}; --unfinished removes it"
+    jobs = [path / "job.json" for path in held if (path / "job.json").is_file()]
+    read = {
+        place for job in jobs for place in json.loads(job.read_text()).get("inputs", {}).values()
+    }
+    held |= {path: "an input of a kept stage" for path in unwanted if str(path.resolve()) in read}
     needed = _needed(directories, published, held)
     found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
     found |= unwanted

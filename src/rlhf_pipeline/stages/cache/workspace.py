@@ -3,6 +3,7 @@
     <workspace>/<stage>/<fingerprint>      the first attempt; resumed until it is finished
                         <fingerprint>.2    a later attempt: a finished stage was forced to run again
     <workspace>/.locks/<stage>-<fingerprint>.lock, .json    lock of the recipe and its owner
+    <workspace>/champions/<digest>         a version of the model registry, from an MLflow server
 
 The newest finished attempt is the result, so a forced attempt that fails loses nothing. Directory
 names contain the first 16 digits of the fingerprint.
@@ -18,6 +19,9 @@ from rlhf_pipeline.runtime.manifest import NAME, Manifest
 
 RECIPE = "recipe.json"
 """File with the recipe. Its modification time is the time of the last use."""
+
+DOWNLOADS = "champions"
+"""Folder of the workspace with downloaded versions of the model registry."""
 
 _ATTEMPT = re.compile(r"[0-9a-z]{16}(\.[0-9]+)?")
 
@@ -38,6 +42,11 @@ def work_directory(artifact: Path, workspace: Path) -> Path | None:
     manifest = Manifest.read(artifact)
     found = attempts(first_attempt(workspace, manifest.stage, manifest.fingerprint))
     return next((path for path in reversed(found) if (path / "job.json").is_file()), None)
+
+
+def downloads(workspace: Path) -> list[Path]:
+    """The downloaded versions; those whose download is not finished are not among them."""
+    return sorted(path.parent for path in (workspace / DOWNLOADS).glob(f"*/{NAME}"))
 
 
 def next_directory(first: Path, finished: Path | None) -> Path:

@@ -1,0 +1,95 @@
+"""What the steps of an evaluation share, and the memory for one model at a time."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.frozen_model import frozen_model
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.forward import response_logprobs
+from rlhf_pipeline.models.loading import saved_precision
+from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.rollout.scoring import by_micro_batches
+from rlhf_pipeline.runtime.manifest import NAME, Manifest
+
+M = TypeVar("M", bound=nn.Module)
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all policies share."""
+
+    seed: int
+    config: EvaluateConfig
+    contract: TokenContract
+    tokenizer: PreTrainedTokenizerBase
+    rows: np.ndarray
+    """Numbers of this rank's prompts in the table; the last one may repeat the first of all."""
+    prompts: dict[str, list[Any]]
+    """Columns of these rows."""
+    trust: bool
+    """Whether code that ships with a model may run."""
+    world: World
+
+
+def with_model(
+    load: Callable[..., M], folder: Path, setup: Setup, work: Callable[[M | DeepSpeedEngine], R]
+) -> R:
+    """Load a frozen model, let `work` use it, and free its memory: one model at a time.
+
+    The model has the precision that it was saved in and is sharded as it was trained, unless the
+    configuration says otherwise.
+    """
+    stage = setup.config.zero_stage
+    if stage is None:
+        stage = 3 if 3 in zero_stages(folder) else 0
+    precision = setup.config.precision or saved_precision(folder)
+    settings = FrozenDeepSpeedConfig(zero_stage=stage, precision=precision)
+    model = frozen_model(
+        partial(load, folder, trust_remote_code=setup.trust), settings, setup.world
+    )
+    try:
+        return work(model)
+    finally:
+        if isinstance(model, DeepSpeedEngine):
+            model.destroy()
+        del model
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give back the memory of models that nothing refers to."""
+    gc.collect()
+    get_accelerator().empty_cache()
+
+
+def zero_stages(folder: Path) -> set[int]:
+    """The ZeRO stages of the engines of the stage that made an artifact."""
+    artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
+    engines = Manifest.read(artifact).deepspeed.values()
+    return {settings["zero_optimization"]["stage"] for settings in engines}
+
+
+@torch.no_grad()
+def logprobs(
+    policy: nn.Module, sequences: Sequences, setup: Setup, *, temperature: float
+) -> Tensor:
+    """Log-probability of each token of the responses, (B, R)."""
+    function = partial(
+        response_logprobs, vocab_size=setup.contract.vocab_size, temperature=temperature
+    )
+    tokens = setup.config.micro_batch_tokens
+    return by_micro_batches(function, policy, sequences, tokens, setup.world)

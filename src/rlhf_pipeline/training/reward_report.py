@@ -1,0 +1,202 @@
+"""The report of a reward model: what its accuracy on held-out comparisons does not show."""
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, RewardModelConfig
+from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.template import render_prompts, render_responses
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.tokenization import encode
+from rlhf_pipeline.distributed.batches import even_share, load_rows
+from rlhf_pipeline.distributed.frozen_model import frozen_model
+from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.models.forward import sequence_scores
+from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores
+from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.rollout.scoring import by_micro_batches
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.statistics import calibration, rank_correlation, rate_interval
+from rlhf_pipeline.training.pairs import Pairs
+
+T = TypeVar("T")
+Score = Callable[[Sequences], Tensor]
+"""The score of each response, (B,); equally many responses on each rank."""
+
+REPORT = "reward_report.json"
+BENCHMARK = "benchmark"
+"""Input of the job: the file of `reward_model.benchmark`."""
+
+BLOCK = 1024
+"""Rows of a rank that are in memory together."""
+
+
+class BenchmarkRow(BaseModel):
+    """A line of a benchmark."""
+
+    prompt: str | Conversation
+    chosen: str | list[str] = Field(min_length=1)
+    rejected: list[str] = Field(min_length=1)
+
+    def answers(self) -> list[tuple[bool, Conversation, str]]:
+        """All answers: whether it is a chosen one, the prompt, and the answer."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        chosen = [self.chosen] if isinstance(self.chosen, str) else self.chosen
+        return [(True, prompt, a) for a in chosen] + [(False, prompt, a) for a in self.rejected]
+
+
+def read_benchmark(path: Path | None) -> list[BenchmarkRow]:
+    """The rows of `reward_model.benchmark`; none without a file.
+
+    Raises DataError if a line is not a `BenchmarkRow`.
+    """
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path is not None else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(BenchmarkRow.model_validate_json(line))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = str(fault["loc"][0]) if fault["loc"] else "no JSON object"
+            raise DataError(
+                f"reward_model.benchmark: {path}, line {number}: found {place} ({fault['msg']}), "
+                "expected prompt, chosen and a list rejected"
+            ) from None
+    return rows
+
+
+def write_report(
+    job: LaunchedJob,
+    config: RewardModelConfig,
+    contract: TokenContract,
+    world: World,
+    benchmark: list[BenchmarkRow],
+) -> dict[str, float]:
+    """Write `reward_report.json` into the export, and return its main numbers as metrics.
+
+    The exported model scores the held-out comparisons and the benchmark.
+    """
+    gc.collect()  # the model in training
+    get_accelerator().empty_cache()
+    heartbeat.at("evaluation")
+    settings = FrozenDeepSpeedConfig(
+        zero_stage=3 if config.deepspeed.zero_stage == 3 else 0,
+        precision=config.deepspeed.precision,
+    )
+    load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)
+    model, tokens = frozen_model(load, settings, world), config.micro_batch_tokens
+    score = partial(by_micro_batches, sequence_scores, model, tokens=tokens, world=world)
+    report = describe(*held_out(job.inputs["comparisons"], contract, score, world))
+    metrics = {
+        "validation/calibration_error": report["calibration"]["error"],
+        "validation/length_correlation": report["length_correlation"],
+        "validation/accuracy_half_1": report["halves"][0],
+        "validation/accuracy_half_2": report["halves"][1],
+    }
+    if benchmark:
+        tokenizer = load_tokenizer(job.export, trust_remote_code=job.trust_remote_code)
+        report["benchmark"] = found = best_of_all(benchmark, tokenizer, contract, score, world)
+        ends = {"": "rate", "_lower": "lower", "_upper": "upper"}
+        metrics |= {f"benchmark/accuracy{suffix}": found[key] for suffix, key in ends.items()}
+    if world.rank == 0:
+        (job.export / REPORT).write_text(json.dumps(report, indent=2))
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def on_all_ranks(count: int, work: Callable[[np.ndarray], Sequence[T]], world: World) -> list[T]:
+    """One result for each of `count` rows, in order; `work` gets the numbers of some rows."""
+    own, found = even_share(np.arange(count), world), dict[int, T]()
+    for start in range(0, len(own), BLOCK):
+        rows = own[start : start + BLOCK]
+        found |= zip(rows.tolist(), work(rows), strict=True)
+    results = {row: result for part in world.gather(found) for row, result in part.items()}
+    return [results[row] for row in range(count)]
+
+
+def held_out(
+    folder: Path, contract: TokenContract, score: Score, world: World
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Source, scores and tokens of the chosen and the rejected answer, (N,), (N, 2), (N, 2)."""
+    table = load_rows(folder / "validation.arrow", world)
+
+    def work(rows: np.ndarray) -> list[tuple[str, list[float], list[int]]]:
+        columns = table.columns(rows)
+        answers = Pairs.collate(columns, contract.pad_id).answers
+        scores, tokens = score(answers), answers.response_mask.sum(1)
+        sources = [name.rpartition(":")[0] for name in columns["id"]]
+        pairs = scores.view(-1, 2).tolist(), tokens.view(-1, 2).tolist()
+        return list(zip(sources, *pairs, strict=True))
+
+    sources, scores, tokens = zip(*on_all_ranks(table.num_rows, work, world), strict=True)
+    return list(sources), np.array(scores), np.array(tokens)
+
+
+def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> dict[str, Any]:
+    """The report on held-out comparisons, as JSON types; see `held_out`.
+
+    The halves are the even and the odd rows, because a table is in the order of its sources.
+    """
+    margins = scores[:, 0] - scores[:, 1]
+    right, of_source = (np.sign(margins) + 1) / 2, np.array(sources)
+    error, bins = calibration(margins.tolist())
+    return {
+        "pairs": len(margins),
+        "accuracy": _rate(right),
+        "margin": float(margins.mean()),
+        "calibration": {"error": error, "bins": bins},
+        "sources": {name: _rate(right[of_source == name]) for name in sorted({*sources})},
+        "length_correlation": rank_correlation(scores.ravel().tolist(), tokens.ravel().tolist()),
+        "halves": [float(half.mean()) if len(half) else None for half in (right[::2], right[1::2])],
+    }
+
+
+def best_of_all(
+    rows: list[BenchmarkRow],
+    tokenizer: PreTrainedTokenizerBase,
+    contract: TokenContract,
+    score: Score,
+    world: World,
+) -> dict[str, float]:
+    """How often all chosen answers have higher scores than all rejected ones.
+
+    With one chosen of four answers this is the accuracy of RewardBench 2 (Malik et al. 2025,
+    https://arxiv.org/abs/2506.01937), where equal scores are wrong. With several chosen answers it
+    is the accuracy in its subset Ties, without the part for the margins.
+    """
+    flat = [(number, *answer) for number, row in enumerate(rows) for answer in row.answers()]
+
+    def work(places: np.ndarray) -> list[float]:
+        numbers, _, prompts, texts = zip(*(flat[place] for place in places), strict=True)
+        names = [f"reward_model.benchmark:{number + 1}" for number in numbers]
+        before = render_prompts(tokenizer, names, prompts)
+        answers = render_responses(tokenizer, contract, names, prompts, before, texts)
+        batch = collate(encode(before, tokenizer), encode(answers, tokenizer), contract.pad_id)
+        return [float(one) for one in score(batch)]
+
+    scores = on_all_ranks(len(flat), work, world)
+    by_row: list[dict[bool, list[float]]] = [{True: [], False: []} for _ in rows]
+    for (number, is_chosen, *_), one in zip(flat, scores, strict=True):
+        by_row[number][is_chosen].append(one)
+    return _rate(np.array([float(min(row[True]) > max(row[False])) for row in by_row]))
+
+
+def _rate(right: np.ndarray) -> dict[str, float]:
+    """A share of rows with its 95% interval; a tie is half right."""
+    rate, n = float(right.mean()), len(right)
+    lower, upper = rate_interval(rate, n, int((right == 0.5).sum()))
+    return {"rate": rate, "lower": lower, "upper": upper, "n": n}

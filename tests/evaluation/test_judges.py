@@ -1,0 +1,90 @@
+"""Judges by true answers, and which judges training has optimized."""
+
+from decimal import Decimal
+from types import SimpleNamespace
+
+import pytest
+from rank_fixtures import as_artifact
+
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.evaluation.judges import AGREES, last_number, load_judges, optimized_judges
+from rlhf_pipeline.rollout.function_reward import Answered
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import Manifest
+
+
+@pytest.mark.parametrize(
+    ("kind", "true", "given", "agrees"),
+    [
+        ("exact", "Paris", " paris.", True),
+        ("exact", "Paris", "It is Paris", False),
+        ("contains", "New  York", "I think new york it is", True),
+        ("contains", "Rome", "Paris", False),
+        ("last_number", "#### 1,234", "First 7, so the answer is 1234.0.", True),
+        ("last_number", "5", "5 is wrong, it is 6", False),
+        ("last_number", "-3", "3", False),
+        ("last_number", "none", "none", False),  # no number is no agreement
+    ],
+)
+def test_what_agrees_with_the_true_answer(kind, true, given, agrees):
+    assert AGREES[kind](true, given) is agrees
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1,234.50 euros", "1234.5"), ("12, 13", "13"), ("x", None), ("1,23", "23")],
+)
+def test_the_last_number(text, number):
+    assert last_number(text) == (None if number is None else Decimal(number))
+
+
+def test_a_row_without_a_true_answer_has_no_score():
+    config = EvaluateConfig(judges=[{"reference": "contains", "name": "facts"}])
+    _, judge = load_judges(SimpleNamespace(inputs={}), config)
+    texts = Answered([[], [], []], ["a", None, "b"], ["an a", "an a", "an a"])
+    assert judge.name == "facts"
+    assert judge.score(SimpleNamespace(text=texts)) == [1.0, None, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "optimized"),
+    [
+        ([{"weight": 1.0, "model": "trained"}], {"score", "same_as_trained"}),
+        ([{"weight": 1.0, "path": "x"}], {"other"}),
+        ([{"weight": 0.0, "path": "x"}], set()),
+        ([{"weight": 1.0, "callable": "my.py:f"}], {"f"}),
+        ([{"weight": 1.0, "callable": "my.py:g"}], set()),
+    ],
+)
+def test_judges_that_training_has_optimized(tmp_path, rewards, optimized):
+    """Reward models count by their bytes, functions by file and name."""
+    source = tmp_path / "my.py"
+    source.write_text("def f(prompts, responses): ...")
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    reward = file_digest(source) if "callable" in rewards[0] else "bytes of other"
+    inputs = {"rewards.0": reward, "reward_model": "bytes of trained"}
+    manifest = Manifest("ppo", "f", 0, {"ppo": {"rewards": rewards}}, inputs, {}, {}, {})
+    manifest.write(policy)
+    config = EvaluateConfig(
+        judges=[
+            f"{source}:f",
+            {"model": "./a", "name": "other"},
+            {"model": "./b", "name": "same_as_trained"},
+            {"reference": "exact"},
+        ]
+    )
+    job = LaunchedJob(
+        "evaluate", "f", 0, {}, {"ppo_model": policy, "judges.0": source},
+        {"judges.1": "bytes of other", "judges.2": "bytes of trained"}, tmp_path, 60.0,
+    )  # fmt: skip
+    assert optimized_judges(job, "ppo", config) == optimized
+
+
+def test_dpo_counts_as_trained_on_the_reward_model(tmp_path):
+    (tmp_path / "dpo").mkdir()
+    job = LaunchedJob(
+        "evaluate", "f", 0, {}, {"dpo_model": as_artifact(tmp_path / "dpo")}, {}, tmp_path, 60.0
+    )
+    assert optimized_judges(job, "dpo", EvaluateConfig()) == {"score"}

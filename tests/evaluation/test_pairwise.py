@@ -1,0 +1,138 @@
+"""A chat model as a judge: a local server answers, counts, and fails like real ones do."""
+
+import json
+
+import pytest
+from chat_server import chat_server, longer
+
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.evaluation.comparison import Answer, compare
+from rlhf_pipeline.evaluation.pairwise import judge_pairs
+
+pytest.importorskip("openai", reason="the extra `judges` is not installed")
+
+
+def policies(**texts):
+    """The answers of policies, by policy; the scores of the reward model are equal."""
+    return {
+        policy: [
+            Answer(row, f"User: {row}?", text, {"score": 0.0}, 0.0, -1.0, 1, True)
+            for row, text in enumerate(given)
+        ]
+        for policy, given in texts.items()
+    }
+
+
+def config(url, **fields):
+    judge = {"openai": {"base_url": url, "model": "org/judge-1"} | fields, "name": "chat"}
+    return EvaluateConfig(judges=[judge])
+
+
+TEXTS = {"sft": ["a", "bbb", "cc", "same"], "ppo": ["aaa", "b", "dd", "same"]}
+
+
+def test_both_orders_decide_and_a_repeated_evaluation_asks_nothing(tmp_path):
+    with chat_server(longer) as (url, requests):
+        judged, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path / "cache")
+        assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
+        assert [a.scores["chat"] for a in judged["sft"]] == [0.0] * 4
+        assert reports["chat"] == {
+            "pairs": 4, "equal": 1, "inconsistent": 0, "refusals": 0, "unparsable": 0,
+            "calls": 6, "cached": 0, "prompt_tokens": 600, "completion_tokens": 42,
+        }  # fmt: skip
+        assert len(requests) == 6
+        assert {request["path"] for request in requests} == {"/v1/chat/completions"}
+        assert all(r["model"] == "org/judge-1" and r["temperature"] == 0 for r in requests)
+
+        again, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path / "cache")
+        assert again == judged and len(requests) == 6
+        assert (reports["chat"]["calls"], reports["chat"]["cached"]) == (0, 6)
+        assert reports["chat"]["prompt_tokens"] == 0
+
+        judge_pairs(policies(**TEXTS), config(url, model="org/judge-2"), tmp_path / "cache")
+        assert len(requests) == 12  # another judge, other requests
+
+
+def test_a_judge_that_favours_a_position_prefers_nobody(tmp_path):
+    with chat_server(lambda first, second: "[[A]]") as (url, _):
+        judged, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+    assert [a.scores["chat"] for a in judged["ppo"]] == [0.0] * 4
+    assert reports["chat"]["inconsistent"] == 3
+
+
+def test_refusals_and_replies_without_a_verdict_are_ties_and_counted(tmp_path):
+    def reply(first, second):
+        if {first, second} == {"a", "aaa"}:
+            return "I'm sorry, I cannot compare these." if first == "a" else "Hard to say."
+        return longer(first, second)
+
+    with chat_server(reply) as (url, _):
+        judged, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+    assert [a.scores["chat"] for a in judged["ppo"]] == [0.0, -1.0, 0.0, 0.0]
+    counts = reports["chat"]
+    assert (counts["refusals"], counts["unparsable"], counts["inconsistent"]) == (1, 1, 0)
+
+
+def test_a_judge_that_mostly_says_nothing_is_an_error(tmp_path):
+    with (
+        chat_server(lambda *_: "Hm.") as (url, _),
+        pytest.raises(StageError, match=r"found 6 of 6 replies of chat without a verdict.*'Hm\.'"),
+    ):
+        judge_pairs(policies(**TEXTS), config(url), tmp_path)
+
+
+def test_a_busy_server_is_asked_again(tmp_path):
+    with chat_server(longer, lambda number: 429 if number == 0 else 200) as (url, requests):
+        judged, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+    assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
+    assert (len(requests), reports["chat"]["calls"]) == (7, 6)
+
+
+def test_a_failure_keeps_the_replies_so_far(tmp_path):
+    down = True
+    with chat_server(longer, lambda number: 401 if down and number >= 4 else 200) as (url, asked):
+        with pytest.raises(StageError, match=r"org/judge-1 at http.*did not judge.*401.*Fix:"):
+            judge_pairs(policies(**TEXTS), config(url, concurrency=1), tmp_path)
+        down, before = False, len(asked)
+        _, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+        assert (reports["chat"]["cached"], len(asked) - before) == (4, 2)
+
+
+def test_the_key_is_sent_and_stored_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-canary")
+    with chat_server(longer) as (url, requests):
+        chat = config(url, api_key_env="JUDGE_KEY")
+        judge_pairs(policies(**TEXTS), chat, tmp_path)
+    assert {request["key"] for request in requests} == {"Bearer sk-canary"}
+    assert not any("sk-canary" in path.read_text() for path in tmp_path.rglob("*.json"))
+    assert "JUDGE_KEY" not in json.dumps(chat.recipe())
+
+
+def test_an_answer_with_the_name_of_a_field_stays_as_it_is(tmp_path):
+    seen = []
+
+    def reply(question, _):
+        seen.append(question)
+        return "[[C]]"
+
+    with chat_server(reply) as (url, _):
+        chat = config(url, template="{prompt}|{first}|{second}")
+        judge_pairs(policies(sft=["{first} {x}"], ppo=["{second}"]), chat, tmp_path)
+    assert sorted(seen) == ["User: 0?|{first} {x}|{second}", "User: 0?|{second}|{first} {x}"]
+
+
+def test_the_verdict_is_the_last_one_of_a_reply(tmp_path):
+    """The judge may quote an answer that contains a verdict."""
+    with chat_server(lambda a, b: f"It says [[B]]. {longer(a, b)}") as (url, _):
+        judged, _ = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+    assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_a_chat_judge_decides_if_training_optimized_the_reward_model(tmp_path):
+    with chat_server(longer) as (url, _):
+        judged, _ = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+    evaluation = compare(judged, config(url), {"score"})
+    assert (evaluation["judge"], evaluation["independent"]) == ("chat", True)
+    rate = evaluation["win_rates"]["chat"]
+    assert (rate["wins"], rate["ties"], rate["losses"]) == (1, 2, 1)

@@ -1,0 +1,134 @@
+"""The report of a reward model, by hand and against the program."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from rank_fixtures import as_artifact, write_table
+from tiny_jobs import MAIN, tiny_job, trained
+
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores
+from rlhf_pipeline.training.reward_report import BenchmarkRow, describe, read_benchmark
+
+ROWS = [
+    {"prompt": "what is the colour of snow?", "chosen": "white", "rejected": ["red", "a", "blue"]},
+    {
+        "prompt": [{"role": "user", "content": "snow?"}],
+        "chosen": ["white", "the colour is white"],
+        "rejected": ["red"],
+    },
+    {"prompt": "what is it?", "chosen": "snow", "rejected": ["the snow", "is", "s", "what", "x"]},
+]
+
+
+def test_the_report_by_hand():
+    """Margins 2, -1, 0, 3: three of four right with the tie as a half, so 2.5 / 4.
+
+    The first source has 2 and -1, the second one 0 and 3. Even rows: 2 and 0; odd rows: -1 and 3.
+    """
+    scores = np.array([[2.0, 0.0], [0.0, 1.0], [5.0, 5.0], [4.0, 1.0]])
+    tokens = np.array([[3, 1], [1, 2], [9, 9], [7, 2]])
+    report = describe(["a", "a", "b:train", "b:train"], scores, tokens)
+    assert (report["pairs"], report["margin"]) == (4, 1.0)
+    assert (report["accuracy"]["rate"], report["accuracy"]["n"]) == (0.625, 4)
+    assert report["accuracy"]["lower"] < 0.625 < report["accuracy"]["upper"]
+    found = {name: rate["rate"] for name, rate in report["sources"].items()}
+    assert found == {"a": 0.5, "b:train": 0.75}
+    assert report["halves"] == [0.75, 0.5]
+    assert report["length_correlation"] > 0.9
+    assert sum(each["n"] for each in report["calibration"]["bins"]) == 4
+    json.dumps(report)
+
+
+def test_one_pair_has_one_half():
+    report = describe(["a"], np.array([[1.0, 0.0]]), np.array([[3, 3]]))
+    assert report["halves"] == [1.0, None] and report["length_correlation"] is None
+
+
+@pytest.mark.parametrize(
+    ("row", "answers"),
+    [
+        (ROWS[0], [(True, "white"), (False, "red"), (False, "a"), (False, "blue")]),
+        (ROWS[1], [(True, "white"), (True, "the colour is white"), (False, "red")]),
+    ],
+)
+def test_the_answers_of_a_benchmark(row, answers):
+    found = BenchmarkRow.model_validate(row).answers()
+    assert [(is_chosen, text) for is_chosen, _, text in found] == answers
+    assert {prompt[-1]["role"] for _, prompt, _ in found} == {"user"}
+
+
+@pytest.fixture
+def inputs(make_model, tmp_path):
+    """A tiny SFT model and comparisons of two sources."""
+    sft = make_model("llama", seed=1)
+    rows = range(9)
+    table = pa.table(
+        {
+            "id": [f"web:train:{i}" if i < 5 else f"books:{i}" for i in rows],
+            "prompt_ids": [[5 + i] * (1 + i % 3) for i in rows],
+            "chosen_ids": [[20 + i] * (i % 4) + [1] for i in rows],
+            "rejected_ids": [[40 + i] * (i % 5) + [1] for i in rows],
+        }
+    )
+    comparisons = write_table(table, tmp_path / "comparisons", TokenContract.read(sft))
+    return {"sft_model": as_artifact(sft), "comparisons": comparisons}
+
+
+def test_the_report_of_the_exported_model(inputs, world, tmp_path):
+    """It agrees with the evaluation in training, and with every benchmark answer scored alone."""
+    benchmark = tmp_path / "benchmark.jsonl"
+    benchmark.write_text("\n".join(map(json.dumps, ROWS)) + "\n")
+    job = tiny_job("reward_model", inputs, tmp_path / "work", trained(0))
+    job.inputs["benchmark"] = benchmark
+    metrics = MAIN["reward_model"](job)
+    report = json.loads((job.export / "reward_report.json").read_text())
+    for name, found in (
+        ("accuracy", report["accuracy"]["rate"]),
+        ("accuracy_lower", report["accuracy"]["lower"]),
+        ("margin", report["margin"]),
+        ("calibration_error", report["calibration"]["error"]),
+        ("length_correlation", report["length_correlation"]),
+        ("accuracy_half_2", report["halves"][1]),
+    ):
+        assert metrics[f"validation/{name}"] == pytest.approx(found, abs=1e-5)
+    assert {name: rate["n"] for name, rate in report["sources"].items()} == {
+        "books": 4,
+        "web:train": 5,
+    }
+
+    model, tokenizer = load_scores(job.export, "fp32").eval(), load_tokenizer(job.export)
+    right = []
+    for row in map(BenchmarkRow.model_validate, ROWS):
+        scores = {True: [], False: []}
+        for is_chosen, prompt, text in row.answers():
+            dialogue = [*prompt, {"role": "assistant", "content": text}]
+            ids = tokenizer.apply_chat_template(dialogue, return_dict=False)
+            with torch.no_grad():
+                scores[is_chosen].append(float(model(input_ids=torch.tensor([ids]),
+                                                     scores_to_keep=1)[0, -1]))  # fmt: skip
+        right.append(min(scores[True]) > max(scores[False]))
+    assert report["benchmark"]["n"] == 3
+    assert report["benchmark"]["rate"] == pytest.approx(sum(right) / 3)
+    assert metrics["benchmark/accuracy"] == report["benchmark"]["rate"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: found no JSON object"),
+        ('{"prompt": "a", "chosen": "b"}', "line 2: found rejected"),
+        ('{"prompt": "a", "chosen": "b", "rejected": []}', "line 2: found rejected"),
+    ],
+)
+def test_a_line_that_is_no_row_of_a_benchmark(tmp_path, line, message):
+    benchmark = tmp_path / "benchmark.jsonl"
+    benchmark.write_text(json.dumps(ROWS[0]) + "\n" + line)
+    with pytest.raises(DataError, match=f"reward_model.benchmark: .*{message}.*expected prompt"):
+        read_benchmark(benchmark)
+    assert read_benchmark(None) == []
