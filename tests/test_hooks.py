@@ -107,16 +107,28 @@ def test_lengths_are_checked_against_the_model_that_the_split_receives(tmp_path)
         split_with(767)
 
 
-@pytest.mark.parametrize(("nodes", "warnings"), [(["base_model", "split"], 1), (["sft"], 0)])
-def test_a_run_that_converts_a_gguf_file_says_what_is_lost(nodes, warnings, caplog):
+def said_before(nodes, caplog, **changes):
+    """What a run of these nodes says before it starts."""
     conf = str(Path(__file__).parents[1] / "conf")
-    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
-    parameters["base_model"] = {"path": "small.Q4_1.gguf"}
+    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"] | changes
     blocks = {f"params:{name}": MemoryDataset(block) for name, block in parameters.items()}
     catalog = DataCatalog(blocks | {"parameters": MemoryDataset(parameters)})
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
-    PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
-    said = [record.getMessage() for record in caplog.records]
+    with caplog.at_level("INFO"):
+        PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(("nodes", "lines"), [(["evaluate_dpo"], 1), (["dpo", "register"], 0)])
+def test_a_run_says_which_win_rates_its_prompts_can_show(nodes, lines, caplog):
+    """1/2 + (1.9600 + 0.8416) / (2 * 8) = 0.6751"""
+    said = said_before(nodes, caplog, evaluate={"prompts": 64})
+    assert said == ["evaluate: 64 prompts show win rates from 67.5% up (evaluate.prompts)"] * lines
+
+
+@pytest.mark.parametrize(("nodes", "warnings"), [(["base_model", "split"], 1), (["sft"], 0)])
+def test_a_run_that_converts_a_gguf_file_says_what_is_lost(nodes, warnings, caplog):
+    said = said_before(nodes, caplog, base_model={"path": "small.Q4_1.gguf"})
     assert len(said) == warnings
     assert all(
         "quantized weights of small.Q4_1.gguf become float32; the precision they lost is not "

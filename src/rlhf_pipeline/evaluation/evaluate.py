@@ -85,18 +85,14 @@ def main(job: LaunchedJob) -> dict[str, float]:
     if world.rank != 0:
         return {}
     drawn = [answers.pop(name) for name in draws]
-    more: dict[str, Any] = {}
-    if drawn:
-        more["best_of_n"] = best_of_n([answers[BASELINE], *drawn])
-    if perplexities:
-        more["perplexity"] = perplexities
-    answers, more["pairwise_judges"] = judge_pairs(
-        answers, config, job.directory.parents[1] / CACHE
-    )
+    curve = best_of_n([answers[BASELINE], *drawn]) if drawn else None
+    answers, replies = judge_pairs(answers, config, job.directory.parents[1] / CACHE)
+    more = {"best_of_n": curve, "perplexity": perplexities, "pairwise_judges": replies}
     writer = MetricsFile(job.metrics_file, len(answers))
     for step, (name, given) in enumerate(answers.items(), start=1):
         writer.write(step, {f"{name}/{key}": value for key, value in summary(given).items()})
-    evaluation = compare(answers, config, optimized_judges(job, candidate.name, config)) | more
+    evaluation = compare(answers, config, optimized_judges(job, candidate.name, config))
+    evaluation |= {name: value for name, value in more.items() if value}
     trained = Manifest.read(job.inputs["reward_model"]).metrics
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
     write(evaluation, answers, candidate.caveats, job.export)

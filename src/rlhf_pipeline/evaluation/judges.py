@@ -172,14 +172,14 @@ def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
     for index, judge in enumerate(setup.config.judges):
         if isinstance(judge, ModelJudgeConfig):
             place = f"{JUDGE_PREFIX}{index}"
-            folder = judge.folder or Path(
-                snapshot_download(judge.model, revision=job.digests[place])
-            )
+            folder = job.inputs.get(place) or judge.folder
+            if folder is None:
+                folder = Path(snapshot_download(judge.model, revision=job.digests[place]))
             reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
             where = f"evaluate.{place}"
             model = ModelSource.load(reward, folder, where, setup.contract, tokens, setup.world)
             yield ModelJudge(judge.label, model)
-            del model
+            del model  # before the next one is loaded
 
 
 def optimized_judges(job: LaunchedJob, candidate: str, config: EvaluateConfig) -> set[str]:
