@@ -342,8 +342,8 @@ def test_the_present_champion_answers_the_same_prompts(
     )  # fmt: skip
     assert stages.job.spec.name == "evaluate_champion" and stages.job.seed == 7
     assert stages.job.inputs == {
-        "prompts": split / "evaluation", "sft_model": sft.folder, "champion_model": champion,
-        "reward_model": reward_model,
+        "prompts": split / "evaluation", "demonstrations": split / "sft", "sft_model": sft.folder,
+        "champion_model": champion, "reward_model": reward_model,
     }  # fmt: skip
     (refusal,) = registration["verdict"]["refusals"]
     assert refusal.startswith("win rate against the champion by the gold judge: found 0.")
