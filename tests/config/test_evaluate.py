@@ -66,6 +66,7 @@ def test_a_judge_is_a_function_in_one_line_or_as_a_block():
         ([{"reference": "near"}], "Input should be 'exact', 'contains' or 'last_number'"),
         ([{"reference": "exact"}, {"reference": "exact"}], "found two judges called 'exact'"),
         ([{"openai": {"base_url": "ftp://x", "model": "m"}}], "String should match pattern"),
+        ([{"openai": CHAT | {"base_url": "http://a:b@x/v1"}}], "String should match pattern"),
         ([{"openai": CHAT | {"template": "{first}"}}], "expected text with {prompt}, {first}, {se"),
         ([{"openai": CHAT | {"model": "a:b"}}], "found judge 'a:b', expected letters"),
         ([{"callable": "my.py:f", "weight": 2.0}], "found weight 2.0 of judge f, expected none"),

@@ -68,8 +68,8 @@ class ReferenceJudge(Block):
 class ChatConfig(Block):
     """A chat model behind an OpenAI-compatible server, and what it is asked."""
 
-    base_url: str = Field(pattern=r"^https?://")
-    """Address of the server, for example http://localhost:8000/v1."""
+    base_url: str = Field(pattern=r"^https?://[^@?\s]+$")
+    """Address of the server, for example http://localhost:8000/v1, without user and query."""
     model: str
     """Name of the model on that server."""
     api_key_env: str | None = operational(None)
