@@ -13,7 +13,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.training.reward_report import BenchmarkRow, describe, read_benchmark
+from rlhf_pipeline.training.reward_report import describe
 
 ROWS = [
     {"prompt": "what is the colour of snow?", "chosen": "white", "rejected": ["red", "a", "blue"]},
@@ -48,19 +48,6 @@ def test_the_report_by_hand():
 def test_one_pair_has_one_half():
     report = describe(["a"], np.array([[1.0, 0.0]]), np.array([[3, 3]]))
     assert report["halves"] == [1.0, None] and report["length_correlation"] is None
-
-
-@pytest.mark.parametrize(
-    ("row", "answers"),
-    [
-        (ROWS[0], [(True, "white"), (False, "red"), (False, "a"), (False, "blue")]),
-        (ROWS[1], [(True, "white"), (True, "the colour is white"), (False, "red")]),
-    ],
-)
-def test_the_answers_of_a_benchmark(row, answers):
-    found = BenchmarkRow.model_validate(row).answers()
-    assert [(is_chosen, text) for is_chosen, _, text in found] == answers
-    assert {prompt[-1]["role"] for _, prompt, _ in found} == {"user"}
 
 
 @pytest.fixture
@@ -104,15 +91,18 @@ def test_the_report_of_the_exported_model(inputs, world, tmp_path):
 
     model, tokenizer = load_scores(job.export, "fp32").eval(), load_tokenizer(job.export)
     right = []
-    for row in map(BenchmarkRow.model_validate, ROWS):
-        scores = {True: [], False: []}
-        for is_chosen, prompt, text in row.answers():
+    for row in ROWS:
+        prompt, chosen = row["prompt"], row["chosen"]
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        scores = []
+        for text in [*([chosen] if isinstance(chosen, str) else chosen), *row["rejected"]]:
             dialogue = [*prompt, {"role": "assistant", "content": text}]
             ids = tokenizer.apply_chat_template(dialogue, return_dict=False)
             with torch.no_grad():
-                scores[is_chosen].append(float(model(input_ids=torch.tensor([ids]),
-                                                     scores_to_keep=1)[0, -1]))  # fmt: skip
-        right.append(min(scores[True]) > max(scores[False]))
+                found = model(input_ids=torch.tensor([ids]), scores_to_keep=1)
+            scores.append(float(found[0, -1]))
+        rejected = len(row["rejected"])
+        right.append(min(scores[:-rejected]) > max(scores[-rejected:]))
     assert report["benchmark"]["n"] == 3
     assert report["benchmark"]["rate"] == pytest.approx(sum(right) / 3)
     assert metrics["benchmark/accuracy"] == report["benchmark"]["rate"]
@@ -124,11 +114,20 @@ def test_the_report_of_the_exported_model(inputs, world, tmp_path):
         ("{", "line 2: found no JSON object"),
         ('{"prompt": "a", "chosen": "b"}', "line 2: found rejected"),
         ('{"prompt": "a", "chosen": "b", "rejected": []}', "line 2: found rejected"),
+        (
+            json.dumps({"prompt": "xyz " * 90, "chosen": "b", "rejected": ["c"]}),
+            r"line 2: found \d{3} tokens, expected at most the model's 128 positions",
+        ),
     ],
 )
-def test_a_line_that_is_no_row_of_a_benchmark(tmp_path, line, message):
+def test_an_invalid_benchmark_is_refused_before_the_training(inputs, tmp_path, line, message):
     benchmark = tmp_path / "benchmark.jsonl"
     benchmark.write_text(json.dumps(ROWS[0]) + "\n" + line)
-    with pytest.raises(DataError, match=f"reward_model.benchmark: .*{message}.*expected prompt"):
-        read_benchmark(benchmark)
-    assert read_benchmark(None) == []
+    job = tiny_job("reward_model", inputs, tmp_path / "work", trained(0))
+    job.inputs["benchmark"] = benchmark
+    with pytest.raises(DataError, match=f"reward_model.benchmark: .*{message}"):
+        MAIN["reward_model"](job)
+    assert not (tmp_path / "work" / "metrics.jsonl").exists()
+    benchmark.write_text("")
+    with pytest.raises(DataError, match="found no line, expected at least 1"):
+        MAIN["reward_model"](job)

@@ -102,10 +102,10 @@ def _judged(
         )
     scores: dict[tuple[str, int], float] = {}
     for pair, orders in questions.items():
-        ours, theirs = (_verdict(replies[question]) for question in orders)
-        if ours is not None and theirs is not None:
-            counts["inconsistent"] += ours != -theirs
-            scores[pair] = ours if ours == -theirs else 0.0
+        straight, swapped = (_verdict(replies[question]) for question in orders)
+        if straight is not None and swapped is not None:
+            counts["inconsistent"] += straight != -swapped
+            scores[pair] = straight if straight == -swapped else 0.0
     judged = {
         policy: [
             replace(a, scores=a.scores | {judge.label: scores.get((policy, a.row), 0.0)})
@@ -128,7 +128,8 @@ def _ask(
 
     def reply(question: str) -> tuple[dict[str, Any], bool]:
         messages = [{"role": "user", "content": question}]
-        request = {"model": config.model, "messages": messages, "extra_body": config.request}
+        request: dict[str, Any] = {"model": config.model, "messages": messages}
+        request["extra_body"] = config.request
         text = json.dumps([config.base_url, request], sort_keys=True)
         path = cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         if path.is_file():

@@ -63,9 +63,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     The metrics have the 95% interval of the held-out accuracy; `reward_report.json` has more.
     """
     config = job.block("reward_model", RewardModelConfig)
-    benchmark = read_benchmark(job.inputs.get(BENCHMARK))
     stages = {name: path for name, path in job.inputs.items() if name != BENCHMARK}
     task = RewardModelTask(common_contract(stages))
+    benchmark = read_benchmark(job, task.contract)  # before the training: it may be invalid
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
     pairs = load_rows(job.inputs["comparisons"] / "validation.arrow", world).num_rows

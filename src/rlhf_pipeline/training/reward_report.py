@@ -3,15 +3,16 @@
 import gc
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, RewardModelConfig
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.template import render_prompts, render_responses
@@ -44,40 +45,76 @@ BLOCK = 1024
 """Rows of a rank that are in memory together."""
 
 
+def _as_messages(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _as_list(chosen: Any) -> Any:
+    return [chosen] if isinstance(chosen, str) else chosen
+
+
 class BenchmarkRow(BaseModel):
     """A line of a benchmark."""
 
-    prompt: str | Conversation
-    chosen: str | list[str] = Field(min_length=1)
+    prompt: Annotated[Conversation, BeforeValidator(_as_messages)] = Field(min_length=1)
+    chosen: Annotated[list[str], BeforeValidator(_as_list)] = Field(min_length=1)
     rejected: list[str] = Field(min_length=1)
 
-    def answers(self) -> list[tuple[bool, Conversation, str]]:
-        """All answers: whether it is a chosen one, the prompt, and the answer."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        chosen = [self.chosen] if isinstance(self.chosen, str) else self.chosen
-        return [(True, prompt, a) for a in chosen] + [(False, prompt, a) for a in self.rejected]
+
+@dataclass(frozen=True)
+class Benchmark:
+    """All answers of `reward_model.benchmark`, as tokens."""
+
+    lines: list[int]
+    """The line of each answer, from 1."""
+    chosen: list[bool]
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
 
 
-def read_benchmark(path: Path | None) -> list[BenchmarkRow]:
-    """The rows of `reward_model.benchmark`; none without a file.
+def read_benchmark(job: LaunchedJob, contract: TokenContract) -> Benchmark | None:
+    """Read and tokenize the benchmark; None if it is not set.
 
-    Raises DataError if a line is not a `BenchmarkRow`.
+    Raises DataError if a line is not a `BenchmarkRow`, or is too long for the model.
     """
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines() if path is not None else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(BenchmarkRow.model_validate_json(line))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            place = str(fault["loc"][0]) if fault["loc"] else "no JSON object"
+    if BENCHMARK not in job.inputs:
+        return None
+    place, model = f"reward_model.benchmark: {job.inputs[BENCHMARK]}", job.inputs["sft_model"]
+    lines: list[int] = []
+    chosen: list[bool] = []
+    prompts: list[Conversation] = []
+    texts: list[str] = []
+    with job.inputs[BENCHMARK].open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = BenchmarkRow.model_validate_json(line)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                found = str(fault["loc"][0]) if fault["loc"] else "no JSON object"
+                raise DataError(
+                    f"{place}, line {number}: found {found} ({fault['msg']}), expected prompt, "
+                    "chosen and a list rejected"
+                ) from None
+            answers = [*row.chosen, *row.rejected]
+            lines += [number] * len(answers)
+            chosen += [True] * len(row.chosen) + [False] * len(row.rejected)
+            prompts += [row.prompt] * len(answers)
+            texts += answers
+    if not lines:
+        raise DataError(f"{place}: found no line, expected at least 1")
+    tokenizer = load_tokenizer(model, trust_remote_code=job.trust_remote_code)
+    names = [f"{place}, line {number}" for number in lines]
+    before = render_prompts(tokenizer, names, prompts)
+    after = render_responses(tokenizer, contract, names, prompts, before, texts)
+    ids = encode(before, tokenizer), encode(after, tokenizer)
+    limit = positions_in(model)
+    for name, prompt_ids, response_ids in zip(names, *ids, strict=True):
+        if limit is not None and len(prompt_ids) + len(response_ids) > limit:
             raise DataError(
-                f"reward_model.benchmark: {path}, line {number}: found {place} ({fault['msg']}), "
-                "expected prompt, chosen and a list rejected"
-            ) from None
-    return rows
+                f"{name}: found {len(prompt_ids) + len(response_ids)} tokens, expected at most the "
+                f"model's {limit} positions. Fix: remove the line"
+            )
+    return Benchmark(lines, chosen, *ids)
 
 
 def write_report(
@@ -85,7 +122,7 @@ def write_report(
     config: RewardModelConfig,
     contract: TokenContract,
     world: World,
-    benchmark: list[BenchmarkRow],
+    benchmark: Benchmark | None,
 ) -> dict[str, float]:
     """Write `reward_report.json` into the export, and return its main numbers as metrics.
 
@@ -108,9 +145,8 @@ def write_report(
         "validation/accuracy_half_1": report["halves"][0],
         "validation/accuracy_half_2": report["halves"][1],
     }
-    if benchmark:
-        tokenizer = load_tokenizer(job.export, trust_remote_code=job.trust_remote_code)
-        report["benchmark"] = found = best_of_all(benchmark, tokenizer, contract, score, world)
+    if benchmark is not None:
+        report["benchmark"] = found = best_of_all(benchmark, contract, score, world)
         ends = {"": "rate", "_lower": "lower", "_upper": "upper"}
         metrics |= {f"benchmark/accuracy{suffix}": found[key] for suffix, key in ends.items()}
     if world.rank == 0:
@@ -166,11 +202,7 @@ def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> 
 
 
 def best_of_all(
-    rows: list[BenchmarkRow],
-    tokenizer: PreTrainedTokenizerBase,
-    contract: TokenContract,
-    score: Score,
-    world: World,
+    benchmark: Benchmark, contract: TokenContract, score: Score, world: World
 ) -> dict[str, float]:
     """How often all chosen answers have higher scores than all rejected ones.
 
@@ -178,21 +210,18 @@ def best_of_all(
     https://arxiv.org/abs/2506.01937), where equal scores are wrong. With several chosen answers it
     is the accuracy in its subset Ties, without the part for the margins.
     """
-    flat = [(number, *answer) for number, row in enumerate(rows) for answer in row.answers()]
 
-    def work(places: np.ndarray) -> list[float]:
-        numbers, _, prompts, texts = zip(*(flat[place] for place in places), strict=True)
-        names = [f"reward_model.benchmark:{number + 1}" for number in numbers]
-        before = render_prompts(tokenizer, names, prompts)
-        answers = render_responses(tokenizer, contract, names, prompts, before, texts)
-        batch = collate(encode(before, tokenizer), encode(answers, tokenizer), contract.pad_id)
-        return [float(one) for one in score(batch)]
+    def work(rows: np.ndarray) -> list[float]:
+        prompts, answers = (
+            [ids[row] for row in rows] for ids in (benchmark.prompt_ids, benchmark.response_ids)
+        )
+        return [float(one) for one in score(collate(prompts, answers, contract.pad_id))]
 
-    scores = on_all_ranks(len(flat), work, world)
-    by_row: list[dict[bool, list[float]]] = [{True: [], False: []} for _ in rows]
-    for (number, is_chosen, *_), one in zip(flat, scores, strict=True):
-        by_row[number][is_chosen].append(one)
-    return _rate(np.array([float(min(row[True]) > max(row[False])) for row in by_row]))
+    scores = on_all_ranks(len(benchmark.lines), work, world)
+    by_line: dict[int, dict[bool, list[float]]] = {}
+    for line, chosen, one in zip(benchmark.lines, benchmark.chosen, scores, strict=True):
+        by_line.setdefault(line, {True: [], False: []})[chosen].append(one)
+    return _rate(np.array([float(min(row[True]) > max(row[False])) for row in by_line.values()]))
 
 
 def _rate(right: np.ndarray) -> dict[str, float]:
