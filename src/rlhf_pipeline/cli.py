@@ -178,6 +178,108 @@ def ui(metadata: ProjectMetadata, port: int) -> None:
     serve(metadata.project_path, port, Console())
 
 
+@rlhf.command(cls=Command)
+@click.argument("names", nargs=-1, required=True, metavar="[POLICY] DESTINATION")
+@click.option(
+    "--dtype",
+    "precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Of the weights. Default: as they were saved.",
+)
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file of weights.")
+@click.option(
+    "--adapter",
+    "base",
+    metavar="BASE",
+    help="Write the LoRA adapter alone; BASE is where its readers find its base model.",
+)
+@click.option(
+    "--license",
+    "license_name",
+    default="unknown",
+    show_default=True,
+    help="The licence that you give, for the model card.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
+@_ENV
+@_PARAMS
+@click.pass_obj
+def export(
+    metadata: ProjectMetadata,
+    names: tuple[str, ...],
+    env: str | None,
+    params: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Write POLICY with a model card to DESTINATION, for transformers alone.
+
+    DESTINATION is a folder or any fsspec URL (s3://...). The last file, SHA256SUMS, has the digest
+    of every other file.
+    """
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.export import export as write
+
+    if len(names) > 2:
+        raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
+    policy, destination = ("champion", *names)[-2:]
+    with _catalog(metadata, env, params) as catalog:
+        project = Path(metadata.project_path)
+        write(policy, destination, catalog, Console(), project, **options)
+
+
+@rlhf.command(cls=Command)
+@click.argument("policy", default="champion")
+@click.option("--port", default=8000, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0 is every network.")
+@click.option("--batch-size", default=32, show_default=True, help="Answers at a time, at most.")
+@click.option("--max-tokens", default=1024, show_default=True, help="Of an answer, at most.")
+@_ENV
+@_PARAMS
+@click.pass_obj
+def serve(
+    metadata: ProjectMetadata, policy: str, env: str | None, params: dict[str, Any], **options: Any
+) -> None:
+    """Serve POLICY to OpenAI's clients until Ctrl-C, on this machine alone."""
+    from rlhf_pipeline.commands.artifacts import policy_of
+    from rlhf_pipeline.commands.serve import serve as start
+
+    with _catalog(metadata, env, params) as catalog:
+        folder = policy_of(policy, catalog, Path(metadata.project_path))
+    start(folder, policy, **options)
+
+
+@rlhf.command(cls=Command)
+@click.argument("policy", default="champion")
+@click.option("--compare", metavar="POLICY", help="A second policy, for every question.")
+@click.option("--max-tokens", default=512, show_default=True, help="Of an answer, at most.")
+@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0, 2))
+@click.option("--seed", type=int, help="Repeats an answer.")
+@_ENV
+@_PARAMS
+@click.pass_obj
+def chat(
+    metadata: ProjectMetadata,
+    policy: str,
+    compare: str | None,
+    env: str | None,
+    params: dict[str, Any],
+    **settings: Any,
+) -> None:
+    """Talk to POLICY in the terminal."""
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.artifacts import policy_of
+    from rlhf_pipeline.commands.chat import chat as talk
+
+    with _catalog(metadata, env, params) as catalog:
+
+        def find(name: str) -> Path:
+            return policy_of(name, catalog, Path(metadata.project_path))
+
+        talk([policy, *([compare] if compare else [])], find, Console(highlight=False), **settings)
+
+
 @contextmanager
 def _catalog(
     metadata: ProjectMetadata, env: str | None, params: dict[str, Any]

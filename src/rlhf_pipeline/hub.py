@@ -1,7 +1,13 @@
-"""Commits on the Hugging Face hub: recipes contain a commit, not a branch or tag that may move."""
+"""Commits on the Hugging Face hub: recipes contain a commit, not a branch or tag that may move.
+
+And licences, as the authors of a repository state them.
+"""
 
 import re
 from typing import Literal
+
+UNKNOWN = "unknown"
+"""The licence of what states none."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -29,3 +35,14 @@ def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str 
             f"the hub did not return the commit of {repository!r} "
             f"at {revision or 'its default branch'}: {error}"
         ) from error
+
+
+def license_of(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> str:
+    """The licence that a repository states; "unknown" if it states none or cannot be reached."""
+    from huggingface_hub import HfApi
+
+    ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
+    try:
+        return getattr(ask(repository, revision=revision).card_data, "license", None) or UNKNOWN
+    except Exception:  # see `commit_of`
+        return UNKNOWN

@@ -26,6 +26,18 @@ def folder_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
     return registered_folder(policy, model, project, downloads)
 
 
+def policy_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
+    """`folder_of` something that can answer; raises ArtifactError for other artifacts."""
+    folder = folder_of(policy, catalog, project)
+    config = folder / "config.json"
+    if not config.is_file() or "ForSequenceClassification" in config.read_text(encoding="utf-8"):
+        raise ArtifactError(
+            f"{folder}: found an artifact of stage {Manifest.read(folder).stage}, expected a "
+            "language model. Fix: name the model of stage sft, ppo or dpo"
+        )
+    return folder
+
+
 def artifact_datasets(catalog: CatalogProtocol) -> dict[str, ArtifactDataset]:
     """The data sets of all pipelines that publish artifacts, by name."""
     names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}

@@ -9,7 +9,7 @@ import pyarrow as pa
 from rlhf_pipeline.data.record_files import example_batch
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
+from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer, control_tokens
 
 
 class ControlTokenFilter:
@@ -57,14 +57,3 @@ class ControlTokenFilter:
         )
         counts.check_bad_fraction(self._max_bad_fraction, self._labels[source])
         return False
-
-
-def control_tokens(tokenizer: Tokenizer, contract: TokenContract) -> frozenset[str]:
-    """The texts that the tokenizer reads as control tokens.
-
-    The token for unknown words does not count, unless it is also BOS, padding, or an EOS.
-    """
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    ends = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
-    roles = {tokenizer.bos_token, tokenizer.pad_token, *ends}
-    return frozenset(special - ({tokenizer.unk_token} - roles))

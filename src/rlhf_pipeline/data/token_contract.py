@@ -124,6 +124,17 @@ def end_tokens(tokenizer: Tokenizer, model_eos: int | Sequence[int] | None) -> t
     return (tokenizer.eos_token_id, *sorted(ids - {tokenizer.eos_token_id}))
 
 
+def control_tokens(tokenizer: Tokenizer, contract: TokenContract) -> frozenset[str]:
+    """The texts that the tokenizer reads as control tokens.
+
+    The token for unknown words does not count, unless it is also BOS, padding, or an EOS.
+    """
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    ends = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
+    roles = {tokenizer.bos_token, tokenizer.pad_token, *ends}
+    return frozenset(special - ({tokenizer.unk_token} - roles))
+
+
 def common_contract(models: dict[str, Path]) -> TokenContract:
     """The contract that all models share. Messages contain the names of the models.
 

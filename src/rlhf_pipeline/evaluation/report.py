@@ -111,10 +111,10 @@ def _answers_table(samples: list[dict[str, Any]], candidate: str) -> Iterator[st
     yield "|---:|:---|:---|:---|"
     for number, sample in enumerate(samples, start=1):
         answers = [
-            f"{_cell(sample[policy])}<br>({_scores(sample, policy)})"
+            f"{cell(sample[policy])}<br>({_scores(sample, policy)})"
             for policy in (BASELINE, candidate)
         ]
-        yield f"| {number} | {_cell(sample['prompt'])} | {' | '.join(answers)} |"
+        yield f"| {number} | {cell(sample['prompt'])} | {' | '.join(answers)} |"
 
 
 def print_summary(evaluation: dict[str, Any], caveats: Mapping[str, str], console: Console) -> None:
@@ -168,14 +168,14 @@ def _bar(rate: dict[str, float], candidate: str) -> Text:
 
 def _markdown_table(evaluation: dict[str, Any], first: str, other: str) -> list[str]:
     lines = [f"| | {_title(first)} | {_title(other)} | difference |", "|:---|---:|---:|---:|"]
-    return lines + [f"| {' | '.join(row)} |" for row in _rows(evaluation, first, other)]
+    return lines + [f"| {' | '.join(row)} |" for row in rows(evaluation, first, other)]
 
 
 def _title(policy: str) -> str:
     return policy.upper().replace("_", " ")
 
 
-def _rows(evaluation: dict[str, Any], first: str, other: str) -> list[tuple[str, str, str, str]]:
+def rows(evaluation: dict[str, Any], first: str, other: str) -> list[tuple[str, str, str, str]]:
     """(label, first, other, difference) of every metric of either policy; unknown metrics last."""
     ours, theirs = evaluation["policies"][first], evaluation["policies"][other]
     present = {name: None for name in (*ours, *theirs) if not name.endswith(("_lower", "_upper"))}
@@ -183,15 +183,15 @@ def _rows(evaluation: dict[str, Any], first: str, other: str) -> list[tuple[str,
         score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", "z.2f")
         for judge in evaluation["win_rates"]
     } | METRICS
-    rows = []
+    found = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:
         label, form = known.get(name, (name, ".4g"))
         both = name in ours and name in theirs
         difference = f"{theirs[name] - ours[name]:+{form}}" if both else ABSENT
-        rows.append(
+        found.append(
             (label, metric_value(ours, name, form), metric_value(theirs, name, form), difference)
         )
-    return rows
+    return found
 
 
 def metric_value(metrics: Mapping[str, float], name: str, form: str) -> str:
@@ -223,7 +223,7 @@ def _scores(sample: dict[str, Any], policy: str) -> str:
     return ", ".join(f"{judge} {score:z.2f}" for judge, score in scores.items())
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text as one Markdown table cell that shows it literally."""
     literal = re.sub(r"([\\`*_\[\]|~$])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;"))
     return "<br>".join(literal.splitlines())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -49,21 +50,40 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
 
     Raises ArtifactError if the model has none of that name, and StageError if the store fails.
     """
+    with _store(project, f"version {name} of {model}") as client:
+        version = find_version(client, model, name)
+        if version is not None:
+            return local_folder(client, version, downloads)
+    raise ArtifactError(
+        f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "
+        "Fix: `kedro rlhf ui` lists the versions"
+    )
+
+
+def registration(digest: str, model: str, project: Path) -> tuple[str, dict[str, str]] | None:
+    """The newest version of a registered model with this content, and its tags.
+
+    Raises StageError if the store fails.
+    """
+    with _store(project, f"the versions of {model}") as client:
+        found = client.search_model_versions(
+            f"name = '{model}' and tags.`{DIGEST_TAG}` = '{digest}'"
+        )
+        newest = max(found, key=lambda version: int(version.version), default=None)
+        return None if newest is None else (str(newest.version), dict(newest.tags))
+
+
+@contextmanager
+def _store(project: Path, what: str) -> Iterator[MlflowClient]:
+    """A client. Raises StageError if the store does not return `what`."""
     from mlflow.exceptions import MlflowException
 
     uri = tracking_uri(project)
     try:
         with request_limits(uploads=True):
-            client = connect(uri, project)
-            version = find_version(client, model, name)
-            if version is not None:
-                return local_folder(client, version, downloads)
+            yield connect(uri, project)
     except MlflowException as error:
         raise StageError(
-            f"MLflow at {without_secrets(uri)} does not return version {name} of {model}: "
+            f"MLflow at {without_secrets(uri)} does not return {what}: "
             f"{without_secrets(str(error))}. Fix: repeat the command when the store answers"
         ) from None
-    raise ArtifactError(
-        f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "
-        "Fix: `kedro rlhf ui` lists the versions"
-    )

@@ -106,7 +106,7 @@ def read_benchmark(job: LaunchedJob, contract: TokenContract) -> Benchmark | Non
     names = [f"{place}, line {number}" for number in lines]
     before = render_prompts(tokenizer, names, prompts)
     after = render_responses(tokenizer, contract, names, prompts, before, texts)
-    ids = encode(before, tokenizer), encode(after, tokenizer)
+    ids = encode(before, tokenizer), encode([text or "" for text in after], tokenizer)
     limit = positions_in(model)
     for name, prompt_ids, response_ids in zip(names, *ids, strict=True):
         if limit is not None and len(prompt_ids) + len(response_ids) > limit:

@@ -1,0 +1,156 @@
+"""`kedro rlhf export`: a policy as a folder that needs nothing of this project."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from kedro.io import CatalogProtocol
+from rich.console import Console
+from rich.filesize import decimal
+
+from rlhf_pipeline.commands.artifacts import all_artifacts, policy_of
+from rlhf_pipeline.commands.compare import find
+from rlhf_pipeline.commands.model_card import model_card
+from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.errors import ConfigError, PipelineError, StageError, without_secrets
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.manifest import content_digest, verify
+from rlhf_pipeline.tracking.versions import registration
+
+SUMS = "SHA256SUMS"
+"""The last file of an export, in the format of `sha256sum`: an export without it is incomplete."""
+
+
+def export(
+    policy: str,
+    destination: str,
+    catalog: CatalogProtocol,
+    console: Console,
+    project: Path,
+    *,
+    overwrite: bool,
+    license_name: str,
+    **settings: Any,
+) -> None:
+    """Write a policy with its model card to a folder or fsspec URL, and verify every byte there.
+
+    Raises ArtifactError if the policy was changed, ConfigError if the destination contains other
+    files, and StageError if the weights cannot be written or the store fails.
+    """
+    folder = policy_of(policy, catalog, project)
+    verify(folder)
+    workspace = Path(catalog.load("workspace"))
+    with _explained(destination):
+        store, root = _open(destination)
+        former = _former(store, root, destination, overwrite=overwrite)
+    workspace.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=workspace, prefix=".export-") as temporary:
+        _convert(settings | {"source": str(folder.resolve()), "target": temporary})
+        model = RegisterConfig.model_validate(catalog.load("params:register")).model
+        registered = registration(content_digest(folder), model, project)
+        found = find(policy, all_artifacts(catalog, workspace), catalog, project)
+        card = model_card(found, content_digest(folder), model, registered, license_name, settings)
+        (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
+        with _explained(destination):
+            for name in former:
+                store.rm_file(f"{root}/{name}")
+            size = publish(Path(temporary), store, root)
+    console.print(
+        f"{policy} is exported to {without_secrets(destination)}: {decimal(size)}, every byte "
+        f"verified by {SUMS}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def publish(source: Path, store: fsspec.AbstractFileSystem, root: str) -> int:
+    """Upload all files, read each one back, then upload their digests; return their bytes.
+
+    Raises StageError if a file has other bytes in the store.
+    """
+    digests = {
+        path.relative_to(source).as_posix(): file_digest(path)
+        for path in sorted(source.rglob("*"))
+        if path.is_file()
+    }
+    for name, digest in digests.items():
+        store.put_file(str(source / name), f"{root}/{name}")
+        with store.open(f"{root}/{name}", "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != digest:
+            raise StageError(
+                f"{name}: found SHA-256 {found[:12]} after the upload, expected {digest[:12]}. "
+                "Fix: delete the destination and repeat the export"
+            )
+    sums = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+    store.pipe_file(f"{root}/{SUMS}", sums.encode())
+    return sum((source / name).stat().st_size for name in digests)
+
+
+def _convert(settings: dict[str, Any]) -> None:
+    """Write the weights and the tokenizer in a process of their own, because it needs torch."""
+    program = [sys.executable, "-m", "rlhf_pipeline.inference.export", json.dumps(settings)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+        raise StageError(f"the policy was not exported: {reason}")
+
+
+def _open(destination: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The store of a path or URL, and the path in it. Nothing in a path has a special meaning."""
+    if "://" not in destination:
+        path = Path(destination).expanduser().absolute()
+        return LocalFileSystem(auto_mkdir=True), str(path)
+    store, root = fsspec.url_to_fs(destination)
+    store.invalidate_cache()
+    return store, root.rstrip("/")
+
+
+def _former(
+    store: fsspec.AbstractFileSystem, root: str, destination: str, *, overwrite: bool
+) -> list[str]:
+    """The files of an earlier export, its list of digests first.
+
+    Raises ConfigError if there are files that may not be replaced.
+    """
+    present = sorted(path.removeprefix(root).lstrip("/") for path in store.find(root))
+    if present and not overwrite:
+        raise ConfigError(
+            f"{without_secrets(destination)}: found {len(present)} files, expected none. Fix: "
+            "choose another destination, or add --overwrite to replace an earlier export"
+        )
+    listed = {SUMS}
+    if SUMS in present:
+        lines = store.cat_file(f"{root}/{SUMS}").decode().splitlines()
+        listed |= {line.partition("  ")[2] for line in lines}
+    foreign = [name for name in present if name not in listed or SUMS not in present]
+    if foreign:
+        raise ConfigError(
+            f"{without_secrets(destination)}: found {foreign[0] or 'a file'!r}, which no finished "
+            "export lists. Fix: remove it, or choose another destination"
+        )
+    return sorted(present, key=lambda name: name != SUMS)
+
+
+@contextmanager
+def _explained(destination: str) -> Iterator[None]:
+    """Turn any error of a store into a StageError; stores raise exceptions of all types."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        shown = without_secrets(destination)
+        details = f": {error}" if shown == destination else ""  # it may repeat a secret of the URL
+        raise StageError(
+            f"{shown}: found {type(error).__name__}{details}. Fix: check path, permissions, "
+            "credentials and network; remove an export without SHA256SUMS, and repeat the command"
+        ) from None

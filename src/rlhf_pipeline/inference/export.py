@@ -1,0 +1,78 @@
+"""Program: write a policy as a folder that needs nothing of this project.
+
+`python -m rlhf_pipeline.inference.export SETTINGS`, with the fields of `Settings` as JSON.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.inference.policy import TRUST, explained
+from rlhf_pipeline.models.loading import DTYPES, load_policy, load_tokenizer, saved_precision
+
+ADAPTER = "adapter"
+"""Folder of a policy with its LoRA adapter, see `rlhf_pipeline.training.best_models`."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `kedro rlhf export` passes to this program."""
+
+    source: str
+    target: str
+    precision: Precision | None
+    """None: as it was saved."""
+    max_shard_size: str
+    """Of a file of weights, such as 5GB."""
+    base: str | None
+    """Write the adapter alone, for this base model. None: write the whole model."""
+
+
+def main(settings: Settings) -> None:
+    """Write weights, configuration, tokenizer and chat template.
+
+    Raises ArtifactError if the policy has no adapter but one was asked for, or a weight is too
+    large for the precision.
+    """
+    source, target = Path(settings.source), Path(settings.target)
+    trust = os.environ.get(TRUST) == "true"
+    load_tokenizer(source, trust_remote_code=trust).save_pretrained(target)
+    if settings.base is not None:
+        write_adapter(source / ADAPTER, target, settings.base, settings.precision)
+        return
+    precision = settings.precision or saved_precision(source)
+    model = load_policy(source, precision, trust_remote_code=trust)
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ArtifactError(
+                f"{name}: found weights beyond the range of {precision}. Fix: --dtype=bf16"
+            )
+    model.save_pretrained(target, max_shard_size=settings.max_shard_size)
+
+
+def write_adapter(source: Path, target: Path, base: str, precision: Precision | None) -> None:
+    """Write a LoRA adapter in peft's format; `base` is where its readers find its base model."""
+    config, weights = (source / name for name in ADAPTER_FILES)
+    if not weights.is_file():
+        raise ArtifactError(
+            f"{source}: found no {weights.name}, expected the adapter of a policy that LoRA "
+            "trained without train_rest. Fix: leave out --adapter"
+        )
+    fields = json.loads(config.read_text()) | {"base_model_name_or_path": base}
+    (target / config.name).write_text(json.dumps(fields, indent=2))
+    stored = load_file(weights)
+    if precision is not None:
+        stored = {name: weight.to(DTYPES[precision]) for name, weight in stored.items()}
+    save_file(stored, target / weights.name, metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    with explained():
+        main(Settings(**json.loads(sys.argv[1])))
