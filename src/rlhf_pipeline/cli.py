@@ -225,7 +225,7 @@ def export(
     policy, destination = ("champion", *names)[-2:]
     with _catalog(metadata, env, params) as catalog:
         project = Path(metadata.project_path)
-        write(policy, destination, catalog, Console(), project, **options)
+        write(policy, destination, catalog, Console(highlight=False), project, **options)
 
 
 @rlhf.command(cls=Command)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.inference.policy import Answer, Policy, write
@@ -37,7 +38,7 @@ class ServedPolicy(Policy):
                 self.chat_prompt([{"role": "user", "content": prompt}]),
                 max_tokens=int(params.get("max_new_tokens", MAX_NEW_TOKENS)),
                 temperature=float(params.get("temperature", 0.0)),
-                seed=int(params.get("seed", 0)),
+                random=Random(int(params.get("seed", 0))),
                 opening=self.opening,
             )
             for prompt in model_input["prompt"]

@@ -30,7 +30,7 @@ SUMS = "SHA256SUMS"
 
 
 def export(
-    policy: str,
+    name: str,
     destination: str,
     catalog: CatalogProtocol,
     console: Console,
@@ -45,30 +45,26 @@ def export(
     Raises ArtifactError if the policy was changed, ConfigError if the destination contains other
     files, and StageError if the weights cannot be written or the store fails.
     """
-    folder = policy_of(policy, catalog, project)
+    folder, workspace = policy_of(name, catalog, project), Path(catalog.load("workspace"))
     verify(folder)
-    workspace = Path(catalog.load("workspace"))
     with _explained(destination):
         store, root = _open(destination)
         former = _former(store, root, destination, overwrite=overwrite)
     workspace.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=workspace, prefix=".export-") as temporary:
-        _convert(settings | {"source": str(folder.resolve()), "target": temporary})
+        _convert(folder, temporary, settings)
+        policy = find(name, all_artifacts(catalog, workspace), catalog, project)
         model = RegisterConfig.model_validate(catalog.load("params:register")).model
-        registered = registration(content_digest(folder), model, project)
-        found = find(policy, all_artifacts(catalog, workspace), catalog, project)
-        card = model_card(found, content_digest(folder), model, registered, license_name, settings)
+        digest = content_digest(folder)
+        version = registration(digest, model, project)
+        card = model_card(policy, digest, model, version, license_name, settings["base"])
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
         with _explained(destination):
-            for name in former:
-                store.rm_file(f"{root}/{name}")
+            for file in former:
+                store.rm_file(f"{root}/{file}")
             size = publish(Path(temporary), store, root)
-    console.print(
-        f"{policy} is exported to {without_secrets(destination)}: {decimal(size)}, every byte "
-        f"verified by {SUMS}",
-        markup=False,
-        soft_wrap=True,
-    )
+    where = without_secrets(destination)
+    console.out(f"{name} is in {where}: {decimal(size)}, verified; {SUMS} has every digest")
 
 
 def publish(source: Path, store: fsspec.AbstractFileSystem, root: str) -> int:
@@ -95,10 +91,11 @@ def publish(source: Path, store: fsspec.AbstractFileSystem, root: str) -> int:
     return sum((source / name).stat().st_size for name in digests)
 
 
-def _convert(settings: dict[str, Any]) -> None:
-    """Write the weights and the tokenizer in a process of their own, because it needs torch."""
-    program = [sys.executable, "-m", "rlhf_pipeline.inference.export", json.dumps(settings)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
+def _convert(source: Path, target: str, settings: dict[str, Any]) -> None:
+    """Write weights and tokenizer in a process of its own, because that needs torch."""
+    program = "rlhf_pipeline.inference.export"
+    command = [sys.executable, "-m", program, str(source.resolve()), target, json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
         raise StageError(f"the policy was not exported: {reason}")
@@ -121,21 +118,19 @@ def _former(
 
     Raises ConfigError if there are files that may not be replaced.
     """
-    present = sorted(path.removeprefix(root).lstrip("/") for path in store.find(root))
+    present = {path.removeprefix(root).lstrip("/") for path in store.find(root)}
+    shown = without_secrets(destination)
     if present and not overwrite:
         raise ConfigError(
-            f"{without_secrets(destination)}: found {len(present)} files, expected none. Fix: "
-            "choose another destination, or add --overwrite to replace an earlier export"
+            f"{shown}: found {len(present)} files, expected none. Fix: choose another destination, "
+            "or add --overwrite to replace an earlier export"
         )
-    listed = {SUMS}
-    if SUMS in present:
-        lines = store.cat_file(f"{root}/{SUMS}").decode().splitlines()
-        listed |= {line.partition("  ")[2] for line in lines}
-    foreign = [name for name in present if name not in listed or SUMS not in present]
-    if foreign:
+    sums = store.cat_file(f"{root}/{SUMS}").decode() if SUMS in present else ""
+    listed = {SUMS} | {line.partition("  ")[2] for line in sums.splitlines()}
+    if foreign := sorted(present - listed):
         raise ConfigError(
-            f"{without_secrets(destination)}: found {foreign[0] or 'a file'!r}, which no finished "
-            "export lists. Fix: remove it, or choose another destination"
+            f"{shown}: found {foreign[0] or 'a file'!r}, which no finished export lists. Fix: "
+            "remove it, or choose another destination"
         )
     return sorted(present, key=lambda name: name != SUMS)
 

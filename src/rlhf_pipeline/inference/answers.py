@@ -1,7 +1,7 @@
 """Program: answer the dialogues that `kedro rlhf chat` writes to it, one JSON object a line.
 
 `python -m rlhf_pipeline.inference.answers FOLDER` loads a policy and writes {}. A request has the
-messages and the settings of `Answer`. The answer is one object for each new text, and the last one
+arguments of `replies`. The answer is one object for each new text, and the last one
 has a finish or an error. INT ends an answer, the end of the input ends the program.
 """
 
@@ -10,28 +10,28 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.inference.policy import Answer, Policy, explained, write
 
 
-def replies(policy: Policy, messages: list[dict[str, str]], **settings: Any) -> Iterator[Any]:
+def replies(
+    policy: Policy, messages: list[dict[str, str]], max_tokens: int, seed: int, temperature: float
+) -> Iterator[dict[str, Any]]:
     """The objects that answer one request."""
     try:
         prompt = policy.chat_prompt(messages)
     except PipelineError as error:
         yield {"error": str(error)}
         return
-    room = policy.room(prompt)
-    if room is not None and room < 1:
-        yield {
-            "error": f"found a conversation of {len(prompt)} tokens, expected fewer than the "
-            f"{policy.positions} that the model can read. Fix: /reset"
-        }
+    room = policy.room(prompt, max_tokens)
+    if room < 1:
+        yield {"error": f"found a conversation of {len(prompt)} tokens, expected fewer than the "
+                        f"{policy.positions} that the model can read. Fix: /reset"}  # fmt: skip
         return
-    limit = min(settings.pop("max_tokens"), *([] if room is None else [room]))
-    answer = Answer(policy, prompt, limit, opening=policy.opening, **settings)
+    answer = Answer(policy, prompt, room, temperature, 1.0, Random(seed), (), policy.opening)
 
     def cancel(*_: Any) -> None:
         answer.finish = answer.finish or "cancelled"

@@ -1,12 +1,12 @@
 """Program: write a policy as a folder that needs nothing of this project.
 
-`python -m rlhf_pipeline.inference.export SETTINGS`, with the fields of `Settings` as JSON.
+`python -m rlhf_pipeline.inference.export SOURCE TARGET OPTIONS`, where the options
+are the other arguments of `main` as JSON.
 """
 
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -21,40 +21,27 @@ ADAPTER = "adapter"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What `kedro rlhf export` passes to this program."""
+def main(
+    source: Path, target: Path, precision: Precision | None, max_shard_size: str, base: str | None
+) -> None:
+    """Write weights, configuration, tokenizer and chat template, or an adapter for `base`.
 
-    source: str
-    target: str
-    precision: Precision | None
-    """None: as it was saved."""
-    max_shard_size: str
-    """Of a file of weights, such as 5GB."""
-    base: str | None
-    """Write the adapter alone, for this base model. None: write the whole model."""
-
-
-def main(settings: Settings) -> None:
-    """Write weights, configuration, tokenizer and chat template.
-
-    Raises ArtifactError if the policy has no adapter but one was asked for, or a weight is too
-    large for the precision.
+    Without a precision, the weights are as they were saved. Raises ArtifactError if the policy has
+    no adapter but one was asked for, or a weight is too large for the precision.
     """
-    source, target = Path(settings.source), Path(settings.target)
     trust = os.environ.get(TRUST) == "true"
     load_tokenizer(source, trust_remote_code=trust).save_pretrained(target)
-    if settings.base is not None:
-        write_adapter(source / ADAPTER, target, settings.base, settings.precision)
+    if base is not None:
+        write_adapter(source / ADAPTER, target, base, precision)
         return
-    precision = settings.precision or saved_precision(source)
+    precision = precision or saved_precision(source)
     model = load_policy(source, precision, trust_remote_code=trust)
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ArtifactError(
                 f"{name}: found weights beyond the range of {precision}. Fix: --dtype=bf16"
             )
-    model.save_pretrained(target, max_shard_size=settings.max_shard_size)
+    model.save_pretrained(target, max_shard_size=max_shard_size)
 
 
 def write_adapter(source: Path, target: Path, base: str, precision: Precision | None) -> None:
@@ -75,4 +62,4 @@ def write_adapter(source: Path, target: Path, base: str, precision: Precision | 
 
 if __name__ == "__main__":
     with explained():
-        main(Settings(**json.loads(sys.argv[1])))
+        main(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))

@@ -6,13 +6,13 @@ Shapes: B answers, T tokens of the longest prompt and its answer so far, V token
 from __future__ import annotations
 
 import os
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, Self
 
 import torch
@@ -82,11 +82,6 @@ class Policy:
         return cls(model.eval(), tokenizer, contract, positions_in(Path(folder)))
 
     @cached_property
-    def control_tokens(self) -> frozenset[str]:
-        """Texts that the tokenizer reads as control tokens."""
-        return control_tokens(self.tokenizer, self.contract)
-
-    @cached_property
     def opening(self) -> str:
         """What the chat template writes between the generation prompt and an answer.
 
@@ -104,20 +99,17 @@ class Policy:
         Raises DataError if a message contains a control token, which would end or forge a turn, and
         ArtifactError if the chat template rejects the dialogue.
         """
-        for number, message in enumerate(messages):
-            for token in sorted(self.control_tokens):
-                if token in message["content"]:
-                    raise DataError(
-                        f"messages.{number}.content: found the tokenizer's control token {token}, "
-                        "expected text. Fix: remove it"
-                    )
+        said = "".join(message["content"] for message in messages)
+        for token in control_tokens(self.tokenizer, self.contract):
+            if token in said:
+                raise DataError(f"found the control token {token}, expected text. Fix: remove it")
         (text,) = render_prompts(self.tokenizer, ["messages"], [messages])
         found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
-    def room(self, prompt: Sequence[int]) -> int | None:
-        """Tokens that an answer to this prompt can have; None: any number."""
-        return None if self.positions is None else self.positions - len(prompt)
+    def room(self, prompt: Sequence[int], wanted: int) -> int:
+        """Tokens that an answer to this prompt can have, at most `wanted`; 0 or less: none."""
+        return wanted if self.positions is None else min(wanted, self.positions - len(prompt))
 
 
 @dataclass(eq=False)
@@ -131,8 +123,8 @@ class Answer:
     """0: always the most likely token."""
     top_p: float = 1.0
     """Sample from the fewest tokens that have this probability together."""
-    seed: int | None = None
-    """The same seed gives the same answer to a prompt. None: any answer."""
+    random: Random = field(default_factory=Random)
+    """One number of it decides each token: an equal seed gives an equal answer."""
     stop: Sequence[str] = ()
     """Texts that end the answer; it does not contain them."""
     opening: str = ""
@@ -143,13 +135,6 @@ class Answer:
     """What is certain of the text: no half character, and nothing that may become a stop text."""
     finish: Finish | None = None
     """None: not finished. Setting it ends the answer before its next token."""
-
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
-
-    def draw(self) -> float:
-        """The uniform random number of the next token."""
-        return self._random.random()
 
     def add(self, token: int) -> str:
         """Append a token; return the text that is certain now."""
@@ -218,7 +203,7 @@ def next_tokens(logits: Tensor, answers: Sequence[Answer]) -> Tensor:
 
     A sampled token inverts the cumulative distribution at one uniform random number.
     """
-    settings = [(answer.temperature, answer.top_p, answer.draw()) for answer in answers]
+    settings = [(answer.temperature, answer.top_p, answer.random.random()) for answer in answers]
     temperature, top_p, draws = torch.tensor(settings, dtype=torch.float64).to(logits.device).T
     greedy = logits.argmax(-1)
     if not temperature.any():

@@ -1,35 +1,26 @@
 """Program: serve a policy by the part of OpenAI's HTTP interface that clients need to talk to it.
 
-`python -m rlhf_pipeline.inference.server SETTINGS`, with the fields of `Settings` as JSON.
+`python -m rlhf_pipeline.inference.server OPTIONS`, the arguments of `main` as JSON.
 """
 
 import json
 import os
-import random
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
-from starlette.exceptions import HTTPException
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rlhf_pipeline.errors import PipelineError
@@ -43,59 +34,33 @@ GRACE_S = 5
 """Time that answers have to finish after Ctrl-C."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What `kedro rlhf serve` passes to this program."""
-
-    folder: str
-    name: str
-    """Name of the model in requests."""
-    host: str
-    port: int
-    batch_size: int
-    max_tokens: int
-    """Upper limit of the parameter, and its default."""
-
-
 def _text(value: str) -> str:
     value.encode()  # raises for half a surrogate pair, which JSON can contain and no text can
     return value
 
 
 Text = Annotated[str, AfterValidator(_text)]
+Stop = Annotated[
+    list[Annotated[Text, Field(min_length=1)]],
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+    Field(max_length=4),
+]
+NAMES = AliasChoices("max_tokens", "max_completion_tokens")
 
 
-class Fields(BaseModel):
-    """JSON without other fields than these; null means the default."""
+class Asked(BaseModel):
+    """What all requests have. Null means the default, as for OpenAI."""
 
     model_config = ConfigDict(extra="forbid")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-class Asked(Fields):
-    """What all requests have."""
-
     model: str
-    max_tokens: int | None = Field(
-        None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens")
-    )
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    stop: list[Annotated[Text, Field(min_length=1)]] = Field([], max_length=4)
+    max_tokens: int | None = Field(None, ge=1, validation_alias=NAMES)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: Stop | None = None
     seed: int | None = None
-    n: Literal[1] = 1
-    stream: bool = False
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _texts(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
+    n: Literal[1] | None = None
+    stream: bool | None = None
 
 
 class Completion(Asked):
@@ -104,8 +69,10 @@ class Completion(Asked):
     prompt: Text = Field(min_length=1)
 
 
-class Message(Fields):
+class Message(BaseModel):
     """One turn of a dialogue."""
+
+    model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "user", "assistant"]
     content: Text
@@ -117,151 +84,129 @@ class Chat(Asked):
     messages: list[Message] = Field(min_length=1)
 
 
-class Refusal(Exception):  # noqa: N818 - the request is wrong, not the program
-    """A request that cannot be answered."""
-
-    def __init__(self, message: str, field: str | None, status: int = 400) -> None:
-        super().__init__(message)
-        self.field, self.status = field, status
-
-
-def application(policy: Policy, settings: Settings) -> FastAPI:
-    """The server of one policy."""
+def application(
+    policy: Policy, name: str, *, batch_size: int, max_tokens: int, host: str = LOOPBACK[0]
+) -> FastAPI:
+    """The server of one policy; see `main`."""
     app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None, max_body_size=MAX_BODY)
-    batcher, started = Batcher(settings.batch_size), int(time.time())
-    if settings.host in LOOPBACK:  # no page of a browser may reach it under another name
+    batcher, started = Batcher(batch_size), int(time.time())
+    if host in LOOPBACK:  # no page of a browser may reach it under another name
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK])
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         fault = error.errors()[0]
-        match fault["type"], ".".join(map(str, fault["loc"][1:])):
-            case "extra_forbidden", field:
-                return failure(f"{field}: this server does not support it. Fix: remove it", field)
-            case "json_invalid", place:
-                return failure(f"body: found no JSON at character {place}", None)
-            case "missing", field:
-                return failure(f"{field}: found nothing. Fix: set it", field)
-            case _, field:
-                found = shorten(repr(fault["input"]), 80)
-                return failure(f"{field or 'body'}: found {found}. {fault['msg']}", field or None)
+        field = ".".join(map(str, fault["loc"][1:])) or "body"
+        if fault["type"] == "extra_forbidden":
+            return failure(f"{field}: this server does not support it. Fix: remove it", field)
+        found = "" if fault["type"] == "missing" else f"found {shorten(repr(fault['input']), 80)}. "
+        return failure(f"{field}: {found}{fault['msg']}", field)
 
-    @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> JSONResponse:
-        return failure(str(error), error.field, error.status)
-
-    @app.exception_handler(HTTPException)
-    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
-        return failure(str(error.detail), None, error.status_code)
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return failure(f"{type(error).__name__}; the server's log has its stack", None, 500)
+    @app.exception_handler(AnyHTTPException)
+    async def refused(_: Request, error: AnyHTTPException) -> JSONResponse:
+        known: Any = error.detail if isinstance(error.detail, dict) else {"message": error.detail}
+        return failure(known["message"], known.get("field"), error.status_code)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": settings.name, "object": "model", "created": started, "owned_by": "you"}
+        model = {"id": name, "object": "model", "created": started, "owned_by": "you"}
         return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions")
     async def chat(asked: Chat, request: Request) -> Any:
         if asked.messages[-1].role != "user":
-            raise Refusal("messages: found a last turn that is not the user's", "messages")
+            raise refusal("messages", "found a last turn that is not the user's")
         try:
             prompt = policy.chat_prompt([message.model_dump() for message in asked.messages])
         except PipelineError as error:
-            raise Refusal(str(error), "messages") from error
-        return await respond(request, asked, prompt, policy.opening)
+            raise refusal("messages", str(error)) from error
+        return await respond(request, asked, "chat.completion", prompt, policy.opening)
 
     @app.post("/v1/completions")
     async def complete(asked: Completion, request: Request) -> Any:
-        return await respond(request, asked, policy.tokenizer(asked.prompt)["input_ids"])
+        prompt = policy.tokenizer(asked.prompt)["input_ids"]
+        return await respond(request, asked, "text_completion", prompt)
 
-    async def respond(request: Request, asked: Asked, prompt: list[int], opening: str = "") -> Any:
-        if asked.model != settings.name:
-            raise Refusal(f"model: found {asked.model!r}, expected {settings.name!r}", "model", 404)
+    async def respond(
+        request: Request, asked: Asked, kind: str, prompt: list[int], opening: str = ""
+    ) -> Any:
+        if asked.model != name:
+            raise refusal("model", f"found {asked.model!r}, expected {name!r}", 404)
+        wanted = asked.max_tokens or max_tokens
+        room = policy.room(prompt, wanted)
+        if wanted > max_tokens:
+            raise refusal("max_tokens", f"found {wanted}, expected at most {max_tokens}")
+        if room < (asked.max_tokens or 1):
+            raise refusal(
+                "max_tokens" if room > 0 else "messages" if opening else "prompt",
+                f"found a prompt of {len(prompt)} tokens and an answer of up to {wanted}, expected "
+                f"at most {policy.positions} together. Fix: shorten the prompt or lower max_tokens",
+            )
         answer = Answer(
-            policy, prompt, answer_limit(policy, settings, asked, prompt), asked.temperature,
-            asked.top_p, random.getrandbits(63) if asked.seed is None else asked.seed, asked.stop,
-            opening,
+            policy, prompt, room, 1.0 if asked.temperature is None else asked.temperature,
+            asked.top_p or 1.0, Random(asked.seed), asked.stop or (), opening,
         )  # fmt: skip
-        kind = "chat.completion" if isinstance(asked, Chat) else "text_completion"
-        head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()),
-                "model": settings.name}  # fmt: skip
+        head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": name}
         if asked.stream:
-            events = _events(batcher, answer, head)
-            return StreamingResponse(events, media_type="text/event-stream")
+            return StreamingResponse(_events(batcher, answer, head), media_type="text/event-stream")
         async with aclosing(batcher.pieces(answer)) as pieces:
             async for _ in pieces:
                 if await request.is_disconnected():
                     break
-        counts = len(prompt), len(answer.ids)
-        names = ("prompt_tokens", "completion_tokens", "total_tokens")
-        usage = dict(zip(names, (*counts, sum(counts)), strict=True))
-        return head | {"choices": [_choice(kind, answer.text, answer.finish)], "usage": usage}
+        read, written = len(prompt), len(answer.ids)
+        usage = {"prompt_tokens": read, "completion_tokens": written}
+        choices = [_choice(kind, answer.text, answer.finish)]
+        return head | {"choices": choices, "usage": usage | {"total_tokens": read + written}}
 
     return app
 
 
-def answer_limit(policy: Policy, settings: Settings, asked: Asked, prompt: list[int]) -> int:
-    """The tokens that an answer may have; raises Refusal if the request asks for more."""
-    limit = settings.max_tokens
-    wanted, room = asked.max_tokens or limit, policy.room(prompt)
-    if wanted > limit:
-        raise Refusal(f"max_tokens: found {wanted}, expected at most {limit}", "max_tokens")
-    if room is None or wanted <= room:
-        return wanted
-    if asked.max_tokens is None and room > 0:
-        return room
-    raise Refusal(
-        f"found a prompt of {len(prompt)} tokens and an answer of up to {wanted}, expected at most "
-        f"{policy.positions} together. Fix: shorten the prompt or lower max_tokens",
-        "messages" if isinstance(asked, Chat) else "prompt",
-    )
+def refusal(field: str, message: str, status: int = 400) -> HTTPException:
+    """A request that cannot be answered because of a field."""
+    return HTTPException(status, {"message": f"{field}: {message}", "field": field})
 
 
 def failure(message: str, field: str | None, status: int = 400) -> JSONResponse:
     """An error as OpenAI's clients expect it."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
     code = "model_not_found" if field == "model" and status == 404 else None
-    content = {"error": {"message": message, "type": kind, "param": field, "code": code}}
-    return JSONResponse(content, status)
+    kind = "invalid_request_error"
+    error = {"message": message, "type": kind, "param": field, "code": code}
+    return JSONResponse({"error": error}, status)
 
 
 async def _events(batcher: Batcher, answer: Answer, head: dict[str, Any]) -> AsyncIterator[str]:
     """The pieces of an answer as server-sent events."""
-    kind = head["object"]
-    chunk = head | {"object": "chat.completion.chunk" if kind == "chat.completion" else kind}
+    kind = head["object"] + ("" if head["object"] == "text_completion" else ".chunk")
     try:
         async with aclosing(batcher.pieces(answer)) as pieces:
             async for text, finish in pieces:
                 if text or finish:
-                    choices = [_choice(kind, text, finish, streamed=True)]
-                    yield f"data: {json.dumps(chunk | {'choices': choices})}\n\n"
+                    chunk = head | {"object": kind, "choices": [_choice(kind, text, finish)]}
+                    yield f"data: {json.dumps(chunk)}\n\n"
     except Exception as error:  # the status is sent already
         yield f"data: {json.dumps({'error': {'message': type(error).__name__}})}\n\n"
     yield "data: [DONE]\n\n"
 
 
-def _choice(kind: str, text: str, finish: str | None, *, streamed: bool = False) -> dict[str, Any]:
+def _choice(kind: str, text: str, finish: str | None) -> dict[str, Any]:
     choice = {"index": 0, "finish_reason": finish, "logprobs": None}
     if kind == "text_completion":
         return choice | {"text": text}
-    return choice | {
-        "delta" if streamed else "message": {"role": "assistant", "content": text},
-    }
+    part = "message" if kind == "chat.completion" else "delta"
+    return choice | {part: {"role": "assistant", "content": text}}
 
 
-def main(settings: Settings) -> None:
-    """Serve until INT or TERM."""
-    policy = Policy.load(Path(settings.folder))
-    config = uvicorn.Config(
-        application(policy, settings), settings.host, settings.port, log_level="warning",
-        timeout_graceful_shutdown=GRACE_S,
-    )  # fmt: skip
+def main(*, folder: str, name: str, host: str, port: int, batch_size: int, max_tokens: int) -> None:
+    """Serve a policy under a name until INT or TERM.
+
+    `max_tokens` is the upper limit of that parameter, and its default.
+    """
+    policy = Policy.load(Path(folder))
+    app = application(policy, name, batch_size=batch_size, max_tokens=max_tokens, host=host)
+    config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=GRACE_S)
     socket = config.bind_socket()
     socket.listen(2048)  # from now on, requests wait
-    print(f"{settings.name} answers at http://{settings.host}:{settings.port}/v1", flush=True)
+    print(f"{name} answers at http://{host}:{port}/v1; Ctrl-C ends it", flush=True)
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run([socket])
     os._exit(0)  # the thread of the batches may still be in its last token
@@ -269,4 +214,4 @@ def main(settings: Settings) -> None:
 
 if __name__ == "__main__":
     with explained():
-        main(Settings(**json.loads(sys.argv[1])))
+        main(**json.loads(sys.argv[1]))

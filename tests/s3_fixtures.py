@@ -1,0 +1,61 @@
+"""A real S3 server for tests that read from or write to a store."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ports import reserved_port
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A real S3 server with key "access" and secret "secret": its URL, and its folder, whose
+    subfolders are the buckets."""
+    folder = tmp_path_factory.mktemp("s3")
+    rclone = Path(sys.executable).with_name("rclone")
+    options = ["--config", os.devnull, "--auth-key", "access,secret", "--vfs-cache-mode", "off"]
+    options += ["--dir-cache-time", "0s"]  # files that a test writes are visible at once
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        command = [rclone, "serve", "s3", *options, "--addr", address, folder]
+        server = subprocess.Popen(command, stderr=subprocess.PIPE)
+        try:
+            _wait_for(port, server)
+            yield f"http://{address}", folder
+        finally:
+            server.kill()
+            server.communicate()
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    while True:
+        assert server.poll() is None, server.communicate()[1].decode()
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def bucket(s3_server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of s3://bucket, with the environment that selects the server."""
+    import fsspec
+
+    fsspec.get_filesystem_class(
+        "s3"
+    ).clear_instance_cache()  # it contains the keys of an earlier test
+    url, folder = s3_server
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "access")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    bucket = folder / "bucket"
+    bucket.mkdir(exist_ok=True)
+    return bucket
