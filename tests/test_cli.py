@@ -67,6 +67,7 @@ def test_in_an_empty_workspace_every_stage_would_run_and_nothing_is_created(kedr
         ("ppo", "run", "downstream of split, sft, reward_model; never run here"),
         ("evaluate", "run", "downstream of split, sft, ppo, reward_model; never run here"),
         ("register", "run", "every time; may evaluate the champion first"),
+        ("report", "run", "every time"),
     ]
     assert not kedro.workspace.exists()
     imported = {

@@ -147,11 +147,16 @@ def runs(metadata: ProjectMetadata, env: str | None, params: dict[str, Any]) -> 
 
 @rlhf.command(cls=Command)
 @click.argument("policies", nargs=-1, required=True)
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, too.")
 @_ENV
 @_PARAMS
 @click.pass_obj
 def compare(
-    metadata: ProjectMetadata, policies: tuple[str, ...], env: str | None, params: dict[str, Any]
+    metadata: ProjectMetadata,
+    policies: tuple[str, ...],
+    page: Path | None,
+    env: str | None,
+    params: dict[str, Any],
 ) -> None:
     """Show what differs between POLICIES, and whether one is better than another.
 
@@ -163,7 +168,33 @@ def compare(
     from rlhf_pipeline.commands.compare import compare as show
 
     with _catalog(metadata, env, params) as catalog:
-        show(policies, catalog, Console(), Path(metadata.project_path))
+        show(policies, catalog, Console(), Path(metadata.project_path), page)
+
+
+@rlhf.command(cls=Command)
+@click.argument("evaluation", required=False)
+@click.option("--open/--no-open", "show", default=True, help="Open the page in a browser.")
+@_ENV
+@_PARAMS
+@click.pass_obj
+def report(
+    metadata: ProjectMetadata,
+    evaluation: str | None,
+    show: bool,
+    env: str | None,
+    params: dict[str, Any],
+) -> None:
+    """Show the page of EVALUATION: verdict, results, curves, answers.
+
+    EVALUATION is a version of `kedro rlhf runs`, a folder, or a policy as for `kedro rlhf compare`;
+    the default is the newest one.
+    """
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.report import report as make
+
+    with _catalog(metadata, env, params) as catalog:
+        make(evaluation, catalog, Console(), Path(metadata.project_path), show=show)
 
 
 @rlhf.command(cls=Command)

@@ -33,6 +33,7 @@ from rlhf_pipeline.preflight import (
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import SplitSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
@@ -178,15 +179,16 @@ class StagesHook:
             self._tracker.catch_up()
 
     @hook_impl
-    def after_node_run(self, outputs: dict[str, Any]) -> None:
-        """Remember the verdict; a run that registers only opens its parent run here."""
-        for name, output in outputs.items():
-            if name.endswith("evaluation"):
-                verdict = summary(json.loads((output / "evaluation.json").read_text()), {})
-                report = (output / "report.md").read_text().partition("\n## Largest gains")[0]
-                self._summary = f"{verdict}\n\n{report}"
+    def after_node_run(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        """Remember the verdict, and log the page; a run that registers only opens its run here."""
         if self._tracker is not None:
             self._tracker.open()
+        for name, output in outputs.items():
+            if name.endswith("evaluation"):
+                self._summary = summary(json.loads((output / "evaluation.json").read_text()), {})
+            if name.endswith("evaluation_page") and self._tracker is not None:
+                evaluation = Manifest.read(inputs[name.removesuffix("_page")])
+                self._tracker.log_page(evaluation.fingerprint, output)
 
     @hook_impl
     def after_pipeline_run(self) -> None:
@@ -224,7 +226,7 @@ class ResultsHook:
         """Print the comparison, the registered versions, and the paths of all results."""
         results = {
             name: catalog.load(name)
-            if isinstance(self._outputs[name], Path)
+            if isinstance(self._outputs[name], Path | str)
             else self._outputs[name]
             for name in sorted(pipeline.all_outputs())
         }

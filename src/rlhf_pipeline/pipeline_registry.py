@@ -2,7 +2,15 @@
 
 from kedro.pipeline import Pipeline
 
-from rlhf_pipeline.pipelines import base_model, evaluate, register, reward_model, sft, split
+from rlhf_pipeline.pipelines import (
+    base_model,
+    evaluate,
+    register,
+    report,
+    reward_model,
+    sft,
+    split,
+)
 from rlhf_pipeline.stage_registry import policy_stages
 
 
@@ -17,7 +25,8 @@ def register_pipelines() -> dict[str, Pipeline]:
     by_policy = {}
     for name, package in policy_stages().items():
         training = package.create_pipeline()
-        evaluation = evaluate.create_pipeline(package.SPEC) + register.create_pipeline(package.SPEC)
+        last = (evaluate, register, report)
+        evaluation = sum((each.create_pipeline(package.SPEC) for each in last), Pipeline([]))
         by_policy[name] = shared + training + evaluation
         if name == "ppo":
             parts |= {"ppo": training, "evaluation": evaluation}

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rlhf_pipeline.data.split_report import print_summary as print_split
 from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.evaluation.comparison import judge_title
+from rlhf_pipeline.evaluation.gate import outcome
 from rlhf_pipeline.evaluation.report import print_summary
 from rlhf_pipeline.stage_registry import policy_stages
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
@@ -30,21 +31,22 @@ class SplitSummary(StageListener):
 
 
 def print_results(results: dict[str, Any], console: Console) -> None:
-    """Print the verdict, the report or else the artifacts, and the registered versions.
+    """Print the verdict, the page or else the artifacts, and the registered versions.
 
-    `results` maps names of data sets to the path of an artifact, or to the registration.
+    `results` maps names of data sets to the path of an artifact or a page, or to the registration.
     """
     show = partial(console.print, highlight=False, soft_wrap=True)
     show("")
     shown = {name: path for name, path in results.items() if isinstance(path, Path)}
-    if reports := {name: path for name, path in shown.items() if name.endswith("evaluation")}:
+    if compared := {name: path for name, path in shown.items() if name.endswith("evaluation")}:
         shown = {}
-    for path in reports.values():
+    for name, path in compared.items():
         evaluation = json.loads((path / "evaluation.json").read_text())
         candidate = evaluation["candidate"]
         print_summary(evaluation, policy_stages()[candidate].SPEC.caveats, console)
         show("")
-        shown["report"] = path / "report.md"
+        page = results.get(f"{name}_page")
+        shown |= {"page": page} if page else {"evaluation": path}
         if f"{candidate}_model" in results:
             shown["model"] = results[f"{candidate}_model"]
     for name, path in shown.items():
@@ -78,14 +80,11 @@ def _verdict(registration: dict[str, Any]) -> list[str]:
     """Whether the candidate was promoted, by which judge, and the conditions that do not hold."""
     verdict = registration["verdict"]
     conditions, refusals = len(verdict["checks"]), verdict["refusals"]
-    promoted = registration["promoted"]
-    outcome = "promoted" if promoted else "not promoted"
-    if promoted == bool(refusals):
-        outcome += f" (register.promote: {'always' if promoted else 'never'})"
     held = f"{conditions - len(refusals)} of {conditions} conditions hold"
+    found = outcome(registration["promoted"], refusals)
     judge = judge_title(verdict["judge"]) + ("" if verdict["independent"] else ", not independent")
     tries = f"try {verdict['tries']} on these prompts"
     return [
-        f"{'gate':>12}  {outcome}: {held} (judge: {judge}; {tries})",
+        f"{'gate':>12}  {found}: {held} (judge: {judge}; {tries})",
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest, artifact_of
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.cache.workspace import work_directory
 
@@ -21,7 +21,6 @@ class RunResults:
     """Its `evaluation.json`, see `rlhf_pipeline.evaluation.report`."""
     models: dict[str, Path]
     """Folder of each model by the name of its stage: sft, reward_model, and ppo or dpo."""
-    workspace: Path
 
     @classmethod
     def load(cls, root: Path, version: str | None = None) -> "RunResults":
@@ -41,8 +40,7 @@ class RunResults:
                 "data/tiny"
             )
         folder = max(found, key=lambda path: path.parent.name)
-        workspace = root / "07_workspace"
-        job = _work(folder, workspace) / "job.json"
+        job = _work(folder, root / "07_workspace") / "job.json"
         inputs = json.loads(job.read_text())["inputs"].values()
         artifacts = (artifact_of(Path(path)) for path in inputs)
         made = {Manifest.read(path).stage: path for path in artifacts if path is not None}
@@ -50,7 +48,6 @@ class RunResults:
             folder,
             json.loads((folder / "evaluation.json").read_text()),
             {stage: path for stage, path in made.items() if stage != "split"},
-            workspace,
         )
 
     @property
@@ -60,7 +57,7 @@ class RunResults:
 
     def metrics(self, stage: str) -> list[dict[str, Any]]:
         """The records of a stage's `metrics.jsonl`: {"step", "metrics", ...}, in order."""
-        return read_json_lines(_work(self.models[stage], self.workspace) / "metrics.jsonl")
+        return read_json_lines(self.models[stage] / CURVES)
 
 
 def _work(artifact: Path, workspace: Path) -> Path:

@@ -101,8 +101,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     assert evaluation["judge"] == "gold"
     assert metrics["ppo/words_score"] == evaluation["policies"]["ppo"]["words_score"]
     assert metrics["win_rate/words"] == evaluation["win_rates"]["words"]["rate"]
-    report = (export / "report.md").read_text()
-    assert "By the words judge," in report and "Nobody trained on words." in report
+    assert sorted(path.name for path in export.iterdir()) == ["answers.jsonl", "evaluation.json"]
 
 
 def run(inputs, folder, *, seed=3, digests=None, **changes):

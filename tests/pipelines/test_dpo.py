@@ -78,7 +78,8 @@ def test_the_report_is_about_dpo(by_dpo):
     assert evaluation["candidate"] == "dpo"
     assert sorted(evaluation["policies"]) == ["dpo", "sft"]
     assert evaluation["policies"]["dpo"]["kl"] != evaluation["policies"]["sft"]["kl"]
-    assert (folder / "report.md").read_text().startswith("# DPO against SFT\n")
+    page = by_dpo.newest("08_reporting/dpo_evaluation.html").read_text()
+    assert "<h1>DPO is" in page and "Accuracy on comparisons" in page
     assert "prefers DPO's answer to SFT's on" in " ".join(by_dpo.output.split())
 
 

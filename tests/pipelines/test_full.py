@@ -132,7 +132,14 @@ def test_the_report_compares_both_policies(project):
     gold = evaluation["win_rates"]["gold"]
     assert gold["wins"] + gold["ties"] + gold["losses"] == 24
     assert len(evaluation["samples"]) == 5
-    assert "SFT" in (folder / "report.md").read_text()
+    page = project.newest("08_reporting/evaluation.html").read_text()
+    assert "<h1>PPO is" in page and "Explained variance of the critic" in page
+    assert f"{evaluation['prompts']} held-out prompts" in page
+    own = Manifest.read(folder).fingerprint
+    (logged,) = [run for run in project.runs() if run.data.tags.get("rlhf.fingerprint") == own]
+    artifacts = project.client().list_artifacts(logged.info.run_id)
+    assert "evaluation.html" in [file.path for file in artifacts]
+    assert "evaluation.html" in project.output
     assert "prefers PPO's answer to SFT's on" in " ".join(project.output.split())
     assert "candidate = version 2, sft-baseline = version 1" in project.output
 
@@ -316,6 +323,7 @@ def test_from_ppo_on_only_ppo_trains_again(project):
     predicted = project.kedro(params=FROM_PPO, command="rlhf status")
     assert re.findall(r"^(\w+) .*?  (run|may run|resume|fail)  ", predicted, re.MULTILINE) == [
         ("ppo", "run"), ("evaluate", "may run"), ("register", "run"),
+        ("report", "run"),
     ]  # fmt: skip
     output = project.kedro("--from-nodes=ppo", params=FROM_PPO)
     after = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}

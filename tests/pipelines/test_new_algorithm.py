@@ -109,7 +109,8 @@ def test_the_policy_was_evaluated_against_sft(trained):
     assert evaluation["candidate"] == "simpo"
     assert sorted(evaluation["policies"]) == ["sft", "simpo"]
     assert evaluation["policies"]["simpo"]["kl"] != 0.0
-    assert "SimPO never saw the scores of this judge." in (folder / "report.md").read_text()
+    page = trained.newest("08_reporting/simpo_evaluation.html").read_text()
+    assert "SimPO never saw the scores of this judge." in page
     assert "SIMPO's answer" in trained.output
 
 

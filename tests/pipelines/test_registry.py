@@ -14,8 +14,8 @@ from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.job import STAGES
 
 PROJECT = Path(__file__).parents[2]
-ORDER = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate", "register"]
-DPO_NODES = {"base_model", "split", "sft", "reward_model", "dpo", "evaluate_dpo", "register_dpo"}
+ORDER = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate", "register", "report"]
+DPO_NODES = {*ORDER[:4], "dpo", "evaluate_dpo", "register_dpo", "report_dpo"}
 
 
 def test_the_nodes_run_in_order():
@@ -27,7 +27,7 @@ def test_full_is_the_default():
     assert pipelines["__default__"].nodes == pipelines["full"].nodes
 
 
-def test_from_ppo_on_only_ppo_evaluate_and_register_run():
+def test_from_ppo_on_only_what_follows_runs():
     assert [node.name for node in register_pipelines()["full"].from_nodes("ppo").nodes] == ORDER[4:]
 
 
@@ -38,6 +38,7 @@ def test_the_pipeline_dpo_replaces_ppo_by_dpo():
         "dpo",
         "evaluate_dpo",
         "register_dpo",
+        "report_dpo",
     ]
     assert dpo.all_outputs() == {
         "base_model",
@@ -47,13 +48,14 @@ def test_the_pipeline_dpo_replaces_ppo_by_dpo():
         "dpo_model",
         "dpo_evaluation",
         "dpo_registration",
+        "dpo_evaluation_page",
     }
 
 
 def test_each_stage_has_a_program_that_exists():
     specs = stage_specs()
-    assert [name for name in ORDER if name in specs] == ORDER[:-1]
-    assert DPO_NODES - specs.keys() == {"register_dpo"}
+    assert [name for name in ORDER if name in specs] == ORDER[:-2]
+    assert DPO_NODES - specs.keys() == {"register_dpo", "report_dpo"}
     for spec in specs.values():
         path = PROJECT / "src" / (spec.program.replace(".", "/") + ".py")
         assert "run_program(main)" in path.read_text(), path

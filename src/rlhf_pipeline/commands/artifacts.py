@@ -2,16 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 
 from rlhf_pipeline.config.register import RegisterConfig
-from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.datasets.artifact import ArtifactDataset, PathDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.tracking.versions import registered_folder
+
+D = TypeVar("D", bound=PathDataset)
 
 
 def folder_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
@@ -40,9 +43,14 @@ def policy_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
 
 def artifact_datasets(catalog: CatalogProtocol) -> dict[str, ArtifactDataset]:
     """The data sets of all pipelines that publish artifacts, by name."""
+    return datasets_of(ArtifactDataset, catalog)
+
+
+def datasets_of(kind: type[D], catalog: CatalogProtocol) -> dict[str, D]:
+    """The data sets of all pipelines that are of a kind, by name."""
     names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
     found = {name: catalog.get(name) for name in sorted(names)}
-    return {name: data for name, data in found.items() if isinstance(data, ArtifactDataset)}
+    return {name: data for name, data in found.items() if isinstance(data, kind)}
 
 
 def all_artifacts(catalog: CatalogProtocol, workspace: Path) -> list[Path]:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from rlhf_pipeline.commands.artifacts import artifact_datasets
+from rlhf_pipeline.commands.artifacts import artifact_datasets, datasets_of
+from rlhf_pipeline.datasets.artifact import PageDataset
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
 from rlhf_pipeline.stages.cache.workspace import downloads
@@ -45,6 +46,10 @@ def clean(
     unwanted |= dict.fromkeys(downloads(workspace), "a download, which is repeated when needed")
     if versions:
         unwanted |= dict.fromkeys(older, "an older version, not registered")
+        pages = datasets_of(PageDataset, catalog).values()
+        unwanted |= {
+            page.parent: "an older page" for each in pages for page in each.versions()[:-1]
+        }
         published = [path for path in published if path not in older]
     leftovers, kept = survey(workspace, stage_specs(), published, unwanted, unfinished=unfinished)
     root = workspace.parent

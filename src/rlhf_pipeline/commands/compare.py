@@ -1,7 +1,7 @@
 """`kedro rlhf compare`: what differs between policies, and whether one is better."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -12,14 +12,22 @@ from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.evaluation.comparison import Answer, judge_title, read_answers, scores_by
 from rlhf_pipeline.evaluation.report import ABSENT, METRICS, metric_value
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
-from rlhf_pipeline.statistics import ALPHA, standardized_gain, win_rate
+from rlhf_pipeline.reporting.charts import frontier, training_charts
+from rlhf_pipeline.reporting.page import render
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, content_digest
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.statistics import ALPHA, WinRate, standardized_gain, win_rate
 from rlhf_pipeline.tracking.promotion import conditions
+
+LETTERS = 12
+"""Digits of a digest that a person compares."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Policy:
     """The manifests of the policy and of all artifacts that it was made from, by stage."""
     evaluations: tuple[tuple[Path, str], ...]
     """Its evaluations, newest first, and its name in each."""
+    folder: Path | None = None
+    """Its artifact."""
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -56,21 +66,31 @@ class Policy:
 
 
 def compare(
-    names: Sequence[str], catalog: CatalogProtocol, console: Console, project: Path
+    names: Sequence[str],
+    catalog: CatalogProtocol,
+    console: Console,
+    project: Path,
+    page: Path | None = None,
 ) -> None:
     """Print the parameters and recipes that differ, the metrics, and every pair of policies.
 
-    A name is a version or an alias of the registered model, or a folder. Raises ArtifactError if
-    there is none of such a name.
+    A name is a version or an alias of the registered model, or a folder. With `page`, also write
+    all of it, the data and the curves of the trainings as a page. Raises ArtifactError if there is
+    no artifact of such a name.
     """
     artifacts = all_artifacts(catalog, Path(catalog.load("workspace")))
     policies = [find(name, artifacts, catalog, project) for name in names]
-    for table in (parameter_table(policies), recipe_table(policies), metric_table(policies)):
+    tables = [parameter_table(policies), recipe_table(policies), metric_table(policies)]
+    for table in tables:
         console.print(table if table.row_count else f"{table.title}: none", "")
     pairs = list(combinations(policies, 2))
     for baseline, candidate in pairs:
         for line in verdicts(candidate, baseline, len(pairs)):
             console.print(line, highlight=False)
+    if page is not None:
+        write_atomically(page, comparison_page(policies, [*tables, data_table(policies)]))
+        link = page.resolve().as_uri()
+        console.print(f"page: [link={link}]{link}[/link]", highlight=False, soft_wrap=True)
 
 
 def find(name: str, artifacts: list[Path], catalog: CatalogProtocol, project: Path) -> Policy:
@@ -89,7 +109,7 @@ def find(name: str, artifacts: list[Path], catalog: CatalogProtocol, project: Pa
                 if content == digest and source.endswith("_model") and source != "reward_model":
                     found.append((path, source.removesuffix("_model")))
     newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
-    return Policy(name, Manifest.read(folder).stage, made_from, tuple(newest))
+    return Policy(name, Manifest.read(folder).stage, made_from, tuple(newest), folder)
 
 
 def parameter_table(policies: Sequence[Policy]) -> Table:
@@ -105,6 +125,20 @@ def recipe_table(policies: Sequence[Policy]) -> Table:
         for policy in policies
     ]
     return differences("recipes that differ", policies, found)
+
+
+def data_table(policies: Sequence[Policy]) -> Table:
+    """The content of the data that the stages read, where it differs."""
+    found = [
+        {
+            f"{stage}: {name}": digest[:LETTERS]
+            for stage, manifest in policy.made_from.items()
+            for name, digest in manifest.inputs.items()
+            if not name.endswith("_model")
+        }
+        for policy in policies
+    ]
+    return differences("data that differ", policies, found)
 
 
 def differences(
@@ -153,21 +187,25 @@ def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
     found = paired(candidate, baseline)
     if found is None:
         return [f"{pair}: no comparison, because no evaluation had the same prompts and judges"]
-    ours, theirs = found
+    return [
+        f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
+        f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of {rate.n} prompts; {gain}"
+        for judge, rate, gain, confidence in judged(*found, pairs)
+    ]
+
+
+def judged(
+    ours: list[Answer], theirs: list[Answer], pairs: int
+) -> Iterator[tuple[str, WinRate, str, str]]:
+    """(judge, win rate, gain in words, confidence of both) for every judge of all answers."""
     given = (*ours, *theirs)
     judges = [name for name in ours[0].scores if all(a.scores[name] is not None for a in given)]
     alpha = ALPHA / (pairs * len(judges) * 2)  # a win rate and a gain for each judge
-    confidence = f"{100 * (1 - alpha):.4g}%"
-    lines = []
     for judge in judges:
         scores = scores_by(ours, judge), scores_by(theirs, judge)
-        rate, (gain, lower, upper) = win_rate(*scores, alpha), standardized_gain(*scores, alpha)
-        lines.append(
-            f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
-            f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of {rate.n} prompts; "
-            f"gain {gain:+.2f} ({lower:+.2f} to {upper:+.2f}) of the scores' spread"
-        )
-    return lines
+        gain, lower, upper = standardized_gain(*scores, alpha)
+        words = f"gain {gain:+.2f} ({lower:+.2f} to {upper:+.2f}) of the scores' spread"
+        yield judge, win_rate(*scores, alpha), words, f"{100 * (1 - alpha):.4g}%"
 
 
 def paired(candidate: Policy, baseline: Policy) -> tuple[list[Answer], list[Answer]] | None:
@@ -177,3 +215,40 @@ def paired(candidate: Policy, baseline: Policy) -> tuple[list[Answer], list[Answ
             if ours == theirs or conditions(ours) == conditions(theirs):
                 return read_answers(ours)[our_name], read_answers(theirs)[their_name]
     return None
+
+
+def comparison_page(policies: Sequence[Policy], tables: Sequence[Table]) -> str:
+    """The tables, the pairs of policies, and the curves of their trainings as a page."""
+    trainings: dict[str, dict[str, Any]] = {}
+    for policy in policies:
+        records = read_json_lines(policy.folder / CURVES) if policy.folder else []
+        trainings.setdefault(policy.stage, {})[policy.name] = records
+    charts = {
+        stage: [*training_charts(stage, by_name, {}), *frontier(by_name)]
+        for stage, by_name in trainings.items()
+    }
+    pairs = list(combinations(policies, 2))
+    found = []
+    for baseline, candidate in pairs:
+        answers = paired(candidate, baseline)
+        judges = [*judged(*answers, len(pairs))] if answers else []
+        reasons = [] if answers else verdicts(candidate, baseline, len(pairs))
+        found.append({"names": (candidate.name, baseline.name), "judges": judges, "why": reasons})
+    return render(
+        "comparison.html.j2",
+        names=[policy.name for policy in policies],
+        pairs=found,
+        tables=[_plain(table) for table in tables],
+        charts={stage: made for stage, made in charts.items() if made},
+        data=None,
+    )
+
+
+def _plain(table: Table) -> dict[str, Any]:
+    """A table of the terminal as texts without markup."""
+    columns = [
+        [Text.from_markup(str(cell)).plain for cell in (column.header, *column.cells)]
+        for column in table.columns
+    ]
+    header, *rows = zip(*columns, strict=True)
+    return {"title": table.title, "header": header, "rows": rows}

@@ -1,6 +1,7 @@
 """The model card of an exported policy: what it is, how good, and made from what."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,7 @@ from rlhf_pipeline.commands.compare import Policy
 from rlhf_pipeline.config.base_model import COMMIT
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.evaluation.comparison import BASELINE
-from rlhf_pipeline.evaluation.report import cell, rows, summary
+from rlhf_pipeline.evaluation.report import metric_rows, summary
 from rlhf_pipeline.hub import UNKNOWN, license_of
 from rlhf_pipeline.runtime.manifest import Manifest
 
@@ -63,8 +63,14 @@ def model_card(
 
 
 def _shown(value: object) -> str:
-    """A value as Markdown that shows it literally; JSON is for the front matter and stays."""
-    return value if isinstance(value, Markup) else cell(str(value))
+    """A value as a cell of a Markdown table that shows it literally.
+
+    JSON is for the front matter and stays.
+    """
+    if isinstance(value, Markup):
+        return value
+    text = str(value).replace("&", "&amp;").replace("<", "&lt;")
+    return "<br>".join(re.sub(r"([\\`*_\[\]|~$])", r"\\\1", text).splitlines())
 
 
 def _origin(manifest: Manifest) -> dict[str, str | None]:
@@ -112,5 +118,6 @@ def _evaluation(policy: Policy) -> dict[str, Any] | None:
         "candidate": compared["candidate"],
         "prompts": compared["prompts"],
         "decoding": ", ".join(f"{name} {value}" for name, value in compared["decoding"].items()),
-        "rows": rows(compared, BASELINE, compared["candidate"]),
+        "policies": list(compared["policies"]),
+        "rows": metric_rows(compared),
     }

@@ -1,4 +1,4 @@
-"""Finished artifacts in the Kedro catalog."""
+"""Finished artifacts and pages in the Kedro catalog."""
 
 import os
 import shutil
@@ -11,6 +11,7 @@ from kedro.io import AbstractVersionedDataset, Version
 from kedro.io.core import DatasetError
 
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 
@@ -18,12 +19,8 @@ LATEST = "latest"
 """Name of the link to the newest version."""
 
 
-class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
-    """A directory with a manifest: a model, a split, an evaluation. Saved and loaded as a path.
-
-    Saving creates a new version of hard links, without copying. An interrupted run leaves none.
-    Published files share their bytes with the work directory: treat them as read-only.
-    """
+class PathDataset(AbstractVersionedDataset[Any, Path]):
+    """Versions of a file or a directory, loaded as the path of one of them."""
 
     _version: Version | None
 
@@ -38,8 +35,42 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
         super().__init__(filepath=PurePosixPath(filepath), version=version)
 
     def load(self) -> Path:
-        """The directory of this run's version, of the pinned version, or of the newest one."""
+        """The path of this run's version, of the pinned version, or of the newest one."""
         return Path(str(self._get_load_path()))
+
+    def versions(self) -> list[Path]:
+        """All published versions, oldest first."""
+        return sorted(Path(str(self._filepath)).glob(f"*/{self._filepath.name}"))
+
+    def _read_back(self, target: Path) -> None:
+        """Let later nodes read this version even if another run has published a newer one."""
+        if self._version is not None and self._version.load is None:
+            self._version = Version(target.parent.name, target.parent.name)
+
+    def _exists(self) -> bool:
+        return Path(str(self._get_load_path())).exists()
+
+    def _describe(self) -> dict[str, Any]:
+        return {"filepath": self._filepath, "version": self._version}
+
+
+class PageDataset(PathDataset):
+    """A page of HTML. Saved as text, loaded as the path that a browser opens."""
+
+    def save(self, data: str) -> None:
+        """Publish a page under this run's version."""
+        target = Path(str(self._get_save_path()))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, data)
+        self._read_back(target)
+
+
+class ArtifactDataset(PathDataset):
+    """A directory with a manifest: a model, a split, an evaluation. Saved and loaded as a path.
+
+    Saving creates a new version of hard links, without copying. An interrupted run leaves none.
+    Published files share their bytes with the work directory: treat them as read-only.
+    """
 
     def save(self, data: Path) -> None:
         """Publish a finished directory under this run's version."""
@@ -58,9 +89,7 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)  # free the space
                 raise
-        if self._version is not None and self._version.load is None:
-            # Later nodes read this version even if another run has published a newer one.
-            self._version = Version(target.parent.name, target.parent.name)
+        self._read_back(target)
 
     def _link_latest(self, target: Path) -> None:
         """Let `latest`, beside the versions, refer to a version.
@@ -73,11 +102,6 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
             temporary.symlink_to(target.relative_to(link.parent))
             temporary.replace(link)
 
-    def versions(self) -> list[Path]:
-        """All published versions, oldest first."""
-        name = self._filepath.name
-        return sorted(path for path in Path(str(self._filepath)).glob(f"*/{name}") if path.is_dir())
-
     def abandoned(self) -> list[Path]:
         """Directories of interrupted publications."""
         partials = Path(str(self._filepath)).glob(f"*/{self._filepath.name}.[0-9]*.partial")
@@ -86,12 +110,6 @@ class ArtifactDataset(AbstractVersionedDataset[Path, Path]):
             for path in partials
             if not psutil.pid_exists(int(path.suffixes[-2].removeprefix(".")))
         )
-
-    def _exists(self) -> bool:
-        return Path(str(self._get_load_path())).is_dir()
-
-    def _describe(self) -> dict[str, Any]:
-        return {"filepath": self._filepath, "version": self._version}
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -47,7 +47,6 @@ from rlhf_pipeline.evaluation.judges import (
 )
 from rlhf_pipeline.evaluation.pairwise import judge_pairs
 from rlhf_pipeline.evaluation.perplexity import HumanAnswers, human_answers, perplexity
-from rlhf_pipeline.evaluation.report import FIGURE, plot_comparison, render_markdown
 from rlhf_pipeline.evaluation.setup import Setup, free_memory, logprobs, with_model
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
@@ -68,7 +67,7 @@ CACHE = "judge_replies"
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Answer, judge, compare; write the evaluation, the report and all answers."""
+    """Answer, judge, compare; write the evaluation and all answers."""
     candidate = job.block("candidate", CandidateConfig)
     config = job.block("evaluate", EvaluateConfig)
     contract = common_contract(
@@ -95,7 +94,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     evaluation |= {name: value for name, value in more.items() if value}
     trained = Manifest.read(job.inputs["reward_model"]).metrics
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
-    write(evaluation, answers, candidate.caveats, job.export)
+    write(evaluation, answers, job.export)
     return headline(evaluation)
 
 
@@ -254,17 +253,10 @@ def gather(own: list[Answer], world: World) -> list[Answer]:
     return [by_row[row] for row in sorted(by_row)]
 
 
-def write(
-    evaluation: dict[str, Any],
-    answers: dict[str, list[Answer]],
-    caveats: Mapping[str, str],
-    export: Path,
-) -> None:
-    """Write the evaluation as JSON, the report as Markdown, and every answer of every policy."""
+def write(evaluation: dict[str, Any], answers: dict[str, list[Answer]], export: Path) -> None:
+    """Write the evaluation as JSON, and every answer of every policy."""
     export.mkdir(exist_ok=True)
     (export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
-    (export / "report.md").write_text(render_markdown(evaluation, caveats))
-    plot_comparison(evaluation, answers, export / FIGURE)
     write_answers(answers, export)
 
 

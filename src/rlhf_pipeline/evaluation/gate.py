@@ -5,7 +5,7 @@ that means something, and must not have paid for it with a cheat that the judge 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -77,6 +77,13 @@ class Verdict:
         """The verdict as JSON types."""
         checks = [asdict(check) for check in self.checks]
         return asdict(self) | {"checks": checks, "refusals": self.refusals}
+
+
+def outcome(promoted: bool, refusals: Collection[str]) -> str:
+    """Whether a candidate is the champion; by which parameter, if the conditions say otherwise."""
+    found = "promoted" if promoted else "not promoted"
+    overruled = f" (register.promote: {'always' if promoted else 'never'})"
+    return found + (overruled if promoted == bool(refusals) else "")
 
 
 def decide(evidence: Evidence, config: RegisterConfig) -> Verdict:

@@ -13,7 +13,7 @@ def write_atomically(path: Path, text: str) -> None:
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -17,6 +17,10 @@ from rlhf_pipeline.runtime.files import write_atomically
 
 NAME = "manifest.json"
 
+CURVES = "metrics.jsonl"
+"""File of a trained model with the metrics of every step. It says how the model was made, and when:
+two trainings with the same result have different ones, so it does not count as content."""
+
 MLFLOW_FILE = "registered_model_meta"
 """File that MLflow adds to the folder of a model that it loads from its registry."""
 
@@ -119,8 +123,8 @@ def content_digest(path: Path) -> str:
     """Digest of an input by content alone: equal bytes give equal digests.
 
     A folder inside an artifact, such as `split / "sft"`, is digested from the manifest's entries
-    below it, without reading the files; a plain file by its bytes. Raises ArtifactError if the path
-    is neither a file nor in an artifact, or the folder has no files.
+    below it except `CURVES`, without reading the files; a plain file by its bytes. Raises
+    ArtifactError if the path is neither a file nor in an artifact, or the folder has no files.
     """
     owner = artifact_of(path)
     if owner is None:
@@ -133,7 +137,9 @@ def content_digest(path: Path) -> str:
     prefix = "" if path == owner else path.relative_to(owner).as_posix() + "/"
     manifest = Manifest.read(owner)
     files = {
-        name: entry.sha256 for name, entry in manifest.files.items() if name.startswith(prefix)
+        name: entry.sha256
+        for name, entry in manifest.files.items()
+        if name.startswith(prefix) and name != CURVES
     }
     if not files:
         raise ArtifactError(

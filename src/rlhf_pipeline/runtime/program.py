@@ -4,6 +4,7 @@ import atexit
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
 
 ERRORS = "errors"
 """Folder of the work directory in which a failing rank writes its reason: `<time>-rank<n>.txt`."""
@@ -62,9 +63,14 @@ def _exit() -> NoReturn:
 
 
 def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
-    """Write the export's manifest, which marks the export as finished."""
+    """Write the export's manifest, which marks the export as finished.
+
+    A trained model takes the metrics of its training along.
+    """
     has_engines = job.deepspeed_file.is_file()
     deepspeed = json.loads(job.deepspeed_file.read_text()) if has_engines else {}
+    if has_engines and job.metrics_file.is_file():
+        shutil.copyfile(job.metrics_file, job.export / CURVES)
     Manifest(
         stage=job.stage,
         fingerprint=job.fingerprint,

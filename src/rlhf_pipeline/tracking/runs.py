@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIPELINE = "the pipeline run"
+PAGE = "evaluation.html"
+"""The artifact of an evaluation's run that shows it."""
 RETRY_S = 60.0
 """Seconds between attempts to reach a failed store while a stage runs."""
 
@@ -108,6 +110,14 @@ class MlflowTracker(StageListener):
                 client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
             self._log_headline(run, Manifest.read(run.export).metrics)
             log_result(client, trained, run)
+
+    def log_page(self, fingerprint: str, page: str) -> None:
+        """Log the page of an evaluation as an artifact of the evaluation's run."""
+        with self._tolerate_failure("the page"):
+            client, _ = self._connect()
+            run_id = find_run(client, fingerprint)
+            if run_id is not None:
+                client.log_text(run_id, page, PAGE)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         """Log new records; during an outage, try again every `RETRY_S`."""

@@ -1,0 +1,3 @@
+"""The page of an evaluation."""
+
+from .pipeline import create_pipeline as create_pipeline

@@ -1,0 +1,174 @@
+"""The charts of a page as data, which the script of the page draws."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.evaluation.comparison import BASELINE
+
+POINTS = 400
+"""Points of a line; those of a longer training are means over equally many steps."""
+
+BINS = 24
+"""Bars of a histogram."""
+
+Records = Sequence[Mapping[str, Any]]
+"""The lines of a `metrics.jsonl`."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart. A series has name, x and y; `dots` draws its points, `texts` names them."""
+
+    title: str
+    note: str
+    """What healthy looks like, in a sentence."""
+    x: str
+    series: Sequence[Mapping[str, Any]]
+    kind: str = "line"
+    """`line`, or `histogram`, whose x are the edges of the bars."""
+    value: str = ""
+    """The number to remember."""
+    healthy: tuple[float, float] | None = None
+    """The band of y that is healthy."""
+    mark: float | None = None
+    """The step of the exported model."""
+
+
+# fmt: off
+PPO = (
+    ("Score of the reward model", "objective/score", "it rises, then levels off.", None),
+    ("Gold score", "objective/gold_score",
+     "it rises with the score. A fall while the score rises is exploitation.", None),
+    ("KL from SFT, nats per response", "objective/kl",
+     "it levels off. Be suspicious of scores that need ever more KL.", None),
+    ("Entropy, nats per token", "policy/entropy",
+     "it falls slowly. Near 0, sampling gives the same answer every time.", None),
+    ("Length of a response, tokens", "rollout/response_tokens",
+     "it changes little, or the gold score rises with it.", None),
+    ("Responses that end by themselves", "rollout/eos_fraction", "close to 1.", None),
+    ("Policy loss", "policy/loss", "no jumps. Its size says little.", None),
+    ("Clip fraction", "policy/clip_fraction",
+     "in the band, below 0.3. Above it, the steps are too large.", (0.0, 0.3)),
+    ("Value loss", "value/loss", "it falls.", None),
+    ("Explained variance of the critic", "value/explained_variance",
+     "in the band and rising. Below 0, a constant would predict better.", (0.0, 1.0)),
+)
+OTHERS = (
+    ("Loss", "{}/loss", "both fall. A held-out loss that rises again is overfitting.", None),
+    ("Accuracy on comparisons", "{}/accuracy",
+     "above 0.5, which is chance; noisy preferences keep it below 1.", (0.5, 1.0)),
+    ("Margin of the chosen response", "{}/margin", "it grows, then levels off.", None),
+)
+"""Title, metric, what is healthy, and the healthy band, if any. Beside a metric of batches stands
+the metric of the same name on held-out rows."""
+# fmt: on
+
+
+def training_charts(
+    stage: str, trainings: Mapping[str, Records], exported: Mapping[str, float]
+) -> Iterator[Chart]:
+    """The charts of a stage, of the metrics that there are; of several trainings, held-out ones.
+
+    `exported` are the metrics of the exported model.
+    """
+    for title, pattern, note, healthy in PPO if stage == "ppo" else OTHERS:
+        metric = pattern.format(stage)
+        held_out = f"validation/{metric.partition('/')[2]}"
+        names = {metric: "training", held_out: "held-out"}
+        found = {
+            (name, each): line(name if len(trainings) > 1 else label, records, each)
+            for name, records in trainings.items()
+            for each, label in names.items()
+        }
+        lines = {key: each for key, each in found.items() if each["y"]}
+        if len(trainings) > 1 and any(each == held_out for _, each in lines):
+            lines = {key: each for key, each in lines.items() if key[1] == held_out}
+        known = [exported[each] for each in (held_out, metric) if each in exported]
+        if lines:
+            yield Chart(
+                title, f"Healthy: {note}", "step", [*lines.values()], healthy=healthy,
+                value=f"{known[0]:z#.3g}" if known else "", mark=exported.get("step"),
+            )  # fmt: skip
+
+
+def line(name: str, records: Records, metric: str) -> dict[str, Any]:
+    """A metric by its step, at most `POINTS` points; held-out metrics have dots."""
+    found = [(r["step"], r["metrics"][metric]) for r in records if metric in r["metrics"]]
+    found = [(step, value) for step, value in found if math.isfinite(value)]
+    size = math.ceil(len(found) / POINTS) or 1
+    groups = [found[start : start + size] for start in range(0, len(found), size)]
+    return {
+        "name": name,
+        "x": [group[-1][0] for group in groups],
+        "y": [short(sum(value for _, value in group) / len(group)) for group in groups],
+        "dots": metric.startswith("validation/"),
+    }
+
+
+def short(value: float) -> float:
+    """A number of five digits."""
+    return float(f"{value:.5g}")
+
+
+def frontier(
+    trainings: Mapping[str, Records], evaluation: Mapping[str, Any] | None = None
+) -> Iterator[Chart]:
+    """Scores against the square root of the KL: the path of a training, its result, best of n.
+
+    Gao, Schulman, Hilton, "Scaling Laws for Reward Model Overoptimization", 2023.
+    """
+    for metric, title in (("score", "Score of the reward model"), ("gold_score", "Gold score")):
+        paths = {
+            name: [
+                (r["metrics"]["validation/kl"], r["metrics"][f"validation/{metric}"],
+                 f"step {r['step']}")
+                for r in records if {"validation/kl", f"validation/{metric}"} <= r["metrics"].keys()
+                if math.isfinite(r["metrics"][f"validation/{metric}"])
+            ]
+            for name, records in trainings.items()
+        }  # fmt: skip
+        if evaluation is not None:
+            paths["test prompts"] = [
+                (policy["kl"], policy[metric], name.upper())
+                for name, policy in evaluation["policies"].items()
+                if name in (BASELINE, evaluation["candidate"]) and metric in policy
+            ]
+            paths["best of n by SFT"] = [
+                (each["kl"], each[metric], f"best of {each['n']}")
+                for each in evaluation.get("best_of_n", []) if metric in each
+            ]  # fmt: skip
+        series = [
+            {"name": name, "x": [short(math.sqrt(max(0.0, kl))) for kl, *_ in path],
+             "y": [short(score) for _, score, _ in path], "texts": [text for *_, text in path],
+             "dots": True}
+            for name, path in paths.items() if path
+        ]  # fmt: skip
+        if series:
+            note = "Healthy: up and to the right. A curve that bends down is over-optimization."
+            yield Chart(f"{title} against √KL", note, "√KL from SFT, KL in nats", series)
+
+
+def histogram(title: str, note: str, x: str, values: Mapping[str, Sequence[float]]) -> Chart:
+    """The distributions of several policies, by their names, in common bars."""
+    together = np.concatenate([np.asarray(given, dtype=float) for given in values.values()])
+    edges = np.histogram_bin_edges(together, BINS)
+    series = [
+        {"name": name, "x": [*map(short, edges)], "y": np.histogram(given, edges)[0].tolist()}
+        for name, given in values.items()
+    ]
+    return Chart(title, note, x, series, kind="histogram")
+
+
+def calibration(bins: Iterable[Mapping[str, float]]) -> Iterator[Chart]:
+    """How often the reward model prefers the chosen response, against how sure it is."""
+    filled = [each for each in bins if each["n"]]
+    if filled:
+        x, y = ([short(each[name]) for each in filled] for name in ("confidence", "accuracy"))
+        held_out = {"name": "held-out", "x": x, "y": y, "dots": True}
+        diagonal = {"name": "calibrated", "x": [0.5, 1], "y": [0.5, 1]}
+        note = "Healthy: close to the line. Below it, the reward model is too sure."
+        yield Chart("Calibration", note, "probability by the margin", [held_out, diagonal])

@@ -1,0 +1,164 @@
+"""The page of an evaluation: one file of HTML that needs no network.
+
+It is made of finished artifacts alone: the evaluation, and the models with the metrics of their
+training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.evaluation.comparison import ANSWERS, BASELINE, judge_title, score_name
+from rlhf_pipeline.evaluation.gate import outcome
+from rlhf_pipeline.evaluation.report import metric_rows, summary, title, verdict
+from rlhf_pipeline.reporting.charts import (
+    Chart,
+    calibration,
+    frontier,
+    histogram,
+    short,
+    training_charts,
+)
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.statistics import smallest_visible_win_rate
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+REWARD_REPORT = "reward_report.json"
+"""File of a reward model with its held-out calibration."""
+
+Answers = Mapping[str, Sequence[Mapping[str, Any]]]
+"""The lines of `answers.jsonl`, by policy."""
+
+
+def evaluation_page(
+    evaluation: Path, artifacts: Iterable[Path], registration: Mapping[str, Any] | None
+) -> str:
+    """The page of an evaluation.
+
+    Args:
+        evaluation: its artifact.
+        artifacts: those that it was made from and that are here; the page shows the models.
+        registration: the registration of the evaluation; None without one.
+    """
+    compared = json.loads((evaluation / "evaluation.json").read_text())
+    manifest = Manifest.read(evaluation)
+    models = {Manifest.read(folder).stage: folder for folder in artifacts}
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for answer in read_json_lines(evaluation / ANSWERS):
+        answers.setdefault(answer["policy"], []).append(answer)
+    heading = verdict(
+        compared["judge"], compared["win_rates"][compared["judge"]], compared["candidate"]
+    )
+    if registration is not None:
+        promoted = outcome(registration["promoted"], registration["verdict"]["refusals"])
+        heading = f"{title(compared['candidate'])} is {promoted}."
+    return render(
+        "evaluation.html.j2",
+        heading=heading,
+        summary=summary(compared, manifest.config["candidate"]["caveats"]),
+        registration=registration,
+        compared=compared,
+        manifest=manifest,
+        models={stage: Manifest.read(folder) for stage, folder in models.items()},
+        metrics=metric_rows(compared),
+        sections=[*_sections(compared, models, answers)],
+        data=_table(compared, answers),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template; it escapes every value."""
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    made = Environment(
+        loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.policies["json.dumps_kwargs"] = {"default": asdict}
+    functions = (title, judge_title, leaves, smallest_visible_win_rate)
+    made.filters |= {function.__name__: function for function in functions} | {"policy": title}
+    return made
+
+
+def _sections(
+    compared: Mapping[str, Any], models: Mapping[str, Path], answers: Answers
+) -> Iterable[tuple[str, str, list[Chart]]]:
+    """The title, the introduction and the charts of each section that has data."""
+    candidate = compared["candidate"]
+    records = {stage: read_json_lines(folder / CURVES) for stage, folder in models.items()}
+    report = models.get("reward_model", Path()) / REWARD_REPORT
+    bins = json.loads(report.read_text()).get("calibration", []) if report.is_file() else []
+
+    def training(stage: str) -> list[Chart]:
+        exported = Manifest.read(models[stage]).metrics if stage in models else {}
+        return [*training_charts(stage, {stage: records.get(stage, [])}, exported)]
+
+    def distribution(name: str, note: str, x: str, field: str) -> Chart:
+        both = {title(policy): answers[policy] for policy in (candidate, BASELINE)}
+        values = {policy: [a[field] for a in given] for policy, given in both.items()}
+        return histogram(name, f"Suspicious: {note}", x, values)
+
+    saturated = "one tall bar. A saturated judge gives all answers one score."
+    distributions = [
+        distribution(f"Scores of {judge_title(judge)}", saturated, "score", score_name(judge))
+        for judge in compared["win_rates"]
+    ]
+    limit = "a bar at the limit, where answers are cut."
+    distributions.append(distribution("Length of an answer", limit, "tokens", "response_tokens"))
+    trains = (
+        "Training is measured on batches, points on held-out rows. The dashed line is the exported "
+        "model, whose value stands beside the title. A steep start can leave the chart."
+    )
+    frontiers = [*frontier({title(candidate): records.get(candidate, [])}, compared)]
+    path = "The path of the training on held-out prompts, and both policies on the test prompts."
+    for each in (
+        (f"Training of {title(candidate)}", trains, training(candidate)),
+        ("Score and KL", path, frontiers),
+        ("Distributions", "Both policies on the test prompts.", distributions),
+        ("Reward model", trains, [*training("reward_model"), *calibration(bins)]),
+        ("SFT", trains, training(BASELINE)),
+    ):
+        if each[2]:
+            yield each
+
+
+def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
+    """The rows of the table of answers, each with a pair of values, or the KL, for each column.
+
+    The columns of the judges come first, the deciding one before the others.
+    """
+    candidate = compared["candidate"]
+    judges = sorted(compared["win_rates"], key=lambda judge: judge != compared["judge"])
+    names = [judge_title(judge).removeprefix("the ").removesuffix(" judge") for judge in judges]
+    columns = [{"name": name, "judge": True, "digits": 2} for name in names]
+    columns += [{"name": "tokens", "judge": False, "digits": 0}]
+    columns += [{"name": "KL", "judge": False, "digits": 2}]
+    rows = [
+        {
+            "n": number,
+            "p": pair[0]["prompt"],
+            "a": [answer["response"] for answer in pair],
+            "source": pair[0].get("source"),
+            "v": [
+                *([short(answer[score_name(judge)]) for answer in pair] for judge in judges),
+                [answer["response_tokens"] for answer in pair],
+                [short(pair[1]["kl"])],
+            ],
+        }
+        for number, pair in enumerate(zip(answers[BASELINE], answers[candidate], strict=True), 1)
+    ]
+    return {"names": ["SFT", title(candidate)], "columns": columns, "rows": rows}

@@ -1,0 +1,47 @@
+"""An evaluation that is made by hand: answers, a registration, artifacts."""
+
+import json
+
+from rlhf_pipeline.evaluation.comparison import Answer
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
+
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+"""An answer that would run in a page that does not escape it."""
+
+CHECK = {"found": "0.62", "expected": "more than 0.5", "parameter": "min_gain"}
+REGISTRATION = {
+    "model": "policy",
+    "aliases": {"champion": "2", "candidate": "4"},
+    "runs": {"ppo": "run-of-ppo"},
+    "promoted": False,
+    "verdict": {
+        "judge": "gold", "independent": True, "tries": 3, "confidence": 0.9917,
+        "checks": [CHECK | {"what": "gain", "passed": True},
+                   CHECK | {"what": "the champion", "passed": False}],
+        "refusals": ["the champion: found 0.62, expected more than 0.5"],
+    },
+}  # fmt: skip
+
+
+def answer(row, policy):
+    """PPO gains row - 30 by the gold judge; the reward model prefers it always."""
+    text = f"The answer to {row} is {'never' if policy == 'sft' else 'always'} the same."
+    scores = {"score": float(policy == "ppo"), "gold": row - 30.0 if policy == "ppo" else 0.0}
+    if row == 0:
+        text = HOSTILE
+    return Answer(row, f"User: question {row}", text, scores, row / 60, -20.0, 10 + row, True)
+
+
+def artifact(folder, stage, metrics=(), inputs=None, **config):
+    """A finished artifact of a stage, whose records of training are `metrics`, step by step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [{"step": step, "metrics": given} for step, given in enumerate(metrics, start=1)]
+    if records:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / CURVES).write_text(lines)
+    last = {"step": len(records), **records[-1]["metrics"]} if records else {}
+    Manifest(
+        stage, f"{stage}-fingerprint", 7, config, inputs or {}, {"torch": "2.13.0"}, last,
+        file_entries(folder),
+    ).write(folder)  # fmt: skip
+    return folder

@@ -1,0 +1,73 @@
+"""An evaluation with the models that it compared, made by hand, and a real browser."""
+
+import json
+import shutil
+
+import pytest
+from made_by_hand import answer, artifact
+
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.evaluation.comparison import compare, write_answers
+
+
+@pytest.fixture
+def models(tmp_path):
+    """SFT, reward model and PPO policy with the metrics of their training."""
+    sft = [{"sft/loss": 3.0 / step, "validation/loss": 3.5 / step} for step in range(1, 9)]
+    pairs = [
+        {"reward_model/loss": 0.7, "reward_model/accuracy": 0.5 + step / 40,
+         "validation/accuracy": 0.6}
+        for step in range(1, 9)
+    ]  # fmt: skip
+    ppo = [
+        {"objective/score": step / 4, "objective/kl": step / 2, "policy/entropy": 2.0 - step / 8,
+         "policy/clip_fraction": 0.05, "value/explained_variance": 1 - 1 / step}
+        | ({"validation/score": step / 4, "validation/kl": step / 2} if step % 2 == 0 else {})
+        for step in range(1, 9)
+    ]  # fmt: skip
+    return [
+        artifact(tmp_path / "models" / "ppo", "ppo", ppo, ppo={"kl": {"coef": 0.1}}),
+        artifact(tmp_path / "models" / "reward_model", "reward_model", pairs),
+        artifact(tmp_path / "models" / "sft", "sft", sft),
+    ]
+
+
+@pytest.fixture
+def evaluation(tmp_path):
+    """Makes an evaluation of both policies on 60 prompts; `changes` are fields of its JSON."""
+
+    def make(**changes):
+        folder = tmp_path / "evaluation"
+        folder.mkdir()
+        answers = {name: [answer(row, name) for row in range(60)] for name in ("sft", "ppo")}
+        compared = compare(answers, EvaluateConfig(samples=2), {"score"}) | changes
+        (folder / "evaluation.json").write_text(json.dumps(compared))
+        write_answers(answers, folder)
+        caveats = {"score": "PPO was trained on it.", "gold": "PPO never saw it."}
+        inputs = {"prompts": "0123456789abcdef"}
+        candidate = {"name": "ppo", "caveats": caveats}
+        return artifact(folder, "evaluate", inputs=inputs, candidate=candidate)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Debian's Chromium, which resolves no host name."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    paths = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in paths:
+        pytest.skip("chromium or chromedriver is not installed: apt-get install chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = paths[0]
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-dev-shm-usage",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(paths[1]))
+    yield driver
+    driver.quit()

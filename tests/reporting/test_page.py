@@ -1,0 +1,120 @@
+"""The text of the page, as HTML."""
+
+import json
+import re
+
+import pytest
+from made_by_hand import HOSTILE, REGISTRATION
+
+from rlhf_pipeline.evaluation.comparison import ANSWERS
+from rlhf_pipeline.reporting.page import evaluation_page
+
+
+def headings(page):
+    return re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
+
+
+def data(page):
+    """What the script of the page reads."""
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return json.loads(found)
+
+
+def test_the_sections_follow_the_verdict(evaluation, models):
+    page = evaluation_page(evaluation(), models, REGISTRATION)
+    assert headings(page) == [
+        "Results", "Training of PPO", "Score and KL", "Distributions", "Reward model", "SFT",
+        "Answers", "Origin",
+    ]  # fmt: skip
+    assert "1 of 2 conditions hold. This is try 3 on these prompts" in page
+    assert "99.17%" in page
+    assert "The gold judge decides; the training has not optimized it." in page
+    assert page.index("It decides. PPO never saw it.") < page.index("PPO was trained on it.")
+    assert "run-of-ppo" in page and "ppo.kl.coef" in page and "0123456789ab<" in page
+
+
+def test_what_is_absent_is_left_out(evaluation):
+    page = evaluation_page(evaluation(), [], None)
+    assert "<h1>By the gold judge, no difference is shown.</h1>" in page
+    assert headings(page) == ["Results", "Score and KL", "Distributions", "Answers", "Origin"]
+    assert "No registration of this evaluation is here" in page
+    for text in ("Perplexity of people", "Sign test", "at equal length", "Results by source"):
+        assert text not in page
+    assert "All parameters" not in page
+
+
+def test_the_same_evaluation_has_the_same_page(evaluation, models):
+    folder = evaluation()
+    pages = {evaluation_page(folder, models, REGISTRATION) for _ in range(2)}
+    assert len(pages) == 1
+
+
+@pytest.mark.parametrize(
+    ("promoted", "refusals", "heading"),
+    [
+        (True, [], "PPO is promoted."),
+        (True, ["no"], "PPO is promoted (register.promote: always)."),
+        (False, [], "PPO is not promoted (register.promote: never)."),
+    ],
+)
+def test_the_heading_says_what_overruled_the_gate(evaluation, promoted, refusals, heading):
+    verdict = REGISTRATION["verdict"] | {"refusals": refusals}
+    registration = REGISTRATION | {"promoted": promoted, "verdict": verdict}
+    assert f"<h1>{heading}</h1>" in evaluation_page(evaluation(), [], registration)
+
+
+def test_newer_fields_are_shown(evaluation):
+    whole = {"rate": 0.5, "lower": 0.4, "upper": 0.6, "wins": 29, "ties": 1, "losses": 30, "n": 60}
+    part = {"rate": 0.25, "lower": 0.2, "upper": 0.3, "n": 60}
+    page = evaluation_page(
+        evaluation(
+            win_rates={"gold": whole | {"p_value": 0.0123, "length_controlled": part}},
+            slices={"web": {"n": 60, "win_rates": {"gold": part}}},
+            perplexity={"sft": 4.0, "ppo": 5.5},
+            best_of_n=[{"n": 4, "kl": 0.64, "score": 1.5, "gold_score": 2.0}],
+        ),
+        [],
+        REGISTRATION,
+    )
+    assert "Sign test: p = 0.012." in page
+    assert "at equal length" in page and "20.0% to 30.0%" in page
+    assert "Results by source" in page and "the gold judge, 60 prompts" in page
+    assert "SFT 4.00, PPO 5.50. A rise is what the alignment costs." in page
+    assert "best of 4" in page
+
+
+def test_every_answer_has_a_row_with_its_values(evaluation):
+    table = data(evaluation_page(evaluation(), [], None))
+    assert [column["name"] for column in table["columns"]] == [
+        "gold", "reward model", "tokens", "KL",
+    ]  # fmt: skip
+    assert len(table["rows"]) == 60
+    assert table["rows"][6] == {
+        "n": 7,
+        "p": "User: question 6",
+        "a": ["The answer to 6 is never the same.", "The answer to 6 is always the same."],
+        "source": None,
+        "v": [[0.0, -24.0], [0.0, 1.0], [16, 16], [0.1]],
+    }
+    assert table["rows"][0]["a"] == [HOSTILE, HOSTILE]
+
+
+def test_sources_can_be_chosen_if_there_are_several(evaluation):
+    folder = evaluation()
+    lines = [json.loads(line) for line in (folder / ANSWERS).read_text().splitlines()]
+    for line in lines:
+        line["source"] = "web" if line["row"] < 9 else "<books>"
+    (folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = evaluation_page(folder, [], None)
+    assert "<option>web</option><option>&lt;books&gt;</option>" in page
+
+
+def test_texts_cannot_end_the_script(evaluation, models):
+    """Names of judges and sources, prompts and answers come from users and models."""
+    page = evaluation_page(evaluation(), models, REGISTRATION)
+    assert page.count("</script>") == 2
+    assert "onerror='window" not in page
+
+
+def test_a_page_is_small(evaluation, models):
+    assert len(evaluation_page(evaluation(), models, REGISTRATION)) < 150_000
