@@ -35,6 +35,7 @@ def answer(row, policy):
 def artifact(folder, stage, metrics=(), inputs=None, **config):
     """A finished artifact of a stage, whose records of training are `metrics`, step by step."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "weights").write_text(stage)
     records = [{"step": step, "metrics": given} for step, given in enumerate(metrics, start=1)]
     if records:
         lines = "".join(json.dumps(record) + "\n" for record in records)

@@ -13,7 +13,7 @@ from kedro_datasets.json import JSONDataset
 from rich.console import Console
 
 from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.hooks import PreflightHook, ResultsHook
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
@@ -61,6 +61,19 @@ def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(
     assert "candidate = version 7" in shown
     assert "2026-01-01T00.00.00.000Z/ppo_model" in shown
     assert "version 8" not in shown and "2026-01-02" not in shown
+
+
+def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
+    save = Version(None, "2026-01-01T00.00.00.000Z")
+    catalog = DataCatalog(
+        {"evaluation_page": PageDataset(filepath=str(tmp_path / "page.html"), version=save)}
+    )
+    catalog.save("evaluation_page", "<p>")
+    hook = ResultsHook(Console())
+    hook.after_node_run(outputs={"evaluation_page": "<p>"})
+    node = Node(registration, inputs="number", outputs="evaluation_page", name="report")
+    hook.after_pipeline_run(pipeline=Pipeline([node]), catalog=catalog)
+    assert "page.html/2026-01-01T00.00.00.000Z/page.html" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("parameters", [{}, {"root": "/data/a[b]"}])

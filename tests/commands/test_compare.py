@@ -1,14 +1,18 @@
 """The comparison of policies that were made and evaluated by hand."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_by_hand import artifact
 from random_answers import policy as random_policy
 
 from rlhf_pipeline.commands.compare import (
     Policy,
+    comparison_page,
+    data_table,
     metric_table,
     parameter_table,
     recipe_table,
@@ -106,3 +110,36 @@ def test_a_policy_without_an_evaluation_is_named(make):
     assert verdicts(two, one, 1) == [
         "two and one: no comparison, because two has no evaluation here"
     ]
+
+
+def test_the_data_that_differ_are_shown_by_their_content(make):
+    def reading(name, prompts):
+        policy = make(name, 0.0)
+        inputs = {"prompts": prompts * 64, "sft_model": name}
+        return replace(policy, made_from={"ppo": replace(policy.made_from["ppo"], inputs=inputs)})
+
+    one, two = reading("one", "a"), reading("two", "b")
+    assert rows(data_table([one, two])) == [("ppo: prompts", "a" * 12, "b" * 12)]
+
+
+def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
+    policies = []
+    for name, scores in (("<one>", [0.1, 0.2]), ("two", [0.3, 0.4])):
+        records = [{"objective/score": score} for score in scores]
+        folder = artifact(tmp_path / "models" / name, "ppo", records)
+        policies.append(replace(make(name, 0.9 * len(policies), steps=len(name)), folder=folder))
+    tables = [parameter_table(policies), recipe_table(policies), metric_table(policies)]
+    page = comparison_page(policies, tables)
+    assert "<h1>&lt;one&gt; and two</h1>" in page and "<one>" not in page
+    headings = re.findall("<h2>([^<]*)</h2>", page)
+    assert headings == [
+        "two against &lt;one&gt;", "Parameters that differ", "Recipes that differ", "Evaluation",
+        "Training: ppo",
+    ]  # fmt: skip
+    assert (
+        '<th scope="row">ppo.steps</th><td class="number">5</td><td class="number">3</td>' in page
+    )
+    assert "The gold judge" in page and "of the scores&#39; spread, both 98.75%" in page
+    assert '"y": [0.1, 0.2]' in page and '"y": [0.3, 0.4]' in page
+    alone = comparison_page([policies[0], replace(policies[1], evaluations=())], tables)
+    assert "no comparison, because two has no evaluation here." in alone

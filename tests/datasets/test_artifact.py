@@ -6,7 +6,7 @@ import pytest
 from kedro.io import Version
 from kedro.io.core import DatasetError
 
-from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 
@@ -94,3 +94,16 @@ def test_a_run_reads_its_own_version_although_another_one_is_newer(finished, tmp
         dataset(tmp_path, "2026-01-03T00.00.00.000Z").load().parent.name
         == "2026-01-02T00.00.00.000Z"
     )
+
+
+def test_a_page_is_text_that_is_loaded_as_the_path_of_its_own_version(tmp_path):
+    def page(save):
+        return PageDataset(filepath=str(tmp_path / "page.html"), version=Version(None, save))
+
+    mine, theirs = page("2026-01-01T00.00.00.000Z"), page("2026-01-02T00.00.00.000Z")
+    mine.save("<p>\N{CHECK MARK}")
+    theirs.save("<p>newer")
+    assert mine.load() == tmp_path / "page.html" / "2026-01-01T00.00.00.000Z" / "page.html"
+    assert mine.load().read_text(encoding="utf-8") == "<p>\N{CHECK MARK}"
+    assert [path.parent.name[:10] for path in mine.versions()] == ["2026-01-01", "2026-01-02"]
+    assert page("2026-01-03T00.00.00.000Z").load() == theirs.load()

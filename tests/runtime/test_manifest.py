@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
 from rlhf_pipeline.runtime.manifest import (
+    CURVES,
     Manifest,
     artifact_of,
     content_digest,
@@ -47,6 +48,19 @@ def test_equal_content_has_equal_digests_in_any_folder(tmp_path):
     changed = make_artifact(tmp_path / "changed", weights="abd", sub__more="d")
     assert content_digest(one) == content_digest(other)
     assert content_digest(one) != content_digest(changed)
+
+
+def test_the_metrics_of_a_training_are_checked_but_do_not_count_as_content(tmp_path):
+    """They contain times: two equal trainings would have different content."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, curves in ((one, "1 s"), (other, "2 s")):
+        folder.mkdir()
+        (folder / CURVES).write_text(curves)
+        make_artifact(folder, weights="abc")
+    assert content_digest(one) == content_digest(other)
+    (other / CURVES).write_text("3 s")
+    with pytest.raises(ArtifactError, match=r"metrics\.jsonl was changed"):
+        verify(other)
 
 
 def test_a_part_of_an_artifact_has_its_own_digest(tmp_path):

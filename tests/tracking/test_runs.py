@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -217,6 +218,34 @@ def test_an_unfinished_run_is_resumed_without_a_step_twice(
         (2, 1_002_000, 0.75),
         (3, 5_003_000, 0.75),
     ]
+
+
+def test_the_page_of_an_evaluation_is_an_artifact_of_its_run(tracker, stage, client, runs, caplog):
+    tracker.stage_started(stage)
+    write_manifest(stage, {})
+    tracker.stage_ended(stage, "FINISHED", {})
+    for page in ("<p>first", "<p>second"):
+        tracker.log_page("f00d", page)
+    tracker.log_page("of no run", "<p>")
+    (run,) = runs()
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["evaluation.html"]
+    path = client.download_artifacts(run.info.run_id, "evaluation.html")
+    assert Path(path).read_text() == "<p>second"
+    assert caplog.messages == []
+
+
+def test_a_store_that_refuses_the_page_costs_one_warning(tracker, monkeypatch, caplog):
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    def refuse(*args, **kwargs):
+        raise MlflowException("no space left")
+
+    tracker.open()
+    monkeypatch.setattr(MlflowClient, "search_runs", refuse)
+    tracker.log_page("f00d", "<p>")
+    (warning,) = caplog.messages
+    assert "does not record the page (MlflowException: no space left)" in warning
 
 
 def test_another_recipe_gets_another_run(tracker, stage, runs):
