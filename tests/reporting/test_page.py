@@ -6,6 +6,7 @@ import re
 import pytest
 from made_by_hand import HOSTILE, REGISTRATION
 
+from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import ANSWERS
 from rlhf_pipeline.reporting.page import evaluation_page
 
@@ -41,6 +42,16 @@ def test_what_is_absent_is_left_out(evaluation):
     for text in ("Perplexity of people", "Sign test", "at equal length", "Results by source"):
         assert text not in page
     assert "All parameters" not in page
+
+
+def test_an_evaluation_of_an_earlier_version_is_refused(evaluation):
+    folder = evaluation()
+    file = folder / "evaluation.json"
+    earlier = json.loads(file.read_text())
+    del earlier["independent"]
+    file.write_text(json.dumps(earlier))
+    with pytest.raises(ArtifactError, match="an evaluation of an earlier version"):
+        evaluation_page(folder, [], None)
 
 
 def test_the_same_evaluation_has_the_same_page(evaluation, models):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import ANSWERS, BASELINE, judge_title, score_name
 from rlhf_pipeline.evaluation.gate import outcome
 from rlhf_pipeline.evaluation.report import metric_rows, summary, title, verdict
@@ -48,8 +49,15 @@ def evaluation_page(
         evaluation: its artifact.
         artifacts: those that it was made from and that are here; the page shows the models.
         registration: the registration of the evaluation; None without one.
+
+    Raises ArtifactError if an earlier version made the evaluation.
     """
     compared = json.loads((evaluation / "evaluation.json").read_text())
+    if "independent" not in compared:
+        raise ArtifactError(
+            f"{evaluation}: found an evaluation of an earlier version, expected one with the judge "
+            "that decides. Fix: `kedro run --from-nodes=evaluate`"
+        )
     manifest = Manifest.read(evaluation)
     models = {Manifest.read(folder).stage: folder for folder in artifacts}
     answers: dict[str, list[dict[str, Any]]] = {}

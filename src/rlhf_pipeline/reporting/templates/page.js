@@ -10,8 +10,6 @@ function add(parent, name, attributes = {}, text) {
   return parent.appendChild(made);
 }
 
-/* Charts */
-
 function ticks(low, high, count) {  // multiples of 1, 2 or 5 times a power of ten
   const power = 10 ** Math.floor(Math.log10((high - low) / count));
   const step = [1, 2, 5, 10].map(each => each * power).find(each => each * count >= high - low);
@@ -27,14 +25,15 @@ function extent(values, pad) {
   return high > low || pad ? [low - room, high + room] : [low - .5, high + .5];
 }
 
+function ink(chart, index) {  // batches of training are paler than held-out rows
+  const soft = chart.series.length > 1 && chart.series[0].name === "training";
+  return soft && !index ? "--soft" : `--c${(index - soft) % 5}`;
+}
+
 function draw(box, chart, show) {
   const histogram = chart.kind === "histogram", width = box.clientWidth, height = 200;
-  const ink = (series, index) => {
-    const soft = chart.series.length > 1 && chart.series[0].name === "training";
-    return soft && !index ? "--soft" : `--c${(series.color ?? index - soft) % 5}`;
-  };
   const points = chart.series.flatMap((series, index) => series.y.map((y, k) => ({
-    x: histogram ? (series.x[k] + series.x[k + 1]) / 2 : series.x[k], y, ink: ink(series, index),
+    x: histogram ? (series.x[k] + series.x[k + 1]) / 2 : series.x[k], y,
     text: `${series.name}: ${y} at ${series.texts?.[k] ?? (histogram ? `${series.x[k]} to ${series.x[k + 1]}` : `${chart.x} ${series.x[k]}`)}`,
   }))).sort((a, b) => a.x - b.x);
   const [x0, x1] = extent(chart.series.flatMap(series => series.x), chart.series[0].texts ? .08 : 0);
@@ -64,24 +63,27 @@ function draw(box, chart, show) {
     add(svg, "text", { x: right ? x - 5 : x + 5, y: 12, "text-anchor": right ? "end" : "start" }, "exported");
   }
   chart.series.forEach((series, index) => {
-    const style = `--ink: var(${ink(series, index)}); ${inside}`;
+    const colour = `--ink: var(${ink(chart, index)})`, style = `${colour}; ${inside}`;
     const path = histogram
       ? `M${X(series.x[0])} ${Y(0)}` + series.y.map((y, k) => `V${Y(y)}H${X(series.x[k + 1])}`).join("") + `V${Y(0)}`
       : "M" + series.y.map((y, k) => `${X(series.x[k])} ${Y(y)}`).join("L");
     add(svg, "path", { d: path, style, class: histogram ? "filled" : "" });
-    if (series.dots) series.y.forEach((y, k) => add(svg, "circle", { cx: X(series.x[k]), cy: Y(y), r: 3, style: `--ink: var(${ink(series, index)})` }));
+    if (series.dots) series.y.forEach((y, k) => add(svg, "circle", { cx: X(series.x[k]), cy: Y(y), r: 3, style: colour }));
   });
+  const labels = [];
   chart.series.forEach((series, index) => {
-    for (const k of series.texts ? new Set([0, series.y.length - 1]) : []) {
-      const x = X(series.x[k]), anchor = index ? "middle" : x - left > 60 ? "end" : "start";
-      add(svg, "text", { x, y: Y(series.y[k]) + (index ? 18 : -9), "text-anchor": anchor }, series.texts[k]);
+    for (const k of series.texts ? new Set([series.y.length - 1, 0]) : []) {
+      const x = X(series.x[k]), y = Y(series.y[k]) + (index ? 18 : -9), anchor = index ? "middle" : x - left > 60 ? "end" : "start";
+      if (labels.some(other => Math.abs(other[0] - x) < 50 && Math.abs(other[1] - y) < 12)) continue;
+      labels.push([x, y]);
+      add(svg, "text", { x, y, "text-anchor": anchor }, series.texts[k]);
     }
   });
   let at = -1;
   const here = add(svg, "circle", { class: "here", r: 6, visibility: "hidden" });
   const move = index => {
-    const point = points[at = Math.min(Math.max(index, 0), points.length - 1)];
-    for (const [key, value] of [["cx", X(point.x)], ["cy", Y(point.y)], ["visibility", "visible"]]) here.setAttribute(key, value);
+    const point = points[at = Math.min(Math.max(index, 0), points.length - 1)], place = { cx: X(point.x), cy: Y(point.y), visibility: "visible" };
+    for (const key in place) here.setAttribute(key, place[key]);
     show(point.text);
   };
   box.onpointermove = event => {
@@ -98,20 +100,15 @@ function draw(box, chart, show) {
 
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
   const chart = JSON.parse(figure.dataset.chart), box = figure.querySelector(".plot");
-  if (chart.series.length > 1) {
-    const legend = figure.querySelector(".legend"), soft = chart.series[0].name === "training";
-    chart.series.forEach((series, index) => {
-      const item = add(legend, "li");
-      add(item, "i", { style: `--ink: var(${soft && !index ? "--soft" : `--c${(series.color ?? index - soft) % 5}`})` });
-      item.append(series.name);
-    });
-  }
+  if (chart.series.length > 1) chart.series.forEach((series, index) => {
+    const item = add(figure.querySelector(".legend"), "li");
+    add(item, "i", { style: `--ink: var(${ink(chart, index)})` });
+    item.append(series.name);
+  });
   let width = 0;
   const show = text => { figure.querySelector("output").textContent = text; };
   new ResizeObserver(() => { if (box.clientWidth && box.clientWidth !== width) { width = box.clientWidth; draw(box, chart, show); } }).observe(box);
 }
-
-/* Answers */
 
 function differing(first, second) {  // words outside the longest common subsequence
   const [a, b] = [first, second].map(text => text.split(/(\s+)/)), columns = b.length + 1;
@@ -127,8 +124,10 @@ function differing(first, second) {  // words outside the longest common subsequ
     else if (j === b.length || (i < a.length && length[(i + 1) * columns + j] >= length[i * columns + j + 1])) found[0].push([a[i++], true]);
     else found[1].push([b[j++], true]);
   }
+  const shared = found[0].filter(([text, differs]) => text.trim() && !differs).length;
+  const similar = shared * 16 >= a.length + b.length;  // else nearly all of it would be marked
   return found.map(pieces => pieces.map(([text, differs], k) =>  // spaces between marked words are marked, too
-    [text, text.trim() ? differs : Boolean(pieces[k - 1]?.[1] && pieces[k + 1]?.[1])]));
+    [text, similar && (text.trim() ? differs : Boolean(pieces[k - 1]?.[1] && pieces[k + 1]?.[1]))]));
 }
 
 function answers(section, { names, columns, rows }) {
