@@ -82,6 +82,7 @@ def test_newer_fields_are_shown(evaluation):
             win_rates={"gold": whole | {"p_value": 0.0123, "length_controlled": part}},
             slices={"web": {"n": 60, "win_rates": {"gold": part}}},
             perplexity={"sft": 4.0, "ppo": 5.5},
+            pairwise_judges={"gold": {"pairs": 60, "inconsistent": 4}},
             best_of_n=[{"n": 4, "kl": 0.64, "score": 1.5, "gold_score": 2.0}],
         ),
         [],
@@ -91,7 +92,22 @@ def test_newer_fields_are_shown(evaluation):
     assert "at equal length" in page and "20.0% to 30.0%" in page
     assert "Results by source" in page and "the gold judge, 60 prompts" in page
     assert "SFT 4.00, PPO 5.50. A rise is what the alignment costs." in page
-    assert "best of 4" in page
+    assert "best of 4" in page and "pairs 60, inconsistent 4" in page
+
+
+def test_the_report_of_the_reward_model_is_shown(evaluation, models):
+    rate = {"rate": 0.75, "lower": 0.6, "upper": 0.85, "n": 40}
+    report = {
+        "calibration": {"error": 0.034, "bins": [{"n": 9, "confidence": 0.9, "accuracy": 0.7}]},
+        "length_correlation": None,
+        "halves": [0.7, 0.8],
+        "sources": {"web": rate},
+    }
+    (models[1] / "reward_report.json").write_text(json.dumps(report))
+    page = evaluation_page(evaluation(), models, None)
+    assert "calibration error 0.03, rank correlation of score and length -," in page
+    assert "on the even and on the odd rows 0.70 and 0.80." in page
+    assert "<h3>Calibration</h3>" in page and "accuracy on 40 comparisons" in page
 
 
 def test_every_answer_has_a_row_with_its_values(evaluation):

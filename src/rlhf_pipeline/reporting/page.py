@@ -17,7 +17,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import ANSWERS, BASELINE, judge_title, score_name
 from rlhf_pipeline.evaluation.gate import outcome
-from rlhf_pipeline.evaluation.report import metric_rows, summary, title, verdict
+from rlhf_pipeline.evaluation.report import ABSENT, metric_rows, summary, title, verdict
 from rlhf_pipeline.reporting.charts import (
     Chart,
     calibration,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 REWARD_REPORT = "reward_report.json"
-"""File of a reward model with its held-out calibration."""
+"""File of a reward model with what was measured on held-out comparisons."""
 
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
 """The lines of `answers.jsonl`, by policy."""
@@ -60,6 +60,8 @@ def evaluation_page(
         )
     manifest = Manifest.read(evaluation)
     models = {Manifest.read(folder).stage: folder for folder in artifacts}
+    report = models.get("reward_model", Path()) / REWARD_REPORT
+    reward_report = json.loads(report.read_text()) if report.is_file() else None
     answers: dict[str, list[dict[str, Any]]] = {}
     for answer in read_json_lines(evaluation / ANSWERS):
         answers.setdefault(answer["policy"], []).append(answer)
@@ -78,7 +80,8 @@ def evaluation_page(
         manifest=manifest,
         models={stage: Manifest.read(folder) for stage, folder in models.items()},
         metrics=metric_rows(compared),
-        sections=[*_sections(compared, models, answers)],
+        reward_report=reward_report,
+        sections=[*_sections(compared, models, answers, reward_report)],
         data=_table(compared, answers),
     )
 
@@ -86,6 +89,11 @@ def evaluation_page(
 def render(template: str, **values: Any) -> str:
     """Fill a template; it escapes every value."""
     return _templates().get_template(template).render(values)
+
+
+def decimals(value: float | None) -> str:
+    """A number that may be unknown."""
+    return ABSENT if value is None else f"{value:z.2f}"
 
 
 @cache
@@ -97,19 +105,20 @@ def _templates() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.policies["json.dumps_kwargs"] = {"default": asdict}
-    functions = (title, judge_title, leaves, smallest_visible_win_rate)
+    functions = (title, judge_title, leaves, smallest_visible_win_rate, decimals)
     made.filters |= {function.__name__: function for function in functions} | {"policy": title}
     return made
 
 
 def _sections(
-    compared: Mapping[str, Any], models: Mapping[str, Path], answers: Answers
+    compared: Mapping[str, Any],
+    models: Mapping[str, Path],
+    answers: Answers,
+    reward_report: Mapping[str, Any] | None,
 ) -> Iterable[tuple[str, str, list[Chart]]]:
     """The title, the introduction and the charts of each section that has data."""
     candidate = compared["candidate"]
     records = {stage: read_json_lines(folder / CURVES) for stage, folder in models.items()}
-    report = models.get("reward_model", Path()) / REWARD_REPORT
-    bins = json.loads(report.read_text()).get("calibration", []) if report.is_file() else []
 
     def training(stage: str) -> list[Chart]:
         exported = Manifest.read(models[stage]).metrics if stage in models else {}
@@ -133,11 +142,12 @@ def _sections(
     )
     frontiers = [*frontier({title(candidate): records.get(candidate, [])}, compared)]
     path = "The path of the training on held-out prompts, and both policies on the test prompts."
+    measured = calibration(reward_report["calibration"]["bins"]) if reward_report else ()
     for each in (
         (f"Training of {title(candidate)}", trains, training(candidate)),
         ("Score and KL", path, frontiers),
         ("Distributions", "Both policies on the test prompts.", distributions),
-        ("Reward model", trains, [*training("reward_model"), *calibration(bins)]),
+        ("Reward model", trains, [*training("reward_model"), *measured]),
         ("SFT", trains, training(BASELINE)),
     ):
         if each[2]:
