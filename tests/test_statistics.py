@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_pipeline.statistics import (
     WinRate,
+    agreement,
     calibration,
     common_phrase,
     distinct_n,
@@ -238,3 +239,21 @@ def test_the_rank_correlation():
     # Ranks 1 2 3 4 and 2 1 4 3: 1 - 6 (1 + 1 + 1 + 1) / (4 * 15) = 0.6
     assert rank_correlation([1, 2, 3, 4], [20, 10, 40, 30]) == pytest.approx(0.6)
     assert rank_correlation([1.0, 2.0], [3, 3]) is None
+
+
+def test_agreement_is_that_of_krippendorffs_examples():
+    """Data and alpha of "Computing Krippendorff's Alpha-Reliability", 2011, sections A to C."""
+    binary = ["01", "11", "01", "00", "00", "01", "00", "00", "10", "00"]
+    # Coincidences: n = 20, n_0 = 14, n_1 = 6; 4 units of unequal values.
+    assert agreement(binary) == (pytest.approx(0.6), pytest.approx(0.095, abs=5e-4))
+    nominal = ["ab", "aa", "bb", "bb", "db", "cc", "cc", "cc", "ee", "dd", "dd", "ad"]
+    assert agreement(nominal)[1] == pytest.approx(0.692, abs=5e-4)
+    # Four people, who did not see every unit; one unit has a single value.
+    observers = ["111", "2232", "3333", "3333", "2222", "1234", "4444", "1121", "2222", "555",
+                 "11", "3"]  # fmt: skip
+    assert agreement(observers)[1] == pytest.approx(0.743, abs=5e-4)
+
+
+def test_agreement_needs_two_people_and_two_categories():
+    assert agreement([]) == agreement(["1", "2"]) == (None, None)
+    assert agreement(["11", "111", "2"]) == (1.0, None)

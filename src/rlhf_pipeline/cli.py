@@ -198,6 +198,28 @@ def report(
 
 
 @rlhf.command(cls=Command)
+@click.argument("evaluation", required=False)
+@click.option("--pairs", help="File with columns prompt, first, second, instead of EVALUATION.")
+@click.option("--output", help="File of the votes.  [default: 01_raw/votes.jsonl of the data]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of this machine.")
+@click.option("--port", default=8700, show_default=True, help="Port at that address.")
+@_ENV
+@_PARAMS
+@click.pass_obj
+def label(metadata: ProjectMetadata, env: str | None, params: dict[str, Any], **given: Any) -> None:
+    """Let people compare answers on a page; their votes are data for `split`.
+
+    EVALUATION is the folder of an evaluation, or a policy as for `kedro rlhf compare`.
+    """
+    from rlhf_pipeline.commands.label import label as serve
+
+    if (given["evaluation"] is None) == (given["pairs"] is None):
+        raise click.UsageError("use either EVALUATION or --pairs")
+    with _catalog(metadata, env, params) as catalog:
+        serve(catalog, Path(metadata.project_path), **given)
+
+
+@rlhf.command(cls=Command)
 @click.option("--port", default=5000, show_default=True, help="Port at 127.0.0.1.")
 @click.pass_obj
 def ui(metadata: ProjectMetadata, port: int) -> None:

@@ -28,7 +28,8 @@ def answer(row, text, score, gold, kl=0.0, ended=True):
     scores = {"score": score, "gold": gold}
     tokens = len(text.split())
     sft_logprob = -tokens * LOG_2 - row  # so the mean per token is not the mean per answer
-    return Answer(row, f"User: {row}?", text, scores, kl, sft_logprob, tokens, ended)
+    messages = [{"role": "user", "content": f"{row}?"}]
+    return Answer(row, f"User: {row}?", text, scores, kl, sft_logprob, tokens, ended, messages)
 
 
 ANSWERS = {
@@ -142,7 +143,8 @@ EVALUATION = {
 LINE = (
     '{"row": 0, "prompt": "User: 0?", "response": "a c d", "kl": 0.5, '
     '"sft_logprob": -2.0794415416798357, "response_tokens": 3, "ended": true, '
-    '"source": null, "score": 1.0, "gold_score": 1.0}'
+    '"source": null, "messages": [{"role": "user", "content": "0?"}], '
+    '"score": 1.0, "gold_score": 1.0}'
 )
 
 

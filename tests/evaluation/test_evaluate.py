@@ -93,6 +93,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
         messages = [{"role": "user", "content": QUESTIONS[answer["row"]]}]
         assert answer["source"] == "synthetic"
         assert answer["prompt"] == f"User: {QUESTIONS[answer['row']]}"
+        assert answer["messages"] == messages
         reference = REFERENCES[answer["row"]] or ""
         assert answer["words_score"] == len(answer["response"].split()) + len(reference)
         assert answer["gold_score"] == gold_score("synthetic", messages, answer["response"])

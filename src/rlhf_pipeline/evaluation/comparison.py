@@ -55,6 +55,8 @@ class Answer:
     ended: bool
     source: str | None = None
     """Name of the prompt's source."""
+    messages: list[dict[str, str]] | None = None
+    """The prompt as messages. None in evaluations of earlier versions."""
 
     def record(self) -> dict[str, Any]:
         """The answer as JSON types; each score is a field."""
@@ -146,9 +148,9 @@ def compare(
         return [_sample({baseline: first, candidate: second}) for first, second in chosen]
 
     pairs = list(zip(answers[baseline], answers[candidate], strict=True))
-    by_gain = sorted(pairs, key=lambda pair: _gain(pair, decides))
-    gains = [pair for pair in reversed(by_gain) if _gain(pair, decides) > 0]
-    losses = [pair for pair in by_gain if _gain(pair, decides) < 0]
+    by_gain = sorted(pairs, key=lambda pair: gain_by(pair, decides))
+    gains = [pair for pair in reversed(by_gain) if gain_by(pair, decides) > 0]
+    losses = [pair for pair in by_gain if gain_by(pair, decides) < 0]
     return {
         "candidate": candidate,
         "prompts": len(answers[baseline]),
@@ -284,7 +286,7 @@ def _by_reward_model(answer: Answer) -> float:
     return score
 
 
-def _gain(pair: tuple[Answer, Answer], judge: str) -> float:
+def gain_by(pair: tuple[Answer, Answer], judge: str) -> float:
     """How much higher the judge scores the second answer."""
     first, second = (answer.scores[judge] for answer in pair)
     return 0.0 if first is None or second is None else second - first

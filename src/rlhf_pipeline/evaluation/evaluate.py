@@ -242,6 +242,7 @@ def judged(
             response_tokens=int(mask[i].sum()),
             ended=bool(scored.ended[i]),
             source=batch.sources[i],
+            messages=text.prompts[i],
         )
         for i, row in enumerate(setup.rows)
     ]

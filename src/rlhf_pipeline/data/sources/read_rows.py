@@ -77,7 +77,7 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
         assert parse is not None, f"{source.name} has no function to parse rows"
         records = ((place, outcome(parse, row)) for place, row in rows)
     for place, record in records:
-        yield place, (_record_fault(record) or record)
+        yield place, (record_fault(record) or record)
 
 
 def _hub_rows(
@@ -112,7 +112,7 @@ def _hub_rows(
         yield f"{source.name}:{split}:{number - 1}", row
 
 
-def _record_fault(record: Record | Unused) -> Unused | None:
+def record_fault(record: Record | Unused) -> Unused | None:
     """The fault of a record by the rules for all sources, or None."""
     match record:
         case Example(prompt, chosen, rejected):

@@ -1,0 +1,49 @@
+"""`kedro rlhf label`: a page on which people compare answers."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+import uvicorn
+from kedro.io import CatalogProtocol
+
+from rlhf_pipeline.commands.artifacts import all_artifacts
+from rlhf_pipeline.commands.compare import find
+from rlhf_pipeline.data.files.rows import read_rows
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.evaluation.comparison import ANSWERS
+from rlhf_pipeline.labelling.pairs import distinct_pairs, evaluation_rows
+from rlhf_pipeline.labelling.server import application
+from rlhf_pipeline.labelling.votes import locked, read_votes
+
+
+def label(
+    catalog: CatalogProtocol, project: Path, evaluation: str | None, pairs: str, output: str | None,
+    host: str, port: int
+) -> None:  # fmt: skip
+    """Serve the pairs of an evaluation, or else of a file, until Ctrl-C.
+
+    Raises ArtifactError without such an evaluation, and DataError if a file cannot be read.
+    """
+    workspace = Path(catalog.load("workspace"))
+    rows: Iterable[Any] = (row for _, row in read_rows(pairs, (), "train"))
+    if evaluation is not None:
+        rows = evaluation_rows(evaluation_of(evaluation, catalog, project, workspace))
+    found, left_out = distinct_pairs(rows)
+    file = Path(output or workspace.parent / "01_raw" / "votes.jsonl").resolve()
+    with locked(file):
+        read_votes(file)
+    click.echo(f"page   http://{host}:{port}\nvotes  {file}\npairs  {len(found)}")
+    for reason, count in left_out.items():
+        click.echo(f"       {count} left out: {reason}")
+    uvicorn.run(application(found, file, host), host=host, port=port, log_level="warning")
+
+
+def evaluation_of(name: str, catalog: CatalogProtocol, project: Path, workspace: Path) -> Path:
+    """The folder of an evaluation, or the newest evaluation of a policy."""
+    if (Path(name) / ANSWERS).is_file():
+        return Path(name)
+    if found := find(name, all_artifacts(catalog, workspace), catalog, project).evaluations:
+        return found[0][0]
+    raise ArtifactError(f"{name}: found no evaluation of it here, expected one. Fix: `kedro run`")

@@ -1,0 +1,74 @@
+"""Pairs of answers that people compare: of an evaluation, or of a file."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from rlhf_pipeline.config.split import ColumnMap
+from rlhf_pipeline.data.records import Example, Message, Unused, key, normalized_prompt
+from rlhf_pipeline.data.sources.adapter import outcome
+from rlhf_pipeline.data.sources.own_files import parser
+from rlhf_pipeline.data.sources.read_rows import record_fault
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.evaluation.comparison import gain_by, read_answers
+
+
+class Pair(BaseModel):
+    """Two answers to one prompt."""
+
+    pair: str
+    """Equal for equal prompts with equal answers."""
+    prompt: tuple[Message, ...]
+    first: str
+    second: str
+    policies: tuple[str, str] = ("first", "second")
+    """Who gave the answers; the second one is the candidate."""
+    judges: dict[str, float] = Field(default={}, exclude=True)
+    """How much higher each judge scores the second answer; 0 also if it has no score."""
+
+
+def evaluation_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """The answers of the baseline and the candidate."""
+    (baseline, firsts), (candidate, seconds), *_ = read_answers(folder).items()
+    for first, second in zip(firsts, seconds, strict=True):
+        yield {
+            "prompt": first.messages,
+            "first": first.response,
+            "second": second.response,
+            "policies": (baseline, candidate),
+            "judges": {judge: gain_by((first, second), judge) for judge in first.scores},
+        }
+
+
+def distinct_pairs(rows: Iterable[Any]) -> tuple[list[Pair], Counter[str]]:
+    """The distinct pairs that `split` can use, and the numbers of rows left out by reason.
+
+    Rows have the columns prompt, first and second, each as the source `files` accepts it, and may
+    have policies and judges. Raises DataError if there is no pair.
+    """
+    # Nobody has chosen yet; these names select the checks that `split` makes of comparisons.
+    parse = parser(ColumnMap(prompt="prompt", chosen="first", rejected="second"))
+    pairs: dict[str, Pair] = {}
+    left_out: Counter[str] = Counter()
+    for row in rows:
+        found: Any = row if isinstance(row, Unused) else outcome(parse, row)
+        found = record_fault(found) or found
+        if isinstance(found, Example):
+            answers = {"first": str(found.chosen), "second": str(found.rejected)}
+            name = key(normalized_prompt(found.prompt), *answers.values()).hex()
+            if name not in pairs:
+                fields = row | answers | {"pair": name, "prompt": found.prompt}
+                pairs[name] = Pair.model_validate(fields)
+                continue
+            found = Unused("it repeats an earlier pair")
+        left_out[found.reason.replace("chosen", "first").replace("rejected", "second")] += 1
+    if not pairs:
+        reasons = "; ".join(f"{count}, {reason}" for reason, count in left_out.items())
+        raise DataError(
+            f"found no pair to compare, expected at least 1. Left out: {reasons}. Fix: correct the "
+            "rows; for an evaluation of an earlier version, repeat its `kedro run`"
+        )
+    return list(pairs.values()), left_out

@@ -1,0 +1,94 @@
+"""The server of the page on which people compare answers. All state is in the file of votes."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel, StringConstraints
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from rlhf_pipeline.data.records import key
+from rlhf_pipeline.labelling.pairs import Pair
+from rlhf_pipeline.labelling.results import results
+from rlhf_pipeline.labelling.votes import Vote, add_vote, read_votes, remove_vote
+
+Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=64)]
+SCORES = {"a": (1, 0), "b": (0, 1), "tie": (1, 1), "bad": (0, 0)}
+"""Scores of the answers that are shown as A and B, by what a person chose."""
+
+
+class Choice(BaseModel):
+    """What an annotator does with a pair."""
+
+    annotator: Name
+    pair: str
+    choice: Literal["a", "b", "tie", "bad", "undo"]
+    reason: Annotated[str, StringConstraints(strip_whitespace=True, max_length=2000)] = ""
+
+
+def application(pairs: Sequence[Pair], file: Path, host: str) -> FastAPI:
+    """The page and its requests.
+
+    Requests to another host than this machine or `host` (DNS rebinding) and requests by pages of
+    another origin are refused.
+    """
+    by_id = {pair.pair: pair for pair in pairs}
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check_origin)])
+    hosts = ["127.0.0.1", "localhost", host]
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+
+    @app.get("/state")
+    def state(annotator: Name) -> dict[str, Any]:
+        """The next pair of an annotator, which hides the policies; all meet pairs in one order."""
+        own = (vote.pair for vote in read_votes(file) if vote.annotator == annotator)
+        done = {pair: by_id[pair] for pair in own if pair in by_id}
+        coming = next((pair for pair in pairs if pair.pair not in done), None)
+        shown = coming and {
+            "id": coming.pair,
+            "prompt": coming.prompt,
+            "answers": (coming.first, coming.second)[:: order(coming, annotator)],
+        }
+        return {"done": len(done), "of": len(pairs), "last": [*done][-1:], "pair": shown}
+
+    @app.post("/vote")
+    def vote(given: Choice) -> dict[str, Any]:
+        """Write or undo a vote, then send the next pair."""
+        pair = by_id.get(given.pair)
+        if pair is None:
+            raise HTTPException(404, "the server has other pairs now: reload the page")
+        if given.choice == "undo":
+            remove_vote(file, given.annotator, given.pair)
+        else:
+            step = order(pair, given.annotator)
+            first_score, second_score = SCORES[given.choice][::step]
+            line = {
+                "first_score": first_score,
+                "second_score": second_score,
+                "shown_as_a": ("first", "second")[::step][0],
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+            add_vote(file, Vote(**dict(pair) | dict(given) | line))
+        return state(given.annotator)
+
+    @app.get("/results")
+    def show_results() -> list[tuple[str, str]]:
+        return results(pairs, read_votes(file))
+
+    app.mount("/", StaticFiles(directory=Path(__file__).parent / "page", html=True))
+    return app
+
+
+def check_origin(request: Request) -> None:
+    """Refuse a request by a page of another origin."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
+        raise HTTPException(403, "the request came from a page of another origin")
+
+
+def order(pair: Pair, annotator: str) -> int:
+    """1 if A is the first answer, -1 if it is the second: by chance, but every time the same."""
+    return 1 if key(annotator, pair.pair)[0] % 2 else -1

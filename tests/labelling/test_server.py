@@ -1,0 +1,191 @@
+"""The server of the page, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from rlhf_pipeline.labelling.votes import read_votes
+
+
+def request(address, body=None, **headers):
+    """The status and the answer of a GET request, or of a POST request with a JSON body."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | headers
+    try:
+        asked = urllib.request.Request(address, data, headers)
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def state(address, annotator="Ann"):
+    status, found = request(f"{address}/state?annotator={annotator}")
+    assert status == 200
+    return found
+
+
+def vote(address, pair, choice="a", annotator="Ann", **fields):
+    body = {"annotator": annotator, "pair": pair, "choice": choice} | fields
+    return request(f"{address}/vote", body)
+
+
+def test_the_next_pair_hides_who_gave_which_answer(pairs, votes, serve):
+    (pair,) = pairs([{"prompt": "Q?", "first": "a", "second": "b", "policies": ["sft", "ppo"]}])
+    found = state(serve([pair], votes))
+    answers = found["pair"].pop("answers")
+    assert sorted(answers) == ["a", "b"]
+    assert found == {
+        "done": 0,
+        "of": 1,
+        "last": [],
+        "pair": {"id": pair.pair, "prompt": [{"role": "user", "content": "Q?"}]},
+    }
+
+
+def test_the_order_is_random_and_that_of_annotator_and_pair(pairs, votes, serve):
+    """60 pairs: a fair coin gives fewer than 15 or more than 45 of one side in 1 of 15,000."""
+    address, shown = serve(pairs(60), votes), {}
+    for annotator in ("Ann", "Bob"):
+        firsts = []
+        while pair := state(address, annotator)["pair"]:
+            firsts.append(pair["answers"][0].startswith("One"))
+            assert state(address, annotator)["pair"] == pair
+            assert vote(address, pair["id"], "tie", annotator)[0] == 200
+        assert len(firsts) == 60 and 15 <= sum(firsts) <= 45
+        shown[annotator] = firsts
+    assert shown["Ann"] != shown["Bob"]
+    for given in read_votes(votes):
+        number = int(given.first.removeprefix("One ").removesuffix("."))
+        assert given.shown_as_a == ("first" if shown[given.annotator][number] else "second")
+
+
+@pytest.mark.parametrize(
+    ("choice", "scores"), [("a", (1, 0)), ("b", (0, 1)), ("tie", (1, 1)), ("bad", (0, 0))]
+)
+def test_a_choice_goes_to_the_answer_that_was_shown(pairs, votes, serve, choice, scores):
+    address = serve(pairs(12), votes)
+    for _ in range(12):
+        pair = state(address)["pair"]
+        assert vote(address, pair["id"], choice, reason=" short ")[0] == 200
+        last = read_votes(votes)[-1]
+        by_answer = {last.first: last.first_score, last.second: last.second_score}
+        assert tuple(by_answer[answer] for answer in pair["answers"]) == scores
+    assert {(v.shown_as_a, v.reason) for v in read_votes(votes)} == {
+        ("first", "short"), ("second", "short"),
+    }  # fmt: skip
+
+
+def test_another_server_goes_on_where_the_annotator_was(pairs, votes, serve):
+    given = pairs(3)
+    first = serve(given, votes)
+    assert vote(first, given[0].pair)[1]["pair"]["id"] == given[1].pair
+    found = state(serve(given, votes), "%20Ann%20")  # names have no blanks around
+    assert (found["done"], found["of"]) == (1, 3)
+    assert found["pair"]["id"] == given[1].pair and found["last"] == [given[0].pair]
+    assert state(first, "Bob")["done"] == 0
+
+
+def test_votes_on_the_pairs_of_another_evaluation_do_not_count(pairs, votes, serve):
+    old, new = pairs(2), pairs([{"prompt": "New?", "first": "a", "second": "b"}])
+    assert vote(serve(old, votes), old[0].pair)[0] == 200
+    address = serve(new, votes)
+    found = state(address)
+    assert (found["done"], found["of"], found["last"]) == (0, 1, [])
+    assert request(f"{address}/results") == (200, [])
+    status, answer = vote(address, old[1].pair)
+    assert status == 404 and "reload the page" in answer
+    assert len(read_votes(votes)) == 1
+
+
+def test_undo_takes_back_the_vote_that_it_names_however_often_it_is_repeated(pairs, votes, serve):
+    given = pairs(3)
+    address = serve(given, votes)
+    for pair in given[:2]:
+        vote(address, pair.pair)
+    for _ in range(2):
+        _, found = vote(address, given[1].pair, "undo")
+        assert (found["done"], found["last"]) == (1, [given[0].pair])
+        assert found["pair"]["id"] == given[1].pair
+    assert [v.pair for v in read_votes(votes)] == [given[0].pair]
+
+
+def test_a_repeated_request_counts_once(pairs, votes, serve):
+    given = pairs(2)
+    address = serve(given, votes)
+    threads = [
+        threading.Thread(target=vote, args=(address, given[0].pair, choice))
+        for choice in ("a", "b") * 5
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_votes(votes)) == 1
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_two_annotators_at_once_lose_no_vote(pairs, votes, serve, servers):
+    given = pairs(50)
+    addresses = [serve(given, votes) for _ in range(servers)]
+    statuses = []
+
+    def annotate(annotator, address):
+        for pair in given:
+            statuses.append(vote(address, pair.pair, "tie", annotator)[0])
+
+    threads = [
+        threading.Thread(target=annotate, args=("Ann", addresses[0])),
+        threading.Thread(target=annotate, args=("Bob", addresses[-1])),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [200] * 100
+    found = {(v.annotator, v.pair) for v in read_votes(votes)}
+    assert found == {(name, pair.pair) for name in ("Ann", "Bob") for pair in given}
+    assert votes.read_bytes().count(b"\n") == 100
+
+
+def test_pages_of_other_origins_and_other_host_names_are_refused(pairs, votes, serve):
+    (pair,) = pairs(1)
+    address = serve([pair], votes)
+    port = address.rpartition(":")[2]
+    body = {"annotator": "Ann", "pair": pair.pair, "choice": "a"}
+    for origin in ("http://evil.example", "null", "http://127.0.0.1", f"http://localhost:{port}"):
+        status, answer = request(f"{address}/vote", body, Origin=origin)
+        assert status == 403 and "another origin" in answer, origin
+    rebound = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
+    assert request(f"{address}/vote", body, **rebound) == (400, "Invalid host header")
+    assert request(f"{address}/state?annotator=Ann", **rebound)[0] == 400
+    form = {"Content-Type": "text/plain"}  # what a page can send to any address without asking
+    assert request(f"{address}/vote", body, **form)[0] == 422
+    assert read_votes(votes) == []
+    assert request(f"{address}/vote", body, Origin=address)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"choice": "c"}, {"annotator": " "}, {"annotator": "a" * 65}, {"reason": "a" * 2001}],
+)
+def test_a_request_that_the_page_would_not_send_writes_nothing(pairs, votes, serve, change):
+    (pair,) = pairs(1)
+    body = {"annotator": "Ann", "pair": pair.pair, "choice": "a"} | change
+    assert request(f"{serve([pair], votes)}/vote", body)[0] == 422
+    assert read_votes(votes) == []
+
+
+def test_the_results_are_those_of_all_annotators(pairs, votes, serve):
+    given = pairs(2)
+    address = serve(given, votes)
+    for annotator in ("Ann", "Bob"):
+        vote(address, given[0].pair, "tie", annotator)
+    found = dict(request(f"{address}/results")[1])
+    assert found["People prefer second to first"].endswith(" of 1 pairs: 0 wins, 1 ties, 0 losses")
+    assert (found["Ann"], found["Bob"]) == ("1 of 2 pairs", "1 of 2 pairs")

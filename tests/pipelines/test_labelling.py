@@ -1,0 +1,151 @@
+"""`kedro rlhf label`: people compare answers, and a reward model learns from their votes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from browser import chromium, press, text
+from conftest import PROJECT, Project, end_group
+from ports import reserved_port
+from selenium.webdriver.common.keys import Keys
+from waiting import wait_until
+
+pytestmark = pytest.mark.slow
+VOTES = ["1", "2", "1", "2", "3", "1", "4", "2", Keys.ARROW_LEFT, Keys.ARROW_RIGHT]
+"""Eight preferences and two ties."""
+
+
+@contextmanager
+def labelling(project, port, *arguments):
+    """A server by the command line; yields what it printed. It is killed at the end."""
+    kedro = str(Path(sys.executable).with_name("kedro"))
+    settings = {"PYTHONPATH": str(PROJECT / "src"), "MLFLOW_TRACKING_URI": project.uri}
+    server = subprocess.Popen(
+        [kedro, "rlhf", "label", *arguments, f"--port={port}", "--env=tiny",
+         f"--params=root={json.dumps(str(project.root))}"],
+        cwd=PROJECT,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        printed = [server.stdout.readline() for _ in range(3)]
+
+        def answers():
+            assert server.poll() is None, printed
+            with suppress(OSError):  # nothing listens yet
+                return urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10).read()
+
+        wait_until(answers)
+        yield "".join(printed)
+    finally:
+        end_group(server)
+
+
+def vote(page, keys, done):
+    """Press keys, each when the page shows the votes before it."""
+    for number, key in enumerate(keys, start=done):
+        wait_until(lambda number=number: text(page, "count") == f"Ann: {number} of 10")
+        press(page, key)
+    wait_until(lambda: text(page, "count") == f"Ann: {done + len(keys)} of 10")
+
+
+def documented_sources(page: Path, votes: Path) -> str:
+    """The YAML of a documentation page, for another file of votes."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    return block.replace("data/01_raw/votes.jsonl", str(votes))
+
+
+def test_a_reward_model_learns_from_ten_votes_in_spite_of_a_killed_server(tmp_path):
+    project = Project(tmp_path / "data")
+    rows = [
+        {"prompt": f"What is {n}?", "first": f"It is {n}.", "second": f"No idea what {n} is."}
+        for n in range(10)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    votes = project.root / "01_raw" / "votes.jsonl"
+    pairs = f"--pairs={tmp_path / 'pairs.jsonl'}"
+    with reserved_port() as port, chromium() as page:
+        with labelling(project, port, pairs) as printed:
+            assert printed == f"page   http://127.0.0.1:{port}\nvotes  {votes}\npairs  10\n"
+            page.get(f"http://127.0.0.1:{port}/?annotator=Ann")
+            vote(page, VOTES[:5], 0)
+        press(page, "1")  # nobody is there
+        wait_until(lambda: text(page, "status").startswith("Not saved: "))
+        with labelling(project, port, pairs):
+            page.refresh()
+            vote(page, VOTES[5:], 5)
+    lines = [json.loads(line) for line in votes.read_bytes().splitlines()]
+    assert [line["prompt"][0]["content"] for line in lines] == [row["prompt"] for row in rows]
+
+    shutil.copytree(PROJECT / "conf", tmp_path / "conf")
+    parameters = documented_sources(PROJECT / "docs" / "labelling.md", votes)
+    (tmp_path / "conf" / "local" / "parameters.yml").write_text(parameters)
+    project.kedro(
+        "--to-nodes=reward_model",
+        f"--conf-source={tmp_path / 'conf'}",
+        params="split.validation_fraction=0.2,reward_model.batch_size=4",
+    )
+    split = project.newest("03_split/split")
+    report = json.loads((split / "report.json").read_text())["sources"]["files (votes.jsonl)"]
+    assert (report["rows"], report["skipped"]) == (
+        10, {"the two answers have the same score": 2},
+    )  # fmt: skip
+    # Of the eight, one is held out for the test and two for the validation.
+    assert trained(split, project) <= {
+        (line["first"], line["second"])[:: line["first_score"] - line["second_score"]]
+        for line in lines
+        if line["first_score"] != line["second_score"]
+    }
+    assert len(trained(split, project)) == 5
+    assert (project.newest("06_models/reward_model") / "model.safetensors").is_file()
+
+
+def trained(split, project):
+    """The chosen and rejected answers that the reward model learns from."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(project.newest("02_base_model/base_model"))
+    table = pa.ipc.open_stream(split / "reward_model" / "train.arrow").read_all()
+    columns = [
+        tokenizer.batch_decode(table[name].to_pylist(), skip_special_tokens=True)
+        for name in ("chosen_ids", "rejected_ids")
+    ]
+    return {(chosen.strip(), rejected.strip()) for chosen, rejected in zip(*columns, strict=True)}
+
+
+def test_an_alias_stands_for_the_newest_evaluation_of_the_policy(project):
+    evaluation = project.newest("08_reporting/evaluation")
+    found = []
+    for name in ("candidate", str(evaluation), str(project.newest("06_models/ppo_model"))):
+        with (
+            reserved_port() as port,
+            labelling(project, port, name, f"--output={evaluation.parent}/v"),
+        ):
+            state = urllib.request.urlopen(f"http://127.0.0.1:{port}/state?annotator=Ann").read()
+            found.append(json.loads(state))
+    assert found[0] == found[1] == found[2]
+    answers = [json.loads(line) for line in (evaluation / "answers.jsonl").read_text().splitlines()]
+    first = found[0]["pair"]
+    prompts = [answer for answer in answers if answer["messages"] == first["prompt"]]
+    assert sorted(first["answers"]) == sorted(answer["response"] for answer in prompts)
+
+
+def test_a_name_without_an_evaluation_and_missing_arguments_are_refused(project):
+    printed = project.kedro("nobody", command="rlhf label", check=False)
+    assert "found 'nobody', expected a version or an alias" in printed
+    folder = str(project.newest("03_split/split"))
+    printed = project.kedro(folder, command="rlhf label", check=False)
+    assert "found no evaluation of it here, expected one. Fix: `kedro run`" in printed
+    assert "use either EVALUATION or --pairs" in project.kedro(command="rlhf label", check=False)
