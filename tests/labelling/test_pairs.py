@@ -57,6 +57,7 @@ def test_what_split_could_not_use_is_left_out_and_counted(tmp_path):
         {"prompt": "Four?", "first": "\0", "second": "b"},
         {"prompt": "Five?", "second": "b"},
         {"prompt": DIALOGUE, "first": "a", "second": "b", "policies": ["old", "new"]},
+        {"prompt": "Six?", "first": "a", "second": "b", "policies": "old"},
     ]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "not JSON\n")
@@ -65,6 +66,7 @@ def test_what_split_could_not_use_is_left_out_and_counted(tmp_path):
     assert [len(pair.prompt) for pair in pairs] == [1, 3]
     assert left_out == {
         "it repeats an earlier pair": 1,
+        "column 'policies' is not what a pair has": 1,
         "the two answers are equal": 1,
         "the second answer is empty": 1,
         "a NUL character in the text": 1,

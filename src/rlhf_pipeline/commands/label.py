@@ -22,10 +22,7 @@ def label(
     catalog: CatalogProtocol, project: Path, evaluation: str | None, pairs: str, output: str | None,
     host: str, port: int
 ) -> None:  # fmt: skip
-    """Serve the pairs of an evaluation, or else of a file, until Ctrl-C.
-
-    Raises ArtifactError without such an evaluation, and DataError if a file cannot be read.
-    """
+    """Serve the pairs of an evaluation, or else of a file, until Ctrl-C."""
     workspace = Path(catalog.load("workspace"))
     rows: Iterable[Any] = (row for _, row in read_rows(pairs, (), "train"))
     if evaluation is not None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Unused, key, normalized_prompt
@@ -59,11 +59,13 @@ def distinct_pairs(rows: Iterable[Any]) -> tuple[list[Pair], Counter[str]]:
         if isinstance(found, Example):
             answers = {"first": str(found.chosen), "second": str(found.rejected)}
             name = key(normalized_prompt(found.prompt), *answers.values()).hex()
-            if name not in pairs:
-                fields = row | answers | {"pair": name, "prompt": found.prompt}
-                pairs[name] = Pair.model_validate(fields)
-                continue
-            found = Unused("it repeats an earlier pair")
+            try:
+                pair = Pair(**row | answers | {"pair": name, "prompt": found.prompt})
+                if pairs.setdefault(name, pair) is pair:
+                    continue
+                found = Unused("it repeats an earlier pair")
+            except ValidationError as error:
+                found = Unused(f"column {error.errors()[0]['loc'][0]!r} is not what a pair has")
         left_out[found.reason.replace("chosen", "first").replace("rejected", "second")] += 1
     if not pairs:
         reasons = "; ".join(f"{count}, {reason}" for reason, count in left_out.items())

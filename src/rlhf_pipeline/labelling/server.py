@@ -31,11 +31,7 @@ class Choice(BaseModel):
 
 
 def application(pairs: Sequence[Pair], file: Path, host: str) -> FastAPI:
-    """The page and its requests.
-
-    Requests to another host than this machine or `host` (DNS rebinding) and requests by pages of
-    another origin are refused.
-    """
+    """The page and its requests; only `host` and this machine are answered (DNS rebinding)."""
     by_id = {pair.pair: pair for pair in pairs}
     app = FastAPI(openapi_url=None, dependencies=[Depends(check_origin)])
     hosts = ["127.0.0.1", "localhost", host]

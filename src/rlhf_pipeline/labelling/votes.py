@@ -1,7 +1,6 @@
 """The file of votes: one JSON object for each, which the source `files` reads as comparisons.
 
-No end of a server loses a vote: each is forced to disk under a lock before the page hears of it. An
-undone vote is removed by replacing the file.
+The end of a server loses no vote: each is forced to disk under a lock before the page hears of it.
 """
 
 import logging
@@ -52,7 +51,7 @@ def add_vote(file: Path, vote: Vote) -> None:
 
 
 def remove_vote(file: Path, annotator: str, pair: str) -> None:
-    """Remove the vote of a person on a pair, if there is one."""
+    """Remove the vote of a person on a pair, if there is one, by replacing the file."""
     with locked(file):
         kept = [v for v in read_votes(file) if (v.annotator, v.pair) != (annotator, pair)]
         partial = file.with_name(f"{file.name}.partial")
