@@ -136,7 +136,8 @@ def said_before(nodes, caplog, **changes):
 def test_a_run_says_which_win_rates_its_prompts_can_show(nodes, lines, caplog):
     """1/2 + (1.9600 + 0.8416) / (2 * 8) = 0.6751"""
     said = said_before(nodes, caplog, evaluate={"prompts": 64})
-    assert said == ["evaluate: 64 prompts show win rates from 67.5% up (evaluate.prompts)"] * lines
+    line = "evaluate: at most 64 prompts (evaluate.prompts), which show win rates from 67.5% up"
+    assert said == [line] * lines
 
 
 @pytest.mark.parametrize(("nodes", "warnings"), [(["base_model", "split"], 1), (["sft"], 0)])

@@ -80,7 +80,8 @@ class PreflightHook:
         if any(name.startswith("evaluate") for name in nodes):
             prompts = EvaluateConfig.model_validate(catalog.load("params:evaluate")).prompts
             logger.info(
-                "evaluate: %d prompts show win rates from %.1f%% up (evaluate.prompts)",
+                "evaluate: at most %d prompts (evaluate.prompts), which show win rates from %.1f%% "
+                "up",
                 prompts,
                 100 * smallest_visible_win_rate(prompts),
             )
