@@ -124,20 +124,21 @@ def test_the_data_that_differ_are_shown_by_their_content(make):
 
 def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
     policies = []
-    for name, scores in (("<one>", [0.1, 0.2]), ("two", [0.3, 0.4])):
+    for name, scores in (("<[b]one>", [0.1, 0.2]), ("two", [0.3, 0.4])):
         records = [{"objective/score": score} for score in scores]
         folder = artifact(tmp_path / "models" / name, "ppo", records)
         policies.append(replace(make(name, 0.9 * len(policies), steps=len(name)), folder=folder))
     tables = [parameter_table(policies), recipe_table(policies), metric_table(policies)]
     page = comparison_page(policies, tables)
-    assert "<h1>&lt;one&gt; and two</h1>" in page and "<one>" not in page
+    assert "<h1>&lt;[b]one&gt; and two</h1>" in page and "<[b]" not in page
+    assert '<th scope="col" class="number">&lt;[b]one&gt; (ppo)</th>' in page
     headings = re.findall("<h2>([^<]*)</h2>", page)
     assert headings == [
-        "two against &lt;one&gt;", "Parameters that differ", "Recipes that differ", "Evaluation",
+        "two against &lt;[b]one&gt;", "Parameters that differ", "Recipes that differ", "Evaluation",
         "Training: ppo",
     ]  # fmt: skip
     assert (
-        '<th scope="row">ppo.steps</th><td class="number">5</td><td class="number">3</td>' in page
+        '<th scope="row">ppo.steps</th><td class="number">8</td><td class="number">3</td>' in page
     )
     assert "The gold judge" in page and "of the scores&#39; spread, both 98.75%" in page
     assert '"y": [0.1, 0.2]' in page and '"y": [0.3, 0.4]' in page
