@@ -202,7 +202,7 @@ def report(
 @click.option("--pairs", help="File with columns prompt, first, second, instead of EVALUATION.")
 @click.option("--output", help="File of the votes.  [default: 01_raw/votes.jsonl of the data]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of this machine.")
-@click.option("--port", default=8700, show_default=True, help="Port at that address.")
+@click.option("--port", default=8700, show_default=True, help="Port there; 0: a free one.")
 @_ENV
 @_PARAMS
 @click.pass_obj

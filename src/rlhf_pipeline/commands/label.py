@@ -1,6 +1,8 @@
 """`kedro rlhf label`: a page on which people compare answers."""
 
+import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from kedro.io import CatalogProtocol
 from rlhf_pipeline.commands.artifacts import all_artifacts
 from rlhf_pipeline.commands.compare import find
 from rlhf_pipeline.data.files.rows import read_rows
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.evaluation.comparison import ANSWERS
 from rlhf_pipeline.labelling.pairs import distinct_pairs, evaluation_rows
 from rlhf_pipeline.labelling.server import application
@@ -31,10 +33,20 @@ def label(
     file = Path(output or workspace.parent / "01_raw" / "votes.jsonl").resolve()
     with locked(file):
         read_votes(file)
-    click.echo(f"page   http://{host}:{port}\nvotes  {file}\npairs  {len(found)}")
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"--host, --port: found {host}:{port} unusable ({error.strerror}), expected a free one. "
+            "Fix: end the program that uses it, or choose another one"
+        ) from None
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    click.echo(f"page   {address}\nvotes  {file}\npairs  {len(found)}")
     for reason, count in left_out.items():
         click.echo(f"       {count} left out: {reason}")
-    uvicorn.run(application(found, file, host), host=host, port=port, log_level="warning")
+    settings = uvicorn.Config(application(found, file, host), log_level="warning")
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(settings).run(sockets=[listener])
 
 
 def evaluation_of(name: str, catalog: CatalogProtocol, project: Path, workspace: Path) -> Path:
