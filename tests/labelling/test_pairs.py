@@ -44,7 +44,7 @@ def test_an_evaluation_of_an_earlier_version_is_refused(tmp_path):
     answers = policy(np.random.default_rng(0), 0.0)[:2]
     others = [replace(answer, response=f"{answer.response} more") for answer in answers]
     write_answers({"sft": answers, "ppo": others}, tmp_path)
-    with pytest.raises(DataError, match=r"Left out: 2, column 'prompt' is NoneType.*repeat its"):
+    with pytest.raises(DataError, match=r"\(2, column 'prompt' is NoneType.*repeat its"):
         distinct_pairs(evaluation_rows(tmp_path))
 
 

@@ -36,10 +36,8 @@ def label(
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
-        raise ConfigError(
-            f"--host, --port: found {host}:{port} unusable ({error.strerror}), expected a free one. "
-            "Fix: end the program that uses it, or choose another one"
-        ) from None
+        found_at = f"--host, --port: found {host}:{port} unusable ({error.strerror})"
+        raise ConfigError(f"{found_at}. Fix: choose another one, or end what uses it") from None
     address = f"http://{host}:{listener.getsockname()[1]}"
     click.echo(f"page   {address}\nvotes  {file}\npairs  {len(found)}")
     for reason, count in left_out.items():

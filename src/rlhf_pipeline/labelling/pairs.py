@@ -69,8 +69,6 @@ def distinct_pairs(rows: Iterable[Any]) -> tuple[list[Pair], Counter[str]]:
         left_out[found.reason.replace("chosen", "first").replace("rejected", "second")] += 1
     if not pairs:
         reasons = "; ".join(f"{count}, {reason}" for reason, count in left_out.items())
-        raise DataError(
-            f"found no pair to compare, expected at least 1. Left out: {reasons}. Fix: correct the "
-            "rows; for an evaluation of an earlier version, repeat its `kedro run`"
-        )
+        fix = "correct the rows; for an evaluation of an earlier version, repeat its `kedro run`"
+        raise DataError(f"found no pair to compare, expected at least 1 ({reasons}). Fix: {fix}")
     return list(pairs.values()), left_out
