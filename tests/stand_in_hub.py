@@ -14,6 +14,8 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from huggingface_hub import metadata_load
+
 from rlhf_pipeline.data.sources.adapter import CONVERTED
 
 COMMITS = {"main": "1" * 40, CONVERTED: "2" * 40}
@@ -76,7 +78,10 @@ class Answer(BaseHTTPRequestHandler):
             case ["api", "datasets" | "models", owner, name]:
                 self.json({"id": f"{owner}/{name}", "sha": self.server.commits["main"]})
             case ["api", "datasets" | "models", owner, name, "revision", revision]:
-                self.json({"id": f"{owner}/{name}", "sha": self.state(owner, name, revision)[1]})
+                folder, commit = self.state(owner, name, revision)
+                readme = folder / "README.md"
+                card = metadata_load(readme) if readme.is_file() else None
+                self.json({"id": f"{owner}/{name}", "sha": commit, "cardData": card})
             case ["api", "datasets" | "models", owner, name, "tree", revision, *path]:
                 self.json(self.listing(self.state(owner, name, revision)[0], "/".join(path)))
             case ["api", "datasets" | "models", owner, name, "paths-info", revision]:

@@ -123,7 +123,14 @@ def test_a_request_without_prompts_is_refused(served):
 
 
 @pytest.mark.slow
-def test_mlflow_serves_the_directory(policy, served, start_server):
+def test_mlflow_serves_the_registered_version(policy, served, start_server, tmp_path):
+    from mlflow import MlflowClient
+
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(store)
+    client.create_registered_model("mine")
+    client.create_model_version("mine", source=str(policy))
+    client.set_registered_model_alias("mine", "champion", "1")
     command = [
         sys.executable,
         "-m",
@@ -131,7 +138,7 @@ def test_mlflow_serves_the_directory(policy, served, start_server):
         "models",
         "serve",
         "-m",
-        str(policy),
+        "models:/mine@champion",
         "--env-manager",
         "local",
     ]
@@ -140,7 +147,12 @@ def test_mlflow_serves_the_directory(policy, served, start_server):
     address = start_server(
         command,
         "/ping",
-        {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true", "PATH": path},
+        {
+            "PYTHONPATH": str(SOURCE),
+            "DO_NOT_TRACK": "true",
+            "PATH": path,
+            "MLFLOW_TRACKING_URI": store,
+        },
     )
     body = {"dataframe_records": [{"prompt": "a b c"}], "params": {"max_new_tokens": 5}}
     request = urllib.request.Request(

@@ -14,7 +14,7 @@ def serve(folder: Path, name: str, host: str, port: int, **settings: Any) -> NoR
 
     Raises ConfigError if the port is in use.
     """
-    require_free(port, "serve")
+    require_free(port, "serve", "end it")
     settings |= {"folder": str(folder.resolve()), "name": name, "host": host, "port": port}
     sys.stdout.flush()
     program = [sys.executable, "-m", "rlhf_pipeline.inference.server", json.dumps(settings)]

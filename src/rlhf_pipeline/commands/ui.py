@@ -31,7 +31,7 @@ def serve(project: Path, port: int, console: Console) -> None:
     console.print(f"runs: [link={page}]{page}[/link]", highlight=False, soft_wrap=True)
     if remote:
         return
-    require_free(port, "ui")
+    require_free(port, "ui", "open the link above")
     # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     options = ["--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(port)]
@@ -40,11 +40,11 @@ def serve(project: Path, port: int, console: Console) -> None:
         subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
 
 
-def require_free(port: int, command: str) -> None:
+def require_free(port: int, command: str, fix: str) -> None:
     """Raise ConfigError if a program answers at a port of this machine."""
     with closing(socket.socket()) as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise ConfigError(
-                f"--port: found another program at {port}, expected a free port. Fix: use the "
-                f"program that runs, or `kedro rlhf {command} --port={port + 1}`"
+                f"--port: another program answers at {port}, perhaps an earlier one of this. Fix: "
+                f"{fix}, or use `kedro rlhf {command} --port={port + 1}`"
             )
