@@ -15,6 +15,8 @@ from kedro.framework.cli.utils import _split_params
 from kedro.framework.startup import ProjectMetadata
 from kedro.io import CatalogProtocol
 
+_COUNT = click.IntRange(min=1)
+_PRECISION = click.Choice(["fp32", "bf16", "fp16"])
 _ENV = click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
 _PARAMS = click.option(
     "--params", default="", callback=_split_params, help="Parameters, as for `kedro run`."
@@ -57,7 +59,7 @@ def run(pipeline: str | None, pipelines: list[str], **options: Any) -> Any:
 
 @cli.group()
 def rlhf() -> None:
-    """Show results, and clean up what no result needs."""
+    """Show results, use them, and clean up what no result needs."""
 
 
 @rlhf.command(cls=Command)
@@ -233,36 +235,16 @@ def ui(metadata: ProjectMetadata, port: int) -> None:
 
 @rlhf.command(cls=Command)
 @click.argument("names", nargs=-1, required=True, metavar="[POLICY] DESTINATION")
-@click.option(
-    "--dtype",
-    "precision",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Of the weights. Default: as they were saved.",
-)
+@click.option("--dtype", "precision", type=_PRECISION, help="By default as they were saved.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file of weights.")
-@click.option(
-    "--adapter",
-    "base",
-    metavar="BASE",
-    help="Write the LoRA adapter alone; BASE is where its readers find its base model.",
-)
-@click.option(
-    "--license",
-    "license_name",
-    default="unknown",
-    show_default=True,
-    help="The licence that you give, for the model card.",
-)
+@click.option("--adapter", "base", metavar="BASE", help="The LoRA adapter alone, for this model.")
+@click.option("--license", "license_name", default="unknown", help="Yours, for the model card.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
 @_ENV
 @_PARAMS
 @click.pass_obj
 def export(
-    metadata: ProjectMetadata,
-    names: tuple[str, ...],
-    env: str | None,
-    params: dict[str, Any],
-    **options: Any,
+    metadata: ProjectMetadata, names: tuple[str, ...], env: str | None, **options: Any
 ) -> None:
     """Write POLICY with a model card to DESTINATION, for transformers alone.
 
@@ -276,7 +258,7 @@ def export(
     if len(names) > 2:
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
     policy, destination = ("champion", *names)[-2:]
-    with _catalog(metadata, env, params) as catalog:
+    with _catalog(metadata, env, options.pop("params")) as catalog:
         project = Path(metadata.project_path)
         write(policy, destination, catalog, Console(highlight=False), project, **options)
 
@@ -285,8 +267,8 @@ def export(
 @click.argument("policy", default="champion")
 @click.option("--port", default=8000, show_default=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0 is every network.")
-@click.option("--batch-size", default=32, show_default=True, help="Answers at a time, at most.")
-@click.option("--max-tokens", default=1024, show_default=True, help="Of an answer, at most.")
+@click.option("--batch-size", default=32, show_default=True, type=_COUNT, help="At a time.")
+@click.option("--max-tokens", default=1024, show_default=True, type=_COUNT, help="Of an answer.")
 @_ENV
 @_PARAMS
 @click.pass_obj
@@ -305,19 +287,14 @@ def serve(
 @rlhf.command(cls=Command)
 @click.argument("policy", default="champion")
 @click.option("--compare", metavar="POLICY", help="A second policy, for every question.")
-@click.option("--max-tokens", default=512, show_default=True, help="Of an answer, at most.")
+@click.option("--max-tokens", default=512, show_default=True, type=_COUNT, help="Of an answer.")
 @click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0, 2))
 @click.option("--seed", type=int, help="Repeats an answer.")
 @_ENV
 @_PARAMS
 @click.pass_obj
 def chat(
-    metadata: ProjectMetadata,
-    policy: str,
-    compare: str | None,
-    env: str | None,
-    params: dict[str, Any],
-    **settings: Any,
+    metadata: ProjectMetadata, policy: str, compare: str | None, env: str | None, **settings: Any
 ) -> None:
     """Talk to POLICY in the terminal."""
     from rich.console import Console
@@ -325,7 +302,7 @@ def chat(
     from rlhf_pipeline.commands.artifacts import policy_of
     from rlhf_pipeline.commands.chat import chat as talk
 
-    with _catalog(metadata, env, params) as catalog:
+    with _catalog(metadata, env, settings.pop("params")) as catalog:
 
         def find(name: str) -> Path:
             return policy_of(name, catalog, Path(metadata.project_path))

@@ -4,7 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,18 +60,20 @@ def export(
         card = model_card(policy, digest, model, version, license_name, settings["base"])
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
         with _explained(destination):
-            for file in former:
-                store.rm_file(f"{root}/{file}")
-            size = publish(Path(temporary), store, root)
+            size = publish(Path(temporary), store, root, former)
     where = without_secrets(destination)
     console.out(f"{name} is in {where}: {decimal(size)}, verified; {SUMS} has every digest")
 
 
-def publish(source: Path, store: fsspec.AbstractFileSystem, root: str) -> int:
+def publish(
+    source: Path, store: fsspec.AbstractFileSystem, root: str, former: Collection[str] = ()
+) -> int:
     """Upload all files, read each one back, then upload their digests; return their bytes.
 
-    Raises StageError if a file has other bytes in the store.
+    The files replace the `former` ones. Raises StageError if a file has other bytes in the store.
     """
+    if SUMS in former:
+        store.rm_file(f"{root}/{SUMS}")
     digests = {
         path.relative_to(source).as_posix(): file_digest(path)
         for path in sorted(source.rglob("*"))
@@ -86,6 +88,8 @@ def publish(source: Path, store: fsspec.AbstractFileSystem, root: str) -> int:
                 f"{name}: found SHA-256 {found[:12]} after the upload, expected {digest[:12]}. "
                 "Fix: delete the destination and repeat the export"
             )
+    for name in {*former} - {SUMS, *digests}:
+        store.rm_file(f"{root}/{name}")
     sums = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
     store.pipe_file(f"{root}/{SUMS}", sums.encode())
     return sum((source / name).stat().st_size for name in digests)
@@ -113,8 +117,8 @@ def _open(destination: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def _former(
     store: fsspec.AbstractFileSystem, root: str, destination: str, *, overwrite: bool
-) -> list[str]:
-    """The files of an earlier export, its list of digests first.
+) -> set[str]:
+    """The files of an earlier export.
 
     Raises ConfigError if there are files that may not be replaced.
     """
@@ -132,7 +136,7 @@ def _former(
             f"{shown}: found {foreign[0] or 'a file'!r}, which no finished export lists. Fix: "
             "remove it, or choose another destination"
         )
-    return sorted(present, key=lambda name: name != SUMS)
+    return present
 
 
 @contextmanager
