@@ -111,6 +111,7 @@ def test_turns_and_the_text_before_them() -> None:
 def test_outcome_distinguishes_bad_and_skipped_rows() -> None:
     assert outcome(text, {"a": "b"}, "a") == "b"
     assert outcome(text, {}, "a") == Unused("column 'a' is missing")
+    assert outcome(lambda row: "parsed", Unused("not JSON")) == Unused("not JSON")
     assert outcome(preferred, ASKED, ("a", "b"), (1, 1)) == Unused(
         "the two answers have the same score", bad=False
     )
