@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.training import LoRAConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.model_files import save_adapter, save_model, unwrapped
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
@@ -149,18 +149,13 @@ class BestModels:
                 f"remove {folder.parent} and run the same command again; the stage starts anew"
             )
         if lora is not None:
-            self._export_merged(lora, folder)
-
-    def _export_merged(self, lora: LoRAConfig, best: Path) -> None:
-        """Export the base weights merged with the best adapters.
-
-        The base is loaded again instead of taken from the engine: merging in bf16 would round it,
-        and this rank may hold only a shard of it.
-        """
-        model = merged(self.load("fp32"), lora, best).to(DTYPES[self.config.deepspeed.precision])
-        save_model(model, self.tokenizer, self.export)
-        if not lora.train_rest:
-            shutil.copytree(best, self.export / "adapter")
+            # The base is loaded again instead of taken from the engine: merging in bf16 would round
+            # it, and this rank may hold only a shard of it.
+            model = merged(self.load("fp32"), lora, folder)
+            model = model.to(DTYPES[self.config.deepspeed.precision])
+            save_model(model, self.tokenizer, self.export)
+            if not lora.train_rest:
+                shutil.copytree(folder, self.export / "adapter")
 
     def _base(self, model: nn.Module) -> str:
         """Name of the input that the model was loaded from: unlike a path, valid on any machine."""
