@@ -28,12 +28,7 @@ from rlhf_pipeline.stages.job import StageSpec
 from rlhf_pipeline.stages.launch.failure import LOG, Attempt, kernel_kills, stage_error
 from rlhf_pipeline.stages.launch.hints import PORT
 from rlhf_pipeline.stages.launch.ranks import Ranks
-from rlhf_pipeline.stages.launch.resources import (
-    free_port,
-    gpu_count,
-    process_count,
-    rank_devices,
-)
+from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count, rank_devices
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
 
 logger = logging.getLogger(__name__)
