@@ -1,13 +1,13 @@
 """Broken rows reach the report from sources whose records span several rows."""
 
 import pytest
-
-from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources.several_rows import (
     compare_answers,
     compare_pairs,
     join_articles,
 )
+
+from rlhf_pipeline.data.records import Unused
 
 BROKEN = Unused("not JSON")
 
