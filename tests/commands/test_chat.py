@@ -120,8 +120,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(start, make_model, publish, tmp_
     turns = saved(chat, tmp_path / "turns.jsonl")[folder.name]
     assert turns[1]["content"]
     chat.send("half a line")
+    chat.expect_exact("half a line")
     chat.sendintr()
-    chat.expect_exact(PROMPT)
+    # Readline can miss a signal that comes just before it waits for the next key.
+    while chat.expect_exact([PROMPT, pexpect.TIMEOUT], timeout=5):
+        chat.sendintr()
     assert say(chat, "/help").startswith("/system TEXT")
     chat.sendeof()
     chat.expect(pexpect.EOF)
