@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
@@ -103,8 +104,10 @@ def test_the_page_of_a_copied_folder_is_beside_it(project, tmp_path):
     assert printed == f"page: {(tmp_path / 'copied.html').as_uri()}\n"
 
 
-def test_a_policy_stands_for_its_newest_evaluation(project, tmp_path):
-    project.publish("2026-01-01")
+def test_a_policy_stands_for_its_newest_published_evaluation(project, tmp_path):
+    """Not for the newer copy of it in the workspace, which has no registration."""
+    evaluation = project.publish("2026-01-01")
+    shutil.copytree(evaluation, tmp_path / "workspace" / "evaluate" / "0123" / "export")
     folder = tmp_path / "ppo_model" / "2026-01-01" / "ppo_model"
     assert "/evaluation.html/2026-01-01/evaluation.html" in project.report(str(folder))
 

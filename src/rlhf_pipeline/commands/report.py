@@ -58,7 +58,8 @@ def find_evaluation(name: str | None, catalog: CatalogProtocol, project: Path) -
             f"{name}: found a {policy.stage} model without an evaluation. Fix: choose one that "
             "`kedro rlhf runs` lists"
         )
-    return policy.evaluations[0][0]
+    of_policy = [evaluation for evaluation, _ in policy.evaluations]
+    return [*of_policy[:1], *(each for each in published if each in of_policy)][-1]
 
 
 def beside(evaluation: Path, kind: str, catalog: CatalogProtocol) -> Path | None:
