@@ -75,23 +75,23 @@ def training_charts(
 
     `exported` are the metrics of the exported model.
     """
+    several = len(trainings) > 1
+    present = {each for records in trainings.values() for r in records for each in r["metrics"]}
     for title, pattern, note, healthy in PPO if stage == "ppo" else OTHERS:
         metric = pattern.format(stage)
-        held_out = f"validation/{metric.partition('/')[2]}"
-        names = {metric: "training", held_out: "held-out"}
-        found = {
-            (name, each): line(name if len(trainings) > 1 else label, records, each)
+        names = {metric: "training", f"validation/{metric.partition('/')[2]}": "held-out"}
+        shown = [each for each in names if each in present]
+        lines = [
+            line(name if several else names[each], records, each)
             for name, records in trainings.items()
-            for each, label in names.items()
-        }
-        lines = {key: each for key, each in found.items() if each["y"]}
-        if len(trainings) > 1 and any(each == held_out for _, each in lines):
-            lines = {key: each for key, each in lines.items() if key[1] == held_out}
-        known = [exported[each] for each in (held_out, metric) if each in exported]
+            for each in (shown[-1:] if several else shown)
+        ]
+        lines = [each for each in lines if each["y"]]
+        known = [exported[each] for each in names if each in exported]
         if lines:
             yield Chart(
-                title, f"Healthy: {note}", "step", [*lines.values()], healthy=healthy,
-                value=f"{known[0]:z#.3g}" if known else "", mark=exported.get("step"),
+                title, f"Healthy: {note}", "step", lines, healthy=healthy,
+                value=f"{known[-1]:z#.3g}" if known else "", mark=exported.get("step"),
             )  # fmt: skip
 
 
