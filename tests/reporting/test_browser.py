@@ -10,6 +10,7 @@ from selenium.webdriver.common.keys import Keys
 from rlhf_pipeline.reporting.page import evaluation_page
 
 PHONE = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+TABLET = {"width": 800, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
 DESKTOP = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 
 
@@ -146,7 +147,7 @@ def test_hostile_texts_are_shown_and_not_run(opened):
     assert page.find_elements(By.TAG_NAME, "img") == []
 
 
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize("size", [PHONE, TABLET, DESKTOP], ids=lambda size: str(size["width"]))
 def test_nothing_is_wider_than_the_window(opened, size):
     page = opened(size)
     assert page.execute_script("return document.documentElement.scrollWidth") <= size["width"]
