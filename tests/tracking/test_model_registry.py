@@ -25,9 +25,9 @@ from rlhf_pipeline.tracking.model_registry import (
     Policy,
     compare_path,
     register,
-    register_evaluated,
 )
 from rlhf_pipeline.tracking.promotion import Champion, count_try
+from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.store import experiment_id
 
 
