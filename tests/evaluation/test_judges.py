@@ -51,6 +51,7 @@ def test_a_row_without_a_true_answer_has_no_score():
     ("rewards", "optimized"),
     [
         ([{"weight": 1.0, "model": "trained"}], {"score", "same_as_trained"}),
+        (None, {"score", "same_as_trained"}),
         ([{"weight": 1.0, "path": "x"}], {"other"}),
         ([{"weight": 0.0, "path": "x"}], set()),
         ([{"weight": 1.0, "callable": "my.py:f"}], {"f"}),
@@ -58,14 +59,16 @@ def test_a_row_without_a_true_answer_has_no_score():
     ],
 )
 def test_judges_that_training_has_optimized(tmp_path, rewards, optimized):
-    """Reward models count by their bytes, functions by file and name."""
+    """Reward models count by their bytes, functions by file and name; DPO has no rewards."""
     source = tmp_path / "my.py"
     source.write_text("def f(prompts, responses): ...")
     policy = tmp_path / "policy"
     policy.mkdir()
-    reward = file_digest(source) if "callable" in rewards[0] else "bytes of other"
-    inputs = {"rewards.0": reward, "reward_model": "bytes of trained"}
-    manifest = Manifest("ppo", "f", 0, {"ppo": {"rewards": rewards}}, inputs, {}, {}, {})
+    is_function = rewards is not None and "callable" in rewards[0]
+    reward = file_digest(source) if is_function else "bytes of other"
+    inputs = {"rewards.0": reward}
+    config = {"dpo": {}} if rewards is None else {"ppo": {"rewards": rewards}}
+    manifest = Manifest("ppo", "f", 0, config, inputs, {}, {}, {})
     manifest.write(policy)
     config = EvaluateConfig(
         judges=[
@@ -77,7 +80,12 @@ def test_judges_that_training_has_optimized(tmp_path, rewards, optimized):
     )
     job = LaunchedJob(
         "evaluate", "f", 0, {}, {"ppo_model": policy, "judges.0": source},
-        {"judges.1": "bytes of other", "judges.2": "bytes of trained"}, tmp_path, 60.0,
+        {
+            "reward_model": "bytes of trained",
+            "judges.1": "bytes of other",
+            "judges.2": "bytes of trained",
+        },
+        tmp_path, 60.0,
     )  # fmt: skip
     assert optimized_judges(job, "ppo", config) == optimized
 

@@ -189,16 +189,15 @@ def optimized_judges(job: LaunchedJob, candidate: str, config: EvaluateConfig) -
     counts unless PPO ran without it: DPO learns from the same comparisons.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
-    if "ppo" not in trained.config:
-        return {REWARD_MODEL}
+    by_comparisons = {"rewards": [{"weight": 1.0, "model": "trained"}]}
     found = set()
     optimized: set[tuple[str | None, str | None]] = set()
-    for index, reward in enumerate(trained.config["ppo"]["rewards"]):
+    for index, reward in enumerate(trained.config.get("ppo", by_comparisons)["rewards"]):
         if not reward["weight"]:
             continue
         if "model" in reward:
             found.add(REWARD_MODEL)
-            optimized.add((trained.inputs.get("reward_model"), None))
+            optimized.add((job.digests.get("reward_model"), None))
         else:
             function = reward["callable"].rpartition(":")[2] if "callable" in reward else None
             optimized.add((trained.inputs.get(f"{REWARD_PREFIX}{index}"), function))
