@@ -191,6 +191,7 @@ def post(server, body, content_type="application/json", host=None):
          "x: this server does not support it"),
         (b'{"model": "' + b"x" * 2**20 + b'"}', 413, "Content Too Large"),
     ],
+    ids=["half", "list", "no message", "surrogate", "assistant", "model", "field", "large"],
 )  # fmt: skip
 def test_nonsense_is_refused(server, body, status, reason):
     found, answer = post(server, body)
