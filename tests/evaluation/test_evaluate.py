@@ -21,6 +21,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation import evaluate, setup
 from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
 from rlhf_pipeline.models.forward import sequence_scores
@@ -230,10 +231,34 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
     assert metrics["win_rate/tokens"] == metrics["win_rate/score"]
 
 
+def test_a_judge_by_true_answers_needs_some(inputs, world, tmp_path):
+    """Not every prompt has one here, so this judge decides nothing; its scores are stored."""
+    judges = [{"reference": "contains"}]
+    _, lines = run(inputs, tmp_path / "a", judges=judges)
+    for answer in map(json.loads, lines.splitlines()):
+        true = REFERENCES[answer["row"]]
+        expected = None if true is None else float(true in answer["response"].casefold())
+        assert answer["contains_score"] == expected
+    assert "contains" not in evaluation_in(tmp_path / "a")["win_rates"]
+
+    table = pa.ipc.open_stream(inputs["prompts"] / "test.arrow").read_all()
+    place, none = table.schema.get_field_index("reference"), pa.array([None] * 8, pa.string())
+    without = tmp_path / "prompts"
+    shutil.copytree(inputs["prompts"], without)
+    table = table.set_column(place, "reference", none)
+    with (
+        pa.OSFile(str(without / "test.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    with pytest.raises(StageError, match=r"no prompt with a true answer.*for contains\. Fix:"):
+        run(inputs | {"prompts": without}, tmp_path / "b", judges=judges)
+
+
 def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world, tmp_path):
     pytest.importorskip("openai", reason="the extra `judges` is not installed")
     with chat_server(longer) as (url, requests):
-        judges = [{"openai": {"base_url": url, "model": "judge"}}, {"reference": "contains"}]
+        judges = [{"openai": {"base_url": url, "model": "judge"}}]
         work = tmp_path / "workspace" / "evaluate"
         metrics, lines = run(inputs, work / "a", judges=judges)
         asked = len(requests)

@@ -24,10 +24,12 @@ from rlhf_pipeline.config.evaluate import (
     CandidateConfig,
     EvaluateConfig,
 )
+from rlhf_pipeline.config.judges import ReferenceJudge
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
     Answer,
@@ -111,9 +113,19 @@ def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
 
 
 def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
-    """Load the prompts of this rank and the tokenizer."""
+    """Load the prompts of this rank and the tokenizer.
+
+    Raises StageError if a judge needs true answers, and no prompt has one.
+    """
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
     rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
+    prompts = table.columns(rows)
+    wants = [judge.label for judge in config.judges if isinstance(judge, ReferenceJudge)]
+    if wants and not world.any(any(true is not None for true in prompts["reference"])):
+        raise StageError(
+            f"evaluate.judges: found no prompt with a true answer, expected some for {wants[0]}. "
+            "Fix: set columns.reference of a source, or remove the judge"
+        )
     return Setup(
         seed=job.seed,
         config=config,
@@ -122,7 +134,7 @@ def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, worl
             job.inputs[f"{BASELINE}_model"], trust_remote_code=job.trust_remote_code
         ),
         rows=rows,
-        prompts=table.columns(rows),
+        prompts=prompts,
         trust=job.trust_remote_code,
         world=world,
     )

@@ -165,7 +165,7 @@ def download(workspace, name):
 
 def test_downloaded_champions_are_removed_unless_a_stage_reads_them(make_work, workspace):
     old, read = download(workspace, "a" * 48), download(workspace, "b" * 48)
-    (workspace / "champions" / "tmpx" / "policy").mkdir(parents=True)  # of a running download
+    download(workspace, "tmpx/policy")  # not yet renamed
     assert downloads(workspace) == [old, read]
     stage = make_work("sft", "a", finished=False)
     job = {"digests": {}, "inputs": {"champion_model": str(read.resolve())}}
