@@ -16,6 +16,7 @@ from kedro.framework.startup import ProjectMetadata
 from kedro.io import CatalogProtocol
 
 _COUNT = click.IntRange(min=1)
+_GGUF = click.Choice(("f32", "f16", "bf16", "q8_0"))
 _PRECISION = click.Choice(["fp32", "bf16", "fp16"])
 _ENV = click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
 _PARAMS = click.option(
@@ -238,6 +239,7 @@ def ui(metadata: ProjectMetadata, port: int) -> None:
 @click.option("--dtype", "precision", type=_PRECISION, help="By default as they were saved.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file of weights.")
 @click.option("--adapter", "base", metavar="BASE", help="The LoRA adapter alone, for this model.")
+@click.option("--gguf", type=_GGUF, help="Also a file for llama.cpp; needs its converter.")
 @click.option("--license", "license_name", default="unknown", help="Yours, for the model card.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
 @_ENV

