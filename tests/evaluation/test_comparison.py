@@ -29,7 +29,9 @@ def answer(row, text, score, gold, kl=0.0, ended=True):
     tokens = len(text.split())
     sft_logprob = -tokens * LOG_2 - row  # so the mean per token is not the mean per answer
     messages = [{"role": "user", "content": f"{row}?"}]
-    return Answer(row, f"User: {row}?", text, scores, kl, sft_logprob, tokens, ended, messages)
+    return Answer(
+        row, f"User: {row}?", text, scores, kl, sft_logprob, tokens, ended, messages=messages
+    )
 
 
 ANSWERS = {

@@ -33,6 +33,9 @@ PROJECT = Path(__file__).parents[2]
 STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
 """Each stage depends on all earlier ones, except the base model: it comes from a folder."""
 
+EVERY_TIME = ("register", "report")
+"""Nodes that are no stages."""
+
 FILES = {
     "source": ["counts"],
     "split": ["sft/rows", "reward_model/rows", "ppo/rows", "evaluation/rows"],
@@ -59,7 +62,7 @@ class World:
     def states(self, catalog) -> dict[str, str]:
         """State of each stage in `kedro rlhf status`."""
         rows = status(register_pipelines()["full"], catalog)
-        return {row.stage.split()[0]: row.state for row in rows if row.stage != "register"}
+        return {row.stage.split()[0]: row.state for row in rows if row.stage not in EVERY_TIME}
 
     def run(self, catalog) -> list[str]:
         """Run the nodes; return the stages that were launched."""
@@ -67,7 +70,7 @@ class World:
         provide_stages(catalog, StageRunner(run_context(catalog)))
         made = {}
         for node in register_pipelines()["full"].nodes:
-            if node.name != "register":
+            if node.name not in EVERY_TIME:
                 inputs = [
                     made[name] if name in made else catalog.load(name) for name in node.inputs
                 ]
@@ -244,7 +247,8 @@ TRAINED = {"sft", "reward_model", "ppo"}
 RERUNS = {
     "adapter": ("data/sources/own_files.py", r"\Z", "CHANGED = True\n", {"source"}),
     "chat template": (
-        "data/template.py", "Assistant:", "Answer:", {"base_model", "split", "ppo"}
+        "data/template.py", "Assistant:", "Answer:",
+        {"base_model", "split", "ppo", "reward_model", "evaluate"},  # benchmark, further judges
     ),
     "division": ("data/parts.py", r"\Z", "CHANGED = True\n", {"split"}),
     "loss mask of demonstrations": (
