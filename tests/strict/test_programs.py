@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from strict_device import StrictDevice
 from tiny_jobs import MAIN, STEPS, logged, tiny_job, trained
 
@@ -50,6 +51,7 @@ def main(inputs: dict[str, Path], folder: Path) -> None:
         for name, (program, changes) in RUNS.items():
             job = tiny_job(program, inputs, folder / name, changes)
             MAIN[program](job)
+            torch.distributed.barrier()  # rank 0 writes the metrics
             whole[name] = logged(job.directory)
             if name in RESUMED:
                 MAIN[program](replace(job, resume_from=1))
