@@ -12,16 +12,19 @@ from selenium.webdriver.common.by import By
 
 
 @contextmanager
-def chromium() -> Iterator[Chrome]:
-    """Start chromium; skips the test where there is none."""
+def chromium(*arguments: str) -> Iterator[Chrome]:
+    """Start chromium with further arguments; skips the test where there is none.
+
+    Its logs have the messages of the console and the requests of the page.
+    """
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if browser is None or driver is None:
-        pytest.skip("chromium and chromedriver are not installed")
+        pytest.skip("needs chromium: apt-get install chromium chromium-driver")
     options = ChromeOptions()
     options.binary_location = browser
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", *arguments):
         options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     page = Chrome(options, ChromeService(driver))
     try:
         yield page

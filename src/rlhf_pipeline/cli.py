@@ -4,8 +4,8 @@ Each command imports what it needs when it is called: every `kedro` command load
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,6 @@ from kedro.io import CatalogProtocol
 _COUNT = click.IntRange(min=1)
 _GGUF = click.Choice(("f32", "f16", "bf16", "q8_0"))
 _PRECISION = click.Choice(["fp32", "bf16", "fp16"])
-_ENV = click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
-_PARAMS = click.option(
-    "--params", default="", callback=_split_params, help="Parameters, as for `kedro run`."
-)
 
 
 class Command(click.Command):
@@ -39,6 +35,27 @@ class Command(click.Command):
 
         with explained_errors(show_traceback=ctx.params.pop("traceback")):
             return super().invoke(ctx)
+
+
+def on_catalog(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options --env and --params, and their catalog and the project's folder."""
+
+    @click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
+    @click.option(
+        "--params", default="", callback=_split_params, help="Parameters, as for `kedro run`."
+    )
+    @click.pass_obj
+    @wraps(function)
+    def command(
+        metadata: ProjectMetadata, env: str | None, params: dict[str, Any], **options: Any
+    ) -> None:
+        from kedro.framework.session import KedroSession
+
+        root = metadata.project_path
+        with KedroSession.create(root, env=env, runtime_params=params) as session:
+            function(session.load_context().catalog, Path(root), **options)
+
+    return command
 
 
 @click.group(name="rlhf-pipeline")
@@ -67,12 +84,8 @@ def rlhf() -> None:
 @click.option(
     "--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline."
 )
-@_ENV
-@_PARAMS
-@click.pass_obj
-def status(
-    metadata: ProjectMetadata, pipeline: str, env: str | None, params: dict[str, Any]
-) -> None:
+@on_catalog
+def status(catalog: CatalogProtocol, _: Path, pipeline: str) -> None:
     """Show what each stage would do (reuse its result, resume, or run), and why."""
     from kedro.framework.project import pipelines
     from rich.console import Console
@@ -82,10 +95,9 @@ def status(
     from rlhf_pipeline.commands.status import status as plan
 
     check_names([pipeline], {})
-    with _catalog(metadata, env, params) as catalog:
-        # A pipe has no width: one line for each stage.
-        console = Console(width=None if sys.stdout.isatty() else 500)
-        show(plan(pipelines[pipeline], catalog), console)
+    # A pipe has no width: one line for each stage.
+    console = Console(width=None if sys.stdout.isatty() else 500)
+    show(plan(pipelines[pipeline], catalog), console)
 
 
 @rlhf.command(cls=Command)
@@ -98,29 +110,20 @@ def status(
     is_flag=True,
     help="Also published versions, except the newest of each data set and registered ones.",
 )
-@_ENV
-@_PARAMS
-@click.pass_obj
-def clean(
-    metadata: ProjectMetadata, env: str | None, params: dict[str, Any], **options: bool
-) -> None:
+@on_catalog
+def clean(catalog: CatalogProtocol, project: Path, **options: bool) -> None:
     """Remove work directories that no published version needs, and interrupted publications."""
     from rich.console import Console
 
     from rlhf_pipeline.commands.clean import clean as clean_up
 
-    with _catalog(metadata, env, params) as catalog:
-        clean_up(catalog, Console(), Path(metadata.project_path), **options)
+    clean_up(catalog, Console(), project, **options)
 
 
 @rlhf.command(cls=Command)
 @click.argument("policy", default="champion")
-@_ENV
-@_PARAMS
-@click.pass_obj
-def lineage(
-    metadata: ProjectMetadata, policy: str, env: str | None, params: dict[str, Any]
-) -> None:
+@on_catalog
+def lineage(catalog: CatalogProtocol, project: Path, policy: str) -> None:
     """Show what POLICY was made from, down to the data, and verify every byte.
 
     POLICY is a version or an alias of the registered model, or the folder of an artifact; the
@@ -130,36 +133,26 @@ def lineage(
 
     from rlhf_pipeline.commands.lineage import lineage as walk
 
-    with _catalog(metadata, env, params) as catalog:
-        walk(policy, catalog, Console(), Path(metadata.project_path))
+    walk(policy, catalog, Console(), project)
 
 
 @rlhf.command(cls=Command)
-@_ENV
-@_PARAMS
-@click.pass_obj
-def runs(metadata: ProjectMetadata, env: str | None, params: dict[str, Any]) -> None:
+@on_catalog
+def runs(catalog: CatalogProtocol, _: Path) -> None:
     """List the published evaluations, newest last."""
     from rich.console import Console
 
     from rlhf_pipeline.commands.runs import runs as show
 
-    with _catalog(metadata, env, params) as catalog:
-        show(catalog, Console())
+    show(catalog, Console())
 
 
 @rlhf.command(cls=Command)
 @click.argument("policies", nargs=-1, required=True)
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, too.")
-@_ENV
-@_PARAMS
-@click.pass_obj
+@on_catalog
 def compare(
-    metadata: ProjectMetadata,
-    policies: tuple[str, ...],
-    page: Path | None,
-    env: str | None,
-    params: dict[str, Any],
+    catalog: CatalogProtocol, project: Path, policies: tuple[str, ...], page: Path | None
 ) -> None:
     """Show what differs between POLICIES, and whether one is better than another.
 
@@ -168,25 +161,16 @@ def compare(
     """
     from rich.console import Console
 
-    from rlhf_pipeline.commands.compare import compare as show
+    from rlhf_pipeline.commands.compare import compare as compare_all
 
-    with _catalog(metadata, env, params) as catalog:
-        show(policies, catalog, Console(), Path(metadata.project_path), page)
+    compare_all(policies, catalog, Console(), project, page)
 
 
 @rlhf.command(cls=Command)
 @click.argument("evaluation", required=False)
 @click.option("--open/--no-open", "show", default=True, help="Open the page in a browser.")
-@_ENV
-@_PARAMS
-@click.pass_obj
-def report(
-    metadata: ProjectMetadata,
-    evaluation: str | None,
-    show: bool,
-    env: str | None,
-    params: dict[str, Any],
-) -> None:
+@on_catalog
+def report(catalog: CatalogProtocol, project: Path, evaluation: str | None, show: bool) -> None:
     """Show the page of EVALUATION: verdict, results, curves, answers.
 
     EVALUATION is a version of `kedro rlhf runs`, a folder, or a policy as for `kedro rlhf compare`;
@@ -196,8 +180,7 @@ def report(
 
     from rlhf_pipeline.commands.report import report as make
 
-    with _catalog(metadata, env, params) as catalog:
-        make(evaluation, catalog, Console(), Path(metadata.project_path), show=show)
+    make(evaluation, catalog, Console(), project, show=show)
 
 
 @rlhf.command(cls=Command)
@@ -206,10 +189,8 @@ def report(
 @click.option("--output", help="File of the votes.  [default: 01_raw/votes.jsonl of the data]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of this machine.")
 @click.option("--port", default=8700, show_default=True, help="Port there; 0: a free one.")
-@_ENV
-@_PARAMS
-@click.pass_obj
-def label(metadata: ProjectMetadata, env: str | None, params: dict[str, Any], **given: Any) -> None:
+@on_catalog
+def label(catalog: CatalogProtocol, project: Path, **given: Any) -> None:
     """Let people compare answers on a page; their votes are data for `split`.
 
     EVALUATION is the folder of an evaluation, or a policy as for `kedro rlhf compare`.
@@ -218,8 +199,7 @@ def label(metadata: ProjectMetadata, env: str | None, params: dict[str, Any], **
 
     if (given["evaluation"] is None) == (given["pairs"] is None):
         raise click.UsageError("use either EVALUATION or --pairs")
-    with _catalog(metadata, env, params) as catalog:
-        serve(catalog, Path(metadata.project_path), **given)
+    serve(catalog, project, **given)
 
 
 @rlhf.command(cls=Command)
@@ -242,12 +222,8 @@ def ui(metadata: ProjectMetadata, port: int) -> None:
 @click.option("--gguf", type=_GGUF, help="Also a file for llama.cpp; needs its converter.")
 @click.option("--license", "license_name", default="unknown", help="Yours, for the model card.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
-@_ENV
-@_PARAMS
-@click.pass_obj
-def export(
-    metadata: ProjectMetadata, names: tuple[str, ...], env: str | None, **options: Any
-) -> None:
+@on_catalog
+def export(catalog: CatalogProtocol, project: Path, names: tuple[str, ...], **options: Any) -> None:
     """Write POLICY with a model card to DESTINATION, for transformers alone.
 
     DESTINATION is a folder or any fsspec URL (s3://...). The last file, SHA256SUMS, has the digest
@@ -260,9 +236,7 @@ def export(
     if len(names) > 2:
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
     policy, destination = ("champion", *names)[-2:]
-    with _catalog(metadata, env, options.pop("params")) as catalog:
-        project = Path(metadata.project_path)
-        write(policy, destination, catalog, Console(highlight=False), project, **options)
+    write(policy, destination, catalog, Console(highlight=False), project, **options)
 
 
 @rlhf.command(cls=Command)
@@ -271,19 +245,13 @@ def export(
 @click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0 is every network.")
 @click.option("--batch-size", default=32, show_default=True, type=_COUNT, help="At a time.")
 @click.option("--max-tokens", default=1024, show_default=True, type=_COUNT, help="Of an answer.")
-@_ENV
-@_PARAMS
-@click.pass_obj
-def serve(
-    metadata: ProjectMetadata, policy: str, env: str | None, params: dict[str, Any], **options: Any
-) -> None:
+@on_catalog
+def serve(catalog: CatalogProtocol, project: Path, policy: str, **options: Any) -> None:
     """Serve POLICY to OpenAI's clients until Ctrl-C, on this machine alone."""
     from rlhf_pipeline.commands.artifacts import policy_of
     from rlhf_pipeline.commands.serve import serve as start
 
-    with _catalog(metadata, env, params) as catalog:
-        folder = policy_of(policy, catalog, Path(metadata.project_path))
-    start(folder, policy, **options)
+    start(policy_of(policy, catalog, project), policy, **options)
 
 
 @rlhf.command(cls=Command)
@@ -292,11 +260,9 @@ def serve(
 @click.option("--max-tokens", default=512, show_default=True, type=_COUNT, help="Of an answer.")
 @click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0, 2))
 @click.option("--seed", type=int, help="Repeats an answer.")
-@_ENV
-@_PARAMS
-@click.pass_obj
+@on_catalog
 def chat(
-    metadata: ProjectMetadata, policy: str, compare: str | None, env: str | None, **settings: Any
+    catalog: CatalogProtocol, project: Path, policy: str, compare: str | None, **settings: Any
 ) -> None:
     """Talk to POLICY in the terminal."""
     from rich.console import Console
@@ -304,19 +270,7 @@ def chat(
     from rlhf_pipeline.commands.artifacts import policy_of
     from rlhf_pipeline.commands.chat import chat as talk
 
-    with _catalog(metadata, env, settings.pop("params")) as catalog:
+    def find(name: str) -> Path:
+        return policy_of(name, catalog, project)
 
-        def find(name: str) -> Path:
-            return policy_of(name, catalog, Path(metadata.project_path))
-
-        talk([policy, *([compare] if compare else [])], find, Console(highlight=False), **settings)
-
-
-@contextmanager
-def _catalog(
-    metadata: ProjectMetadata, env: str | None, params: dict[str, Any]
-) -> Iterator[CatalogProtocol]:
-    from kedro.framework.session import KedroSession
-
-    with KedroSession.create(metadata.project_path, env=env, runtime_params=params) as session:
-        yield session.load_context().catalog
+    talk([policy, *([compare] if compare else [])], find, Console(highlight=False), **settings)

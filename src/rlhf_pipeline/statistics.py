@@ -1,4 +1,4 @@
-"""Win rates, means and differences on the same prompts, with their uncertainty; text diversity."""
+"""Win rates, means and differences on the same prompts, with their uncertainty."""
 
 import math
 from collections import Counter
@@ -10,14 +10,6 @@ import numpy as np
 
 ALPHA = 0.05
 """How often an interval may miss the true value: intervals are 95%."""
-
-
-REFUSALS = (
-    "i'm sorry", "i am sorry", "sorry,", "i apologize", "i cannot", "i can't", "i can not",
-    "i won't", "i will not", "i'm not able", "i am not able", "i'm unable", "i am unable",
-    "as an ai",
-)  # fmt: skip
-"""Openings of refusals, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -237,52 +229,6 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
     if len(set(first)) < 2 or len(set(second)) < 2:
         return None
     return float(spearmanr(first, second).statistic)
-
-
-def refuses(text: str) -> bool:
-    """Whether an answer begins like a refusal (`REFUSALS`).
-
-    A heuristic for English: it misses other wordings, and counts an apology before an answer.
-    """
-    return text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'").startswith(REFUSALS)
-
-
-def repetition(text: str, n: int = 3) -> float:
-    """Share of a text's n-grams that it contained before, in [0, 1]; words end at white space."""
-    found = _ngrams(text, n)
-    return 1 - len(set(found)) / len(found) if found else 0.0
-
-
-def common_phrase(texts: Sequence[str], n: int = 4) -> tuple[str, float]:
-    """The n words in a row that most texts contain, and the share of texts that contain them.
-
-    A text of fewer than n words is one phrase. Of equally common phrases, the first one counts.
-    """
-    phrases = Counter(
-        phrase
-        for text in texts
-        for phrase in dict.fromkeys(_ngrams(text, n) or [tuple(text.split())])
-    )
-    phrase, count = phrases.most_common(1)[0]
-    return " ".join(phrase), count / len(texts)
-
-
-def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Distinct n-grams over all n-grams of all texts together, in [0, 1]; words end at white space.
-
-    A low value shows that a policy repeats itself, within a response or between prompts. The value
-    falls with the number and the length of the texts: compare models on equal prompts. 0 if no text
-    has n words.
-
-    Source: Li et al., https://arxiv.org/abs/1510.03055, who divide by the number of words instead.
-    """
-    ngrams = [ngram for text in texts for ngram in _ngrams(text, n)]
-    return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-
-
-def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
-    words = text.split()
-    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
 def _normal_quantile(alpha: float) -> float:

@@ -1,9 +1,9 @@
 """An evaluation with the models that it compared, made by hand, and a real browser."""
 
 import json
-import shutil
 
 import pytest
+from browser import chromium
 from made_by_hand import answer, artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
@@ -58,20 +58,5 @@ def evaluation(tmp_path):
 @pytest.fixture(scope="session")
 def browser():
     """Debian's Chromium, which resolves no host name."""
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    paths = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in paths:
-        pytest.skip("chromium or chromedriver is not installed: apt-get install chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = paths[0]
-    for argument in (
-        "--headless=new", "--no-sandbox", "--disable-dev-shm-usage",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-    ):  # fmt: skip
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(paths[1]))
-    yield driver
-    driver.quit()
+    with chromium("--host-resolver-rules=MAP * ~NOTFOUND") as page:
+        yield page

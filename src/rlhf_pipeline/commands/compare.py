@@ -16,7 +16,13 @@ from rich.text import Text
 
 from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.evaluation.comparison import Answer, judge_title, read_answers, scores_by
+from rlhf_pipeline.evaluation.comparison import (
+    Answer,
+    complete_judges,
+    judge_title,
+    read_answers,
+    scores_by,
+)
 from rlhf_pipeline.evaluation.report import ABSENT, METRICS, metric_value
 from rlhf_pipeline.reporting.charts import frontier, training_charts
 from rlhf_pipeline.reporting.page import render
@@ -198,8 +204,7 @@ def judged(
     ours: list[Answer], theirs: list[Answer], pairs: int
 ) -> Iterator[tuple[str, WinRate, str, str]]:
     """(judge, win rate, gain in words, confidence of both) for every judge of all answers."""
-    given = (*ours, *theirs)
-    judges = [name for name in ours[0].scores if all(a.scores[name] is not None for a in given)]
+    judges = complete_judges([*ours, *theirs])
     alpha = ALPHA / (pairs * len(judges) * 2)  # a win rate and a gain for each judge
     for judge in judges:
         scores = scores_by(ours, judge), scores_by(theirs, judge)

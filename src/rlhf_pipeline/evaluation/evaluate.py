@@ -30,10 +30,10 @@ from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_row
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.evaluation.best_of_n import best_of_n
 from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
     Answer,
-    best_of_n,
     compare,
     headline,
     summary,

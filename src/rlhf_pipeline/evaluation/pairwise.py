@@ -27,7 +27,7 @@ from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import BASELINE, Answer
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.statistics import refuses
+from rlhf_pipeline.text_statistics import refuses
 
 TEMPLATE = """\
 Two assistants answered the same prompt. Decide which answer is better: more helpful, more correct \

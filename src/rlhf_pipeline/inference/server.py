@@ -93,19 +93,8 @@ def application(
     if host in LOOPBACK:  # no page of a browser may reach it under another name
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK])
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        fault = error.errors()[0]
-        field = ".".join(map(str, fault["loc"][1:])) or "body"
-        if fault["type"] == "extra_forbidden":
-            return failure(f"{field}: this server does not support it. Fix: remove it", field)
-        found = "" if fault["type"] == "missing" else f"found {shorten(repr(fault['input']), 80)}. "
-        return failure(f"{field}: {found}{fault['msg']}", field)
-
-    @app.exception_handler(AnyHTTPException)
-    async def refused(_: Request, error: AnyHTTPException) -> JSONResponse:
-        known: Any = error.detail if isinstance(error.detail, dict) else {"message": error.detail}
-        return failure(known["message"], known.get("field"), error.status_code)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(AnyHTTPException, refused)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -159,6 +148,24 @@ def application(
         return head | {"choices": choices, "usage": usage | {"total_tokens": read + written}}
 
     return app
+
+
+async def invalid(_: Request, error: Exception) -> JSONResponse:
+    """The answer to a request with a wrong field."""
+    assert isinstance(error, RequestValidationError)
+    fault = error.errors()[0]
+    field = ".".join(map(str, fault["loc"][1:])) or "body"
+    if fault["type"] == "extra_forbidden":
+        return failure(f"{field}: this server does not support it. Fix: remove it", field)
+    found = "" if fault["type"] == "missing" else f"found {shorten(repr(fault['input']), 80)}. "
+    return failure(f"{field}: {found}{fault['msg']}", field)
+
+
+async def refused(_: Request, error: Exception) -> JSONResponse:
+    """The answer to a request that raised `refusal`, or that has no such path."""
+    assert isinstance(error, AnyHTTPException)
+    known: Any = error.detail if isinstance(error.detail, dict) else {"message": error.detail}
+    return failure(known["message"], known.get("field"), error.status_code)
 
 
 def refusal(field: str, message: str, status: int = 400) -> HTTPException:
