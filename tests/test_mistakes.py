@@ -181,7 +181,10 @@ MISTAKES = {
         env="tiny",
     ),
     "unknown pipeline of status": Mistake(
-        ["found 'ful' (did you mean full?)"], options=["--pipeline=ful"], command="rlhf status"
+        ["found 'ful' (did you mean full?)"],
+        options=["--pipeline=ful"],
+        command="rlhf status",
+        env="tiny",
     ),
 }
 
