@@ -2,12 +2,16 @@
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlhf_pipeline.distributed.optimizer_step import accumulate
+from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.optimizer_step import accumulate, optimizer_step
+from rlhf_pipeline.models.loading import load_policy
 
 
 class Engine:
@@ -39,3 +43,19 @@ def test_a_metric_s_graph_is_freed_before_the_backward_pass():
     sums = accumulate(engine, SimpleNamespace(size=1), [loss, loss])
     assert engine.alive == [0, 0]
     assert float(sums["entropy"]) == pytest.approx(2 * 3 * 2.718281828**2)
+
+
+def test_one_rank_does_not_copy_its_gradients(world, make_model):
+    """They were copied twice: 1.4 of 14 seconds of a PPO iteration with 125 million weights."""
+    config = TrainedModelConfig.model_validate(
+        {"optimizer": {"learning_rate": 0.1}, "deepspeed": {"zero_stage": 0}}
+    )
+    engine = train_engine(partial(load_policy, make_model("llama")), config, 1)
+    engine.flatten = None
+    before = [weight.clone() for weight in engine.module.parameters()]
+
+    def loss():
+        return engine(torch.tensor([[5, 6]])).logits.square().mean(), {}
+
+    optimizer_step(engine, world, [loss, loss])
+    assert not any(map(torch.equal, before, engine.module.parameters()))

@@ -7,6 +7,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
@@ -15,6 +16,7 @@ import torch
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed import engine as engines
 from rlhf_pipeline.distributed.batches import Rows
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
@@ -46,6 +48,7 @@ RATE = 0.1
 
 GRADIENTS = {  # ZeRO stage, gradient checkpointing, max_grad_norm
     "0": (0, False, 1e9), "1": (1, False, 1e9), "2": (2, False, 1e9), "3": (3, False, 1e9),
+    "0 in buckets": (0, False, 1e9),
     "2 checkpointed": (2, True, 1e9), "3 checkpointed": (3, True, 1e9),
     "0 clipped": (0, False, 0.05), "2 clipped": (2, False, 0.05), "3 clipped": (3, False, 0.05),
     "3 after an error": (3, False, 1e9),
@@ -73,7 +76,8 @@ def gradient_steps(name, policy, world):
             "deepspeed": {"zero_stage": stage}, "gradient_checkpointing": checkpointed,
         }
     )  # fmt: skip
-    engine = train_engine(partial(load_policy, policy), config, total_steps=2)
+    with patch.object(engines, "BUCKET", 100 if name == "0 in buckets" else engines.BUCKET):
+        engine = train_engine(partial(load_policy, policy), config, total_steps=2)
     vocab_size = TokenContract.read(policy).vocab_size
 
     def loss(rows):

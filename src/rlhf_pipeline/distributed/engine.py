@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_pipeline.config.training import OptimizerConfig, TrainedModelConfig
-from rlhf_pipeline.distributed.deepspeed_config import training_settings
+from rlhf_pipeline.distributed.deepspeed_config import BUCKET, training_settings
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed
 from rlhf_pipeline.distributed.loading import loaded
 from rlhf_pipeline.distributed.world import on_gpu
@@ -45,10 +45,22 @@ def train_engine(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings
     )
+    _reduce_lean(engine)
     engine.train()
     form_of(engine)
     heartbeat.tick()
     return engine
+
+
+def _reduce_lean(engine: DeepSpeedEngine) -> None:
+    """Reduce the gradients of stage 0 in buckets, and not at all with one rank.
+
+    Written for DeepSpeed 0.19: at stage 0 it copies up to 500 million gradients into one tensor,
+    reduces it, and copies the result back, also with one rank. It has no setting for either.
+    """
+    engine.allreduce_gradients = partial(engine.allreduce_gradients, bucket_size=BUCKET)
+    if torch.distributed.get_world_size() == 1:
+        engine.allreduce_and_copy = lambda *_, **__: None
 
 
 def schedule_factor(config: OptimizerConfig, total_steps: int, step: int) -> float:
