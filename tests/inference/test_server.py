@@ -207,7 +207,27 @@ def test_a_large_request_is_refused_by_its_head(server):
     connection.putheader("Content-Type", "application/json")
     connection.putheader("Content-Length", str(2**20 + 1))
     connection.endheaders()
-    assert connection.getresponse().status == 413
+    response = connection.getresponse()
+    assert response.status == 413
+    assert json.load(response)["error"] == {
+        "message": "body: found 1048577 bytes, expected at most 1048576",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+    connection.close()
+
+
+def test_a_large_request_of_unknown_length_is_refused_once_it_is_too_large(server):
+    connection = HTTPConnection(urlsplit(server.url).netloc, timeout=600)
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    connection.send(b"100001\r\n" + b" " * (2**20 + 1) + b"\r\n")  # and no end
+    response = connection.getresponse()
+    assert response.status == 413
+    assert json.load(response)["error"]["message"] == "Content Too Large"
     connection.close()
 
 

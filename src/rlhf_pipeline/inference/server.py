@@ -20,8 +20,10 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.inference.batching import Batcher
@@ -89,6 +91,7 @@ def application(
 ) -> FastAPI:
     """The server of one policy; see `main`."""
     app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None, max_body_size=MAX_BODY)
+    app.add_middleware(limited)
     batcher, started = Batcher(batch_size), int(time.time())
     if host in LOOPBACK:  # no page of a browser may reach it under another name
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK])
@@ -148,6 +151,18 @@ def application(
         return head | {"choices": choices, "usage": usage | {"total_tokens": read + written}}
 
     return app
+
+
+def limited(app: ASGIApp) -> ASGIApp:
+    """Refuse a request that announces too large a body; FastAPI would do it in plain text."""
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        length = Headers(scope=scope).get("content-length", "0") if "headers" in scope else "0"
+        message = f"body: found {length} bytes, expected at most {MAX_BODY}"
+        is_large = length.isdecimal() and int(length) > MAX_BODY
+        await (failure(message, None, 413) if is_large else app)(scope, receive, send)
+
+    return check
 
 
 async def invalid(_: Request, error: Exception) -> JSONResponse:
