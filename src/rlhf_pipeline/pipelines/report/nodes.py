@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.reporting.page import evaluation_page
 
 
@@ -13,5 +14,15 @@ def report(
     reward_model: Path,
     sft_model: Path,
 ) -> str:
-    """Make the page: verdict, results, curves of the trainings, every answer."""
-    return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)
+    """Make the page: verdict, results, curves of the trainings, every answer.
+
+    It needs the registration, so the policies are registered when it fails. Raises PipelineError.
+    """
+    try:
+        return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)
+    except Exception as error:
+        raise PipelineError(
+            f"page of {evaluation}: found {type(error).__name__} ({error}), expected a page. "
+            "Models, evaluation and registration are complete. Fix: `kedro rlhf report` makes the "
+            "page again"
+        ) from error
