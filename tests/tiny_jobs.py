@@ -75,7 +75,7 @@ def _blocks(program: str, changes: dict[str, Any]) -> dict[str, Any]:
             config = generated | {"steps": STEPS, "evaluations": STEPS, "evaluation_prompts": 4}
             return {program: ppo_config(**(config | changes))}
         case _:
-            config = generated | {"prompts": 8, "samples": 2} | changes
+            config = generated | {"prompts": 8} | changes
             return {
                 "evaluate": EvaluateConfig.model_validate(config),
                 "candidate": CandidateConfig(name="ppo"),

@@ -108,7 +108,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
 
 def run(inputs, folder, *, seed=3, digests=None, **changes):
     """The metrics of a small evaluation, and the text of its answers."""
-    fields = {"prompts": 6, "samples": 2, "sampling": {"max_response_tokens": 6}} | changes
+    fields = {"prompts": 6, "sampling": {"max_response_tokens": 6}} | changes
     config = EvaluateConfig.model_validate(fields)
     blocks = as_json({"evaluate": config, "candidate": CandidateConfig(name="ppo")})
     folder.mkdir(parents=True)

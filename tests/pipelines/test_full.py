@@ -131,7 +131,6 @@ def test_the_report_compares_both_policies(project):
         assert name in evaluation["policies"]["ppo"]
     gold = evaluation["win_rates"]["gold"]
     assert gold["wins"] + gold["ties"] + gold["losses"] == 24
-    assert len(evaluation["samples"]) == 5
     page = project.newest("08_reporting/evaluation.html").read_text()
     assert "<h1>PPO is" in page and "Explained variance of the critic" in page
     assert f"{evaluation['prompts']} held-out prompts" in page

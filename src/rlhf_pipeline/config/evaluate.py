@@ -45,8 +45,6 @@ class EvaluateConfig(Block):
     zero_stage: Literal[0, 3] | None = None
     """0: a whole copy of the model on every rank; 3: sharded over the ranks. None: 3 for a model
     that was trained at stage 3, else 0. One model at a time is in memory."""
-    samples: PositiveInt = 20
-    """Pairs of answers shown in the report."""
     judges: tuple[Judge, ...] = ()
     """Further judges, see `config.judges`: Python functions (FILE.py:FUNCTION, or a block with
     `callable` and `name`; see `rlhf_pipeline.rollout.function_reward`), reward models, true answers

@@ -5,7 +5,7 @@ The driver imports this module, so it must not import torch.
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,6 @@ ANSWERS = "answers.jsonl"
 
 ENDS = ("rate", "lower", "upper")
 """A rate and the ends of its interval."""
-
-EXTREMES = 3
-"""Pairs of answers with the largest gains, and with the largest losses, in an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def complete_judges(answers: list[Answer]) -> list[str]:
 def compare(
     answers: dict[str, list[Answer]], config: EvaluateConfig, optimized: Collection[str]
 ) -> dict[str, Any]:
-    """Compute the metrics of all policies, the win rates against the baseline, and the samples.
+    """Compute the metrics of all policies, and the win rates against the baseline.
 
     The policies are in this order: the baseline, the candidate, variants of the candidate.
     `optimized` are the judges that the candidate's training has optimized.
@@ -141,13 +138,6 @@ def compare(
         pairs = zip(answers[policy], answers[baseline], strict=True)
         return [ours.response_tokens - theirs.response_tokens for ours, theirs in pairs]
 
-    def samples(chosen: Sequence[tuple[Answer, Answer]]) -> list[dict[str, Any]]:
-        return [_sample({baseline: first, candidate: second}) for first, second in chosen]
-
-    pairs = list(zip(answers[baseline], answers[candidate], strict=True))
-    by_gain = sorted(pairs, key=lambda pair: gain_by(pair, decides))
-    gains = [pair for pair in reversed(by_gain) if gain_by(pair, decides) > 0]
-    losses = [pair for pair in by_gain if gain_by(pair, decides) < 0]
     return {
         "candidate": candidate,
         "prompts": len(answers[baseline]),
@@ -163,9 +153,6 @@ def compare(
         "variants": {policy: win_rates(policy) for policy in variants},
         "slices": _slices(answers[candidate], answers[baseline], judges),
         "smallest_visible_win_rate": smallest_visible_win_rate(len(answers[baseline])),
-        "samples": samples(pairs[: config.samples]),
-        "largest_gains": samples(gains[:EXTREMES]),
-        "largest_losses": samples(losses[:EXTREMES]),
     }
 
 
@@ -254,18 +241,3 @@ def gain_by(pair: tuple[Answer, Answer], judge: str) -> float:
     """How much higher the judge scores the second answer."""
     first, second = (answer.scores[judge] for answer in pair)
     return 0.0 if first is None or second is None else second - first
-
-
-def _sample(pair: dict[str, Answer]) -> dict[str, Any]:
-    """The answers of two policies to one prompt, with their scores."""
-    prompt = next(iter(pair.values())).prompt
-    judges = next(iter(pair.values())).scores
-    return (
-        {"prompt": prompt}
-        | {policy: answer.response for policy, answer in pair.items()}
-        | {
-            f"{policy}_{judge}": answer.scores[judge]
-            for judge in judges
-            for policy, answer in pair.items()
-        }
-    )

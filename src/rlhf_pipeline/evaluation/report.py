@@ -12,9 +12,6 @@ The evaluation is a dict of JSON types:
     policies    by policy: metrics; `m_lower` and `m_upper` are the 95% interval of the metric `m`
     win_rates   of the candidate against SFT, by judge
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
-    samples     pairs of answers with their scores
-    largest_gains   the pairs with the largest gains by the deciding judge
-    largest_losses  the pairs with the largest losses
 """
 
 from collections.abc import Mapping
