@@ -30,16 +30,17 @@ class ToyConfig(Block):
     """What the toy stage does."""
 
     action: str = "work"
-    """work, fail, explain, vanish, sleep or fit."""
+    """work, fail, explain, vanish, sleep, fit or long."""
 
     micro_batch_tokens: int = 8
-    """fit: runs out of memory above 2, after step 5."""
+    """fit: runs out of memory above 2, after step 5. long: always, by a row of 5 tokens."""
 
 
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.checkpoint_files import seal
 from rlhf_pipeline.runtime.program import run_program
 
@@ -55,7 +56,7 @@ def main(job):
         raise RuntimeError("the cause")
     if action == "explain":
         raise DataError("rows.jsonl:3: no chosen answer")
-    if action == "fit":
+    if action in ("fit", "long"):
         size = job.config["toy"]["micro_batch_tokens"]
         with (job.directory / "attempts").open("a") as file:
             file.write(json.dumps([size, job.resume_from]) + "\\n")
@@ -63,7 +64,9 @@ def main(job):
         if job.resume_from is None:
             checkpoint.mkdir(parents=True)
             seal(checkpoint, {})
-        if size > 2:
+        if action == "long":
+            heartbeat.row(5)
+        if size > 2 or action == "long":
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if action == "vanish":
         os._exit(0)
@@ -164,6 +167,19 @@ def test_a_stage_resumes_with_halved_micro_batches_if_allowed(toy, recorder, cap
         "unchanged" in capsys.readouterr().out
     )
     assert toy("fit") == export and len((export.parent / "attempts").read_text().splitlines()) == 3
+
+
+def test_a_stage_stops_where_its_longest_row_fills_a_micro_batch(toy, tmp_path):
+    with pytest.raises(StageError) as failure:
+        toy("long", halve=True)
+    (file,) = (tmp_path / "ws" / "toy").glob("*/attempts")
+    assert [json.loads(line)[0] for line in file.read_text().splitlines()] == [8, 4]
+    message = str(failure.value)
+    assert "CUDA out of memory" in message
+    assert (
+        "launch.halve_micro_batch_on_oom: found a row of 5 tokens, expected fewer than "
+        "toy.micro_batch_tokens (4): a row is never cut" in message
+    )
 
 
 def test_other_failures_are_not_retried(toy, tmp_path):

@@ -32,6 +32,7 @@ class LaunchConfig(Block):
     (docs/troubleshooting.md)."""
     halve_micro_batch_on_oom: bool = operational(False)
     """When a rank runs out of memory, halve all micro batch sizes (`micro_batch_tokens`,
-    `sampling.batch_size_per_gpu`) and resume from the newest checkpoint, repeatedly down to 1.
-    Global batch sizes do not change, so the result is equal up to rounding. The manifest records
-    the sizes. A rank killed by the kernel does not count as out of memory."""
+    `sampling.batch_size_per_gpu`) and resume from the newest checkpoint, repeatedly down to 1 or
+    to the longest row, which is never cut. Global batch sizes do not change, so the result is equal
+    up to rounding. The manifest records the sizes. A rank killed by the kernel does not count as
+    out of memory."""

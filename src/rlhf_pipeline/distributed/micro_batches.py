@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.runtime import heartbeat
 
 
 def micro_batches(
@@ -36,7 +37,9 @@ def grouped(lengths: Tensor, tokens: int, *, padded: bool) -> list[Tensor]:
     order = lengths.argsort(descending=True, stable=True)
     groups: list[list[int]] = []
     total = longest = 0
-    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+    in_order = lengths[order].tolist()
+    heartbeat.row(max(in_order, default=0))
+    for row, length in zip(order.tolist(), in_order, strict=True):
         new = longest * (len(groups[-1]) + 1) if groups and padded else total + length
         if not groups or new > tokens:
             groups.append([])

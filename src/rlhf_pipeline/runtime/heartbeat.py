@@ -45,6 +45,8 @@ class Heartbeat:
     """Phases begun so far. All ranks run the same phases, so the rank with the fewest is behind."""
     ticks: int = 0
     """Pieces done in this phase."""
+    longest_row: int = 0
+    """Tokens of the longest row of any micro batch so far."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" of step {self.step}"
@@ -80,14 +82,26 @@ def at(phase: Phase, step: int | None = None) -> None:
         marks=_here.marks + 1,
         ticks=0,
     )
-    if phase == "finished" and _file is not None:
-        _write(_file, _here)
+    if phase == "finished":
+        flush()
 
 
 def tick() -> None:
     """Report that a piece of the phase is done: a micro batch, a token of each response, a file."""
     global _here
     _here = replace(_here, progressed=time.time(), ticks=_here.ticks + 1)
+
+
+def row(tokens: int) -> None:
+    """Report the longest row of a micro batch. Memory for it is needed at any micro batch size."""
+    global _here
+    _here = replace(_here, longest_row=max(_here.longest_row, tokens))
+
+
+def flush() -> None:
+    """Write the file now."""
+    if _file is not None:
+        _write(_file, _here)
 
 
 @contextmanager

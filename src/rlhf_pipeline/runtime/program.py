@@ -50,6 +50,7 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
             report = job.directory / ERRORS / f"{time.time_ns()}-rank{rank}.txt"
             report.parent.mkdir(exist_ok=True)
             write_atomically(report, reason[-REASON_CHARACTERS:])
+            heartbeat.flush()
         raise
     _exit()
 

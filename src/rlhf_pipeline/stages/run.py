@@ -13,6 +13,7 @@ from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, S
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.heartbeat import read_heartbeats
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
@@ -23,7 +24,7 @@ from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
-from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY, MICRO_BATCHES
+from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY, MICRO_BATCHES, TOKENS
 from rlhf_pipeline.stages.launch.launcher import launch
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ def _launch_until_it_fits(job: Job, run: StageRun, context: RunContext) -> Path:
             may_retry = context.launch.halve_micro_batch_on_oom and error.cause in OUT_OF_MEMORY
             if not may_retry or smaller is None:
                 raise
+            reports = read_heartbeats(run.directory).values()
+            check_row(config, max((report.longest_row for report in reports), default=0), error)
             config = smaller
 
 
@@ -180,6 +183,29 @@ def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
         for name, block in config.items()
     }
     return None if smaller == dict(config) else smaller
+
+
+def check_row(config: Mapping[str, Block], row: int, error: StageError) -> None:
+    """Check that smaller micro batches need less memory than the launch that failed by `error`.
+
+    A row is never cut. Raises StageError if the longest row, of `row` tokens, fills a micro batch
+    alone. Fewer responses at a time always need less memory.
+    """
+    sizes = {
+        name: size
+        for name, size in leaves(as_json(config))
+        if name.rpartition(".")[2] in MICRO_BATCHES
+    }
+    tokens = {name: size for name, size in sizes.items() if name.endswith(TOKENS)}
+    if all(size <= (row if name in tokens else 1) for name, size in sizes.items()):
+        shown = ", ".join(f"{name} ({size})" for name, size in tokens.items())
+        raise StageError(
+            f"{error.message}\nlaunch.halve_micro_batch_on_oom: found a row of {row} tokens, "
+            f"expected fewer than {shown}: a row is never cut, so smaller micro batches need as "
+            "much memory. Fix: lower split.max_prompt_tokens or the tokens of a response, or see "
+            "the fix above",
+            cause=error.cause,
+        ) from error
 
 
 def adjusted(

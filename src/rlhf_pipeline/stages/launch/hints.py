@@ -17,7 +17,8 @@ from rlhf_pipeline.config.block import leaves
 GPU_MEMORY, CPU_MEMORY, PORT = "GPU memory", "main memory", "port in use"
 DISK_FULL = "disk full"
 
-MICRO_BATCHES = ("micro_batch_tokens", "batch_size_per_gpu")
+TOKENS = "micro_batch_tokens"
+MICRO_BATCHES = (TOKENS, "batch_size_per_gpu")
 """Fields that bound the memory of one forward pass. They change results only by rounding."""
 
 _LIMITS = {**dict.fromkeys(MICRO_BATCHES, 1), "processes": 1, "zero_stage": 3}
