@@ -91,7 +91,6 @@ def application(
 ) -> FastAPI:
     """The server of one policy; see `main`."""
     app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None, max_body_size=MAX_BODY)
-    app.add_middleware(limited)
     batcher, started = Batcher(batch_size), int(time.time())
     if host in LOOPBACK:  # no page of a browser may reach it under another name
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK])
@@ -225,7 +224,9 @@ def main(*, folder: str, name: str, host: str, port: int, batch_size: int, max_t
     """
     policy = Policy.load(Path(folder))
     app = application(policy, name, batch_size=batch_size, max_tokens=max_tokens, host=host)
-    config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+    config = uvicorn.Config(
+        limited(app), host, port, log_level="warning", timeout_graceful_shutdown=GRACE_S
+    )
     socket = config.bind_socket()
     socket.listen(2048)  # from now on, requests wait
     print(f"{name} answers at http://{host}:{port}/v1; Ctrl-C ends it", flush=True)
