@@ -3,11 +3,18 @@
 import json
 import socket
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
 
+from rlhf_pipeline.commands.compare import Policy
 from rlhf_pipeline.commands.label import evaluation_of, label
+from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.errors import ConfigError, DataError
+
+ROWS = pa.table({"prompt": ["One?", "Two?"], "first": ["a", "c"], "second": ["b", "d"]})
 
 
 @pytest.fixture
@@ -41,6 +48,40 @@ def test_a_file_of_something_else_is_not_taken_for_votes(serve, tmp_path):
         file.parent.mkdir()
         file.write_text((tmp_path / "pairs.jsonl").read_text() + "\n")
         serve(0, str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("pairs.csv", lambda file: pa.csv.write_csv(ROWS, file)),
+        ("pairs.parquet", lambda file: pa.parquet.write_table(ROWS, file)),
+        ("pairs.json", lambda file: file.write_text(json.dumps(ROWS.to_pylist()))),
+    ],
+)
+def test_pairs_come_from_files_of_other_formats(
+    catalog, tmp_path, monkeypatch, capsys, name, write
+):
+    pairs = []
+
+    def application(found, *_):
+        pairs.extend(found)
+
+    monkeypatch.setattr("rlhf_pipeline.commands.label.application", application)
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    write(tmp_path / name)
+    label(catalog, tmp_path, None, str(tmp_path / name), None, "127.0.0.1", 0)
+    assert "pairs  2\n" in capsys.readouterr().out
+    assert [(pair.prompt, pair.first, pair.second) for pair in pairs] == [
+        ((Message("user", "One?"),), "a", "b"),
+        ((Message("user", "Two?"),), "c", "d"),
+    ]
+
+
+def test_the_newest_evaluation_of_a_policy_counts(catalog, tmp_path, monkeypatch):
+    made = tuple((tmp_path / name, "ppo") for name in ("new", "old"))
+    policy = Policy("champion", "ppo", {}, made)
+    monkeypatch.setattr("rlhf_pipeline.commands.label.find", lambda *_: policy)
+    assert evaluation_of("champion", catalog, tmp_path, tmp_path) == tmp_path / "new"
 
 
 def test_the_folder_of_an_evaluation_stands_for_itself(catalog, tmp_path):

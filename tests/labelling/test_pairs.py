@@ -73,10 +73,3 @@ def test_what_split_could_not_use_is_left_out_and_counted(tmp_path):
         "column 'first' is missing; the columns are prompt, second": 1,
         "not JSON (Expecting value)": 1,
     }
-
-
-def test_other_formats_are_read_as_well(tmp_path):
-    file = tmp_path / "pairs.csv"
-    file.write_text("prompt,first,second,note\nOne?,a,b,x\n")
-    ((pair,), _) = distinct_pairs(row for _, row in read_rows(str(file), (), "train"))
-    assert (pair.prompt, pair.first, pair.second) == ((Message("user", "One?"),), "a", "b")
