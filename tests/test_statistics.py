@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from rlhf_pipeline.statistics import (
@@ -71,6 +72,8 @@ def test_a_model_ties_with_itself():
 def test_win_rate_refuses_unpaired_scores():
     with pytest.raises(ValueError, match="shorter"):
         win_rate([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="shorter"):
+        standardized_gain([[1.0, 2.0], [3.0, 4.0]], [1.0, 2.0])
 
 
 def test_win_rate_refuses_no_scores():
@@ -81,6 +84,56 @@ def test_win_rate_refuses_no_scores():
 def test_win_rate_refuses_a_score_that_would_count_as_a_tie():
     with pytest.raises(ValueError, match=r"baseline\[1\] is nan; every score must be finite"):
         win_rate([1.0, 2.0], [1.0, float("nan")])
+
+
+def test_several_answers_to_a_prompt_count_by_their_mean():
+    """Outcomes 1, 3/4 (a win and a tie) and 0 on three prompts: rate 1.75 / 3.
+
+    variance (1 + 0.5625) / 3 - 0.5833333^2 = 0.1805556, centre 0.5833333 + 3.8414588 / 6,
+    half width 1.9599640 sqrt(0.1805556 / 3 + 3.8414588 / 36) = 0.8006935, divisor 2.2804863
+    """
+    result = win_rate([[1, 1], [1, 0], [0, 0]], [[0, 0], [0, 0], [1, 1]])
+    assert (result.wins, result.ties, result.losses, result.n) == (2, 0, 1, 3)
+    assert result.rate == pytest.approx(1.75 / 3)
+    assert (result.lower, result.upper) == pytest.approx((0.1854355, 0.8876484), rel=1e-5)
+    opposite = win_rate([[1, 0], [1, 1]], [[0, 1], [0, 0]])
+    assert (opposite.wins, opposite.ties, opposite.losses) == (1, 1, 0)  # a win and a loss: a tie
+
+
+def test_means_and_gains_of_several_answers():
+    """Means 2, 2, 4: mean 8/3, s = 1.1547005, half width 4.3026527 s / sqrt(3) = 2.8684351.
+
+    Gains 1, 1, 3. Variances of all scores: 28/15 and 4/5, so the unit is sqrt(4/3).
+    """
+    ours, theirs = [[1, 3], [2, 2], [3, 5]], [[0, 2], [1, 1], [0, 2]]
+    assert mean_with_interval(ours) == pytest.approx((2.6666667, -0.2017684, 5.5351018), rel=1e-6)
+    assert standardized_gain(ours, theirs) == pytest.approx(
+        (1.4433757, -1.0407629, 3.9275142), rel=1e-5
+    )
+
+
+def test_the_same_answer_again_says_nothing_new():
+    scores = [1.0] * 8 + [0.0] * 2 + [1.0] * 4 + [0.0] * 6
+    twice, half = [[score, score] for score in scores], [[0.5, 0.5]] * 20
+    assert win_rate(twice, half) == win_rate(scores, [0.5] * 20)
+    assert mean_with_interval(twice) == mean_with_interval(scores)
+    extra = [[3, 3]] * 10 + [[-3, -3]] * 10
+    assert length_controlled(twice, half, extra) == pytest.approx(
+        (0.6202041, 0.3626506, 0.8241480), rel=1e-6
+    )
+
+
+def test_intervals_cover_where_the_answers_to_a_prompt_resemble_each_other():
+    """Nine of ten answers are like the prompt. Counted as independent pairs, they cover 70%."""
+    rng, covered = np.random.default_rng(1), {"by prompt": 0, "by pair": 0}
+    for _ in range(1000):
+        easy, other = rng.random((100, 1)) < 0.6, rng.random((100, 4)) < 0.6
+        wins = np.where(rng.random((100, 4)) < 0.9, easy, other).astype(float)
+        for unit, won in (("by prompt", wins), ("by pair", wins.reshape(-1, 1))):
+            rate = win_rate(won.tolist(), np.full_like(won, 0.5).tolist())
+            covered[unit] += rate.lower <= 0.6 <= rate.upper
+    assert 935 <= covered["by prompt"] <= 965
+    assert covered["by pair"] < 750
 
 
 def test_mean_with_interval():

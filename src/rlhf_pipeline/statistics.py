@@ -1,4 +1,8 @@
-"""Win rates, means and differences on the same prompts, with their uncertainty."""
+"""Win rates, means and differences on the same prompts, with their uncertainty.
+
+Several answers to one prompt resemble each other, so intervals treat the prompt as the unit: they
+are about the mean over its answers (cluster-robust; Miller 2024, https://arxiv.org/abs/2411.00640).
+"""
 
 import math
 from collections import Counter
@@ -11,45 +15,46 @@ import numpy as np
 ALPHA = 0.05
 """How often an interval may miss the true value: intervals are 95%."""
 
+Values = Sequence[float] | Sequence[Sequence[float]]
+"""One value for each prompt, or the equally many values of its answers."""
+
 
 @dataclass(frozen=True)
 class WinRate:
     """How often the candidate beats the baseline on the same prompts."""
 
     rate: float
-    """(wins + ties / 2) / n."""
+    """Mean outcome of a pair of answers: a win is 1, a tie 1/2, a loss 0."""
     lower: float
     """Lower end of the interval on `rate`."""
     upper: float
     """Upper end of the interval on `rate`."""
     wins: int
+    """Prompts whose mean outcome is above 1/2."""
     ties: int
     losses: int
     n: int
+    """Prompts."""
 
 
-def win_rate(
-    candidate: Sequence[float], baseline: Sequence[float], alpha: float = ALPHA
-) -> WinRate:
-    """Share of prompts on which the candidate's score is higher; a tie counts half.
+def win_rate(candidate: Values, baseline: Values, alpha: float = ALPHA) -> WinRate:
+    """Share of pairs of answers in which the candidate's score is higher; a tie counts half.
 
-        p = (wins + ties / 2) / n
+        p = mean of y,  y: mean outcome of the pairs of a prompt
 
     The scores belong to the responses of both models to the same prompts, in equal order. Raises
     ValueError if there are no scores, their numbers differ, or a score is not finite.
     """
-    _check_scores("candidate", candidate)
-    _check_scores("baseline", baseline)
-    n = len(candidate)
-    wins = sum(ours > theirs for ours, theirs in zip(candidate, baseline, strict=True))
-    losses = sum(ours < theirs for ours, theirs in zip(candidate, baseline, strict=True))
-    ties = n - wins - losses
-    rate = (wins + ties / 2) / n
-    lower, upper = rate_interval(rate, n, ties, alpha)
-    return WinRate(rate, lower, upper, wins, ties, losses, n)
+    y = _outcomes(candidate, baseline).mean(1)
+    n, rate = len(y), float(y.sum() / len(y))
+    lower, upper = rate_interval(rate, n, float((4 * y * (1 - y)).sum()), alpha)
+    wins, losses = int((y > 0.5).sum()), int((y < 0.5).sum())
+    return WinRate(rate, lower, upper, wins, n - wins - losses, losses, n)
 
 
-def rate_interval(rate: float, n: int, ties: int = 0, alpha: float = ALPHA) -> tuple[float, float]:
+def rate_interval(
+    rate: float, n: int, ties: float = 0, alpha: float = ALPHA
+) -> tuple[float, float]:
     """Interval of the rate p of successes among n, in which a tie is half a success.
 
         variance = p (1 - p) - ties / 4n,  z = 1.96 for alpha = 0.05
@@ -58,7 +63,8 @@ def rate_interval(rate: float, n: int, ties: int = 0, alpha: float = ALPHA) -> t
     Without ties this is the interval of Wilson, "Probable Inference, the Law of Succession, and
     Statistical Inference", JASA 22, 1927. Ties lower the variance of an outcome; without that term
     95% intervals would cover the true rate in 99% of cases at ties of one half, see
-    `benchmarks/coverage.py`.
+    `benchmarks/coverage.py`. An outcome y between 0 and 1 counts as 4 y (1 - y) ties: then
+    `variance` is that of the outcomes.
     """
     z2 = _normal_quantile(alpha) ** 2
     variance = rate * (1 - rate) - ties / (4 * n)
@@ -83,9 +89,9 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def length_controlled(
-    candidate: Sequence[float],
-    baseline: Sequence[float],
-    extra_tokens: Sequence[int],
+    candidate: Values,
+    baseline: Values,
+    extra_tokens: Values,
     alpha: float = ALPHA,
 ) -> tuple[float, float, float] | None:
     """The win rate that answers of equal length would have: (rate, lower, upper).
@@ -94,19 +100,19 @@ def length_controlled(
                                                 s: standard deviation of d; a tie is half a win
         rate = sigmoid(a)                       at d = 0
         interval = sigmoid(a +- z se(a))        se: delta method with the sandwich variance
-                                                H^-1 (sum r^2 x x') H^-1 n / (n - 2), where
-                                                r = outcome - P, x = (1, tanh(d / s)), H: Hessian
+                                                H^-1 (sum u u') H^-1 n / (n - 2), where u: sum of
+                                                (outcome - P) x over the pairs of a prompt,
+                                                x = (1, tanh(d / s)), H: Hessian
 
     Source: AlpacaEval 2 (Dubois et al. 2024, https://arxiv.org/abs/2404.04475), without its term
     for the difficulty of an instruction and without its regularization. None if the rate cannot be
     estimated: the lengths do not differ, or wins and losses are separable by them.
     """
-    difference = np.asarray(extra_tokens, dtype=float)
-    n = len(difference)
+    n, difference = len(extra_tokens), np.ravel(extra_tokens).astype(float)
     if n < 3 or (spread := difference.std(ddof=1)) == 0:
         return None
-    design = np.stack([np.ones(n), np.tanh(difference / spread)], axis=1)
-    outcome = (np.sign(np.subtract(candidate, baseline)) + 1) / 2
+    design = np.stack([np.ones(len(difference)), np.tanh(difference / spread)], axis=1)
+    outcome = _outcomes(candidate, baseline).ravel()
     weights = np.zeros(2)
     for _ in range(25):  # Newton's method; where the classes are separable it never arrives
         expected = 1 / (1 + np.exp(-design @ weights))
@@ -120,45 +126,47 @@ def length_controlled(
     else:
         return None
     inverse = np.linalg.inv(hessian)
-    residual = design * (outcome - expected)[:, None]
+    residual = (design * (outcome - expected)[:, None]).reshape(n, -1, 2).sum(1)
     error = math.sqrt((inverse @ residual.T @ residual @ inverse)[0, 0] * n / (n - 2))
     half_width = _normal_quantile(alpha) * error
     rate, lower, upper = 1 / (1 + np.exp(-weights[0] - half_width * np.array([0, -1, 1])))
     return float(rate), float(lower), float(upper)
 
 
-def mean_with_interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, float, float]:
+def mean_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, float, float]:
     """Mean and its interval by Student's t distribution: (mean, lower, upper).
 
-        mean +- t s / sqrt(n)       s: sample standard deviation (divisor n - 1); t: quantile at
-                                    1 - alpha / 2 for n - 1 degrees of freedom
+        mean +- t s / sqrt(n)       s: sample standard deviation (divisor n - 1) of the means of the
+                                    n prompts; t: quantile at 1 - alpha / 2 for n - 1 degrees of
+                                    freedom
 
-    Raises ValueError if there are fewer than two values, or a value is not finite.
+    Raises ValueError if there are fewer than two prompts, or a value is not finite.
     """
     from scipy.special import stdtrit  # here, because the driver imports this module
 
-    _check_scores("values", values)
-    n = len(values)
+    means = _table("values", values).mean(1).tolist()
+    n = len(means)
     if n < 2:
         raise ValueError("values has 1 entry; an interval needs at least 2")
-    mean = math.fsum(values) / n
-    half_width = float(stdtrit(n - 1, 1 - alpha / 2)) * _deviation(values) / math.sqrt(n)
+    mean = math.fsum(means) / n
+    half_width = float(stdtrit(n - 1, 1 - alpha / 2)) * _deviation(means) / math.sqrt(n)
     return mean, mean - half_width, mean + half_width
 
 
 def standardized_gain(
-    candidate: Sequence[float], baseline: Sequence[float], alpha: float = ALPHA
+    candidate: Values, baseline: Values, alpha: float = ALPHA
 ) -> tuple[float, float, float]:
     """Mean gain on the same prompts in units of the scores' spread: (gain, lower, upper).
 
-        mean(candidate - baseline) / s          s^2: mean of the two sample variances
+        mean(candidate - baseline) / s          s^2: mean of the two sample variances of all scores
 
     with the interval of the mean gain (Cohen's d with pooled variance; its own error is left out).
     0 if all scores are equal, infinite if only the policies' scores differ.
     """
-    gains = [ours - theirs for ours, theirs in zip(candidate, baseline, strict=True)]
-    gain, lower, upper = mean_with_interval(gains, alpha)
-    spread = math.sqrt((_deviation(candidate) ** 2 + _deviation(baseline) ** 2) / 2)
+    ours, theirs = _tables(candidate, baseline)
+    gain, lower, upper = mean_with_interval((ours - theirs).tolist(), alpha)
+    variances = (_deviation(scores.ravel().tolist()) ** 2 for scores in (ours, theirs))
+    spread = math.sqrt(sum(variances) / 2)
     unit = 1 / spread if spread else math.inf
     return gain and gain * unit, lower and lower * unit, upper and upper * unit
 
@@ -168,7 +176,8 @@ def smallest_visible_win_rate(n: int, power: float = 0.8, alpha: float = ALPHA) 
 
         1/2 + (z + z_power) / (2 sqrt(n))       z = 1.96 for alpha = 0.05, z_power = 0.84 for 0.8
 
-    without ties; at most 1. Ties make smaller differences visible.
+    without ties; at most 1. Ties, and several answers to each prompt, make smaller differences
+    visible; but even endless answers leave the differences between prompts.
     """
     return min(1.0, 0.5 + (_normal_quantile(alpha) + NormalDist().inv_cdf(power)) / (2 * n**0.5))
 
@@ -241,9 +250,24 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def _check_scores(name: str, scores: Sequence[float]) -> None:
-    if len(scores) == 0:
+def _table(name: str, values: Values) -> np.ndarray:
+    """The values as (prompts, answers to each)."""
+    if len(values) == 0:
         raise ValueError(f"{name} is empty")
-    for i, score in enumerate(scores):
+    table = np.asarray(values, dtype=float).reshape(len(values), -1)
+    for i, score in enumerate(table.ravel().tolist()):
         if not math.isfinite(score):
             raise ValueError(f"{name}[{i}] is {score}; every score must be finite")
+    return table
+
+
+def _tables(candidate: Values, baseline: Values) -> tuple[np.ndarray, np.ndarray]:
+    ours, theirs = _table("candidate", candidate), _table("baseline", baseline)
+    if ours.shape != theirs.shape:
+        raise ValueError(f"found scores {ours.shape} and {theirs.shape}; one of both is shorter")
+    return ours, theirs
+
+
+def _outcomes(candidate: Values, baseline: Values) -> np.ndarray:
+    """1 for a win of the candidate, 1/2 for a tie, 0 for a loss: (prompts, answers to each)."""
+    return (np.sign(np.subtract(*_tables(candidate, baseline))) + 1) / 2

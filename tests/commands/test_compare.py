@@ -91,6 +91,15 @@ def test_every_judge_compares_the_answers_to_the_same_prompts(make):
     assert "% (99.58%: " in verdicts(better, worse, 3)[0]
 
 
+def test_several_answers_to_a_prompt_are_compared_draw_by_draw(make):
+    one = random_policy(np.random.default_rng(1), 0.0)
+    draws = [replace(a, draw=draw) for a in one for draw in range(2)]
+    better = [replace(a, scores=dict.fromkeys(a.scores, 1e3 * (a.draw - 0.5))) for a in draws]
+    lines = verdicts(make("better", 0, answers=better), make("one", 0, answers=draws), 1)
+    assert all("better on 50.0% (98.75%: " in line for line in lines)
+    assert " of 400 pairs of answers to 200 prompts; gain " in lines[0]
+
+
 @pytest.mark.parametrize("changes", [{"reward_model": "another"}, {"temperature": 0.5}])
 def test_answers_under_other_conditions_are_not_compared(make, changes):
     expected = ["two and one: no comparison, because no evaluation had the same prompts and judges"]

@@ -49,6 +49,7 @@ ANSWERS = {
 EVALUATION = {
     "candidate": "ppo",
     "prompts": 3,
+    "answers_per_prompt": 1,
     "decoding": {"temperature": 0.7, "max_response_tokens": 8},
     "judge": "gold",
     "independent": True,
@@ -133,7 +134,7 @@ EVALUATION = {
 LINE = (
     '{"row": 0, "prompt": "User: 0?", "response": "a c d", "kl": 0.5, '
     '"sft_logprob": -2.0794415416798357, "response_tokens": 3, "ended": true, '
-    '"source": null, "messages": [{"role": "user", "content": "0?"}], '
+    '"source": null, "messages": [{"role": "user", "content": "0?"}], "draw": 0, '
     '"score": 1.0, "gold_score": 1.0}'
 )
 
@@ -273,4 +274,45 @@ def test_gold_decides_and_else_a_judge_that_training_has_not_optimized(judges, o
 
 def test_stored_answers_are_read_again(tmp_path):
     write_answers(ANSWERS, tmp_path)
+    assert read_answers(tmp_path) == ANSWERS
+
+
+def twice(answers):
+    """Each answer, and the same again as a second draw."""
+    return [replace(a, draw=draw) for a in answers for draw in range(2)]
+
+
+def test_prompts_are_counted_not_answers():
+    """The same answers twice: every number but the diversity and the gain's unit stays."""
+    answers = from_sources("web", "books", "web")
+    once = compare(answers, CONFIG, {"score"})
+    again = compare({name: twice(given) for name, given in answers.items()}, CONFIG, {"score"})
+    assert (again["prompts"], again["answers_per_prompt"]) == (3, 2)
+    assert again["slices"] == once["slices"] and again["slices"]["web"]["n"] == 2
+    assert again["smallest_visible_win_rate"] == once["smallest_visible_win_rate"]
+    for judge, rate in once["win_rates"].items():
+        for name in ("rate", "lower", "upper", "wins", "ties", "losses", "n", "p_value"):
+            assert again["win_rates"][judge][name] == rate[name]
+    for policy, metrics in once["policies"].items():
+        for name in ("score_lower", "gold_score_upper", "kl", "kl_lower", "response_tokens"):
+            assert again["policies"][policy][name] == pytest.approx(metrics[name])
+
+
+def test_a_prompt_has_the_mean_outcome_of_its_pairs():
+    """Answer i meets answer i: a win and a tie, a win and a loss, a loss and a tie."""
+    sft = [replace(answer(row, "a", 0.0, 0.0), draw=draw) for row in range(3) for draw in range(2)]
+    golds = [1.0, 0.0, 1.0, -1.0, -1.0, 0.0]
+    ppo = [
+        replace(a, scores={"score": 0.0, "gold": gold}) for a, gold in zip(sft, golds, strict=True)
+    ]
+    rate = compare({"sft": sft, "ppo": ppo}, CONFIG, {"score"})["win_rates"]["gold"]
+    assert rate["rate"] == pytest.approx((0.75 + 0.5 + 0.25) / 3)
+    assert (rate["wins"], rate["ties"], rate["losses"], rate["n"]) == (1, 1, 1, 3)
+    assert rate["p_value"] == 1.0
+
+
+def test_answers_of_an_earlier_version_are_draw_0(tmp_path):
+    write_answers(ANSWERS, tmp_path)
+    file = tmp_path / "answers.jsonl"
+    file.write_text(file.read_text().replace(', "draw": 0', ""))
     assert read_answers(tmp_path) == ANSWERS

@@ -170,6 +170,32 @@ def test_the_best_of_n_answers_of_sft_leaves_the_rest_as_it_is(inputs, world, tm
     assert "best_of_n" not in evaluation_in(tmp_path / "a")
 
 
+def test_several_answers_to_each_prompt(inputs, world, tmp_path):
+    """The first draw of each policy is its only answer otherwise; all judges score all draws."""
+    _, lines = run(inputs, tmp_path / "a", best_of_n=2)
+    metrics, more = run(inputs, tmp_path / "b", best_of_n=2, answers_per_prompt=3)
+    answers = [json.loads(line) for line in more.splitlines()]
+    rows = sampled_rows(8, 6, seed=3).tolist()
+    assert [(a["policy"], a["row"], a["draw"]) for a in answers] == [
+        (policy, row, draw) for policy in ("sft", "ppo") for row in rows for draw in range(3)
+    ]
+    assert [a for a in answers if a["draw"] == 0] == [*map(json.loads, lines.splitlines())]
+    assert len({(a["row"], a["response"]) for a in answers if a["policy"] == "sft"}) == 18
+    assert all(a["gold_score"] is not None and math.isfinite(a["score"]) for a in answers)
+    evaluation = evaluation_in(tmp_path / "b")
+    assert (evaluation["prompts"], evaluation["answers_per_prompt"]) == (6, 3)
+    assert evaluation["win_rates"]["score"]["n"] == 6
+    pairs = zip(answers_of(more, "sft"), answers_of(more, "ppo"), strict=True)
+    outcomes = [(ours["score"] > theirs["score"]) for theirs, ours in pairs]
+    assert metrics["win_rate/score"] == pytest.approx(sum(outcomes) / 18)
+    assert evaluation["best_of_n"] == evaluation_in(tmp_path / "a")["best_of_n"]
+    best, score = evaluation["best_of_n"][1], {}
+    for a in answers_of(more, "sft"):
+        if a["draw"] < 2:
+            score[a["row"]] = max(a["score"], score.get(a["row"], -math.inf))
+    assert best["score"] == pytest.approx(sum(score.values()) / 6)
+
+
 def test_the_perplexity_of_human_answers(inputs, world, tmp_path):
     """By hand, one row at a time; only the tokens that SFT learns count."""
     rows = range(5)

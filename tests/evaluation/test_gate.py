@@ -173,3 +173,22 @@ def test_one_phrase_everywhere_is_found_although_sft_repeats_itself():
     everywhere = policy(rng, 0.9, texts=[f"that is a great answer {i}" for i in range(PROMPTS)])
     (refusal,) = decide(Evidence(everywhere, baseline, "gold", True), CONFIG).refusals
     assert refusal.startswith("answers with the same phrase: found 100.0%")
+
+
+def test_the_gate_counts_prompts_not_answers():
+    """The same answers four times are no further evidence."""
+    rng = np.random.default_rng(12)
+    given = evidence(rng, policy(rng, 0.3), champion=policy(rng, 0.1))
+
+    def drawn(answers):
+        return [replace(a, draw=draw) for a in answers for draw in range(4)]
+
+    again = replace(
+        given,
+        candidate=drawn(given.candidate),
+        baseline=drawn(given.baseline),
+        champion=drawn(given.champion),
+    )
+    assert [str(check) for check in decide(again, CONFIG).checks] == [
+        str(check) for check in decide(given, CONFIG).checks
+    ]

@@ -1,6 +1,7 @@
 """A chat model as a judge: a local server answers, counts, and fails like real ones do."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from chat_server import chat_server, longer
@@ -136,3 +137,14 @@ def test_a_chat_judge_decides_if_training_optimized_the_reward_model(tmp_path):
     assert (evaluation["judge"], evaluation["independent"]) == ("chat", True)
     rate = evaluation["win_rates"]["chat"]
     assert (rate["wins"], rate["ties"], rate["losses"]) == (1, 2, 1)
+
+
+def test_every_draw_of_a_prompt_is_judged(tmp_path):
+    answers = {
+        name: [replace(a, row=0, draw=a.row) for a in given]
+        for name, given in policies(**TEXTS).items()
+    }
+    with chat_server(longer) as (url, _):
+        judged, reports = judge_pairs(answers, config(url), tmp_path)
+    assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
+    assert reports["chat"]["pairs"] == 4

@@ -173,3 +173,8 @@ def test_a_function_judge_stands_beside_the_others_and_needs_no_caveat():
 def test_the_verdict_needs_the_whole_interval(lower, upper, expected):
     found = verdict("gold", {"lower": lower, "upper": upper}, "ppo")
     assert found == f"By the gold judge, {expected}."
+
+
+def test_several_answers_to_a_prompt_are_counted_as_pairs():
+    found = " ".join(printed(EVALUATION | {"answers_per_prompt": 4}).split())
+    assert "on 47.5% (95%: 42.7% to 52.4%) of 1600 pairs of answers to 400 prompts. " in found

@@ -39,6 +39,23 @@ def test_an_evaluation_gives_the_answers_of_the_first_two_policies(tmp_path):
     assert pair.pair != other.pair and not left_out
 
 
+def test_people_compare_one_pair_of_answers_to_each_prompt(tmp_path):
+    answers = {
+        name: [
+            replace(a, response=f"{name} {a.row} {draw}", messages=DIALOGUE[2:], draw=draw)
+            for a in policy(np.random.default_rng(0), 0.0)[:2]
+            for draw in range(3)
+        ]
+        for name in ("sft", "ppo")
+    }
+    write_answers(answers, tmp_path)
+    found, _ = distinct_pairs(evaluation_rows(tmp_path))
+    assert [(pair.first, pair.second) for pair in found] == [
+        ("sft 0 0", "ppo 0 0"),
+        ("sft 1 0", "ppo 1 0"),
+    ]
+
+
 def test_an_evaluation_of_an_earlier_version_is_refused(tmp_path):
     """Its prompts are texts, whose turns nobody can tell from quotations."""
     answers = policy(np.random.default_rng(0), 0.0)[:2]

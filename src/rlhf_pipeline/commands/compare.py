@@ -23,7 +23,7 @@ from rlhf_pipeline.evaluation.comparison import (
     read_answers,
     scores_by,
 )
-from rlhf_pipeline.evaluation.report import ABSENT, METRICS, metric_value
+from rlhf_pipeline.evaluation.report import ABSENT, METRICS, counted, metric_value
 from rlhf_pipeline.reporting.charts import frontier, training_charts
 from rlhf_pipeline.reporting.page import render
 from rlhf_pipeline.runtime.files import write_atomically
@@ -195,7 +195,8 @@ def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
         return [f"{pair}: no comparison, because no evaluation had the same prompts and judges"]
     return [
         f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
-        f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of {rate.n} prompts; {gain}"
+        f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of "
+        f"{counted(rate.n, len(found[0]) // rate.n)}; {gain}"
         for judge, rate, gain, confidence in judged(*found, pairs)
     ]
 

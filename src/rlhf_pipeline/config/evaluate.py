@@ -36,6 +36,9 @@ class EvaluateConfig(Block):
     prompts: PositiveInt = 512
     """Held-out prompts, at most. The half width of the win rate's interval falls with the square
     root of this number: 512 prompts give 0.04."""
+    answers_per_prompt: PositiveInt = 1
+    """Answers of each policy to each prompt. Several narrow the intervals less than as many further
+    prompts, because answers to one prompt resemble each other; intervals take this into account."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens per forward pass on each rank when scoring, at most."""
     sampling: SamplingConfig = SamplingConfig()
@@ -52,8 +55,8 @@ class EvaluateConfig(Block):
     prompt has one."""
     best_of_n: int = Field(default=0, ge=0)
     """A power of two: for n = 1, 2, 4, ... up to this number, also report the best of n answers of
-    SFT by the reward model, a bound for PPO. Costs that many answers of SFT to every prompt instead
-    of one. 0: off."""
+    SFT by the reward model, a bound for PPO. Costs that many answers of SFT to every prompt; those
+    of `answers_per_prompt` are among them. 0: off."""
 
     @field_validator("best_of_n")
     @classmethod

@@ -5,8 +5,9 @@ The driver imports this module, so it must not import torch.
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class Answer:
     """Name of the prompt's source."""
     messages: list[dict[str, str]] | None = None
     """The prompt as messages. None in evaluations of earlier versions."""
+    draw: int = 0
+    """Number of this answer among those of the policy to this prompt."""
 
     def record(self) -> dict[str, Any]:
         """The answer as JSON types; each score is a field."""
@@ -110,10 +113,12 @@ def compare(
 ) -> dict[str, Any]:
     """Compute the metrics of all policies, and the win rates against the baseline.
 
-    The policies are in this order: the baseline, the candidate, variants of the candidate.
-    `optimized` are the judges that the candidate's training has optimized.
+    The policies are in this order: the baseline, the candidate, variants of the candidate. Their
+    answers are in the order of prompts and draws. `optimized` are the judges that the candidate's
+    training has optimized.
     """
     baseline, candidate, *variants = answers
+    prompts = len(by_prompt(answers[baseline], lambda a: a.row))
     order = [REWARD_MODEL, GOLD, *(judge.label for judge in config.judges)]
     place = {judge: number for number, judge in enumerate(order)}
     complete = complete_judges(answers[baseline])
@@ -134,13 +139,16 @@ def compare(
             }  # fmt: skip
         return rates
 
-    def extra_tokens(policy: str) -> list[int]:
-        pairs = zip(answers[policy], answers[baseline], strict=True)
-        return [ours.response_tokens - theirs.response_tokens for ours, theirs in pairs]
+    def extra_tokens(policy: str) -> list[list[float]]:
+        ours, theirs = (
+            by_prompt(answers[name], lambda a: a.response_tokens) for name in (policy, baseline)
+        )
+        return np.subtract(ours, theirs).tolist()
 
     return {
         "candidate": candidate,
-        "prompts": len(answers[baseline]),
+        "prompts": prompts,
+        "answers_per_prompt": len(answers[baseline]) // prompts,
         "decoding": {
             "temperature": config.sampling.temperature,
             "max_response_tokens": config.sampling.max_response_tokens,
@@ -152,7 +160,7 @@ def compare(
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
         "slices": _slices(answers[candidate], answers[baseline], judges),
-        "smallest_visible_win_rate": smallest_visible_win_rate(len(answers[baseline])),
+        "smallest_visible_win_rate": smallest_visible_win_rate(prompts),
     }
 
 
@@ -166,18 +174,18 @@ def _slices(
         ours, theirs = ([a for a in given if a.source == source] for given in (candidate, baseline))
         rates = {j: asdict(win_rate(scores_by(ours, j), scores_by(theirs, j))) for j in judges}
         shown = {judge: {k: rate[k] for k in (*ENDS, "n")} for judge, rate in rates.items()}
-        found[source] = {"n": len(ours), "win_rates": shown}
+        found[source] = {"n": shown[judges[0]]["n"], "win_rates": shown}
     return found
 
 
 def summary(answers: list[Answer]) -> dict[str, float]:
-    """Means over prompts, scores and KL with their 95% intervals; the baseline's perplexity.
+    """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
 
     `sft_perplexity` is that of all answers, per token: a policy whose answers SFT would hardly
     write has a high one, whatever the judges say.
     """
     scores = {score_name(judge): scores_by(answers, judge) for judge in complete_judges(answers)}
-    columns = scores | {"kl": [a.kl for a in answers]}
+    columns = scores | {"kl": by_prompt(answers, lambda a: a.kl)}
     metrics: dict[str, float] = {}
     for name, values in columns.items():
         mean, lower, upper = mean_with_interval(values)
@@ -232,9 +240,14 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     )
 
 
-def scores_by(answers: list[Answer], judge: str) -> list[float]:
-    """The scores of a judge that scored every answer."""
-    return [float(score) for a in answers if (score := a.scores[judge]) is not None]
+def by_prompt(answers: list[Answer], value: Callable[[Answer], float]) -> list[list[float]]:
+    """A value of each answer, by prompt: answers to one prompt follow each other."""
+    return [[value(a) for a in given] for _, given in groupby(answers, key=lambda a: a.row)]
+
+
+def scores_by(answers: list[Answer], judge: str) -> list[list[float]]:
+    """The scores of a judge that scored every answer, by prompt."""
+    return by_prompt(answers, lambda a: float(a.scores[judge]))  # type: ignore[arg-type]
 
 
 def gain_by(pair: tuple[Answer, Answer], judge: str) -> float:

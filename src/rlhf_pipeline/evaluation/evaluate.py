@@ -64,6 +64,9 @@ from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
 
+Draw = tuple[str, int]
+"""A policy, and the number of its answer to each prompt."""
+
 CACHE = "judge_replies"
 """Folder of the workspace with the replies of chat models, which later evaluations reuse."""
 
@@ -81,12 +84,13 @@ def main(job: LaunchedJob) -> dict[str, float]:
     judges = load_judges(job, config)
     demonstrations = job.inputs.get(DEMONSTRATIONS)
     human = None if demonstrations is None else human_answers(demonstrations, setup)
-    scored, draws, perplexities = answer_all(folders, human, setup)
-    answers = judge_all(scored | draws, job, judges, setup)
+    scored, perplexities = answer_all(folders, human, setup)
+    draws = judge_all(scored, job, judges, setup)
     if world.rank != 0:
         return {}
-    drawn = [answers.pop(name) for name in draws]
-    curve = best_of_n([answers[BASELINE], *drawn]) if drawn else None
+    best = best_of(folders, config)
+    curve = best_of_n([draws[BASELINE, draw] for draw in range(best)]) if best else None
+    answers = {name: in_order(name, draws, config.answers_per_prompt) for name in folders}
     answers, replies = judge_pairs(answers, config, job.directory.parents[1] / CACHE)
     more = {"best_of_n": curve, "perplexity": perplexities, "pairwise_judges": replies}
     writer = MetricsFile(job.metrics_file, len(answers))
@@ -140,41 +144,43 @@ def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, worl
     )
 
 
+def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
+    """The number of the baseline's draws for `best_of_n`.
+
+    None beside the champion: the evaluation of the candidate has the same curve.
+    """
+    return 0 if CHAMPION in folders else config.best_of_n
+
+
 def answer_all(
     folders: dict[str, Path], human: HumanAnswers | None, setup: Setup
-) -> tuple[dict[str, Scored], dict[str, Scored], dict[str, float]]:
+) -> tuple[dict[Draw, Scored], dict[str, float]]:
     """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
 
-    The baseline comes last: it also reads the answers of the others. Returns the answers by policy,
-    further draws of the baseline for `best_of_n`, and the perplexity of human answers by policy.
+    The baseline comes last: it also reads the answers of the others. Returns the answers by draw,
+    and the perplexity of human answers by policy.
     """
-    found: dict[str, tuple[Sequences, Tensor]] = {}
-    references: dict[str, Tensor] = {}
-    draws: dict[str, Scored] = {}
+    found: dict[Draw, tuple[Sequences, Tensor]] = {}
+    scored: dict[Draw, Scored] = {}
     perplexities: dict[str, float] = {}
     read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature)
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
-        sequences = answer(policy, setup)
-        own = read(policy, sequences)
-        found[name] = sequences, own
+        best = best_of(folders, setup.config) if name == BASELINE else 0
+        for draw in range(max(setup.config.answers_per_prompt, best)):
+            sequences = answer(policy, setup, draw)
+            found[name, draw] = sequences, read(policy, sequences)
         if human is not None:
             perplexities[name] = perplexity(policy, human, setup)
-        if name != BASELINE:
-            return
-        for other, (answers, _) in found.items():
-            references[other] = own if other == name else read(policy, answers)
-        # The evaluation of the candidate has the same curve.
-        for draw in range(1, 0 if CHAMPION in folders else setup.config.best_of_n):
-            answers = answer(policy, setup, draw)
-            known = read(policy, answers)
-            draws[f"{BASELINE} draw {draw}"] = unjudged(answers, known, known, setup)
+        if name == BASELINE:
+            for given, (sequences, own) in found.items():
+                reference = own if given[0] == name else read(policy, sequences)
+                scored[given] = unjudged(sequences, own, reference, setup)
 
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
         heartbeat.at("rollout", step)
         with_model(load_policy, folder, setup, partial(answer_and_read, name=name))
-    scored = {name: unjudged(*found[name], references[name], setup) for name in folders}
-    return scored, draws, {name: perplexities[name] for name in folders if human is not None}
+    return scored, {name: perplexities[name] for name in folders if human is not None}
 
 
 def unjudged(sequences: Sequences, own: Tensor, reference: Tensor, setup: Setup) -> Scored:
@@ -197,16 +203,16 @@ def answer(policy: PreTrainedModel | DeepSpeedEngine, setup: Setup, draw: int = 
 
 
 def judge_all(
-    scored: Mapping[str, Scored], job: LaunchedJob, judges: Sequence[Judge], setup: Setup
-) -> dict[str, list[Answer]]:
-    """The judged answers of all ranks, by policy. One model at a time is in memory."""
-    batches = {name: as_text(given, setup) for name, given in scored.items()}
-    scores: dict[str, dict[str, Sequence[float | None]]] = {name: {} for name in batches}
+    scored: Mapping[Draw, Scored], job: LaunchedJob, judges: Sequence[Judge], setup: Setup
+) -> dict[Draw, list[Answer]]:
+    """The judged answers of all ranks, by draw. One model at a time is in memory."""
+    batches = {draw: as_text(given, setup) for draw, given in scored.items()}
+    scores: dict[Draw, dict[str, Sequence[float | None]]] = {draw: {} for draw in batches}
 
     def judge_by(judge: Judge) -> None:
-        for step, (name, batch) in enumerate(batches.items(), start=1):
+        for step, (draw, batch) in enumerate(batches.items(), start=1):
             heartbeat.at("scoring", step)
-            scores[name][judge.name] = judge.score(batch)
+            scores[draw][judge.name] = judge.score(batch)
 
     tokens, world = setup.config.micro_batch_tokens, setup.world
     with_model(
@@ -220,7 +226,8 @@ def judge_all(
         del judge
         free_memory()
     return {
-        name: gather(judged(batch, scores[name], setup), world) for name, batch in batches.items()
+        draw: gather(judged(batch, scores[draw], draw[1], setup), world)
+        for draw, batch in batches.items()
     }
 
 
@@ -234,7 +241,7 @@ def as_text(scored: Scored, setup: Setup) -> AnswerBatch:
 
 
 def judged(
-    batch: AnswerBatch, scores: Mapping[str, Sequence[float | None]], setup: Setup
+    batch: AnswerBatch, scores: Mapping[str, Sequence[float | None]], draw: int, setup: Setup
 ) -> list[Answer]:
     """The answers of this rank with their scores by judge."""
     scored, text = batch.scored, batch.text
@@ -255,6 +262,7 @@ def judged(
             ended=bool(scored.ended[i]),
             source=batch.sources[i],
             messages=text.prompts[i],
+            draw=draw,
         )
         for i, row in enumerate(setup.rows)
     ]
@@ -264,6 +272,12 @@ def gather(own: list[Answer], world: World) -> list[Answer]:
     """The answers of all ranks, in the order of the prompts; repeated rows once."""
     by_row = {answer.row: answer for part in world.gather(own) for answer in part}
     return [by_row[row] for row in sorted(by_row)]
+
+
+def in_order(policy: str, draws: Mapping[Draw, list[Answer]], count: int) -> list[Answer]:
+    """The first draws of a policy together: the answers to one prompt follow each other."""
+    given = chain.from_iterable(zip(*(draws[policy, draw] for draw in range(count)), strict=True))
+    return list(given)
 
 
 def write(evaluation: dict[str, Any], answers: dict[str, list[Answer]], export: Path) -> None:

@@ -79,14 +79,14 @@ def _judged(
     answers: dict[str, list[Answer]], judge: PairwiseJudge, cache: Path
 ) -> tuple[dict[str, list[Answer]], Counter[str]]:
     template, counts = judge.openai.template or TEMPLATE, Counter[str]()
-    questions: dict[tuple[str, int], tuple[str, str]] = {}
+    questions: dict[tuple[str, int, int], tuple[str, str]] = {}
     for policy in [*answers][1:]:
         for ours, theirs in zip(answers[policy], answers[BASELINE], strict=True):
             counts["pairs"] += 1
             if ours.response == theirs.response:
                 counts["equal"] += 1
                 continue
-            questions[policy, ours.row] = (
+            questions[policy, ours.row, ours.draw] = (
                 _filled(template, prompt=ours.prompt, first=ours.response, second=theirs.response),
                 _filled(template, prompt=ours.prompt, first=theirs.response, second=ours.response),
             )
@@ -100,7 +100,7 @@ def _judged(
             "use another model or openai.template, or allow longer replies (openai.request); to "
             f"ask again, remove {cache}"
         )
-    scores: dict[tuple[str, int], float] = {}
+    scores: dict[tuple[str, int, int], float] = {}
     for pair, orders in questions.items():
         straight, swapped = (_verdict(replies[question]) for question in orders)
         if straight is not None and swapped is not None:
@@ -108,7 +108,7 @@ def _judged(
             scores[pair] = straight if straight == -swapped else 0.0
     judged = {
         policy: [
-            replace(a, scores=a.scores | {judge.label: scores.get((policy, a.row), 0.0)})
+            replace(a, scores=a.scores | {judge.label: scores.get((policy, a.row, a.draw), 0.0)})
             for a in given
         ]
         for policy, given in answers.items()

@@ -4,6 +4,7 @@ The evaluation is a dict of JSON types:
 
     candidate   "ppo" or "dpo"
     prompts     number of prompts
+    answers_per_prompt      answers of each policy to each of them
     decoding    settings of the decoding
     judge       the judge that decides about a promotion
     independent whether the candidate's training has not optimized that judge
@@ -65,8 +66,9 @@ def summary(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
     deciding = evaluation["judge"]
     rate = rates[deciding]
     sentences = [
-        f"{verdict(deciding, rate, candidate).removesuffix('.')}: it "
-        f"{_preference(rate, candidate)}."
+        f"{verdict(deciding, rate, candidate).removesuffix('.')}: it prefers {title(candidate)}'s "
+        f"answer to SFT's on {_interval(rate)} of "
+        f"{counted(rate['n'], evaluation.get('answers_per_prompt', 1))}."
     ]
     sentences += [caveats[deciding]] if deciding == REWARD_MODEL and deciding in caveats else []
     sentences += [
@@ -77,8 +79,10 @@ def summary(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
     return " ".join(sentences)
 
 
-def _preference(rate: dict[str, float], policy: str) -> str:
-    return f"prefers {title(policy)}'s answer to SFT's on {_interval(rate)} of {rate['n']} prompts"
+def counted(prompts: int, answers: int) -> str:
+    """What a win rate is a share of: prompts, or pairs of answers if each prompt has several."""
+    pairs = f"{prompts * answers} pairs of answers to " if answers > 1 else ""
+    return f"{pairs}{prompts} prompts"
 
 
 def _interval(rate: dict[str, float]) -> str:

@@ -31,9 +31,14 @@ class Pair(BaseModel):
 
 
 def evaluation_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """The answers of the baseline and the candidate."""
+    """The first answers of the baseline and the candidate: one pair for each prompt.
+
+    Intervals on what people prefer need independent pairs.
+    """
     (baseline, firsts), (candidate, seconds), *_ = read_answers(folder).items()
     for first, second in zip(firsts, seconds, strict=True):
+        if first.draw:
+            continue
         yield {
             "prompt": first.messages,
             "first": first.response,

@@ -179,4 +179,5 @@ def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
         }
         for number, pair in enumerate(zip(answers[BASELINE], answers[candidate], strict=True), 1)
     ]
-    return {"names": ["SFT", title(candidate)], "columns": columns, "rows": rows}
+    unit = "pairs" if compared.get("answers_per_prompt", 1) > 1 else "prompts"
+    return {"names": ["SFT", title(candidate)], "unit": unit, "columns": columns, "rows": rows}

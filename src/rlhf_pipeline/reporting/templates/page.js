@@ -130,7 +130,7 @@ function differing(first, second) {  // words outside the longest common subsequ
     [text, similar && (text.trim() ? differs : Boolean(pieces[k - 1]?.[1] && pieces[k + 1]?.[1]))]));
 }
 
-function answers(section, { names, columns, rows }) {
+function answers(section, { names, unit, columns, rows }) {
   const size = 20, body = section.querySelector("tbody"), by = name => section.querySelector(`[name="${name}"]`);
   const [previous, next] = section.querySelectorAll(".pages button"), status = section.querySelector("[role=status]");
   const heads = [...section.querySelectorAll("thead th")];
@@ -154,7 +154,7 @@ function answers(section, { names, columns, rows }) {
     const found = chosen(), pages = Math.max(1, Math.ceil(found.length / size));
     page = Math.min(page, pages - 1);
     body.replaceChildren(...found.slice(page * size, (page + 1) * size).map(line));
-    status.textContent = found.length ? `${page * size + 1} to ${Math.min((page + 1) * size, found.length)} of ${found.length} prompts` : "No prompt matches.";
+    status.textContent = found.length ? `${page * size + 1} to ${Math.min((page + 1) * size, found.length)} of ${found.length} ${unit}` : "No prompt matches.";
     previous.disabled = page === 0;
     next.disabled = page === pages - 1;
     heads.forEach(head => { if (head.dataset.key) head.setAttribute("aria-sort", +head.dataset.key !== sort.key ? "none" : sort.down ? "descending" : "ascending"); });
