@@ -1,36 +1,46 @@
 """How often the 95% intervals of an evaluation contain the true value, by simulation.
 
-    python benchmarks/coverage.py                  # 20,000 experiments for each line
-    python benchmarks/coverage.py --experiments=2000
+    python benchmarks/coverage.py                  # 2,000 experiments for each value; counts 20,000
+    python benchmarks/coverage.py --experiments=200
 
 Each experiment draws the outcomes of some prompts: wins, ties and losses of a known rate, or scores
-of a known mean. The table shows the lowest and the highest coverage over several true values.
+of a known mean. The table shows the lowest and the highest coverage over several true values. The
+last lines are how often the gate promotes a candidate that is as good as SFT.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.evaluation.comparison import Answer
+from rlhf_pipeline.evaluation.gate import Evidence, decide
 from rlhf_pipeline.statistics import (
     length_controlled,
     mean_with_interval,
     rate_interval,
     standardized_gain,
+    win_rate,
 )
 
 PROMPTS = (64, 160, 512)
 TIES = (0.0, 0.2, 0.5)
 RATES = (0.5, 0.6, 0.75, 0.9)
 """Share of wins among the prompts without a tie."""
-SCORES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "normal scores": lambda rng, n: rng.normal(1.0, 2.0, n),
-    "skewed scores": lambda rng, n: rng.exponential(1.0, n),
-    "bounded scores": lambda rng, n: rng.beta(2.0, 2.0, n) * 2,
+DRAWS = 4
+"""Answers to each prompt in the lines with several draws."""
+LIKE = (0.0, 0.5, 0.9)
+"""Share of these answers that are like the prompt instead of independent."""
+SCORES: dict[str, Callable[..., np.ndarray]] = {
+    "normal scores": lambda rng, size: rng.normal(1.0, 2.0, size),
+    "skewed scores": lambda rng, size: rng.exponential(1.0, size),
+    "bounded scores": lambda rng, size: rng.beta(2.0, 2.0, size) * 2,
 }
 """Draws with mean 1."""
 
@@ -38,38 +48,97 @@ Interval = tuple[float, float]
 
 
 def main() -> None:
-    """Simulate and print the table."""
+    """Simulate and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--experiments", type=int, default=20_000)
+    parser.add_argument("--experiments", type=int, default=2_000)
     experiments = parser.parse_args().experiments
-    table = Table(title=f"Coverage of 95% intervals, {experiments} experiments each")
+    table = Table(title=f"Coverage of 95% intervals, {experiments} experiments for each value")
     for column in ("interval", "prompts", "lowest", "highest"):
         table.add_column(column, justify="right")
-    rng = np.random.default_rng(1)
     for n in PROMPTS:
-        for name, coverages in lines(rng, n, experiments):
-            found = list(coverages)
+        for number, (name, coverages) in enumerate(lines(n, experiments)):
+            found = list(coverages(np.random.default_rng([1, n, number])))
             table.add_row(name, str(n), f"{min(found):.1%}", f"{max(found):.1%}")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for draws, tries in product((1, DRAWS), (1, 10)):
+        families = experiments if tries == 1 else max(1, experiments // 10)
+        share = promotions(np.random.default_rng([2, draws, tries]), draws, tries, families)
+        words = f"{draws} answers to each of 200 prompts, {families} test sets, {tries} tries on"
+        console.print(f"an equal policy was promoted: {share:.1%} ({words} each)")
 
 
 def lines(
-    rng: np.random.Generator, n: int, experiments: int
-) -> Iterator[tuple[str, Iterable[float]]]:
-    """The coverages of each interval with n prompts."""
+    n: int, experiments: int
+) -> Iterator[tuple[str, Callable[[np.random.Generator], Iterable[float]]]]:
+    """Each interval with n prompts, and the function that simulates its coverages."""
     for ties in TIES:
-        name = f"win rate, {ties:.0%} ties"
-        yield name, (of_win_rate(rng, n, ties, rate, experiments) for rate in RATES)
-    few = max(1, experiments // 10)  # scores are slower than counts
+        yield (
+            f"win rate, {ties:.0%} ties",
+            lambda rng, ties=ties: (
+                of_win_rate(rng, n, ties, rate, 10 * experiments) for rate in RATES
+            ),
+        )
     for name, draw in SCORES.items():
-        means = (mean_with_interval(draw(rng, n).tolist())[1:] for _ in range(few))
-        yield f"mean, {name}", [coverage(means, 1.0)]
+        yield (
+            f"mean, {name}",
+            lambda rng, draw=draw: [
+                coverage((mean_with_interval(draw(rng, n))[1:] for _ in range(experiments)), 1.0)
+            ],
+        )
     for ties in TIES:
-        found = (of_length_controlled(rng, n, ties, rate, few) for rate in RATES)
-        yield f"length-controlled, {ties:.0%} ties", found
-    yield "gain of normal scores", [coverage((gain(rng, n) for _ in range(few)), 0.5)]
+        yield (
+            f"length-controlled, {ties:.0%} ties",
+            lambda rng, ties=ties: (
+                of_length_controlled(rng, n, ties, rate, experiments) for rate in RATES
+            ),
+        )
+    yield (
+        "gain of normal scores",
+        lambda rng: [coverage((gain(rng, n, 1, 0.0) for _ in range(experiments)), 0.5)],
+    )
+    more = f", {DRAWS} answers"
+    yield (
+        f"win rate{more}",
+        lambda rng: (
+            of_clustered_rate(rng, n, like, rate, experiments)
+            for like, rate in product(LIKE, RATES)
+        ),
+    )
+    yield (
+        f"mean, normal scores{more}",
+        lambda rng: (
+            coverage((clustered_mean(rng, n, like) for _ in range(experiments)), 1.0)
+            for like in LIKE
+        ),
+    )
+    yield (
+        f"gain of normal scores{more}",
+        lambda rng: (
+            coverage((gain(rng, n, DRAWS, like) for _ in range(experiments)), 0.5) for like in LIKE
+        ),
+    )
+    yield (
+        f"length-controlled{more}",
+        lambda rng: (
+            of_length_controlled(rng, n, 0.0, rate, experiments, DRAWS, like)
+            for like, rate in product(LIKE, RATES)
+        ),
+    )
+
+
+def alike(
+    rng: np.random.Generator, shape: tuple[int, int], share: float, draw: Callable[..., np.ndarray]
+) -> np.ndarray:
+    """Draws (prompts, answers), of which a share repeats the draw of the prompt."""
+    like = rng.random(shape) < share
+    return np.where(like, draw(rng, (shape[0], 1)), draw(rng, shape))
+
+
+def uniform(rng: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+    return rng.random(size)
 
 
 def of_win_rate(
@@ -82,31 +151,89 @@ def of_win_rate(
     return coverage(intervals, shares[0] + ties / 2)
 
 
+def of_clustered_rate(
+    rng: np.random.Generator, n: int, like: float, rate: float, experiments: int
+) -> float:
+    """Coverage of the win rate's interval where answers to one prompt resemble each other."""
+    half = np.full((n, DRAWS), 0.5)
+
+    def interval() -> Interval:
+        wins = alike(rng, (n, DRAWS), like, uniform) < rate
+        found = win_rate(wins, half)
+        return found.lower, found.upper
+
+    return coverage((interval() for _ in range(experiments)), rate)
+
+
+def clustered_mean(rng: np.random.Generator, n: int, like: float) -> Interval:
+    return mean_with_interval(alike(rng, (n, DRAWS), like, SCORES["normal scores"]))[1:]
+
+
 def of_length_controlled(
-    rng: np.random.Generator, n: int, ties: float, rate: float, experiments: int
+    rng: np.random.Generator,
+    n: int,
+    ties: float,
+    rate: float,
+    experiments: int,
+    draws: int = 1,
+    like: float = 0.0,
 ) -> float:
     """Coverage of the length-controlled rate, where a longer answer wins more often.
 
     Ties take the place of as many wins as losses, so the model of the rate stays true.
     """
+    shape = n, draws
 
     def interval() -> Interval | None:
-        extra = rng.normal(10, 30, n)
+        extra = alike(rng, shape, like, lambda rng, size: rng.normal(10, 30, size))
         chance = 1 / (1 + np.exp(-np.log(rate / (1 - rate)) - np.tanh(extra / 30)))
         tie = ties * 2 * np.minimum(chance, 1 - chance)
         win = (chance - tie / 2) / (1 - tie)  # given that it is no tie
-        outcome = np.where(rng.random(n) < tie, 0.5, rng.random(n) < win)
-        found = length_controlled(outcome.tolist(), [0.5] * n, extra.round().astype(int).tolist())
+        outcome = np.where(rng.random(shape) < tie, 0.5, alike(rng, shape, like, uniform) < win)
+        found = length_controlled(outcome, np.full(shape, 0.5), extra.round())
         return None if found is None else found[1:]
 
     return coverage((found for _ in range(experiments) if (found := interval())), rate)
 
 
-def gain(rng: np.random.Generator, n: int) -> Interval:
+def gain(rng: np.random.Generator, n: int, draws: int, like: float) -> Interval:
     """The interval of a gain of half the spread, between scores that differ by prompt."""
-    difficulty = rng.normal(0, 0.6, n)
-    baseline, candidate = (difficulty + rng.normal(0, 0.8, n) for _ in range(2))
-    return standardized_gain((candidate + 0.5).tolist(), baseline.tolist())[1:]
+    difficulty = rng.normal(0, 0.6, (n, 1))
+    baseline, candidate = (
+        difficulty + alike(rng, (n, draws), like, lambda rng, size: rng.normal(0, 0.8, size))
+        for _ in range(2)
+    )
+    return standardized_gain(candidate + 0.5, baseline)[1:]
+
+
+def promotions(rng: np.random.Generator, draws: int, tries: int, families: int) -> float:
+    """Share of test sets on which one of several candidates is promoted that equal SFT.
+
+    The bound on the gain is 0, so that the win rate decides.
+    """
+    config = RegisterConfig(min_gain=0.0)
+
+    def policy(difficulty: np.ndarray) -> list[Answer]:
+        shape = len(difficulty), draws
+        scores = difficulty + alike(rng, shape, 0.5, lambda rng, size: rng.normal(0, 1, size))
+        words = rng.integers(1000, size=(*shape, 12)).astype(str)
+        return [
+            Answer(row, "", " ".join(words[row, draw]), {"gold": scores[row, draw]}, 1.0, -20.0,
+                   12, True, draw=draw)
+            for row, draw in np.ndindex(shape)
+        ]  # fmt: skip
+
+    def promoted() -> bool:
+        difficulty = rng.normal(0, 0.5, (200, 1))
+        baseline = policy(difficulty)
+        return any(
+            not decide(
+                Evidence(policy(difficulty), baseline, "gold", True, tries=k), config
+            ).refusals
+            for k in range(1, tries + 1)
+        )
+
+    return float(np.mean([promoted() for _ in range(families)]))
 
 
 def coverage(intervals: Iterable[Interval], true: float) -> float:
