@@ -1,6 +1,6 @@
 """How often the 95% intervals of an evaluation contain the true value, by simulation.
 
-    python benchmarks/coverage.py                  # 2,000 experiments for each value; counts 20,000
+    python benchmarks/coverage.py                  # 10,000 experiments for each value
     python benchmarks/coverage.py --experiments=200
 
 Each experiment draws the outcomes of some prompts: wins, ties and losses of a known rate, or scores
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--experiments", type=int, default=2_000)
+    parser.add_argument("--experiments", type=int, default=10_000)
     experiments = parser.parse_args().experiments
     table = Table(title=f"Coverage of 95% intervals, {experiments} experiments for each value")
     for column in ("interval", "prompts", "lowest", "highest"):
@@ -64,10 +64,12 @@ def main() -> None:
     console = Console()
     console.print(table)
     for draws, tries in product((1, DRAWS), (1, 10)):
-        families = experiments if tries == 1 else max(1, experiments // 10)
+        families = max(1, experiments // (10 if tries == 1 else 50))
         share = promotions(np.random.default_rng([2, draws, tries]), draws, tries, families)
-        words = f"{draws} answers to each of 200 prompts, {families} test sets, {tries} tries on"
-        console.print(f"an equal policy was promoted: {share:.1%} ({words} each)")
+        console.print(
+            f"promoted: {share:.1%} of {families} equal policies or families of them; "
+            f"tries: {tries}, prompts: 200, answers to each: {draws}"
+        )
 
 
 def lines(
@@ -77,9 +79,7 @@ def lines(
     for ties in TIES:
         yield (
             f"win rate, {ties:.0%} ties",
-            lambda rng, ties=ties: (
-                of_win_rate(rng, n, ties, rate, 10 * experiments) for rate in RATES
-            ),
+            lambda rng, ties=ties: (of_win_rate(rng, n, ties, rate, experiments) for rate in RATES),
         )
     for name, draw in SCORES.items():
         yield (

@@ -89,13 +89,15 @@ def test_win_rate_refuses_a_score_that_would_count_as_a_tie():
 def test_several_answers_to_a_prompt_count_by_their_mean():
     """Outcomes 1, 3/4 (a win and a tie) and 0 on three prompts: rate 1.75 / 3.
 
-    variance (1 + 0.5625) / 3 - 0.5833333^2 = 0.1805556, centre 0.5833333 + 3.8414588 / 6,
-    half width 1.9599640 sqrt(0.1805556 / 3 + 3.8414588 / 36) = 0.8006935, divisor 2.2804863
+    Variance of the prompts (1 + 0.5625) / 3 - 0.5833333^2 = 0.1805556, of the pairs
+    (3 + 0.25) / 6 - 0.5833333^2 = 0.2013889: as good as 3 * 1.1153846 = 3.3461538 pairs. Centre
+    0.5833333 + 3.8414588 / 6.6923077 = 1.1573444, divisor 2.1480222, half width
+    1.9599640 sqrt(0.2013889 / 3.3461538 + 3.8414588 / (4 * 11.1967456)) = 0.7487910
     """
     result = win_rate([[1, 1], [1, 0], [0, 0]], [[0, 0], [0, 0], [1, 1]])
     assert (result.wins, result.ties, result.losses, result.n) == (2, 0, 1, 3)
     assert result.rate == pytest.approx(1.75 / 3)
-    assert (result.lower, result.upper) == pytest.approx((0.1854355, 0.8876484), rel=1e-5)
+    assert (result.lower, result.upper) == pytest.approx((0.1902006, 0.8873910), rel=1e-5)
     opposite = win_rate([[1, 0], [1, 1]], [[0, 1], [0, 0]])
     assert (opposite.wins, opposite.ties, opposite.losses) == (1, 1, 0)  # a win and a loss: a tie
 
@@ -103,12 +105,14 @@ def test_several_answers_to_a_prompt_count_by_their_mean():
 def test_means_and_gains_of_several_answers():
     """Means 2, 2, 4: mean 8/3, s = 1.1547005, half width 4.3026527 s / sqrt(3) = 2.8684351.
 
-    Gains 1, 1, 3. Variances of all scores: 28/15 and 4/5, so the unit is sqrt(4/3).
+    Gains 1, 1, 3. Variances of all scores: 28/15 and 4/5, so the unit is s = sqrt(4/3) and
+    d = 1.4433757. Squares 11/9, 2/9 and 17/9, less their mean 1/9, -8/9 and 7/9. Influences
+    (g - 5/3) / s - d * 3/8 * these: -0.6374909, -0.0962250 and 0.7337160, half width 1.7156682.
     """
     ours, theirs = [[1, 3], [2, 2], [3, 5]], [[0, 2], [1, 1], [0, 2]]
     assert mean_with_interval(ours) == pytest.approx((2.6666667, -0.2017684, 5.5351018), rel=1e-6)
     assert standardized_gain(ours, theirs) == pytest.approx(
-        (1.4433757, -1.0407629, 3.9275142), rel=1e-5
+        (1.4433757, -0.2722925, 3.1590438), rel=1e-5
     )
 
 
@@ -144,9 +148,13 @@ def test_mean_with_interval():
 
 
 def test_the_gain_is_in_units_of_the_spread():
-    # Gains 1, 1, 4: mean 2, s = sqrt(3), so the ends are 2 -+ 4.3026527. Variances 1 and 7: unit 2.
+    """Gains 1, 1, 4 and mean 2. Variances 1 and 7: unit 2, so the gain is 1.
+
+    Squares 2.5, 0.5 and 5, mean 8/3. Influences (g - 2) / 2 - (square - 8/3) / 8: -0.4791667,
+    -0.2291667 and 0.7083333, with s = 0.6260408: half width 2.4841377 * 0.6260408 = 1.5551716.
+    """
     gain = standardized_gain([2.0, 3.0, 7.0], [1.0, 2.0, 3.0])
-    assert gain == pytest.approx((1.0, -1.1513263, 3.1513263), rel=1e-6)
+    assert gain == pytest.approx((1.0, -0.5551716, 2.5551716), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -40,20 +40,30 @@ class WinRate:
 def win_rate(candidate: Values, baseline: Values, alpha: float = ALPHA) -> WinRate:
     """Share of pairs of answers in which the candidate's score is higher; a tie counts half.
 
-        p = mean of y,  y: mean outcome of the pairs of a prompt
+        p = mean of y,  y: mean outcome of the k pairs of a prompt
+        interval = that of m independent pairs (`rate_interval`), m = n min(var(x) / var(y), k)
+
+    x is the outcome of a pair. With k = 1, m = n; where the pairs of each prompt agree as well; at
+    most n k. Source of the effective sample size: Korn, Graubard, "Confidence Intervals for
+    Proportions with Small Expected Number of Positive Counts", Survey Methodology 24, 1998.
 
     The scores belong to the responses of both models to the same prompts, in equal order. Raises
     ValueError if there are no scores, their numbers differ, or a score is not finite.
     """
-    y = _outcomes(candidate, baseline).mean(1)
-    n, rate = len(y), float(y.sum() / len(y))
-    lower, upper = rate_interval(rate, n, float((4 * y * (1 - y)).sum()), alpha)
+    x = _outcomes(candidate, baseline)
+    y, (n, k) = x.mean(1), x.shape
+    rate, tied = float(y.sum() / n), float((4 * x * (1 - x)).sum())
+    of_pairs = rate * (1 - rate) - tied / (4 * n * k)
+    of_prompts = rate * (1 - rate) - float((y * (1 - y)).sum()) / n
+    # Without any spread, nothing is known about the agreement within a prompt.
+    size = n * min(of_pairs / of_prompts, k) if of_prompts > 0 else n
+    lower, upper = rate_interval(rate, size, tied * size / (n * k), alpha)
     wins, losses = int((y > 0.5).sum()), int((y < 0.5).sum())
     return WinRate(rate, lower, upper, wins, n - wins - losses, losses, n)
 
 
 def rate_interval(
-    rate: float, n: int, ties: float = 0, alpha: float = ALPHA
+    rate: float, n: float, ties: float = 0, alpha: float = ALPHA
 ) -> tuple[float, float]:
     """Interval of the rate p of successes among n, in which a tie is half a success.
 
@@ -63,8 +73,7 @@ def rate_interval(
     Without ties this is the interval of Wilson, "Probable Inference, the Law of Succession, and
     Statistical Inference", JASA 22, 1927. Ties lower the variance of an outcome; without that term
     95% intervals would cover the true rate in 99% of cases at ties of one half, see
-    `benchmarks/coverage.py`. An outcome y between 0 and 1 counts as 4 y (1 - y) ties: then
-    `variance` is that of the outcomes.
+    `benchmarks/coverage.py`.
     """
     z2 = _normal_quantile(alpha) ** 2
     variance = rate * (1 - rate) - ties / (4 * n)
@@ -158,17 +167,26 @@ def standardized_gain(
 ) -> tuple[float, float, float]:
     """Mean gain on the same prompts in units of the scores' spread: (gain, lower, upper).
 
-        mean(candidate - baseline) / s          s^2: mean of the two sample variances of all scores
+        d = mean(candidate - baseline) / s      s^2: mean of the two sample variances of all scores
+        d +- t sd(e) / sqrt(n)                  e = g / s - d q / 2 s^2, for each prompt; g: mean
+                                                gain, q: mean of the two squared deviations
 
-    with the interval of the mean gain (Cohen's d with pooled variance; its own error is left out).
-    0 if all scores are equal, infinite if only the policies' scores differ.
+    (Cohen's d with pooled variance). e is the influence of a prompt on d, so the interval knows the
+    error of s as well: Jaeckel, "The Infinitesimal Jackknife", 1972. The interval is Student's t. 0
+    if all scores are equal, infinite if only the policies' scores differ.
     """
     ours, theirs = _tables(candidate, baseline)
-    gain, lower, upper = mean_with_interval((ours - theirs).tolist(), alpha)
+    gains = (ours - theirs).mean(1)
+    gain = mean_with_interval(gains.tolist(), alpha)[0]
     variances = (_deviation(scores.ravel().tolist()) ** 2 for scores in (ours, theirs))
     spread = math.sqrt(sum(variances) / 2)
-    unit = 1 / spread if spread else math.inf
-    return gain and gain * unit, lower and lower * unit, upper and upper * unit
+    if not spread:
+        return (gain and math.copysign(math.inf, gain),) * 3
+    unit = 1 / spread
+    squares = ((ours - ours.mean()) ** 2 + (theirs - theirs.mean()) ** 2).mean(1) / 2
+    influence = (gains - gain) * unit - gain * unit**3 * (squares - squares.mean()) / 2
+    _, lower, upper = mean_with_interval((gain * unit + influence).tolist(), alpha)
+    return gain * unit, lower, upper
 
 
 def smallest_visible_win_rate(n: int, power: float = 0.8, alpha: float = ALPHA) -> float:
