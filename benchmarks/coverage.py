@@ -67,8 +67,8 @@ def main() -> None:
         families = max(1, experiments // (10 if tries == 1 else 50))
         share = promotions(np.random.default_rng([2, draws, tries]), draws, tries, families)
         console.print(
-            f"promoted: {share:.1%} of {families} equal policies or families of them; "
-            f"tries: {tries}, prompts: 200, answers to each: {draws}"
+            f"{share:.1%} of {families} test sets promoted an equal policy; candidates: {tries}, "
+            f"prompts: 200, answers to each: {draws}"
         )
 
 

@@ -100,6 +100,8 @@ def test_several_answers_to_a_prompt_count_by_their_mean():
     assert (result.lower, result.upper) == pytest.approx((0.1902006, 0.8873910), rel=1e-5)
     opposite = win_rate([[1, 0], [1, 1]], [[0, 1], [0, 0]])
     assert (opposite.wins, opposite.ties, opposite.losses) == (1, 1, 0)  # a win and a loss: a tie
+    # Wins alone do not show whether the answers to a prompt are independent: five prompts, not ten.
+    assert win_rate([[1, 1]] * 5, [[0, 0]] * 5).lower == pytest.approx(0.5655175, rel=1e-6)
 
 
 def test_means_and_gains_of_several_answers():
