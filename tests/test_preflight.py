@@ -228,6 +228,16 @@ def test_the_defaults_pass(parameters):
             "missing.jsonl",
             "reward_model.benchmark: found no file missing.jsonl. Fix: check the spelling",
         ),
+        (
+            "evaluate.tasks",
+            {"names": []},
+            "evaluate.tasks.names: found [], expected",
+        ),
+        (
+            "evaluate.tasks",
+            {"names": ["missing.yaml"]},
+            "evaluate.tasks.names.0: found missing.yaml, expected a file of YAML: [Errno 2]",
+        ),
         ("register.max_kl", -1, "register.max_kl: found -1, expected more than 0"),
     ],
 )
@@ -374,6 +384,20 @@ def test_a_chat_model_as_a_judge_needs_its_client(parameters, installed, monkeyp
         message = r"evaluate\.judges\.0\.openai: needs openai, .* '\.\[judges\]'"
         with pytest.raises(ConfigError, match=message):
             preflight(judged, gpus=0)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_tasks_need_the_harness(parameters, installed, monkeypatch, tmp_path):
+    found = {"lm_eval": object()} if installed else {}
+    monkeypatch.setattr("rlhf_pipeline.parameter_faults.find_spec", found.get)
+    (tmp_path / "own.yaml").write_text("task: own")
+    tasks = changed(parameters, "evaluate.tasks", {"names": [str(tmp_path / "own.yaml")]})
+    if installed:
+        preflight(tasks, gpus=0)
+    else:
+        message = r"evaluate\.tasks: needs lm_eval, which is not installed.* '\.\[tasks\]'"
+        with pytest.raises(ConfigError, match=message):
+            preflight(tasks, gpus=0)
 
 
 @pytest.mark.parametrize("installed", [True, False])

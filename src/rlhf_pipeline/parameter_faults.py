@@ -17,6 +17,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config.task_files import task_faults
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config.validation import faults as block_faults
 from rlhf_pipeline.data.sources.lookup import find_source
@@ -77,6 +78,10 @@ def misfits(parameters: Mapping[str, Any], gpus: int) -> Iterator[str]:
     judges = [local_source(judge) for judge in evaluate.judges]
     yield from reward_faults(judges, "evaluate.judges")
     yield from judge_faults(evaluate.judges)
+    if evaluate.tasks is not None and find_spec("lm_eval") is None:
+        yield f"evaluate.tasks: needs lm_eval, which is not installed. {_install('tasks')}"
+    elif evaluate.tasks is not None:
+        yield from task_faults(evaluate.tasks)
     reward_model = RewardModelConfig.model_validate(parameters["reward_model"])
     if (file := reward_model.benchmark) and not Path(file).expanduser().is_file():
         yield f"reward_model.benchmark: found no file {file}. Fix: check the spelling"

@@ -5,6 +5,7 @@ import math
 import shutil
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -12,6 +13,8 @@ import pytest
 import torch
 from chat_server import chat_server, longer
 from deepspeed import DeepSpeedEngine
+from local_tasks import write_tasks
+from mlflow.utils.validation import _validate_metric_name
 from rank_fixtures import as_artifact, write_table
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
@@ -194,6 +197,35 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
         if a["draw"] < 2:
             score[a["row"]] = max(a["score"], score.get(a["row"], -math.inf))
     assert best["score"] == pytest.approx(sum(score.values()) / 6)
+
+
+def test_tasks_are_measured_beside_the_answers(inputs, world, tmp_path):
+    """The candidate, its average and SFT; MLflow takes the names."""
+    pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")
+    ppo = tmp_path / "ppo"
+    shutil.copytree(inputs["ppo_model"], ppo)
+    shutil.copytree(inputs["sft_model"], ppo / "ema", ignore=lambda *_: ["manifest.json"])
+    given = inputs | {"ppo_model": ppo}
+    files = write_tasks(tmp_path, inputs["ppo_model"])
+    plain, lines = run(given, tmp_path / "a")
+    tasks = {"names": [files["words"], files["letters"]], "batch_size_per_gpu": 3}
+    paths = {f"tasks.{number}": Path(file) for number, file in enumerate(tasks["names"])}
+    metrics, same = run(given | paths, tmp_path / "b", tasks=tasks)
+    assert same == lines and {name: metrics[name] for name in plain} == plain
+    more = {name: value for name, value in metrics.items() if name not in plain}
+    assert more["ppo/tasks/letters/acc"] == more["ppo/tasks/words/exact_match"] == 1
+    assert more["ppo_ema/tasks/letters/acc"] == more["sft/tasks/letters/acc"] < 1
+    ends = ("", "_lower", "_upper")
+    measured = ("tasks/letters/acc", "tasks/words/exact_match")
+    policies = ("sft", "ppo", "ppo_ema")
+    assert more.keys() == {
+        f"{p}/{name}{end}" for p in policies for name in measured for end in ends
+    }
+    for name in more:
+        _validate_metric_name(name)
+    changes = evaluation_in(tmp_path / "b")["tasks"]
+    assert changes["letters"]["change"] == pytest.approx(1 - more["sft/tasks/letters/acc"])
+    assert "tasks" not in evaluation_in(tmp_path / "a")
 
 
 def test_the_perplexity_of_human_answers(inputs, world, tmp_path):

@@ -182,7 +182,7 @@ def test_the_number_of_ranks_reruns_the_distributed_stages(world):
         },
         {"launch": {"halve_micro_batch_on_oom": True, "continue_from": 2}},
         {"split": {"max_bad_fraction": 0.5}},
-        {"register": {"model": "another"}},
+        {"register": {"model": "another", "max_task_drop": 0.2}},
     ],
     ids=str,
 )
@@ -215,6 +215,24 @@ def test_one_byte_of_the_base_model_s_folder_reruns_all_stages_but_the_source(wo
     agree(world, world.catalog(), "base_model", {"base_model"})
     file.write_text("{{ messages }}")
     agree(world, world.catalog(), None, set())
+
+
+def test_an_edited_file_of_a_task_reruns_the_evaluation(world):
+    """The task, its data, and the module of its function."""
+    pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")
+    folder = world.root / "tasks"
+    folder.mkdir()
+    files = {"own.yaml": "data_files: own.jsonl\nprocess: !function own.f", "own.jsonl": "{}",
+             "own.py": "def f(documents): ..."}  # fmt: skip
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    tasks = {"tasks": {"names": [str(folder / "own.yaml")]}}
+    agree(world, world.catalog(evaluate=tasks), "evaluate", {"evaluate"})
+    for name, text in files.items():
+        (folder / name).write_text(f"{text} ")
+        agree(world, world.catalog(evaluate=tasks), "evaluate", {"evaluate"})
+    tasks["tasks"]["batch_size_per_gpu"] = 4
+    agree(world, world.catalog(evaluate=tasks), "evaluate", {"evaluate"})
 
 
 DOCSTRING = (r'"""', '"""Reworded: ')

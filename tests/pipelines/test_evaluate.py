@@ -49,6 +49,17 @@ def test_the_source_of_a_judge_is_an_input(tmp_path):
     assert job.inputs["judges.1"] == tmp_path / "my.py"
 
 
+def test_the_files_of_a_task_are_inputs_and_the_harness_is_a_library(tmp_path):
+    (tmp_path / "own.yaml").write_text("task: own\ninclude: base.yaml")
+    (tmp_path / "base.yaml").write_text("output_type: multiple_choice")
+    tasks = {"names": ["arc_easy", str(tmp_path / "own.yaml")]}
+    job = job_of(PPO, tasks=tasks)
+    files = {name: path for name, path in job.inputs.items() if name.startswith("tasks.")}
+    assert files == {"tasks.0": tmp_path / "own.yaml", "tasks.1": tmp_path / "base.yaml"}
+    assert job.spec.libraries == (*PPO.libraries, "lm_eval")
+    assert "lm_eval" not in job_of(PPO).spec.libraries
+
+
 def test_a_judge_without_a_file_is_refused():
     with pytest.raises(ConfigError, match=r"missing\.py:f"):
         job_of(PPO, judges=["missing.py:f"])

@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.judges import Judge
@@ -23,11 +23,32 @@ CHAMPION = "champion"
 JUDGE_PREFIX = "judges."
 """Inputs of the evaluation job: the source file of `evaluate.judges.0` is the input `judges.0`."""
 
+TASK_PREFIX = "tasks."
+"""Inputs of the evaluation job: the files of own tasks (`evaluate.tasks`)."""
+
 DEMONSTRATIONS = "demonstrations"
 """Input of the evaluation job: the rows of SFT, whose validation rows are held-out human answers.
 """
 
 _NAME = re.compile(r"[\w.-]+(?<!_lower)(?<!_upper)")
+
+
+class TasksConfig(Block):
+    """Tasks of the lm-evaluation-harness (the extra `tasks`) in the chat template of the policy."""
+
+    names: tuple[str, ...] = Field(min_length=1)
+    """Tasks, groups and tags of the harness, or files of your own tasks (FILE.yaml)."""
+    limit: PositiveInt | None = None
+    """Documents of each task, at most; the first ones. None: all."""
+    few_shot: NonNegativeInt | None = None
+    """Solved examples before each question. None: as the task says. A task without any stays so."""
+    batch_size_per_gpu: PositiveInt = 8
+    """Documents per forward pass on each rank."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files among the names."""
+        return tuple(name for name in self.names if name.endswith((".yaml", ".yml")))
 
 
 class EvaluateConfig(Block):
@@ -57,6 +78,8 @@ class EvaluateConfig(Block):
     """A power of two: for n = 1, 2, 4, ... up to this number, also report the best of n answers of
     SFT by the reward model, a bound for PPO. Costs that many answers of SFT to every prompt; those
     of `answers_per_prompt` are among them. 0: off."""
+    tasks: TasksConfig | None = None
+    """What every policy must solve besides."""
 
     @field_validator("best_of_n")
     @classmethod

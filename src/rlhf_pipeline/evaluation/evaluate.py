@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     DEMONSTRATIONS,
     JUDGE_PREFIX,
+    TASK_PREFIX,
     CandidateConfig,
     EvaluateConfig,
 )
@@ -64,6 +65,9 @@ from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
 
+if TYPE_CHECKING:
+    from rlhf_pipeline.evaluation.tasks import Tasks
+
 Draw = tuple[str, int]
 """A policy, and the number of its answer to each prompt."""
 
@@ -75,8 +79,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     """Answer, judge, compare; write the evaluation and all answers."""
     candidate = job.block("candidate", CandidateConfig)
     config = job.block("evaluate", EvaluateConfig)
+    others = JUDGE_PREFIX, TASK_PREFIX
     contract = common_contract(
-        {name: path for name, path in job.inputs.items() if not name.startswith(JUDGE_PREFIX)}
+        {name: path for name, path in job.inputs.items() if not name.startswith(others)}
     )
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     folders = policy_folders(job, candidate.name)
@@ -84,7 +89,12 @@ def main(job: LaunchedJob) -> dict[str, float]:
     judges = load_judges(job, config)
     demonstrations = job.inputs.get(DEMONSTRATIONS)
     human = None if demonstrations is None else human_answers(demonstrations, setup)
-    scored, perplexities = answer_all(folders, human, setup)
+    tasks = None
+    if config.tasks is not None:
+        from rlhf_pipeline.evaluation.tasks import Tasks
+
+        tasks = Tasks(config.tasks, setup)
+    scored, perplexities = answer_all(folders, human, setup, tasks)
     draws = judge_all(scored, job, judges, setup)
     if world.rank != 0:
         return {}
@@ -98,6 +108,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
         writer.write(step, {f"{name}/{key}": value for key, value in summary(given).items()})
     evaluation = compare(answers, config, optimized_judges(job, candidate.name, config))
     evaluation |= {name: value for name, value in more.items() if value}
+    if tasks is not None:
+        tasks.add_to(evaluation)
     trained = Manifest.read(job.inputs["reward_model"]).metrics
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
     write(evaluation, answers, job.export)
@@ -153,7 +165,7 @@ def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
 
 
 def answer_all(
-    folders: dict[str, Path], human: HumanAnswers | None, setup: Setup
+    folders: dict[str, Path], human: HumanAnswers | None, setup: Setup, tasks: "Tasks | None"
 ) -> tuple[dict[Draw, Scored], dict[str, float]]:
     """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
 
@@ -172,6 +184,8 @@ def answer_all(
             found[name, draw] = sequences, read(policy, sequences)
         if human is not None:
             perplexities[name] = perplexity(policy, human, setup)
+        if tasks is not None:
+            tasks.do(policy, name)
         if name == BASELINE:
             for given, (sequences, own) in found.items():
                 reference = own if given[0] == name else read(policy, sequences)

@@ -1,10 +1,12 @@
 """Stage evaluate: compares a candidate policy with the SFT baseline."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
 from rlhf_pipeline.config.evaluate import DEMONSTRATIONS, CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.task_files import task_inputs
 from rlhf_pipeline.stages.external_inputs import judge_inputs
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
@@ -41,6 +43,9 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         }
         judges, identities = judge_inputs(config.judges)
         blocks, spec = {"evaluate": config, "candidate": candidate}, SPEC.for_candidate(policy.name)
-        return stages.run(Job(spec, blocks, inputs | judges, seed, identities))
+        if config.tasks is not None:
+            spec = replace(spec, libraries=(*spec.libraries, "lm_eval"))
+        files = inputs | judges | task_inputs(config.tasks)
+        return stages.run(Job(spec, blocks, files, seed, identities))
 
     return node
