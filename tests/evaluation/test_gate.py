@@ -147,6 +147,28 @@ def test_the_verdict_has_every_number():
     assert record["checks"][0]["found"].endswith("as the lower end of its 98.33% interval")
 
 
+def task(change):
+    found = {"metric": "acc", "value": 0.75 + change, "change": change, "n": 400}
+    return found | {"lower": change - 0.025, "upper": change + 0.025}
+
+
+def test_a_task_may_fall_by_as_much_as_is_allowed():
+    """The interval does not decide: a task with few documents would never pass."""
+    rng = np.random.default_rng(12)
+    tasks = {"arc": task(0.9 - 0.95), "copy": task(-0.125), "letters": task(0.25)}
+    given = evidence(rng, policy(rng, 0.9), tasks=tasks)
+    assert decide(given, CONFIG).refusals == [
+        "acc of task copy against SFT: found 0.625, a change of -0.125 (95%: -0.150 to -0.100), "
+        "expected a fall of at most 0.05 (register.max_task_drop)"
+    ]
+    assert not decide(given, RegisterConfig(max_task_drop=0.125)).refusals
+    (least, refusal) = decide(given, RegisterConfig(max_task_drop=0.0499)).refusals
+    assert (least.split(":")[0], refusal.split(":")[0]) == (
+        "acc of task arc against SFT",
+        "acc of task copy against SFT",
+    )
+
+
 def test_a_reward_model_of_unknown_accuracy_cannot_decide():
     rng = np.random.default_rng(9)
     given = evidence(rng, policy(rng, 0.9), judge="score", independent=False)

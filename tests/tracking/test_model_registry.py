@@ -396,6 +396,23 @@ def test_two_runs_cannot_promote_past_each_other(client, sft, ppo, trained, tmp_
     assert found.aliases["champion"] == "3"
 
 
+def test_the_gate_reads_the_tasks(client, sft, ppo, trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
+    evaluation = evaluated(tmp_path / "e", policies)
+    compared = json.loads((evaluation / "evaluation.json").read_text())
+    copied = {"metric": "acc", "value": 0.5, "change": -0.25, "lower": -0.5, "upper": 0.0, "n": 8}
+    compared["policies"]["ppo"] |= {"tasks/copy/acc": 0.5, "tasks/copy/acc_lower": 0.25}
+    (evaluation / "evaluation.json").write_text(json.dumps(compared | {"tasks": {"copy": copied}}))
+    registration = register_evaluated(
+        sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), "s", tmp_path
+    )
+    (refusal,) = registration.verdict["refusals"]
+    assert refusal.startswith("acc of task copy against SFT: found 0.500, a change of -0.250")
+    logged = client.get_run(trained["ppo"]).data.metrics
+    assert logged["eval/tasks/copy/acc"] == 0.5 and "eval/tasks/copy/acc_lower" not in logged
+
+
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts": "q" * 64}, {"reward_model": "s"}])
 def test_answers_under_other_conditions_are_refused(
     client, sft, ppo, trained, tmp_path, monkeypatch, changes

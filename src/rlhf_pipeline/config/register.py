@@ -39,5 +39,7 @@ class RegisterConfig(Block):
     """The share of word triples that repeat within an answer may rise by this much."""
     max_phrase_rise: float = Field(default=0.3, ge=0, le=1)
     """The share of answers that contain the same four words may rise by this much."""
+    max_task_drop: float = Field(default=0.05, ge=0, le=1)
+    """The share of documents of a task (`evaluate.tasks`) that are right may fall by this much."""
     min_score_spread: PositiveFloat = 0.1
     """Least standard deviation of the candidate's scores, relative to that of SFT's scores."""

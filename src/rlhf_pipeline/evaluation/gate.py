@@ -5,8 +5,8 @@ that means something, and must not have paid for it with a cheat that the judge 
 """
 
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class Evidence:
     """Why the present champion could not answer the prompts."""
     reward_model_accuracy: float | None = None
     """Lower end of the 95% interval on the reward model's accuracy. None: unknown."""
+    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the candidate can do in each task, see `tasks.task_changes`."""
     tries: int = 1
     """Candidates registered with these prompts so far, this one included."""
 
@@ -171,7 +173,7 @@ def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
 
 
 def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
-    """The candidate did not win by a known cheat."""
+    """The candidate did not win by a known cheat, and has unlearned no task."""
     pairs = list(zip(evidence.candidate, evidence.baseline, strict=True))
     changed = float(np.mean([ours.response != theirs.response for ours, theirs in pairs]))
     yield Check("answers that differ from SFT's", f"{changed:.0%}", "some", None, changed > 0)
@@ -227,6 +229,15 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         "min_score_spread",
         spread >= config.min_score_spread,
     )
+    for name, task in evidence.tasks.items():
+        change, ends = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
+        yield Check(
+            f"{task['metric']} of task {name} against SFT",
+            f"{task['value']:.3f}, a change of {change:+.3f} (95%: {ends})",
+            f"a fall of at most {config.max_task_drop:g}",
+            "max_task_drop",
+            change + config.max_task_drop > -1e-9,  # differences of shares are rounded
+        )
 
 
 def _spread(answers: list[Answer], judge: str, unit: float = 1.0) -> float:

@@ -91,7 +91,7 @@ def conditions(evaluation: Path) -> dict[str, Any]:
     judges = {
         name: digest
         for name, digest in manifest.inputs.items()
-        if name in ("prompts", "reward_model") or name.startswith("judges.")
+        if name in ("prompts", "reward_model") or name.startswith(("judges.", "tasks."))
     }
     given = manifest.config["evaluate"]
     return {**judges, "seed": manifest.seed, "evaluate": json.dumps(given, sort_keys=True)}

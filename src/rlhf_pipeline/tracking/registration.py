@@ -85,6 +85,7 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
         independent=compared["independent"],
         champion_fault=None if champion is None else champion.fault,
         reward_model_accuracy=compared["reward_model_accuracy_lower"],
+        tasks=compared.get("tasks", {}),
     )
     if answered is not None:
         if conditions(answered) != conditions(evaluation):
