@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from local_tasks import DOCUMENTS, solutions, write_tasks
+from strict_device import StrictDevice
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig, TasksConfig
 from rlhf_pipeline.config.task_files import task_inputs
@@ -172,6 +173,17 @@ def test_a_task_that_cannot_be_loaded_is_named(policies, files, world, tmp_path)
     message = "found 2 documents of letters, expected one for each of 3 ranks"
     with pytest.raises(StageError, match=message):
         Tasks(TasksConfig(names=(files["letters"],), limit=2), many)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_no_tensor_is_in_the_wrong_memory(policies, files, world, zero_stage):
+    """Otherwise the device refuses; results equal those on the CPU."""
+    config = TasksConfig(names=tuple(files.values()))
+    on_cpu = measured(policies, config, setup_of(policies["sft"], world, zero_stage))
+    with StrictDevice():
+        on_device = setup_of(policies["sft"], join(0, timeout_s=600), zero_stage)
+        assert on_device.world.device != world.device
+        assert measured(policies, config, on_device) == on_cpu
 
 
 def test_the_documented_task(policies, world, tmp_path, monkeypatch):

@@ -230,10 +230,10 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         spread >= config.min_score_spread,
     )
     for name, task in evidence.tasks.items():
-        change, ends = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
+        change, interval = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
         yield Check(
             f"{task['metric']} of task {name} against SFT",
-            f"{task['value']:.3f}, a change of {change:+.3f} (95%: {ends})",
+            f"{task['value']:.3f}, a change of {change:+.3f} (95%: {interval})",
             f"a fall of at most {config.max_task_drop:g}",
             "max_task_drop",
             change + config.max_task_drop > -1e-9,  # differences of shares are rounded

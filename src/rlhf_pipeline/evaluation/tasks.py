@@ -4,9 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from numbers import Real
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -139,14 +137,14 @@ def _measured(
     inside = {child for name in found.get("groups", ()) for child in groups[name].child_names}
     for name in sorted(found["results"].keys() - inside):
         parts = [t.task_name for t in groups[name].get_all_tasks()] if name in groups else [name]
-        by_part = [sorted(found["samples"][part], key=itemgetter("doc_id")) for part in parts]
+        samples = [each for part in parts for each in found["samples"][part]]
         for key, value in found["results"][name].items():
             metric, comma, answers = key.partition(",")
             if comma and isinstance(value, Real) and math.isfinite(value):
-                samples = [each for each in chain(*by_part) if each["filter"] == answers]
+                given = [each.get(metric) for each in samples if each["filter"] == answers]
                 label = metric if answers == "none" else f"{metric}/{answers}"
                 is_good = found["higher_is_better"][name].get(metric)
-                shares = _shares([each.get(metric) for each in samples], float(value))
+                shares = _shares(given, float(value))
                 yield (name, label), (float(value), shares if is_good else None)
 
 
