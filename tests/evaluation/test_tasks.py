@@ -56,13 +56,24 @@ def measured(policies: dict[str, str], config: TasksConfig, setup: Setup) -> dic
 
 
 def main(argument: dict, folder: Path) -> None:
-    world, found = join(0, timeout_s=600), {}
+    from rlhf_pipeline.evaluation.tasks import SharedPolicy
+
+    world, found, answer = join(0, timeout_s=600), {}, SharedPolicy.generate_until
+    asked: list[int] = []
+
+    def recorded(self, requests):
+        asked.append(len({request.args[0] for request in requests}))
+        return answer(self, requests)
+
+    SharedPolicy.generate_until = recorded
     config = TasksConfig(names=argument["names"], batch_size_per_gpu=2)
     for stage in (0, 3):
         setup = setup_of(Path(argument["policies"]["sft"]), world, stage)
         found[str(stage)] = measured(argument["policies"], config, setup)
+    counts = world.gather(asked)
     if world.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
+        (folder / "asked.json").write_text(json.dumps(counts))
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +143,21 @@ def test_policies_get_the_same_examples_and_a_limit_holds(policies, files, world
     assert all(text.count("Human:") == 3 and text.endswith("Assistant:") for text in first)
 
 
-def test_a_metric_that_is_no_share_is_reported_and_not_compared(policies, files, world):
-    found = measured(
-        policies, TasksConfig(names=(files["text"],)), setup_of(policies["sft"], world)
-    )
-    assert [*found["policies"]["sft"]] == ["tasks/text/word_perplexity"]
-    assert found["policies"]["sft"]["tasks/text/word_perplexity"] > 1
+def test_a_metric_that_is_no_share_is_reported_and_not_compared(policies, files, world, tmp_path):
+    """A perplexity, a share of wrong answers, and a median."""
+    letters, names = Path(files["letters"]).read_text(), [files["text"]]
+    given = "aggregation: mean, higher_is_better: true"
+    for name, instead in (
+        ("wrong", given.replace("true", "false")),
+        ("median", given.replace("mean", "median")),
+    ):
+        names.append(f"{tmp_path}/{name}.yaml")
+        text = letters.replace("task: letters", f"task: {name}").replace(given, instead)
+        Path(names[-1]).write_text(text)
+    found = measured(policies, TasksConfig(names=tuple(names)), setup_of(policies["sft"], world))
+    metrics = found["policies"]["sft"]
+    assert metrics.keys() == {"tasks/median/acc", "tasks/text/word_perplexity", "tasks/wrong/acc"}
+    assert metrics["tasks/text/word_perplexity"] > 1
     assert found["tasks"] == {}
 
 
@@ -208,12 +228,13 @@ def test_two_ranks_share_the_documents_of_whole_and_of_sharded_policies(
     names = [files["letters"], files["words"], files["text"]]
     whole = measured(policies, TasksConfig(names=names), setup_of(policies["sft"], world))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = on_ranks(__file__, {"policies": policies, "names": names})
-    for stage, evaluation in json.loads((found / "found.json").read_text()).items():
+    folder = on_ranks(__file__, {"policies": policies, "names": names})
+    for stage, evaluation in json.loads((folder / "found.json").read_text()).items():
         for policy in POLICIES:
             expected = pytest.approx(whole["policies"][policy], rel=1e-4)
             assert evaluation["policies"][policy] == expected, stage
         assert evaluation["tasks"]["words"] == pytest.approx(whole["tasks"]["words"])
+    assert json.loads((folder / "asked.json").read_text()) == [[5] * 4, [4] * 4]
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def test_when_the_champion_moves(client, sft, ppo, trained, promote, refusals, c
     assert registration.verdict["refusals"] == [f"{name}: found 1, expected 2" for name in refusals]
 
 
-def evaluated(directory, policies, seed=0, prompts="p" * 64, reward_model="r"):
+def evaluated(directory, policies, seed=0, **inputs):
     """A published evaluation of answers."""
     directory.mkdir(parents=True)
     config = EvaluateConfig()
@@ -247,7 +247,7 @@ def evaluated(directory, policies, seed=0, prompts="p" * 64, reward_model="r"):
     (directory / "evaluation.json").write_text(json.dumps(evaluation))
     write_answers(policies, directory)
     blocks = {"evaluate": config.model_dump(mode="json")}
-    inputs = {"prompts": prompts, "reward_model": reward_model}
+    inputs = {"prompts": "p" * 64, "reward_model": "r"} | inputs
     files = file_entries(directory)
     Manifest("evaluate", "eeee", seed, blocks, inputs, {}, {}, files).write(directory)
     return directory
@@ -413,7 +413,9 @@ def test_the_gate_reads_the_tasks(client, sft, ppo, trained, tmp_path, monkeypat
     assert logged["eval/tasks/copy/acc"] == 0.5 and "eval/tasks/copy/acc_lower" not in logged
 
 
-@pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts": "q" * 64}, {"reward_model": "s"}])
+@pytest.mark.parametrize(
+    "changes", [{"seed": 1}, {"prompts": "q" * 64}, {"reward_model": "s"}, {"tasks.0": "t"}]
+)
 def test_answers_under_other_conditions_are_refused(
     client, sft, ppo, trained, tmp_path, monkeypatch, changes
 ):
