@@ -153,9 +153,9 @@ def task(change):
 
 
 def test_a_task_may_fall_by_as_much_as_is_allowed():
-    """The interval does not decide: a task with few documents would never pass."""
+    """The mean decides, up to rounding: the interval of a small task would never allow it."""
     rng = np.random.default_rng(12)
-    tasks = {"arc": task(0.9 - 0.95), "copy": task(-0.125), "letters": task(0.25)}
+    tasks = {"arc": task(0.7 - 0.75), "copy": task(-0.125), "letters": task(0.25)}
     given = evidence(rng, policy(rng, 0.9), tasks=tasks)
     assert decide(given, CONFIG).refusals == [
         "acc of task copy against SFT: found 0.625, a change of -0.125 (95%: -0.150 to -0.100), "

@@ -104,6 +104,15 @@ def test_the_metrics():
     assert metric_rows(EVALUATION) == ROWS
 
 
+def test_tasks_come_after_the_known_metrics():
+    name = "tasks/arc_easy/acc"
+    found = deepcopy(EVALUATION)
+    found["policies"]["sft"] |= {name: 0.75, f"{name}_lower": 0.7, f"{name}_upper": 0.8}
+    found["policies"]["ppo"] |= {name: 0.7, f"{name}_lower": 0.65, f"{name}_upper": 0.75}
+    row = ("task arc_easy/acc", "0.750 [0.700, 0.800]", "0.700 [0.650, 0.750]", "-0.050")
+    assert metric_rows(found) == [*ROWS[:-1], row, ROWS[-1]]
+
+
 def test_the_terminal():
     assert printed(EVALUATION) == TERMINAL
 

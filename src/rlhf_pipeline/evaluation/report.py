@@ -123,6 +123,7 @@ def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
         score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", "z.2f")
         for judge in evaluation["win_rates"]
     } | METRICS
+    known |= {n: (n.replace("tasks/", "task ", 1), "z.3f") for n in present if n[:6] == "tasks/"}
     rows = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:
         label, form = known.get(name, (name.replace("_", " "), ".4g"))
