@@ -80,7 +80,7 @@ def inputs(make_model, tmp_path_factory):
 def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     (tmp_path / "my.py").write_text(JUDGE)
     config = EvaluateConfig(
-        prompts=6, samples=2, micro_batch_tokens=64, sampling={"max_response_tokens": 6},
+        prompts=6, micro_batch_tokens=64, sampling={"max_response_tokens": 6},
         judges=[f"{tmp_path}/my.py:words"],
     )  # fmt: skip
     candidate = CandidateConfig(name="ppo", caveats={"words": "Nobody trained on words."})
@@ -321,7 +321,7 @@ def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world
         metrics, lines = run(inputs, work / "a", judges=judges)
         asked = len(requests)
         assert asked == metrics["pairwise_judges/judge/calls"] > 0
-        run(inputs, work / "b", judges=judges, samples=3)
+        run(inputs, work / "b", judges=judges)
         assert len(requests) == asked
     assert evaluation_in(work / "b")["pairwise_judges"]["judge"]["cached"] == asked
     pairs = zip(answers_of(lines, "sft"), answers_of(lines, "ppo"), strict=True)
