@@ -29,15 +29,20 @@ from rlhf_pipeline.models.lora import add_adapters, merged, trained_names, write
 PROJECT = Path(__file__).parents[2]
 LOGITS = """
 import sys, torch
-from transformers import {model}, AutoTokenizer
-model = {model}.from_pretrained(sys.argv[1]).eval()
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-inputs = tokenizer.apply_chat_template([{{"role": "user", "content": "what is snow?"}}],
-    add_generation_prompt=True, return_dict=True, return_tensors="pt")
-with torch.no_grad():
-    torch.save(model(**inputs).logits, sys.argv[2])
+from transformers import AutoModelForCausalLM, AutoTokenizer
+found = []
+for folder in sys.argv[2:]:
+    if folder.endswith("adapter"):
+        from peft import AutoPeftModelForCausalLM as AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template([{"role": "user", "content": "what is snow?"}],
+        add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    with torch.no_grad():
+        found.append(model(**inputs).logits)
+    print(model.generation_config.eos_token_id, model.dtype)
+torch.save(found, sys.argv[1])
 assert not any(name.startswith(("rlhf_pipeline", "kedro")) for name in sys.modules)
-print(model.generation_config.eos_token_id, model.dtype)
 """
 
 
@@ -61,20 +66,16 @@ def export(tmp_path):
         yield export
 
 
-def logits_elsewhere(folder, tmp_path, model="AutoModelForCausalLM"):
-    """The logits of a model that a process without this project loads; and what it prints."""
+def logits_elsewhere(tmp_path, *folders):
+    """The logits of models that a process without this project loads; a line about each."""
     file = tmp_path / "logits.pt"
-    code = LOGITS.format(model=model)
-    if model.startswith("AutoPeft"):
-        code = code.replace("import AutoPeft", "import AutoTokenizer\nfrom peft import AutoPeft")
-        code = code.replace("CausalLM, AutoTokenizer", "CausalLM")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), str(file)], cwd=tmp_path, env=environment,
+        [sys.executable, "-c", LOGITS, file, *folders], cwd=tmp_path, env=environment,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return torch.load(file), done.stdout.strip()
+    return torch.load(file), done.stdout.splitlines()
 
 
 def logits_here(model, folder):
@@ -105,10 +106,6 @@ def test_a_clean_process_loads_the_same_model(published, export, tmp_path):
     assert len([name for name in files if name.endswith(".safetensors")]) > 2
     assert check_sums(target) == files - {SUMS}
     assert not files & {"manifest.json", "MLmodel", "token_contract.json"}
-    found, printed = logits_elsewhere(target, tmp_path)
-    live = load_policy(published, "fp32")
-    assert torch.equal(found, logits_here(live, published))
-    assert printed == "1 torch.float32"
     assert front_matter(target)["license"] == "apache-2.0"
     # Nothing in it names a place on this machine.
     assert str(published.parent) not in "".join(
@@ -117,10 +114,12 @@ def test_a_clean_process_loads_the_same_model(published, export, tmp_path):
 
     with pytest.raises(ConfigError, match=f"found {len(files)} files, expected none"):
         export(published, target)
+    first = shutil.copytree(target, f"{target} 1")
     export(published, target, overwrite=True, precision="bf16")
-    found, printed = logits_elsewhere(target, tmp_path)
-    assert torch.equal(found, logits_here(load_policy(published, "bf16"), published))
-    assert printed == "1 torch.bfloat16"
+    found, lines = logits_elsewhere(tmp_path, first, target)
+    for precision, logits in zip(("fp32", "bf16"), found, strict=True):
+        assert torch.equal(logits, logits_here(load_policy(published, precision), published))
+    assert lines == ["1 torch.float32", "1 torch.bfloat16"]
     assert not list(target.glob("*.index.json"))  # the shards of the first export are gone
     assert check_sums(target) == {path.name for path in target.iterdir()} - {SUMS}
 
@@ -147,12 +146,11 @@ def trained_by_lora(make_model, publish, tmp_path_factory):
 def test_lora_merged_and_as_an_adapter(trained_by_lora, export, tmp_path):
     policy, base = trained_by_lora
     export(policy, tmp_path / "merged")
-    whole, _ = logits_elsewhere(tmp_path / "merged", tmp_path)
-    assert torch.equal(whole, logits_here(load_policy(policy, "fp32"), policy))
     assert not (tmp_path / "merged" / "adapter").exists()
 
     export(policy, tmp_path / "adapter", base=str(base))
-    found, _ = logits_elsewhere(tmp_path / "adapter", tmp_path, "AutoPeftModelForCausalLM")
+    (whole, found), _ = logits_elsewhere(tmp_path, tmp_path / "merged", tmp_path / "adapter")
+    assert torch.equal(whole, logits_here(load_policy(policy, "fp32"), policy))
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-4)
     assert not torch.allclose(found, logits_here(load_policy(base, "fp32"), base), atol=0.1)
     size = sum(file.stat().st_size for file in (tmp_path / "adapter").glob("*.safetensors"))

@@ -95,7 +95,7 @@ def test_a_reward_model_learns_from_ten_votes_in_spite_of_a_killed_server(tmp_pa
     project.kedro(
         "--to-nodes=reward_model",
         f"--conf-source={tmp_path / 'conf'}",
-        params="split.validation_fraction=0.2,reward_model.batch_size=4",
+        params="split.validation_fraction=0.2,reward_model.batch_size=4,launch.processes=1",
     )
     split = project.newest("03_split/split")
     report = json.loads((split / "report.json").read_text())["sources"]["files (votes.jsonl)"]
