@@ -40,7 +40,7 @@ def evaluation(tmp_path):
         folder = tmp_path / "evaluation"
         folder.mkdir()
         answers = {name: [answer(row, name) for row in range(60)] for name in ("sft", "ppo")}
-        compared = compare(answers, EvaluateConfig(samples=2), {"score"})
+        compared = compare(answers, EvaluateConfig(), {"score"})
         for rate in compared["win_rates"].values():  # optional fields: `changes` may give them
             for name in {"p_value", "length_controlled"} & rate.keys():
                 del rate[name]
