@@ -38,7 +38,7 @@ class Evidence:
     reward_model_accuracy: float | None = None
     """Lower end of the 95% interval on the reward model's accuracy. None: unknown."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What the candidate can do in each task, see `tasks.task_changes`."""
+    """The change of each task from SFT to the candidate, see `tasks.Tasks.add_to`."""
     tries: int = 1
     """Candidates registered with these prompts so far, this one included."""
 
