@@ -186,19 +186,14 @@ def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
 
 
 def check_row(config: Mapping[str, Block], row: int, error: StageError) -> None:
-    """Check that smaller micro batches need less memory than the launch that failed by `error`.
+    """Raise StageError if smaller micro batches need as much memory: a row of `row` tokens is all.
 
-    A row is never cut. Raises StageError if the longest row, of `row` tokens, fills a micro batch
-    alone. Fewer responses at a time always need less memory.
+    Fewer responses at a time always need less.
     """
-    sizes = {
-        name: size
-        for name, size in leaves(as_json(config))
-        if name.rpartition(".")[2] in MICRO_BATCHES
-    }
-    tokens = {name: size for name, size in sizes.items() if name.endswith(TOKENS)}
-    if all(size <= (row if name in tokens else 1) for name, size in sizes.items()):
-        shown = ", ".join(f"{name} ({size})" for name, size in tokens.items())
+    fields = leaves(as_json(config))
+    sizes = {name: size for name, size in fields if name.rpartition(".")[2] in MICRO_BATCHES}
+    if all(size <= (row if name.endswith(TOKENS) else 1) for name, size in sizes.items()):
+        shown = ", ".join(f"{name} ({sizes[name]})" for name in sizes if name.endswith(TOKENS))
         raise StageError(
             f"{error.message}\nlaunch.halve_micro_batch_on_oom: found a row of {row} tokens, "
             f"expected fewer than {shown}: a row is never cut, so smaller micro batches need as "

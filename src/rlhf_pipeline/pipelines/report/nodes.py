@@ -14,10 +14,7 @@ def report(
     reward_model: Path,
     sft_model: Path,
 ) -> str:
-    """Make the page: verdict, results, curves of the trainings, every answer.
-
-    It needs the registration, so the policies are registered when it fails. Raises PipelineError.
-    """
+    """Make the page, after the registration: verdict, results, curves, every answer."""
     try:
         return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)
     except Exception as error:
