@@ -201,6 +201,21 @@ def test_one_phrase_everywhere_is_found_although_sft_repeats_itself():
     assert refusal.startswith("answers with the same phrase: found 100.0%")
 
 
+def test_a_phrase_may_rise_by_a_part_of_what_sft_leaves():
+    """SFT: in a quarter of the answers; the candidate: in 70%."""
+    rng = np.random.default_rng(13)
+    phrase, n = "i hope this helps", PROMPTS
+    few = [f"{text} {phrase}" for text in TEXTS[: n // 4]] + TEXTS[n // 4 : n]
+    many = [f"{text} {phrase}" for text in TEXTS[: n * 7 // 10]] + TEXTS[n * 7 // 10 : n]
+    baseline, candidate = policy(rng, 0.0, kl=0.0, texts=few), policy(rng, 0.9, texts=many)
+    given = Evidence(candidate, baseline, "gold", True)
+    (refusal,) = decide(given, CONFIG).refusals
+    assert "expected at most 47.5%" in refusal
+    (refusal,) = decide(given, RegisterConfig(max_phrase_rise=0.59)).refusals
+    assert "expected at most 69.2%" in refusal
+    assert not decide(given, RegisterConfig(max_phrase_rise=0.61)).refusals
+
+
 def test_the_gate_counts_prompts_not_answers():
     """The same answers four times are no further evidence."""
     rng = np.random.default_rng(12)

@@ -38,7 +38,8 @@ class RegisterConfig(Block):
     max_repetition_rise: float = Field(default=0.1, ge=0, le=1)
     """The share of word triples that repeat within an answer may rise by this much."""
     max_phrase_rise: float = Field(default=0.3, ge=0, le=1)
-    """The share of answers that contain the same four words may rise by this much."""
+    """The share of answers that contain the same four words may rise by this part of what SFT's
+    share leaves to 1. 1: to every answer."""
     max_task_drop: float = Field(default=0.05, ge=0, le=1)
     """The share of documents of a task (`evaluate.tasks`) that are right may fall by this much."""
     min_score_spread: PositiveFloat = 0.1

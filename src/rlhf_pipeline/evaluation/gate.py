@@ -211,9 +211,9 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         repeated[0] <= repeated[1],
     )
     phrase, share = common_phrase([answer.response for answer in evidence.candidate])
-    # SFT may repeat itself: never every answer of the candidate.
+    # A part of the rest, because SFT may repeat itself: the bound stays below 1.
     share_of_sft = theirs["phrase_share"]
-    bound = min(share_of_sft + config.max_phrase_rise, (1 + share_of_sft) / 2)
+    bound = share_of_sft + config.max_phrase_rise * (1 - share_of_sft)
     yield Check(
         "answers with the same phrase",
         f"{share:.1%} with {phrase!r}",
