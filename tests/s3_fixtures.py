@@ -14,7 +14,7 @@ import pytest
 from ports import reserved_port
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # once used, rclone may keep a core busy until it ends
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A real S3 server with key "access" and secret "secret": its URL, and its folder, whose
     subfolders are the buckets."""
