@@ -45,7 +45,7 @@ def shuffled(rows, seed):
     return [(chosen, rejected)[:: coin.choice((1, -1))] for chosen, rejected in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shuffled_preferences_end_the_run_before_ppo(tmp_path):
     project = Project(tmp_path / "data")
     shutil.copytree(PROJECT / "conf", tmp_path / "conf")

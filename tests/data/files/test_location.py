@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
-import fsspec
 import pytest
 
 from rlhf_pipeline.data.files.location import find_files
@@ -112,8 +111,6 @@ def test_an_unknown_file_format(write: Write, tmp_path: Path, name: str) -> None
 
 def test_a_store_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    # An earlier test may have imported it.
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)
     with pytest.raises(
         DataError,
         match=r"s3://bucket/a.jsonl: .* not installed .*pip install --constraint "
