@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -112,7 +112,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
         tasks.add_to(evaluation)
     trained = Manifest.read(job.inputs["reward_model"]).metrics
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
-    write(evaluation, answers, job.export)
+    job.export.mkdir(exist_ok=True)
+    (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
+    write_answers(answers, job.export)
     return headline(evaluation)
 
 
@@ -290,15 +292,8 @@ def gather(own: list[Answer], world: World) -> list[Answer]:
 
 def in_order(policy: str, draws: Mapping[Draw, list[Answer]], count: int) -> list[Answer]:
     """The first draws of a policy together: the answers to one prompt follow each other."""
-    given = chain.from_iterable(zip(*(draws[policy, draw] for draw in range(count)), strict=True))
-    return list(given)
-
-
-def write(evaluation: dict[str, Any], answers: dict[str, list[Answer]], export: Path) -> None:
-    """Write the evaluation as JSON, and every answer of every policy."""
-    export.mkdir(exist_ok=True)
-    (export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
-    write_answers(answers, export)
+    drawn = (draws[policy, draw] for draw in range(count))
+    return [*chain.from_iterable(zip(*drawn, strict=True))]
 
 
 if __name__ == "__main__":

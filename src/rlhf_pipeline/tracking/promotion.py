@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.config.evaluate import CHAMPION
+from rlhf_pipeline.config.evaluate import CHAMPION, JUDGE_PREFIX, TASK_PREFIX
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import (
@@ -91,7 +91,7 @@ def conditions(evaluation: Path) -> dict[str, Any]:
     judges = {
         name: digest
         for name, digest in manifest.inputs.items()
-        if name in ("prompts", "reward_model") or name.startswith(("judges.", "tasks."))
+        if name in ("prompts", "reward_model") or name.startswith((JUDGE_PREFIX, TASK_PREFIX))
     }
     given = manifest.config["evaluate"]
     return {**judges, "seed": manifest.seed, "evaluate": json.dumps(given, sort_keys=True)}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from fsspec.registry import _registry as fsspec_registry
 
 from rlhf_pipeline.data.files.location import find_files
 from rlhf_pipeline.errors import DataError
@@ -111,6 +112,7 @@ def test_an_unknown_file_format(write: Write, tmp_path: Path, name: str) -> None
 
 def test_a_store_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(fsspec_registry, "s3", raising=False)  # an earlier test may have used it
     with pytest.raises(
         DataError,
         match=r"s3://bucket/a.jsonl: .* not installed .*pip install --constraint "
