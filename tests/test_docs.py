@@ -14,7 +14,7 @@ EXTENDING = PROJECT / "docs" / "extending.md"
 PAGES = [
     PROJECT / "README.md",
     PROJECT / "CONTRIBUTING.md",
-    *sorted((PROJECT / "docs").glob("*.md")),
+    *sorted((PROJECT / "docs").rglob("*.md")),
 ]
 
 PATH = re.compile(r"(?<![\w./<{$-])(?:[\w-]+/)+[\w.-]*\.(?:py|md|ya?ml|ipynb|toml|png)\b")
@@ -32,6 +32,8 @@ def folders_of(root: Path) -> set[str]:
 
 
 OWN_FOLDERS = folders_of(PACKAGE) | {"src", "docs", "tests", "conf", "benchmarks", "notebooks"}
+RESULTS = ("conf/local/", "data/tiny/")
+"""Files of the user, and of runs."""
 
 
 def anchors(page: Path) -> set[str]:
@@ -58,7 +60,7 @@ def tree(page: Path) -> list[str]:
 def test_files_exist(page):
     created = {change.path for change in documented_changes(EXTENDING) if not change.is_edit}
     for path in PATH.findall(page.read_text()):
-        if path.split("/")[0] not in OWN_FOLDERS or path.startswith("conf/local/"):
+        if path.split("/")[0] not in OWN_FOLDERS or path.startswith(RESULTS):
             continue
         places = (PROJECT / path, PACKAGE / path, page.parent / path)
         is_example = page == EXTENDING and (path in created or path.startswith("conf/base/"))

@@ -1,0 +1,154 @@
+"""The documentation site: it builds, its links resolve, it loads nothing from elsewhere."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from rlhf_pipeline.cli import cli
+from rlhf_pipeline.reporting.charts import OTHERS, PPO
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.stage_registry import parameter_blocks
+
+PROJECT = Path(__file__).parents[1]
+EXTERNAL = {
+    "arxiv.org",
+    "filesystem-spec.readthedocs.io",
+    "github.com",
+    "kedro.org",
+    "keepachangelog.com",
+    "mlflow.org",
+}
+"""Hosts that pages link to. The tests do not fetch them: check such a link when you add it."""
+
+
+class Page(HTMLParser):
+    """The links of a page, what it loads, and its anchors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.anchors |= {given[key] for key in ("id", "name") if given.get(key)}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif target := given.get("src") or (given.get("href") if tag == "link" else None):
+            self.loads.append(target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages of the site by path, and its folder."""
+    folder = tmp_path_factory.mktemp("site")
+    command = ["-m", "mkdocs", "build", "--quiet", "--strict", f"--site-dir={folder}"]
+    built = subprocess.run(
+        [sys.executable, *command], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {path: Page(path.read_text()) for path in folder.rglob("*.html")}
+    return folder, pages
+
+
+def test_every_link_resolves(site):
+    folder, pages = site
+    faults = []
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue
+        for link in page.links + page.loads:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            known = not parts.fragment or (
+                target in pages and unquote(parts.fragment) in pages[target].anchors
+            )
+            if not target.is_file() or not (known or parts.fragment.startswith("__")):
+                faults.append(f"{path.relative_to(folder)}: {link}")
+    assert faults == []
+    assert len(pages) > 30
+
+
+def test_links_to_other_sites_are_listed(site):
+    _, pages = site
+    links = [urlsplit(link) for page in pages.values() for link in page.links]
+    assert {link.netloc for link in links if link.scheme.startswith("http")} == EXTERNAL
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    _, pages = site
+    assert [each for page in pages.values() for each in page.loads if urlsplit(each).netloc] == []
+
+
+def test_every_parameter_and_command_is_on_its_page(site):
+    folder, _ = site
+    text = (folder / "parameters" / "index.html").read_text()
+    for name, block in parameter_blocks().items():
+        assert f"<code>{name}</code>" in text
+        for field, info in block.model_fields.items():
+            assert f"<td><code>{field}</code></td>" in text, f"{name}.{field}"
+            assert info.description or info.annotation
+    commands = (folder / "commands" / "index.html").read_text()
+    for name in cli.commands["rlhf"].commands:
+        assert f"<code>kedro rlhf {name}</code>" in commands
+
+
+def documented_metrics() -> dict[str, str]:
+    """What healthy looks like, by metric or pattern of metrics."""
+    rows = re.findall(
+        r"^\| (`.+?`) \| .+? \| (.+?) \|$", (PROJECT / "docs/metrics.md").read_text(), re.M
+    )
+    return {name: healthy for names, healthy in rows for name in re.findall(r"`(.+?)`", names)}
+
+
+def is_documented(metric: str, documented: dict[str, str]) -> bool:
+    """Whether a metric has a row: by its name, as held-out metric, or as end of an interval."""
+    name = re.sub(r"_(lower|upper)$", "", metric)
+    held_out = re.match(r"validation(?:_ema)?/(.+)", name)
+    for pattern in documented:
+        regex = re.sub(r"<\w+>", r"[\\w.-]+", re.sub(r"([.])", r"\\\1", pattern))
+        if re.fullmatch(regex, name):
+            return True
+        if held_out and re.fullmatch(rf"(?:\w+/)?{re.escape(held_out[1])}", pattern):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("metric", ["objective/scores", "validation/nothing", "sft_loss"])
+def test_an_unknown_metric_is_not_documented(metric):
+    assert not is_documented(metric, documented_metrics())
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_run_is_documented(project):
+    """Those of every stage, during the run and in the manifests."""
+    metrics = set()
+    for file in (project.root / "07_workspace").rglob("metrics.jsonl"):
+        for record in read_json_lines(file):
+            metrics |= record["metrics"].keys()
+    for file in (project.root / "07_workspace").rglob("manifest.json"):
+        metrics |= json.loads(file.read_text())["metrics"].keys()
+    metrics -= {"step"}
+    assert {"objective/kl", "win_rate/score", "sft/kl_lower"} <= metrics
+    documented = documented_metrics()
+    assert sorted(name for name in metrics if not is_documented(name, documented)) == []
+
+
+@pytest.mark.parametrize("stage", ["ppo", "sft", "reward_model", "dpo"])
+def test_the_page_of_a_run_calls_the_same_healthy(stage):
+    documented = documented_metrics()
+    for _, pattern, note, _ in PPO if stage == "ppo" else OTHERS:
+        metric = pattern.format(stage)
+        if metric in documented:
+            assert note.rstrip(".") in documented[metric], metric
