@@ -1,0 +1,57 @@
+"""The commands of the documentation, and why some of them are not run here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+SHELL = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+NOT_RUN = {
+    "#SBATCH": "needs a SLURM cluster",
+    ".venv-vllm/bin/kedro": "needs vLLM: make vllm",
+    ".venv/bin/pytest": "tests that run by themselves",
+    ".venv/bin/python benchmarks/": "minutes to hours; tests/test_gpu_benchmark.py rehearses",
+    ".venv/bin/python tests/data/sources/test_docs_table.py": "writes docs/data.md",
+    "cat data/tiny/": "the file is tested in tests/data/test_split_report.py",
+    "curl 127.0.0.1:5001": "tests/test_serving.py asks the same server",
+    "deepspeed --num_gpus": "launched by every training test in this form",
+    "kedro rlhf chat": "waits at a terminal; tests/commands/test_chat.py",
+    "kedro rlhf clean --yes": "removes results; tests/stages/cache has tests of clean",
+    "kedro rlhf export": "tests/commands/test_export.py",
+    "kedro rlhf label": "serves until Ctrl-C; tests/labelling",
+    "kedro rlhf serve": "serves until Ctrl-C; tests/commands/test_serve.py",
+    "kedro run --env=hh-rlhf": "needs the file; tests/pipelines/test_published_inputs.py",
+    "kedro run --env=smollm2": "needs the model; tests/test_smollm2.py",
+    "kedro run --pipeline=simpo": "tests/pipelines/test_new_algorithm.py adds the algorithm",
+    "kedro rlhf status --pipeline=simpo": "tests/pipelines/test_new_algorithm.py",
+    "kedro rlhf status --env=tiny --params='ppo.rewards": "needs a file; tests/test_tutorials.py",
+    "make": "a target of the Makefile",
+    "mkdir -p data/01_raw": "makes a folder in the project",
+    "mlflow models serve": "tests/test_serving.py",
+    "python make_pairs.py": "compiled by tests/test_docs.py",
+    "srun": "needs a SLURM cluster",
+}
+"""Beginnings of commands, with the reason why the tests of the documentation do not run them."""
+
+
+def commands(page: Path) -> list[str]:
+    """The commands in the shell blocks of a page, without comments."""
+    found = []
+    for block in SHELL.findall(page.read_text()):
+        for line in block.replace("\\\n", "").splitlines():
+            command = line if line.startswith("#SBATCH") else re.sub(r"(^|\s\s+)#.*", "", line)
+            if command.strip() and not command.startswith("export "):
+                found.append(re.sub(r"^(?:[A-Z_]+=\S* )+", "", command.strip()))
+    return found
+
+
+def as_status(command: str) -> list[str] | None:
+    """The arguments of `kedro rlhf status` that check a `kedro run`; None for another command."""
+    words = shlex.split(command)
+    if words[:2] != ["kedro", "run"] and words[:3] != ["kedro", "rlhf", "status"]:
+        return None
+    options = [word for word in words if word.startswith(("--pipeline=", "--params=", "--env="))]
+    other = [word for word in options if word.startswith("--env=") and word != "--env=tiny"]
+    return None if other else options
