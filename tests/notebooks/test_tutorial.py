@@ -25,8 +25,11 @@ def test_the_notebook_runs(project, tmp_path, monkeypatch):
     ).execute()
     cells = [str(cell.get("outputs")) for cell in notebook.cells if cell.cell_type == "code"]
     printed = "\n".join(cells)
-    for shown in ("reused", "gold", "objective/kl", "ppo.kl.coef"):
+    for shown in ("gold", "objective/kl", "ppo.kl.coef"):
         assert shown in printed, printed
+    for stage in ("sft", "ppo"):
+        copied = project.root / "07_workspace" / stage
+        assert len(list((root / "07_workspace" / stage).iterdir())) == len(list(copied.iterdir()))
 
 
 def test_the_notebook_is_committed_without_outputs():
