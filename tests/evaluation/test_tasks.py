@@ -221,7 +221,7 @@ def test_the_documented_task(policies, world, tmp_path, monkeypatch):
     assert found["policies"]["ppo"]["tasks/capitals/acc"] in (0, 0.5, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_share_the_documents_of_whole_and_of_sharded_policies(
     policies, files, world, on_ranks, monkeypatch
 ):
