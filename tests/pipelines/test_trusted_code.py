@@ -14,7 +14,11 @@ def test_code_is_executed_only_if_trusted_and_exported_with_the_models(project, 
     shutil.copytree(project.newest("02_base_model/base_model"), base)
     bring_code(base, marker)
     mine = type(project)(tmp_path)
-    params = f"base_model.path={base},base_model.architecture=null,base_model.vocab_size=null"
+    params = (
+        f"base_model.path={base},base_model.architecture=null,base_model.vocab_size=null,"
+        "split.max_prompt_tokens=64,split.max_response_tokens=48,"
+        "evaluate.sampling.max_response_tokens=12"
+    )
 
     refused = mine.kedro("--pipeline=full", params=params, check=False)
     assert (

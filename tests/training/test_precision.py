@@ -18,6 +18,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo, ppo_update, sft
 
@@ -129,9 +130,21 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
         (folder / "fp16.json").write_text(json.dumps(log))
 
 
+def answer_alike() -> None:
+    """Let the random draws alone decide the tokens: rounding would change some of them."""
+
+    def drawn(logits, draws, temperature, vocab_size):
+        tokens = (draws * vocab_size).long()
+        logprobs = (logits[:, :vocab_size].float() / temperature).log_softmax(-1)
+        return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+    transformers_generator.sampled = drawn
+
+
 def main(inputs: dict[str, Path], folder: Path) -> None:
     """Run every setting, then fp16."""
     world = join(1, timeout_s=600)
+    answer_alike()
     for name, (precision, *stages) in SETTINGS.items():
         run_sft(name, precision, stages[0], inputs, folder)
         run_ppo(name, precision, stages, STEPS, inputs, folder)
@@ -195,10 +208,9 @@ def test_sft_in_bf16_stays_close_to_fp32(results, name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "fp32"])
 def test_ppo_in_bf16_stays_close_to_fp32(results, name):
-    """The bound is 2 % of the entropy in each step.
+    """The bound is 2 % of the entropy in each step, and of the value loss at the first step.
 
-    Other numbers depend on the sampled tokens, and rounding changes some of them. So the bound is
-    20 % of the value loss, at the first step.
+    Later, the value loss depends on what the critic has learned from steps of another precision.
     """
     expected, found = metrics(results, "ppo, fp32"), metrics(results, f"ppo, {name}")
     assert len(found) == len(expected) == STEPS
@@ -206,7 +218,7 @@ def test_ppo_in_bf16_stays_close_to_fp32(results, name):
     for whole, half in zip(expected, found, strict=True):
         assert half["policy/entropy"] == pytest.approx(whole["policy/entropy"], rel=0.02)
         assert half["policy/ratio"] == pytest.approx(1.0, abs=0.02)
-    assert found[0]["value/loss"] == pytest.approx(expected[0]["value/loss"], rel=0.2)
+    assert found[0]["value/loss"] == pytest.approx(expected[0]["value/loss"], rel=0.02)
 
 
 @pytest.mark.long
