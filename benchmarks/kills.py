@@ -157,7 +157,11 @@ def run_stage(
         "start_s": records[0]["time"] - start,
         "training_s": records[-1]["time"] - records[0]["time"],
         "resumed_from": json.loads((directory / "job.json").read_text())["resume_from"],
-        "weights": {name: entry["sha256"] for name, entry in manifest["files"].items()},
+        "weights": {  # the export's copy of the metrics contains times
+            name: entry["sha256"]
+            for name, entry in manifest["files"].items()
+            if name.endswith(".safetensors")
+        },
         "metrics": [
             (r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")})
             for r in records

@@ -16,6 +16,7 @@ NOT_RUN = {
     ".venv/bin/python tests/data/sources/test_docs_table.py": "writes docs/data.md",
     "cat data/tiny/": "the file is tested in tests/data/test_split_report.py",
     "curl 127.0.0.1:5001": "tests/test_serving.py asks the same server",
+    "kedro run --pipeline=full --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
     "deepspeed --num_gpus": "launched by every training test in this form",
     "kedro rlhf chat": "waits at a terminal; tests/commands/test_chat.py",
     "kedro rlhf clean --yes": "removes results; tests/stages/cache has tests of clean",

@@ -38,6 +38,7 @@ from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
 from rlhf_pipeline.stages.job import STAGES, Stages
+from rlhf_pipeline.stages.launch.cluster import Cluster, serve_other_node
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
@@ -65,8 +66,12 @@ class PreflightHook:
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Check what the chosen nodes need: rows for each phase, a free port."""
+        """Check what the chosen nodes need: rows for each phase, a free port.
+
+        On a machine that another one drives, this hook does its part of the run and ends it.
+        """
         provide_default_blocks(catalog)
+        serve_other_node(launch_config(catalog))
         nodes = {node.name for node in pipeline.nodes}
         split = SplitConfig.model_validate(catalog.load("params:split"))
         check_phases(split.weights, nodes)
@@ -146,6 +151,7 @@ class StagesHook:
         self._console = console
         self._project = Path()
         self._tracker: MlflowTracker | None = None
+        self._cluster = Cluster()
         self._chosen: dict[str, Any] = {}
         self._summary = ""
 
@@ -168,7 +174,9 @@ class StagesHook:
         changes = changes_since(published_inputs(pipeline, catalog), catalog, context)
         if catalog.load("parameters").get("inputs") != "newest":
             refuse_mixture(changes, whole_run(run_params, pipeline))
-        provide_stages(catalog, StageRunner(replace(context, mixture=changes)))
+        self._cluster = Cluster(context.launch)
+        context = replace(context, mixture=changes, cluster=self._cluster)
+        provide_stages(catalog, StageRunner(context))
         catalog[PROJECT] = MemoryDataset(self._project, copy_mode="assign")
         self._tracker = tracker
         tracker.describe(run_name(run_params), run_tags(run_params) | mixture_tag(changes), chosen)
@@ -205,6 +213,7 @@ class StagesHook:
         self._end(status, f"**{status.capitalize()}**\n\n```\n{reason}\n```")
 
     def _end(self, status: Status, summary: str) -> None:
+        self._cluster.close(0 if status == "FINISHED" else 1)
         if self._tracker is not None:
             self._tracker.end(status, summary)
             self._tracker = None

@@ -25,7 +25,7 @@ from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
-from rlhf_pipeline.stages.launch.resources import process_count
+from rlhf_pipeline.stages.launch.layout import node_layout
 
 
 def unknown_names(parameters: Mapping[str, Any]) -> Iterator[str]:
@@ -59,13 +59,18 @@ def misfits(parameters: Mapping[str, Any], gpus: int) -> Iterator[str]:
         for name, block in parameter_blocks().items()
     }
     values = dict(leaves(as_json(blocks)))
-    processes = process_count(LaunchConfig.model_validate(parameters["launch"]), gpus)
+    try:
+        layout = node_layout(LaunchConfig.model_validate(parameters["launch"]), gpus)
+    except ConfigError as error:
+        yield str(error)
+        return
+    processes = sum(layout.ranks)
     base_model = BaseModelConfig.model_validate(parameters["base_model"])
     split = SplitConfig.model_validate(parameters["split"])
     ppo = PPOConfig.model_validate(parameters["ppo"])
     evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
     yield from list(batch_size_faults(values, processes)) or group_faults(ppo, processes)
-    yield from machine_faults(values, processes, gpus)
+    yield from machine_faults(values, layout.ranks[layout.node], gpus)
     yield from source_faults("split.sources", split.records(), wants_text=False)
     yield from path_faults(base_model.path)
     if ppo.ptx is not None and split.pretraining is None:

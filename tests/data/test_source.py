@@ -21,7 +21,8 @@ from rlhf_pipeline.pipelines.split.nodes import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages import events
-from rlhf_pipeline.stages.cache import fingerprint
+from rlhf_pipeline.stages.cache import code, fingerprint
+from rlhf_pipeline.stages.cache.code import code_digests
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
@@ -195,7 +196,7 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = shutil.copytree(Path(rlhf_pipeline.__file__).parent, tmp_path / "rlhf_pipeline")
-    monkeypatch.setattr(fingerprint, "ROOT", package)
+    monkeypatch.setattr(code, "ROOT", package)
 
     def keys() -> dict[str, str]:
         hub = ("Anthropic/hh-rlhf", "Dahoas/rm-static", "tatsu-lab/alpaca")
@@ -218,6 +219,4 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
 
 def test_the_code_of_adapters_does_not_count_for_stages_that_read_records() -> None:
     for program in ("rlhf_pipeline.data.split", "rlhf_pipeline.models.base_model"):
-        assert not [
-            name for name in fingerprint.code_digests(program) if name.startswith("data/sources/")
-        ]
+        assert not [name for name in code_digests(program) if name.startswith("data/sources/")]

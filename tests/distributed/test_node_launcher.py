@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlhf_pipeline.stages.launch.launcher import NODE_LAUNCHER
+from rlhf_pipeline.stages.launch.node_program import NODE_LAUNCHER
 
 BY_IMPORTS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID"}
 """Variables that `import deepspeed` sets, in the launcher and again in each rank."""

@@ -23,7 +23,7 @@ from rlhf_pipeline.hooks import provide_stages, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import run
-from rlhf_pipeline.stages.cache import fingerprint
+from rlhf_pipeline.stages.cache import code
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import StageSpec
@@ -107,8 +107,8 @@ def world(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "launch", write)
         ignored = shutil.ignore_patterns("__pycache__")
-        package = shutil.copytree(fingerprint.ROOT, root / "package", ignore=ignored)
-        patch.setattr(fingerprint, "ROOT", package)
+        package = shutil.copytree(code.ROOT, root / "package", ignore=ignored)
+        patch.setattr(code, "ROOT", package)
         world = World(root, launched)
         world.unchanged = world.catalog()
         assert sorted(world.run(world.unchanged)) == sorted(STAGES)
@@ -301,7 +301,7 @@ def edit():
     edited = {}
 
     def edit(name: str, pattern: str, replacement: str) -> None:
-        file = fingerprint.ROOT / name
+        file = code.ROOT / name
         edited[file] = file.read_text()
         text, count = re.subn(pattern, replacement, edited[file], count=1)
         assert count == 1, f"{name} does not contain {pattern}"
@@ -328,7 +328,7 @@ def test_code_reruns_the_stages_that_execute_it(world, edit, change):
 
 def test_a_registered_stage_reruns_nothing(world, monkeypatch, tmp_path):
     package = tmp_path / "another_policy"
-    shutil.copytree(fingerprint.ROOT / "pipelines" / "dpo", package)
+    shutil.copytree(code.ROOT / "pipelines" / "dpo", package)
     for file in package.glob("*.py"):
         text = file.read_text().replace('blocks={"dpo": DPOConfig}', "blocks={}")
         file.write_text(text.replace('name="dpo"', 'name="another"'))

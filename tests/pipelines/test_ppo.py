@@ -8,7 +8,8 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.ppo.nodes import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.stages.cache.fingerprint import _version, fingerprint, recipe
+from rlhf_pipeline.stages.cache.code import library_version
+from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 
@@ -65,4 +66,4 @@ def test_a_split_without_text_is_refused_with_the_ptx_loss(key):
 def test_the_version_of_vllm_is_part_of_the_recipe(tmp_path, monkeypatch):
     """Its package has another name on machines without a GPU."""
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["pytest"]})
-    assert _version.__wrapped__("vllm") == pytest.__version__
+    assert library_version.__wrapped__("vllm") == pytest.__version__

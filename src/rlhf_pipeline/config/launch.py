@@ -1,6 +1,8 @@
-"""How training programs are launched. Only `processes` can change a result."""
+"""How training programs are launched. Only the number of ranks can change a result."""
 
-from pydantic import Field
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from rlhf_pipeline.config.block import Block, operational
 
@@ -9,9 +11,35 @@ class LaunchConfig(Block):
     """Parameters of the `deepspeed` launcher."""
 
     processes: int | None = Field(default=None, ge=1)
-    """Number of ranks (training processes) on this machine. Every global batch size must be a
-    multiple of it. It is part of the recipe, because it changes the order of floating-point sums.
-    None: one per GPU, or two without a GPU."""
+    """Number of ranks (training processes) on each node. Every global batch size must be a multiple
+    of the number of all ranks, which is part of the recipe, because it changes the order of
+    floating-point sums. None: one per GPU, or two without a GPU; with a hostfile, its slots."""
+    mode: Literal["local", "hostfile", "rank_env", "command"] = operational("local")
+    """The nodes (machines) that train together (docs/cluster.md). local: this machine alone.
+    hostfile: those of `hostfile`, on which DeepSpeed's launcher starts an agent. rank_env: a
+    scheduler starts `kedro run` on each node. command: those on which `command` starts an agent."""
+    hostfile: str | None = operational(None)
+    """DeepSpeed's file of hosts, with lines such as `worker-1 slots=8`. The first is this machine.
+    Files elsewhere, such as /job/hostfile, are never read."""
+    launcher: Literal["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"] = operational("pdsh")
+    """DeepSpeed's launcher that starts the agents of a hostfile."""
+    launcher_args: str = operational("")
+    """Further arguments of that launcher, as `deepspeed --launcher_args` takes them."""
+    nodes: int | None = operational(None, ge=2)
+    """Number of nodes with `command`, this machine included."""
+    command: str | None = operational(None)
+    """Command that starts an agent, which replaces {command}, on the other nodes: once for all of
+    them, such as `srun --nodes=3 --ntasks-per-node=1 {command}`; or, if it contains {node}, once
+    for each number from 1, such as `kubectl exec worker-{node} -- {command}`."""
+    address: str | None = operational(None)
+    """Name or address of this machine that the other nodes reach. None: the first host of the
+    hostfile, the scheduler's master address, or the name of this machine."""
+    port: int = operational(29511, ge=1024, le=65535)
+    """TCP port of this machine to which the agents of the other nodes connect."""
+    node_timeout_s: float = operational(30.0, ge=1)
+    """Seconds of silence after which a node counts as lost, and the stage ends everywhere."""
+    start_timeout_s: float = operational(600.0, gt=0)
+    """Seconds that the other nodes have to connect."""
     continue_from: int | None = operational(None, ge=1)
     """Number of ranks of earlier runs: their finished stages are reused, and an unfinished stage
     resumes from its checkpoint on the present ranks. None: another number of ranks starts anew."""
@@ -36,3 +64,13 @@ class LaunchConfig(Block):
     to the longest row, which is never cut. Global batch sizes do not change, so the result is equal
     up to rounding. The manifest records the sizes. A rank killed by the kernel does not count as
     out of memory."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        needed = {"hostfile": ["hostfile"], "command": ["command", "nodes"]}.get(self.mode, [])
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"{name}: found null, expected a value with mode {self.mode}")
+        if self.command is not None and "{command}" not in self.command:
+            raise ValueError(f"command: found {self.command!r}, expected it to contain {{command}}")
+        return self

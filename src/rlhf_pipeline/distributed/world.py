@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from rlhf_pipeline.distributed.lean_deepspeed import deepspeed, get_accelerator
 from rlhf_pipeline.errors import StageError
 
 T = TypeVar("T")
-LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def join(seed: int, *, timeout_s: float) -> World:
     # compiler and leaves 69 MB per rank in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = take_device()  # before NCCL, which would take the first GPU on every rank
-    if os.environ["MASTER_ADDR"] == LOOPBACK and not torch.distributed.is_initialized():
-        _meet_on_loopback(timedelta(seconds=timeout_s))
+    if not torch.distributed.is_initialized():
+        _meet(timedelta(seconds=timeout_s))
     deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -96,24 +97,41 @@ def join(seed: int, *, timeout_s: float) -> World:
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, host)
 
 
-def _meet_on_loopback(timeout: timedelta) -> None:
-    """Create a process group that only this machine can reach.
+def _meet(timeout: timedelta) -> None:
+    """Create a process group through a store that listens on MASTER_ADDR alone.
 
     The store that torch creates by itself listens on every interface and accepts any command.
     """
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    listener = None
+    address, listener = socket.gethostbyname(os.environ["MASTER_ADDR"]), None
     if rank == 0:
-        listener = socket.create_server((LOOPBACK, port), backlog=size).detach()
+        listener = socket.create_server((address, port), backlog=size).detach()
     store = torch.distributed.TCPStore(
-        LOOPBACK, port, size, rank == 0, timeout, master_listen_fd=listener
+        address, port, size, rank == 0, timeout, master_listen_fd=listener
     )
-    if LOOPBACK_INTERFACE in [name for _, name in socket.if_nameindex()]:
+    if (interface := _interface_to(address)) is not None:
         # By default, Gloo uses the interface that the machine's name resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = get_accelerator().communication_backend_name()
     torch.distributed.init_process_group(
         backend, timeout=timeout, world_size=size, rank=rank, store=store
+    )
+
+
+def _interface_to(address: str) -> str | None:
+    """The network interface by which this machine reaches an address; None if it is unknown."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))  # sends nothing
+        own = probe.getsockname()[0]
+    if own.startswith("127."):
+        own = LOOPBACK
+    return next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if own in [each.address for each in addresses]
+        ),
+        None,
     )
 
 

@@ -23,6 +23,9 @@ from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
 ERRORS = "errors"
 """Folder of the work directory in which a failing rank writes its reason: `<time>-rank<n>.txt`."""
 
+SEPARATE_FILES = "RLHF_SEPARATE_FILES"
+"""Environment variable of ranks whose node does not share the file system of rank 0."""
+
 REASON_CHARACTERS = 2**14
 """Length of the longest reason; a longer one is cut at its beginning."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.stages.events import StageListener
+from rlhf_pipeline.stages.launch.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class RunContext:
     `inputs` accepts them."""
     listener: StageListener = field(default_factory=StageListener)
     """Follows every stage."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """The other nodes."""
 
 
 def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:

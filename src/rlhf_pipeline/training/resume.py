@@ -16,6 +16,11 @@ import torch
 
 from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
+from rlhf_pipeline.distributed.separate_files import (
+    collect,
+    has_separate_files,
+    leads_file_system,
+)
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat
@@ -29,7 +34,7 @@ class Checkpoints:
     """Saves and restores the state of one training program; obeys SIGTERM after a whole step."""
 
     directory: Path
-    """All ranks share it."""
+    """Rank 0 keeps the checkpoints there. Ranks with files of their own send theirs."""
     world: World
     engines: Mapping[str, DeepSpeedEngine]
     """By the model's name."""
@@ -82,19 +87,23 @@ class Checkpoints:
         final = checkpoint_path(self.directory, step)
         partial = final.with_name(final.name + ".partial")
         own: dict[str, FileEntry] = {}  # the files that this rank writes
-        if self.world.rank == 0:
+        if leads_file_system(self.world):
             self._require_space(step)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for name in self.engines:
                 (partial / name).mkdir()
+        if self.world.rank == 0:
             (partial / "loop.json").write_text(json.dumps(loop))
             own["loop.json"] = FileEntry.of(partial / "loop.json")
         self.world.barrier()
         for name, engine in self.engines.items():
             files = save_engine(engine, partial / name, average=self.averages.get(name))
             own |= {f"{name}/{file}": entry for file, entry in files.items()}
+        collect(self.world, partial, own)
         written = self.world.gather(own)
+        if has_separate_files() and leads_file_system(self.world):
+            shutil.rmtree(self.directory)
         if self.world.rank == 0:
             seal(partial, {name: entry for files in written for name, entry in files.items()})
             shutil.rmtree(final, ignore_errors=True)

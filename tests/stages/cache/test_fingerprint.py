@@ -8,8 +8,10 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.training import OptimizerConfig, SFTConfig
 from rlhf_pipeline.pipelines.sft.nodes import SPEC
 from rlhf_pipeline.stage_registry import stage_specs
-from rlhf_pipeline.stages.cache import fingerprint as module
-from rlhf_pipeline.stages.cache.fingerprint import code_digests, fingerprint, recipe
+from rlhf_pipeline.stages.cache import code as module
+from rlhf_pipeline.stages.cache import fingerprint as fingerprint_module
+from rlhf_pipeline.stages.cache.code import code_digests
+from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe
 from rlhf_pipeline.stages.job import Job
 
 
@@ -52,7 +54,7 @@ def test_the_log_interval_does_not_change_it():
 
 def test_library_versions_change_it(monkeypatch):
     before = key(job())
-    monkeypatch.setattr(module, "_version", lambda name: "0")
+    monkeypatch.setattr(fingerprint_module, "library_version", lambda name: "0")
     assert key(job()) != before
 
 

@@ -19,7 +19,8 @@ from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, StageSpec
 from rlhf_pipeline.stages.launch import launcher
-from rlhf_pipeline.stages.launch.launcher import _kill_group, _let_save, _signals_raise
+from rlhf_pipeline.stages.launch.launcher import _let_save, _signals_raise
+from rlhf_pipeline.stages.launch.node_program import kill_group
 from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.run import StageRunner
 
@@ -199,9 +200,9 @@ def test_a_second_signal_kills_the_program_at_once(tmp_path):
         with _signals_raise(), pytest.raises(Interrupted, match="SIGINT"):
             again.start()
             try:
-                _let_save(Ranks(tmp_path, 1, None), "toy", 200.0)
+                _let_save(Ranks(tmp_path, range(1), None), "toy", 200.0)
             finally:
-                _kill_group(process)
+                kill_group(process)
         assert time.monotonic() - start < 200
         assert process.returncode == -signal.SIGKILL
         with pytest.raises(ProcessLookupError):

@@ -7,10 +7,10 @@ from ports import reserved_port
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.stages.launch.layout import rank_count
 from rlhf_pipeline.stages.launch.resources import (
     free_port,
     gpu_count,
-    process_count,
     rank_devices,
     visible_gpus,
 )
@@ -64,7 +64,7 @@ def machine(monkeypatch, nvidia_smi):
 def test_gpus_are_those_that_the_environment_shows(machine, variables, expected):
     machine(4, **variables)
     assert visible_gpus() == expected
-    assert process_count(LaunchConfig(), gpu_count()) == (len(expected) or 2)
+    assert rank_count(LaunchConfig(), gpu_count()) == (len(expected) or 2)
 
 
 @pytest.mark.parametrize(
@@ -104,5 +104,5 @@ def test_each_rank_gets_a_gpu_and_without_one_all_are_hidden(machine):
 def test_two_processes_run_without_a_gpu(machine, visible):
     machine(4, CUDA_VISIBLE_DEVICES=visible)
     assert gpu_count() == 0
-    assert process_count(LaunchConfig(), gpu_count()) == 2
-    assert process_count(LaunchConfig(processes=3), gpu_count()) == 3
+    assert rank_count(LaunchConfig(), gpu_count()) == 2
+    assert rank_count(LaunchConfig(processes=3), gpu_count()) == 3

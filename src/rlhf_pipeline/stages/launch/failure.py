@@ -49,9 +49,11 @@ class Attempt:
     """The launcher ended while ranks were still running."""
     stuck: str | None = None
     """The watchdog's report of the rank that hangs."""
+    lost: str | None = None
+    """The node that can no longer be reached, and why."""
     seconds: float = 0.0
     kernel_kills: int | None = None
-    """Processes on this machine that the kernel killed for lack of memory during the launch.
+    """Processes on all nodes that the kernel killed for lack of memory during the launch.
     None: unknown."""
 
 
@@ -132,13 +134,17 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
     A rank that is killed cannot report it, but its peers report that they lost it. Such reports
     therefore count last, and an unexplained death counts before any report that came later.
     """
+    if attempt.lost is not None:
+        return attempt.lost, None
     if attempt.stuck is not None:
         return attempt.stuck, None
     log = attempt.run.directory / LOG
-    reports = sorted((attempt.run.directory / ERRORS).glob("*.txt"))  # by time
-    causes = [report for report in reports if not FOLLOW_UP.search(report.read_text())]
+    reports = _reports(attempt.run.directory)
+    first_causes = causes(attempt.run.directory)
     deaths = sorted(attempt.ranks.deaths.values(), key=lambda death: death.seen)
-    death = next((death for death in deaths if not causes or _precedes(death, causes[0])), None)
+    death = next(
+        (death for death in deaths if not first_causes or _precedes(death, first_causes[0])), None
+    )
     killed = attempt.code is not None and attempt.code < 0
     status = attempt.code if killed else _logged_status(log)
     if death is not None:
@@ -151,8 +157,14 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
             return reason + _tail(log), status
         exited = status is None or status > 0
         return reason + (_full_disk(log.parent) if exited else ""), status
-    if causes:
-        return _content(causes[0]), None
+    if first_causes:
+        return _content(first_causes[0]), None
+    if (node := attempt.ranks.failed_node) is not None:
+        node_log = log.with_name(f"program-node{node.number}.log")
+        return (
+            f"{node}: DeepSpeed's launcher ended with exit code {node.code}{_tail(node_log)}",
+            None,
+        )
     if attempt.orphaned:
         return "the launcher was ended while its ranks were running", status
     if status is not None and status < 0:
@@ -160,6 +172,15 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
     if reports:  # reports of a lost peer only
         return f"{_content(reports[0])}{_tail(log)}", None
     return f"no rank left a reason{_full_disk(log.parent)}{_tail(log)}", None
+
+
+def causes(directory: Path) -> list[Path]:
+    """The reports of ranks in a work directory by time, without those of a lost peer."""
+    return [report for report in _reports(directory) if not FOLLOW_UP.search(report.read_text())]
+
+
+def _reports(directory: Path) -> list[Path]:
+    return sorted((directory / ERRORS).glob("*.txt"))
 
 
 def _precedes(death: Death, report: Path) -> bool:
@@ -178,7 +199,8 @@ def _content(report: Path) -> str:
 
 
 def _tail(log: Path) -> str:
-    return "; the log ends with\n" + "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return "; the log ends with\n" + "\n".join(lines[-20:])
 
 
 def _logged_status(log: Path) -> int | None:
@@ -196,6 +218,8 @@ def _death(status: int | None) -> str:
 def _end(attempt: Attempt) -> str:
     """How the launch ended, in words."""
     code = attempt.code
+    if attempt.lost is not None:
+        return "a node is lost, the ranks on the others were ended"
     if attempt.stuck is not None:
         return "ended by the watchdog"
     if code is None:

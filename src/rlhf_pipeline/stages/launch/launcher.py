@@ -1,21 +1,17 @@
 """Start a stage's program, follow it, and end it together with every process that it started."""
 
-import base64
 import json
 import logging
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
@@ -25,19 +21,16 @@ from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.stages.job import StageSpec
-from rlhf_pipeline.stages.launch.failure import LOG, Attempt, kernel_kills, stage_error
+from rlhf_pipeline.stages.launch.failure import Attempt, causes, kernel_kills, stage_error
 from rlhf_pipeline.stages.launch.hints import PORT
+from rlhf_pipeline.stages.launch.layout import node_layout
+from rlhf_pipeline.stages.launch.node_program import NodeProgram, kill_group
 from rlhf_pipeline.stages.launch.ranks import Ranks
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, process_count, rank_devices
-from rlhf_pipeline.stages.processes import guarded, process_identity, start
+from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 
 logger = logging.getLogger(__name__)
 
-NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
-"""Module that starts the ranks of one machine."""
 POLL_S = 0.2
-KILLED_S = 5.0
-"""Seconds that killed processes have to disappear."""
 WARN_S = 1.0
 """Seconds after SIGTERM until a warning says why the ranks have not ended."""
 SETTLE_S = 1.5
@@ -71,61 +64,75 @@ def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
         shutil.rmtree(run.directory / folder, ignore_errors=True)
     config = context.launch
-    processes = process_count(config, gpu_count()) if spec.distributed else 1
-    command = _command(spec, run.directory / "job.json", config, processes)
-    environment = _environment(spec, run.directory, processes)
-    ranks = Ranks(run.directory, processes, config.hang_timeout_s if spec.distributed else None)
+    nodes = context.cluster.nodes() if spec.distributed else []
     start, kills_before = time.monotonic(), kernel_kills()
-    attempt = _supervise(Attempt(run, config, command, ranks), environment, context.listener)
+    program = NodeProgram(spec.program, str(run.directory), spec.distributed)
+    if spec.distributed:
+        layout = node_layout(config, gpu_count())
+        program = replace(
+            program,
+            ranks=layout.ranks,
+            address=context.cluster.address,
+            port=free_port(config.master_port),
+        )
+    hang_timeout_s = config.hang_timeout_s if spec.distributed else None
+    ranks = Ranks(run.directory, program.own_ranks, hang_timeout_s, nodes)
+    attempt = _supervise(Attempt(run, config, program.command, ranks), program, context.listener)
     if attempt.code != 0 or not (run.export / NAME).is_file():
         kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
+        if kills is not None:
+            kills += sum(node.kernel_kills for node in nodes)
         seconds = time.monotonic() - start
         raise stage_error(replace(attempt, seconds=seconds, kernel_kills=kills))
 
 
-def _supervise(attempt: Attempt, environment: dict[str, str], listener: StageListener) -> Attempt:
+def _supervise(attempt: Attempt, program: NodeProgram, listener: StageListener) -> Attempt:
     """Start a program, follow it, end all its processes; return how it ended.
 
     If every rank has finished, this function does not wait for DeepSpeed's launcher, which takes
     one or two more seconds to notice.
     """
     run, ranks = attempt.run, attempt.ranks
-    with (
-        _signals_raise(),
-        (run.directory / LOG).open("wb") as output,
-        guarded(environment[heartbeat.LAUNCH], environment["PYTHONPATH"]),
-    ):
-        process = start(
-            attempt.command,
-            environment,
-            stdin=subprocess.DEVNULL,  # nobody can answer a library that asks a question
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    with _signals_raise(), _on_nodes(run, ranks, program), program.running() as process:
         tail = _MetricsTail(run, listener)
         try:
             stuck = _follow(process, ranks, tail, attempt.config)
             code = 0 if ranks.finished else process.poll()
             orphaned = code is not None and bool(ranks.alive)
+            lost = ranks.lost
         except BaseException:  # a signal to this process, or an error of a listener
             _let_save(ranks, run.stage, attempt.config.grace_s)
             raise
         finally:
-            _kill_group(process)
+            kill_group(process)
             tail.forward()
-    return replace(attempt, code=code, stuck=stuck, orphaned=orphaned)
+    return replace(attempt, code=code, stuck=stuck, orphaned=orphaned, lost=lost)
+
+
+@contextmanager
+def _on_nodes(run: StageRun, ranks: Ranks, program: NodeProgram) -> Iterator[None]:
+    """Run the program on the other nodes inside the block."""
+    separate = [node.prepare(run) for node in ranks.nodes]
+    try:
+        for node, is_separate in zip(ranks.nodes, separate, strict=True):
+            log = f"program-node{node.number}.log"
+            node.start(replace(program, node=node.number, log=log, separate_files=is_separate))
+        yield
+    finally:
+        for node in ranks.nodes:
+            node.end()
 
 
 def _follow(
     process: subprocess.Popen[bytes], ranks: Ranks, tail: "_MetricsTail", config: LaunchConfig
 ) -> str | None:
-    """Wait until a program ends, a rank fails, or no rank makes progress.
+    """Wait until a program ends, a rank fails, a node is lost, or no rank makes progress.
 
     Returns:
         The report of the rank that hangs, or None.
     """
-    stuck = None
-    while process.poll() is None and ranks.failed_s < SETTLE_S and not ranks.finished:
+    stuck, run = None, tail.run
+    while not _ended(process, ranks) and ranks.failed_s < _settle_s(run, ranks, config):
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
@@ -140,41 +147,23 @@ def _follow(
     return stuck
 
 
-def _command(spec: StageSpec, job_file: Path, config: LaunchConfig, processes: int) -> list[str]:
-    if not spec.distributed:
-        return [sys.executable, "-m", spec.program, str(job_file)]
-    # The command `deepspeed` discards CUDA_VISIBLE_DEVICES and accepts numbers only. The launcher
-    # that it starts on each machine takes any names of GPUs, one for each rank.
-    world = {"localhost": rank_devices(processes)}
-    options = {
-        "world_info": base64.urlsafe_b64encode(json.dumps(world).encode()).decode(),
-        "master_port": free_port(config.master_port),
-    }
-    return [
-        *(sys.executable, "-m", NODE_LAUNCHER),
-        *(f"--{name}={value}" for name, value in options.items()),
-        *("--no_local_rank", "--module", spec.program, str(job_file)),
-    ]
+def _ended(process: subprocess.Popen[bytes], ranks: Ranks) -> bool:
+    """Whether the program has ended on all nodes, or has failed on one of them."""
+    if ranks.finished or ranks.lost is not None or ranks.failed_node is not None:
+        return True
+    code = process.poll()
+    return code is not None and (code != 0 or not ranks.nodes or not ranks.alive)
 
 
-def _environment(spec: StageSpec, directory: Path, processes: int) -> dict[str, str]:
-    """The program's environment: it has this package; the ranks share the cores."""
-    source = Path(rlhf_pipeline.__file__).parent.parent
-    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONUNBUFFERED": "1",
-        # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
-        "DISABLE_SAFETENSORS_CONVERSION": "1",
-        heartbeat.LAUNCH: f"{process_identity(os.getpid())} {directory.resolve()}",
-    }
-    gpus = gpu_count()
-    if spec.distributed:
-        settings["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"
-        settings["TOKENIZERS_PARALLELISM"] = "false"  # each rank would use all cores
-    if gpus == 0:
-        settings["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
-    return os.environ | settings
+def _settle_s(run: StageRun, ranks: Ranks, config: LaunchConfig) -> float:
+    """Seconds that the other ranks have to report after a rank has failed.
+
+    Ranks that lost a peer report it at once. The peer's node may be lost, which takes longer to
+    notice.
+    """
+    if ranks.nodes and not ranks.deaths and not causes(run.directory):
+        return config.node_timeout_s + SETTLE_S
+    return SETTLE_S
 
 
 @contextmanager
@@ -233,21 +222,6 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
             )
             warned = True
         time.sleep(POLL_S / 4)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's process group, and wait a little until it is gone.
-
-    Ranks would outlive their launcher otherwise. After a failure they cannot finish their step.
-    """
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + KILLED_S
-        while time.monotonic() < deadline:
-            process.poll()  # reaps the leader, otherwise the empty group would still exist
-            os.killpg(process.pid, 0)
-            time.sleep(POLL_S / 4)
-    process.wait()
 
 
 class _MetricsTail:

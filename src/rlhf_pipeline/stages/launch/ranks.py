@@ -1,5 +1,7 @@
 """The ranks of a launch as the driver sees them: their progress, and which of them ended too early.
 
+The ranks of this machine write files; agents report those of other nodes.
+
 DeepSpeed's launcher checks the ranks once a second and returns the exit code of the first failed
 rank that it meets, which may have failed only because a peer was lost. So the driver checks the
 ranks itself, more often.
@@ -8,6 +10,7 @@ ranks itself, more often.
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,13 @@ import psutil
 
 from rlhf_pipeline.runtime.heartbeat import Heartbeat, read_heartbeats
 from rlhf_pipeline.runtime.program import ERRORS
+from rlhf_pipeline.stages.launch.remote_node import RemoteNode
 
+ALIVE = ("running", "stopped")
+STATES: dict[int | str, str] = {
+    "stopped": ", its process is stopped",
+    "gone": ", its process has ended",
+}
 STARTUP_S = 300.0
 """Seconds that the ranks have at least for their first report: imports come before it."""
 
@@ -34,12 +43,28 @@ class Death:
 
 
 class Ranks:
-    """Follows the ranks through the files they write and the kernel's table of processes."""
+    """Follows the ranks through the files they write and the kernel's table of processes.
 
-    def __init__(self, directory: Path, processes: int, hang_timeout_s: float | None) -> None:
+    Args:
+        directory: the work directory.
+        own: the ranks on this machine.
+        hang_timeout_s: seconds without progress after which the ranks count as stuck, or None.
+        nodes: the other nodes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        own: range,
+        hang_timeout_s: float | None,
+        nodes: Sequence[RemoteNode] = (),
+    ) -> None:
         self._directory = directory
-        self.processes = processes
+        self._own = own
         self._hang_timeout_s = hang_timeout_s
+        self.nodes = nodes
+        self._node_of = {rank: node for node in nodes for rank in node.ranks}
+        self.processes = len(own) + len(self._node_of)
         self.heartbeats: dict[int, Heartbeat] = {}
         self.deaths: dict[int, Death] = {}
         self._progressed = time.monotonic()
@@ -49,8 +74,8 @@ class Ranks:
         """Read heartbeats, reports and the table of processes; called several times a second."""
         ended = {
             rank: status
-            for rank, heartbeat in self.heartbeats.items()
-            if rank not in self.deaths and (status := _status(heartbeat.pid)) != "running"
+            for rank in self.heartbeats
+            if rank not in self.deaths and (status := self.status(rank)) not in ALIVE
         }
         self.read()  # after the table of processes: a rank writes a last heartbeat before it ends
         newest = self.heartbeats
@@ -65,7 +90,11 @@ class Ranks:
 
     def read(self) -> list[int]:
         """Read the heartbeats, without judging what has ended; return the ranks that are alive."""
-        newest = read_heartbeats(self._directory)
+        found = read_heartbeats(self._directory)  # a shared folder contains those of all nodes
+        newest = {rank: heartbeat for rank, heartbeat in found.items() if rank in self._own}
+        for node in self.nodes:
+            node.update()
+            newest |= node.heartbeats
         if newest != self.heartbeats:
             self.heartbeats, self._progressed = newest, time.monotonic()
         return self.alive
@@ -83,12 +112,27 @@ class Ranks:
 
     @property
     def alive(self) -> list[int]:
-        """Ranks that are running on this machine."""
+        """Ranks that are running. Those of a program started by hand are unknown."""
         return [
             rank
-            for rank, h in sorted(self.heartbeats.items())
-            if h.pid is not None and _status(h.pid) == "running"
+            for rank, heartbeat in sorted(self.heartbeats.items())
+            if heartbeat.pid is not None and self.status(rank) in ALIVE
         ]
+
+    @property
+    def lost(self) -> str | None:
+        """Why a node can no longer be reached; None while all can."""
+        return next((node.lost for node in self.nodes if node.lost is not None), None)
+
+    @property
+    def failed_node(self) -> RemoteNode | None:
+        """A node on which DeepSpeed's launcher has failed."""
+        return next((node for node in self.nodes if node.code), None)
+
+    def status(self, rank: int) -> int | str:
+        """The exit status of a rank, as far as known, else "running", "stopped" or "gone"."""
+        node = self._node_of.get(rank)
+        return _status(self.heartbeats[rank].pid) if node is None else node.status(rank)
 
     @property
     def stuck(self) -> bool:
@@ -108,7 +152,7 @@ class Ranks:
             else f"rank {order[0].rank} is behind, in {order[0]}"
         )
         lines = [
-            f"  rank {rank}: {heartbeat}{_state(heartbeat.pid)}"
+            f"  rank {rank}: {heartbeat}{STATES.get(self.status(rank), '')}"
             for rank, heartbeat in sorted(self.heartbeats.items())
         ]
         return "\n".join([first, *lines])
@@ -119,27 +163,22 @@ class Ranks:
             self.send(rank, signal.SIGUSR1)
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank on this machine, unless it has just ended."""
+        """Send a signal to a rank, unless it has just ended."""
         pid = self.heartbeats[rank].pid
-        if pid is not None:
+        if rank in self._node_of:
+            self._node_of[rank].send(rank, number)
+        elif pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
 
 def _status(pid: int | None) -> int | str:
-    """The exit status of a process that its parent has not reaped yet, else "running" or "gone"."""
+    """The exit status of a process that its parent has not reaped yet, else its state in a word."""
     try:
-        if pid is None or psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            return "running"
+        state = psutil.STATUS_RUNNING if pid is None else psutil.Process(pid).status()
+        if state != psutil.STATUS_ZOMBIE:
+            return "stopped" if state == psutil.STATUS_STOPPED else "running"
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
         return os.waitstatus_to_exitcode(status)
     except (psutil.NoSuchProcess, OSError):
         return "gone"
-
-
-def _state(pid: int | None) -> str:
-    try:
-        stopped = pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
-        return ", its process has ended"
-    return ", its process is stopped" if stopped else ""

@@ -7,7 +7,6 @@ import socket
 import subprocess
 from itertools import takewhile
 
-from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
 
 GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
@@ -15,11 +14,6 @@ GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 SLURM_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 """Variables with the numbers of the GPUs that SLURM has allocated, for a job that lost
 CUDA_VISIBLE_DEVICES."""
-
-
-def process_count(config: LaunchConfig, gpus: int) -> int:
-    """Ranks on this machine: `launch.processes` if set, else one per GPU, or two without a GPU."""
-    return config.processes or gpus or 2
 
 
 def gpu_count() -> int:

@@ -1,0 +1,151 @@
+"""Another node as the driver sees it: its agent's last report, and the orders to the agent."""
+
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path
+from rlhf_pipeline.runtime.digests import FileEntry, read_pieces
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.runtime.program import ERRORS
+from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.launch.link import Link
+from rlhf_pipeline.stages.launch.node_program import NodeProgram
+
+logger = logging.getLogger(__name__)
+
+ENDED_S = 15.0
+"""Seconds that an agent has to kill its ranks before the driver no longer waits for it."""
+
+
+@dataclass
+class RemoteNode:
+    """One node besides the driver's."""
+
+    link: Link
+    number: int
+    ranks: range
+    host: str
+    """Its name and address."""
+    heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
+    """The newest heartbeat of each of its ranks."""
+    code: int | None = None
+    """Exit code of DeepSpeed's launcher there; None while it runs."""
+    kernel_kills: int = 0
+    """Processes there that the kernel has killed for lack of memory during the launch."""
+    _statuses: dict[int, int | str] = field(default_factory=dict)
+    _directory: Path | None = None
+
+    def __str__(self) -> str:
+        listed = f"{self.ranks[0]}" if len(self.ranks) == 1 else f"{self.ranks[0]}-{self.ranks[-1]}"
+        return f"node {self.number} ({self.host}, rank{'s'[: len(self.ranks) - 1]} {listed})"
+
+    @property
+    def lost(self) -> str | None:
+        """Why the node can no longer be reached, with its name; None while it can."""
+        return None if self.link.lost is None else f"{self} is lost: {self.link.lost}"
+
+    def prepare(self, run: StageRun) -> bool:
+        """Bring the files of a stage to the node; return whether it has a file system of its own.
+
+        Raises StageError if the node is lost meanwhile.
+        """
+        entries = {str(path): asdict(FileEntry.of(path)) for path in _files(run)}
+        probe = run.directory / f".probe-{secrets.token_hex(8)}"
+        probe.touch()
+        try:
+            self._order("prepare", directory=str(run.directory), probe=str(probe), files=entries)
+            wanted = self._expect("wanted")
+        finally:
+            probe.unlink()
+        for name in wanted["files"]:
+            self._order("file", path=name)
+            for piece in read_pieces(Path(name)):
+                self.link.send_piece(piece)
+        if wanted["files"]:
+            self._expect("received")
+            size = sum(entries[name]["size"] for name in wanted["files"])
+            logger.info("%s received %d files, %d bytes", self, len(wanted["files"]), size)
+        return bool(wanted["separate"])
+
+    def start(self, program: NodeProgram) -> None:
+        """Start the node's ranks."""
+        self.heartbeats, self._statuses, self.code, self.kernel_kills = {}, {}, None, 0
+        self._directory = Path(program.directory)
+        self._order("start", program=program.as_json())
+
+    def update(self) -> None:
+        """Read what the agent has reported since the last call."""
+        while (report := self.link.receive(0)) is not None:
+            self._take(report)
+
+    def status(self, rank: int) -> int | str:
+        """The last known exit status of a rank, else "running", "stopped" or "gone"."""
+        return self._statuses.get(rank, "running")
+
+    def send(self, rank: int, number: Signals) -> None:
+        """Send a signal to a rank."""
+        if self.lost is None:
+            self._order("signal", rank=rank, number=int(number))
+
+    def end(self) -> None:
+        """Kill the node's ranks; keep the end of its log. Does nothing if the node is lost."""
+        if self.lost is not None or self._directory is None:
+            return
+        directory, self._directory = self._directory, None
+        try:
+            self._order("end")
+            ended = self._expect("ended")
+        except StageError:
+            return
+        log = directory / f"program-node{self.number}.log"
+        if not log.is_file():
+            log.write_text(ended["log"])
+
+    def _order(self, kind: str, **fields: Any) -> None:
+        try:
+            self.link.send(kind, **fields)
+        except OSError as error:
+            raise StageError(f"{self} is lost: {self.link.lost or error}") from error
+
+    def _expect(self, kind: str) -> dict[str, Any]:
+        try:
+            while (answer := self.link.expect(kind, "report"))["kind"] == "report":
+                self._take(answer)
+        except StageError as error:
+            raise StageError(f"{self} is lost: {error.message}") from error
+        if "error" in answer:
+            raise StageError(f"{self}: {answer['error']}")
+        return answer
+
+    def _take(self, report: Mapping[str, Any]) -> None:
+        if report["kind"] != "report":
+            return
+        self.heartbeats = {h["rank"]: Heartbeat(**h) for h in report["heartbeats"]}
+        self._statuses = {int(rank): status for rank, status in report["statuses"].items()}
+        self.code, self.kernel_kills = report["code"], report["kernel_kills"]
+        for name, text in report["errors"].items():
+            file = Path(str(self._directory)) / ERRORS / Path(name).name
+            if self._directory is not None and not file.is_file():
+                file.parent.mkdir(exist_ok=True)
+                write_atomically(file, text)
+
+
+def _files(run: StageRun) -> Iterable[Path]:
+    """What the ranks read: the job, the inputs, and the checkpoint to resume from."""
+    yield run.directory / "job.json"
+    folders = [path.resolve() for path in run.inputs.values()]
+    if run.resume_from is not None:
+        folders.append(checkpoint_path(run.checkpoints, run.resume_from))
+    for folder in folders:
+        yield from [folder] if folder.is_file() else sorted(_below(folder))
+
+
+def _below(folder: Path) -> Iterable[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())

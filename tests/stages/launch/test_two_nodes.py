@@ -1,0 +1,224 @@
+"""Real training on two nodes: network namespaces with addresses and folders of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from nodes import Nodes, missing
+from waiting import wait_until
+
+REASON = missing()
+SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
+SOURCE = Path(__file__).parents[3] / "src"
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(REASON is not None, reason=f"no nodes: {REASON}"),
+]
+LONGER = {"sft.epochs": 8, "sft.checkpoint_every": 3, "sft.evaluations": 1}
+"""Long enough to be killed in the middle."""
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = Nodes(tmp_path)
+    yield made
+    made.remove()
+
+
+def losses(root: Path, stage: str = "sft") -> list[float]:
+    """The loss of each step."""
+    (file,) = root.glob(f"07_workspace/{stage}/*/metrics.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return [each["metrics"]["sft/loss"] for each in records if "sft/loss" in each["metrics"]]
+
+
+def run_all(nodes: Nodes, *arguments: str, **options: object) -> list[int]:
+    """Run to the end on all nodes; return the exit codes."""
+    return [run.wait(240) for run in nodes.start_runs("--env=tiny", *arguments, **options)]
+
+
+def test_two_nodes_train_as_one_node_with_two_ranks(nodes, project):
+    """The recipe is the same, so each reuses the results of the other."""
+    assert run_all(nodes, "--to-nodes=sft", private=True) == [0, 0], nodes.output(0).read_text()
+    assert "node 1 (" in nodes.output(0).read_text()  # it received files
+    assert losses(nodes.root) == pytest.approx(losses(project.root), abs=1e-5)
+    (run,) = (nodes.root / "07_workspace" / "sft").glob("*[0-9a-f]")
+    assert run.name in [path.name for path in (project.root / "07_workspace" / "sft").iterdir()]
+    manifest = json.loads((run / "export" / "manifest.json").read_text())
+    assert manifest["ranks"] == 2
+    assert not (nodes.folder / "root1" / "08_reporting").exists()
+
+
+@pytest.mark.parametrize("end", ["kill", "unplug"])
+def test_the_end_of_a_node_ends_the_stage_everywhere_and_is_resumed(nodes, end):
+    options = {"private": True, "launch.node_timeout_s": 5, **LONGER}
+    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", **options)
+    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
+    getattr(nodes, end)(1)
+    start = time.monotonic()
+    assert runs[0].wait(60) == 1
+    assert time.monotonic() - start < 60
+    message = nodes.output(0).read_text()
+    assert "node 1 (" in message and f"{nodes.addresses[1]}, rank 1) is lost: " in message
+    assert "resumes after step" in message
+    wait_until(lambda: not nodes.processes(1))
+    assert runs[1].wait(10) != 0
+    if end == "unplug":
+        nodes.plug(1)
+
+    assert run_all(nodes, "--nodes=sft", **options) == [0, 0], nodes.output(0).read_text()
+    assert "resuming from step" in nodes.output(0).read_text()
+
+
+def test_another_number_of_nodes_resumes(nodes):
+    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", **LONGER)
+    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
+    nodes.kill(1)
+    assert runs[0].wait(60) == 1
+
+    alone = {"numbers": [0], "launch.mode": "local", "launch.continue_from": 2, **LONGER}
+    assert run_all(nodes, "--nodes=sft", **alone) == [0], nodes.output(0).read_text()
+    assert "resuming from step" in nodes.output(0).read_text()
+
+
+def ends_well(nodes: Nodes, runs: list) -> None:
+    """Wait until runs have ended without error on two nodes."""
+    codes = [run.wait(240) for run in runs]
+    shown = "\n".join(nodes.output(number).read_text() for number in (0, 1))
+    assert codes == [0] * len(runs), shown
+    (manifest,) = nodes.root.glob("07_workspace/sft/*/export/manifest.json")
+    assert json.loads(manifest.read_text())["ranks"] == 2
+    assert next(nodes.root.rglob("heartbeats"), None) is None
+    assert [*nodes.folder.rglob("program-node1.log")]
+
+
+def test_torchrun_starts_the_nodes(nodes):
+    def prefix(number):
+        places = f"--nnodes=2 --node_rank={number} --nproc_per_node=1 --no_python"
+        address = f"--master_addr={nodes.addresses[0]} --master_port=29400"
+        return [sys.executable, "-m", "torch.distributed.run", *places.split(), *address.split()]
+
+    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", prefix=prefix, environment={})
+    ends_well(nodes, runs)
+
+
+def test_deepspeed_without_ssh_starts_the_nodes(nodes, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{address} slots=1\n" for address in nodes.addresses))
+
+    def prefix(number):
+        options = f"--no_ssh --node_rank={number} --hostfile={hosts} --no_python --no_local_rank"
+        address = f"--master_addr={nodes.addresses[0]}"
+        runner = [sys.executable, "-m", "deepspeed.launcher.runner"]
+        return [*runner, *options.split(), address]
+
+    cpu = {"DS_ACCELERATOR": "cpu"}  # DeepSpeed shows each process the GPU of its slot
+    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", prefix=prefix, environment=cpu)
+    ends_well(nodes, runs)
+
+
+@pytest.mark.skipif(
+    shutil.which("sshd", path=SBIN) is None or shutil.which("pdsh") is None,
+    reason="needs sshd (openssh-server) and pdsh",
+)
+def test_a_hostfile_starts_agents_by_ssh(nodes, tmp_path):
+    for name in ("host", "user"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)]
+        subprocess.run(command, check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = (
+        f"-o HostKey={tmp_path}/host -o AuthorizedKeysFile={tmp_path}/user.pub -o UsePAM=no "
+        "-o StrictModes=no -o PermitRootLogin=yes -o PidFile=none"
+    )
+    sshd = [str(shutil.which("sshd", path=SBIN)), "-D", "-e", "-f", "/dev/null", *server.split()]
+    nodes.start(1, sshd, private=True)
+    client = tmp_path / "bin" / "ssh"
+    client.parent.mkdir()
+    client.write_text(
+        f"#!/bin/sh\nexec {shutil.which('ssh')} -F /dev/null -i {tmp_path}/user "
+        '-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "$@"\n'
+    )
+    client.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{address} slots=1\n" for address in nodes.addresses))
+    parameters = {"launch.mode": "hostfile", "launch.hostfile": hosts, "launch.processes": "null"}
+    path = {"PATH": f"{client.parent}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE)}
+    ends_well(
+        nodes,
+        nodes.start_runs(
+            "--env=tiny", "--to-nodes=sft", numbers=[0], environment=path, **parameters
+        ),
+    )
+
+
+@pytest.fixture
+def slurm(nodes, tmp_path):
+    """A SLURM of a controller and two nodes; returns the variable that names its settings."""
+    needed = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scontrol")
+    path = f"{os.environ['PATH']}:{SBIN}"
+    missing_programs = [name for name in needed if shutil.which(name, path=path) is None]
+    if missing_programs:
+        pytest.skip(f"needs {', '.join(missing_programs)} (slurm-wlm)")
+    key, settings = tmp_path / "munge.key", tmp_path / "slurm.conf"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    hosts = zip(nodes.hosts, nodes.addresses, strict=True)
+    settings.write_text(
+        f"ClusterName=test\nSlurmctldHost=node-0({nodes.addresses[0]})\nSlurmUser=root\n"
+        f"AuthType=auth/munge\nAuthInfo=socket={tmp_path}/munge.socket\nCredType=cred/munge\n"
+        f"StateSaveLocation={tmp_path}/state\nSlurmdSpoolDir={tmp_path}/spool-%n\n"
+        f"SlurmctldPidFile={tmp_path}/ctl.pid\nSlurmdPidFile={tmp_path}/slurmd-%n.pid\n"
+        "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\n"
+        "SwitchType=switch/none\nReturnToService=2\n"
+        + "".join(f"NodeName={host} NodeAddr={address} CPUs=2\n" for host, address in hosts)
+        + "PartitionName=all Nodes=node-0,node-1 Default=YES State=UP\n"
+    )
+    cgroups = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={tmp_path}/cgroup\n"
+    (tmp_path / "cgroup.conf").write_text(cgroups)
+    for name in ("state", "spool-node-0", "spool-node-1"):
+        (tmp_path / name).mkdir()
+    files = {"key-file": key.name, "socket": "munge.socket", "pid-file": "munge.pid"}
+    files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
+    options = [f"--{option}={tmp_path / name}" for option, name in files.items()]
+    variables = {"SLURM_CONF": str(settings), "PATH": path}
+    munge = [str(shutil.which("munged", path=path)), "--foreground", "--force", *options]
+    with subprocess.Popen(munge, stderr=subprocess.DEVNULL) as munged:
+        nodes.start(0, ["slurmctld", "-D"], variables)
+        for number in (0, 1):
+            nodes.start(number, ["slurmd", "-D"], variables)
+        wait_until(lambda: "slurmd started" in nodes.output(1).read_text())
+        yield variables
+        munged.kill()
+
+
+def test_slurm_starts_the_nodes(nodes, slurm):
+    step = ["srun", "--nodes=2", "--ntasks-per-node=1"]
+    arguments = ("--env=tiny", "--to-nodes=sft")
+    ends_well(
+        nodes,
+        nodes.start_runs(*arguments, numbers=[0], prefix=lambda number: step, environment=slurm),
+    )
+
+
+def test_a_command_of_slurm_starts_the_agents(nodes, slurm):
+    parameters = {
+        "launch.mode": "command",
+        "launch.nodes": 2,
+        "launch.command": "srun --nodes=1 --ntasks=1 --nodelist=node-1 {command}",
+    }
+    ends_well(
+        nodes,
+        nodes.start_runs(
+            "--env=tiny",
+            "--to-nodes=sft",
+            numbers=[0],
+            prefix=lambda number: ["salloc", "--nodes=2"],
+            environment=slurm,
+            **parameters,
+        ),
+    )
