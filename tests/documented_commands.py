@@ -18,6 +18,7 @@ NOT_RUN = {
     "curl 127.0.0.1:5001": "tests/test_serving.py asks the same server",
     "kedro run --pipeline=full --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
     "deepspeed --num_gpus": "launched by every training test in this form",
+    "kedro package": "tests/test_package.py",
     "kedro rlhf chat": "waits at a terminal; tests/commands/test_chat.py",
     "kedro rlhf clean --yes": "removes results; tests/stages/cache has tests of clean",
     "kedro rlhf export": "tests/commands/test_export.py",
@@ -31,7 +32,10 @@ NOT_RUN = {
     "make": "a target of the Makefile",
     "mkdir -p data/01_raw": "makes a folder in the project",
     "mlflow models serve": "tests/test_serving.py",
+    "pip install --constraint constraints.txt dist/": "tests/test_package.py",
+    "python -m rlhf_pipeline": "tests/test_package.py",
     "python make_pairs.py": "compiled by tests/test_docs.py",
+    "rlhf-pipeline": "the commands of kedro; tests/test_package.py",
     "srun": "needs a SLURM cluster",
 }
 """Beginnings of commands, with the reason why the tests of the documentation do not run them."""

@@ -27,8 +27,9 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def folders_of(root: Path) -> set[str]:
-    """Folders with Python files, directly or below."""
-    return {path.name for path in root.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    """Folders with Python files, directly or below; not the link to the configuration."""
+    folders = (path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    return {path.name for path in folders if any(path.rglob("*.py"))}
 
 
 OWN_FOLDERS = folders_of(PACKAGE) | {"src", "docs", "tests", "conf", "benchmarks", "notebooks"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 from kedro.framework.cli.project import run as kedro_run
-from kedro.framework.cli.utils import _split_params
+from kedro.framework.cli.utils import _split_params, validate_conf_source
 from kedro.framework.startup import ProjectMetadata
 from kedro.io import CatalogProtocol
 
@@ -38,21 +38,30 @@ class Command(click.Command):
 
 
 def on_catalog(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options --env and --params, and their catalog and the project's folder."""
+    """Give a command the options of `kedro run` that name a catalog, the catalog, the project."""
 
     @click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
+    @click.option(
+        "--conf-source", callback=validate_conf_source, help="In place of conf/, as there."
+    )
     @click.option(
         "--params", default="", callback=_split_params, help="Parameters, as for `kedro run`."
     )
     @click.pass_obj
     @wraps(function)
     def command(
-        metadata: ProjectMetadata, env: str | None, params: dict[str, Any], **options: Any
+        metadata: ProjectMetadata,
+        env: str | None,
+        conf_source: str | None,
+        params: dict[str, Any],
+        **options: Any,
     ) -> None:
         from kedro.framework.session import KedroSession
 
         root = metadata.project_path
-        with KedroSession.create(root, env=env, runtime_params=params) as session:
+        with KedroSession.create(
+            root, env=env, conf_source=conf_source, runtime_params=params
+        ) as session:
             function(session.load_context().catalog, Path(root), **options)
 
     return command

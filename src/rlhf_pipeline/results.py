@@ -72,7 +72,7 @@ def _registration(registration: dict[str, Any], console: Console) -> list[str]:
     return [
         f"{'registry':>12}  {registration['model']}: {aliases}",
         *_verdict(registration),
-        f"{'compare':>12}  make ui, then {page}",
+        f"{'compare':>12}  kedro rlhf ui, then {page}",
     ]
 
 

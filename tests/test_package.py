@@ -1,0 +1,122 @@
+"""The wheel of `kedro package` runs without the repository, in an empty folder."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+PACKED = ("conf", "src", "pyproject.toml", "README.md", "LICENSE")
+SECRET = "token: canary-of-a-user\n"
+TINY = "--env=tiny"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """The folder with the wheel and the archive that `kedro package` makes of a copy."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in PACKED:
+        place = PROJECT / name
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        if place.is_dir():
+            shutil.copytree(place, copy / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(place, copy / name)
+    for name in ("local/parameters.yml", "local/credentials.yml"):
+        (copy / "conf" / name).write_text(SECRET)
+    done = subprocess.run(
+        [sys.executable, "-m", "kedro", "package"],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(copy / "src")},
+        capture_output=True,
+        text=True,
+    )
+    output = done.stdout + done.stderr
+    if re.search(r"No matching distribution found for setuptools|Failed to establish", output):
+        pytest.skip("`kedro package` downloads setuptools, and no package registry is reachable")
+    assert done.returncode == 0, output
+    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def installed(dist, tmp_path_factory):
+    """Runs a program of an environment with the wheel, in a folder; returns the output."""
+    venv = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    python = venv / "bin" / "python"
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    (wheel,) = dist.glob("*.whl")
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([str(python), *install], check=True)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "MLFLOW_TRACKING_URI")
+    }
+
+    def run(folder, program, *arguments):
+        done = subprocess.run(
+            [str(venv / "bin" / program), *arguments],
+            cwd=folder,
+            env=environment | {"COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_the_wheel_has_all_files_of_the_package_and_the_configuration(dist):
+    (wheel,) = dist.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = PROJECT / "src" / "rlhf_pipeline"
+    files = [
+        path.relative_to(package.parent)
+        for folder in (package, package / "conf")  # a link, which rglob does not follow
+        for path in folder.rglob("*")
+        if path.is_file() and path.name[0] != "." and path.suffix != ".pyc"
+    ]
+    assert {str(path) for path in files if "local" not in path.parts} <= names
+    assert {"rlhf_pipeline/conf/base/catalog.yml", "rlhf_pipeline/conf/logging.yml"} <= names
+
+
+def test_neither_the_wheel_nor_the_archive_has_what_is_personal(dist, tmp_path):
+    for file in dist.iterdir():
+        shutil.unpack_archive(file, tmp_path / file.stem, "zip" if file.suffix == ".whl" else None)
+    unpacked = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(unpacked) > 200
+    assert [path for path in unpacked if SECRET.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.slow
+def test_without_conf_the_commands_use_that_of_the_package(installed, tmp_path):
+    printed = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY)
+    assert re.search(r"^ppo +run +[0-9a-f]{8} +downstream of split, sft", printed, re.M), printed
+    assert "INFO" not in printed  # the logging of the package, not Kedro's
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.long
+def test_the_whole_pipeline_runs_with_an_archive(dist, installed, tmp_path):
+    """Another root in the archive shows that it counts, and not the package's configuration."""
+    shutil.unpack_archive(dist / "conf-rlhf_pipeline.tar.gz", tmp_path / "own")
+    (tmp_path / "own" / "conf" / "tiny" / "globals.yml").write_text("root: results\n")
+    archive = shutil.make_archive(str(tmp_path / "conf-own"), "gztar", tmp_path / "own")
+    shutil.rmtree(tmp_path / "own")
+    options = [TINY, f"--conf-source={archive}"]
+    printed = installed(tmp_path, "python", "-m", "rlhf_pipeline", *options)
+    assert "registry  rlhf-policy-tiny: candidate" in printed
+    assert (tmp_path / "results" / "08_reporting" / "evaluation" / "latest").exists()
+    table = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", *options)
+    assert re.search(r"^evaluate +finished", table, re.M), table
+    made = {"conf-own.tar.gz", "mlartifacts", "mlflow.db", "results"}
+    assert {path.name for path in tmp_path.iterdir()} == made
