@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from ports import reserved_port
 
-pytest_plugins = ["policy_fixtures", "rank_fixtures", "s3_fixtures"]
+pytest_plugins = ["machine_fixtures", "policy_fixtures", "rank_fixtures", "s3_fixtures"]
 
 PROJECT = Path(__file__).parents[1]
 SHARED_DATA = PROJECT.parent / "shared" / "data"

@@ -21,6 +21,7 @@ NOT_RUN = {
     "kedro package": "tests/test_package.py",
     "kedro rlhf chat": "waits at a terminal; tests/commands/test_chat.py",
     "kedro rlhf clean --yes": "removes results; tests/stages/cache has tests of clean",
+    "kedro rlhf doctor": "tests/commands/test_doctor.py",
     "kedro rlhf export": "tests/commands/test_export.py",
     "kedro rlhf label": "serves until Ctrl-C; tests/labelling",
     "kedro rlhf serve": "serves until Ctrl-C; tests/commands/test_serve.py",

@@ -110,6 +110,25 @@ def status(catalog: CatalogProtocol, _: Path, pipeline: str) -> None:
 
 
 @rlhf.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@on_catalog
+def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
+    """Check whether this machine can run the configuration; each finding comes with its fix.
+
+    The exit code is 1 if a check fails, and 0 after warnings.
+    """
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.doctor import doctor as examine
+    from rlhf_pipeline.commands.doctor import show
+
+    findings = examine(catalog, project)
+    show(findings, Console(width=None if sys.stdout.isatty() else 500), as_json=as_json)
+    if any(finding.state == "failure" for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+@rlhf.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove; without it the command only lists.")
 @click.option(
     "--unfinished", is_flag=True, help="Also unfinished stages that could resume from a checkpoint."

@@ -1,0 +1,74 @@
+"""`kedro rlhf doctor`: can this machine run this configuration?"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from kedro.io import CatalogProtocol
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.diagnosis import installation, machine, services
+from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
+from rlhf_pipeline.hooks import launch_config, provide_default_blocks
+
+CHECKS = (
+    installation.python,
+    installation.libraries,
+    installation.compiler,
+    machine.gpu,
+    machine.nccl,
+    machine.shared_memory,
+    machine.disk,
+    machine.rendezvous,
+    services.base_model,
+    services.sources,
+    services.judges,
+    services.tracking_store,
+)
+"""All checks, in the order of the table. A check between machines belongs to `diagnosis/`, too."""
+STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+def doctor(catalog: CatalogProtocol, project: Path) -> list[Finding]:
+    """What all checks find."""
+    return run_checks(CHECKS, setup(catalog, project))
+
+
+def setup(catalog: CatalogProtocol, project: Path) -> Setup:
+    """What the checks look at."""
+    provide_default_blocks(catalog)
+    parameters = catalog.load("parameters")
+    return Setup(
+        project=project,
+        root=Path(catalog.load("workspace")).absolute().parent,
+        launch=launch_config(catalog),
+        base_model=BaseModelConfig.model_validate(catalog.load("params:base_model")),
+        split=SplitConfig.model_validate(catalog.load("params:split")),
+        evaluate=EvaluateConfig.model_validate(catalog.load("params:evaluate")),
+        offloads=any(
+            value is True and name.endswith("offload_optimizer")
+            for name, value in leaves(parameters)
+        ),
+    )
+
+
+def show(findings: list[Finding], console: Console, *, as_json: bool) -> None:
+    """Print the findings: a table with the fix below what needs one, or JSON."""
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("check", "state"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for finding in findings:
+        fix = f"\nFix: {finding.fix}" if finding.fix else ""
+        state = f"[{STYLES[finding.state]}]{finding.state}"
+        table.add_row(f"[bold]{finding.check}", state, escape(finding.found + fix))
+    console.print(table)

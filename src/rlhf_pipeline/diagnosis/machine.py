@@ -1,0 +1,126 @@
+"""Checks of this machine: GPUs, NCCL, shared memory, disk, and the network of its ranks."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
+from rlhf_pipeline.stages.launch.resources import free_port
+
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system, not a file
+SHARED_BYTES = GIB
+"""Below this size ranks on GPUs may fail: containers have 64 MiB by default."""
+DISK_BYTES = 10 * GIB
+"""Below this free space a warning: one checkpoint of a model of 0.6 billion parameters."""
+PROBE = """
+import json, torch
+count = torch.cuda.device_count()
+cuda = torch.cuda.is_available()
+names = [torch.cuda.get_device_name(i) for i in range(count)] if cuda else []
+for i in range(len(names)):
+    torch.ones(8, device=i).sum().item()  # fails if torch has no code for this GPU
+nccl = torch.distributed.is_nccl_available() and cuda and torch.cuda.nccl.version()
+print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
+"""
+"""Runs in a process of its own: the driver never imports torch."""
+
+
+def gpu(setup: Setup) -> Finding:
+    """Torch can compute on every GPU that the ranks would use."""
+    if setup.gpus == 0:
+        return Finding("gpu", "ok", f"none; {setup.ranks} ranks train on the CPU")
+    answer = _probe()
+    if isinstance(answer, str):
+        fix = "install the torch that fits the driver and the GPU"
+        return Finding("gpu", "failure", f"torch fails: {answer}", fix)
+    version, built_for, names, _ = answer
+    if built_for is None:
+        fix = "install torch with CUDA, or set DS_ACCELERATOR=cpu to train on the CPU"
+        return Finding("gpu", "failure", f"{setup.gpus} GPUs, but torch {version} has no CUDA", fix)
+    if len(names) < setup.gpus:
+        found = (
+            f"torch {version} for CUDA {built_for} sees {len(names)} of {setup.gpus} GPUs with "
+            f"driver {_driver()}"
+        )
+        fix = "update the driver, or install torch for an older CUDA"
+        return Finding("gpu", "failure", found, fix)
+    kinds = ", ".join(dict.fromkeys(names))
+    found = f"{setup.gpus} x {kinds}; torch {version}, CUDA {built_for}, driver {_driver()}"
+    return Finding("gpu", "ok", found)
+
+
+def nccl(setup: Setup) -> Finding:
+    """Torch has NCCL if several ranks train on GPUs."""
+    if setup.gpus < 2:
+        return Finding("nccl", "ok", "not needed with fewer than two GPUs")
+    answer = _probe()
+    version = None if isinstance(answer, str) else answer[3]
+    if version is None:
+        return Finding("nccl", "failure", "torch has no NCCL", "install torch with CUDA for Linux")
+    return Finding("nccl", "ok", ".".join(map(str, version)))
+
+
+@cache
+def _probe() -> list[Any] | str:
+    """Torch's version, its CUDA, names of GPUs, NCCL's version; or the last line of its error."""
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
+    if done.returncode != 0:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    answer: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return (done.stdout.split() or ["unknown"])[0]
+
+
+def shared_memory(setup: Setup) -> Finding:
+    """Ranks of one machine and data loaders exchange tensors in /dev/shm."""
+    if not SHARED_MEMORY.is_dir():
+        fix = "mount a tmpfs at /dev/shm"
+        return Finding("shared memory", "failure", f"{SHARED_MEMORY} does not exist", fix)
+    space = shutil.disk_usage(SHARED_MEMORY)
+    found = f"{_gib(space.free)} free of {_gib(space.total)}"
+    if space.free >= SHARED_BYTES or (setup.gpus < 2 and space.free >= SHARED_BYTES / 16):
+        return Finding("shared memory", "ok", found)
+    fix = "start the container with --shm-size=8g, or remove files that ended programs left there"
+    return Finding("shared memory", "failure", found, fix)
+
+
+def disk(setup: Setup) -> Finding:
+    """Space for results where they are written; stages check the exact need before they write."""
+    folder = next(path for path in (setup.root, *setup.root.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    found = f"{_gib(free)} free for {setup.root}"
+    if free >= DISK_BYTES:
+        return Finding("disk", "ok", found)
+    fix = "`kedro rlhf clean`, or another folder with --params=root=FOLDER"
+    return Finding("disk", "failure" if free < GIB else "warning", found, fix)
+
+
+def rendezvous(setup: Setup) -> Finding:
+    """The ranks can meet: a free port, a connection to it, and a name that has an address."""
+    port = free_port(setup.launch.master_port)
+    with socket.create_server(("127.0.0.1", port)) as server:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        server.accept()[0].close()
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        fix = f"add the line `127.0.0.1 {name}` to /etc/hosts"
+        return Finding("rendezvous", "failure", f"the name {name!r} has no address", fix)
+    return Finding("rendezvous", "ok", f"port {port} accepts; {name} is {address}")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,142 @@
+"""GPUs, shared memory, disk and ports, on machines that other programs pretend."""
+
+import shutil
+import socket
+from collections import namedtuple
+
+import pytest
+
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.diagnosis import machine
+from rlhf_pipeline.diagnosis.finding import run_checks
+
+GIB = 2**30
+Usage = namedtuple("Usage", "total used free")
+TORCH = """
+import sys, types
+__version__, version = "2.13.0", types.SimpleNamespace(cuda="13.0")
+class cuda:
+    device_count = staticmethod(lambda: {count})
+    is_available = staticmethod(lambda: {count} > 0)
+    get_device_name = staticmethod(lambda index: "NVIDIA A100")
+    nccl = types.SimpleNamespace(version=lambda: (2, 28, 9))
+class distributed:
+    is_nccl_available = staticmethod(lambda: {has_nccl})
+def ones(size, device):
+    {compute}
+    return types.SimpleNamespace(sum=lambda: types.SimpleNamespace(item=lambda: size))
+"""
+
+
+@pytest.fixture
+def torch(tmp_path, monkeypatch):
+    """Puts a module `torch` in front of the real one that sees so many GPUs."""
+
+    def install(count, *, compute="pass", has_nccl=True):
+        folder = tmp_path / "pretended"
+        folder.mkdir()
+        text = TORCH.format(count=count, compute=compute, has_nccl=has_nccl)
+        (folder / "torch.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    machine._probe.cache_clear()
+    yield install
+    machine._probe.cache_clear()
+
+
+def test_a_machine_without_a_gpu_trains_on_its_cores(setup, nvidia_smi):
+    nvidia_smi(0)
+    assert machine.gpu(setup()).found == "none; 2 ranks train on the CPU"
+    assert machine.nccl(setup()).state == "ok"
+
+
+def test_a_broken_driver_is_a_failure_with_a_fix(setup, nvidia_smi):
+    nvidia_smi(None)
+    (found,) = run_checks([machine.gpu], setup())
+    assert (found.check, found.state) == ("gpu", "failure")
+    assert "NVIDIA-SMI has failed" in found.found
+    assert "repair the driver" in found.fix
+
+
+def test_gpus_that_torch_can_use(setup, nvidia_smi, torch):
+    nvidia_smi(2)
+    torch(2)
+    assert machine.gpu(setup()).found.startswith("2 x NVIDIA A100; torch 2.13.0, CUDA 13.0")
+    assert machine.nccl(setup()).found == "2.28.9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found", "fix"),
+    [
+        ({"count": 0}, "sees 0 of 2 GPUs with driver", "update the driver"),
+        ({"count": 1}, "sees 1 of 2 GPUs with driver", "update the driver"),
+        (
+            {"count": 2, "compute": "raise RuntimeError('no kernel image is available')"},
+            "torch fails: RuntimeError: no kernel image is available",
+            "install the torch that fits the driver and the GPU",
+        ),
+    ],
+)
+def test_gpus_that_torch_cannot_use(setup, nvidia_smi, torch, arguments, found, fix):
+    nvidia_smi(2)
+    torch(**arguments)
+    finding = machine.gpu(setup())
+    assert finding.state == "failure"
+    assert found in finding.found
+    assert fix in finding.fix
+
+
+def test_two_gpus_need_nccl(setup, nvidia_smi, torch):
+    nvidia_smi(2)
+    torch(2, has_nccl=False)
+    assert machine.nccl(setup()).state == "failure"
+    assert machine.gpu(setup()).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("free", "gpus", "state"),
+    [
+        (2 * GIB, 2, "ok"),
+        (GIB // 16, 0, "ok"),
+        (GIB // 16, 2, "failure"),  # Docker's default
+        (GIB // 32, 0, "failure"),
+    ],
+)
+def test_shared_memory_must_have_room_for_ranks_on_gpus(
+    setup, nvidia_smi, monkeypatch, free, gpus, state
+):
+    nvidia_smi(gpus)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(4 * GIB, 0, free))
+    found = machine.shared_memory(setup())
+    assert found.state == state
+    assert ("--shm-size" in found.fix) == (state == "failure")
+
+
+@pytest.mark.parametrize(
+    ("free", "state"), [(20 * GIB, "ok"), (5 * GIB, "warning"), (GIB // 2, "failure")]
+)
+def test_a_disk_that_is_almost_full(setup, monkeypatch, free, state):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 * GIB, 0, free))
+    found = machine.disk(setup())
+    assert found.state == state
+    assert found.found.startswith(f"{free / GIB:.1f} GiB free for")
+
+
+def test_the_ranks_can_meet(setup):
+    assert machine.rendezvous(setup()).state == "ok"
+
+
+def test_a_port_in_use_is_a_failure(setup):
+    with socket.create_server(("", 0)) as taken:
+        launch = LaunchConfig(master_port=taken.getsockname()[1])
+        (found,) = run_checks([machine.rendezvous], setup(launch=launch))
+    assert found.state == "failure"
+    assert "is in use" in found.found
+    assert found.fix == "set another port, or null to pick a free one"
+
+
+def test_a_host_name_without_an_address_is_a_failure(setup, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    found = machine.rendezvous(setup())
+    assert found.state == "failure"
+    assert found.fix == "add the line `127.0.0.1 no-such-host.invalid` to /etc/hosts"
