@@ -99,7 +99,9 @@ def test_the_file_tree_lists_every_package_and_nothing_else(page):
     assert [path for path in paths if not (PROJECT / path).exists()] == []
     inside = [path.removeprefix("src/rlhf_pipeline/") for path in paths]
     listed = {path.rstrip("/") for path in inside if re.fullmatch(r"\w+/", path)}
-    assert listed - {"conf", "docs", "tests", "benchmarks", "notebooks"} == folders_of(PACKAGE)
+    assert listed - {"conf", "docs", "tests", "benchmarks", "starter", "notebooks"} == folders_of(
+        PACKAGE
+    )
 
 
 def test_the_architecture_lists_every_module_outside_the_packages():
