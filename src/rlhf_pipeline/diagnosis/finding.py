@@ -14,7 +14,8 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.errors import PipelineError, without_secrets
-from rlhf_pipeline.stages.launch.resources import process_count, visible_gpus
+from rlhf_pipeline.stages.launch.layout import node_layout
+from rlhf_pipeline.stages.launch.resources import visible_gpus
 
 State = Literal["ok", "warning", "failure"]
 
@@ -56,7 +57,8 @@ class Setup:
     @cached_property
     def ranks(self) -> int:
         """Training processes on this machine."""
-        return process_count(self.launch, self.gpus)
+        layout = node_layout(self.launch, self.gpus)
+        return layout.ranks[layout.node]
 
 
 Check = Callable[[Setup], Finding]
