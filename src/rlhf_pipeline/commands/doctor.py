@@ -13,7 +13,7 @@ from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.diagnosis import installation, machine, services
+from rlhf_pipeline.diagnosis import installation, machine, nodes, services
 from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
 from rlhf_pipeline.hooks import launch_config, provide_default_blocks
 
@@ -26,12 +26,13 @@ CHECKS = (
     machine.shared_memory,
     machine.disk,
     machine.rendezvous,
+    nodes.nodes,
     services.base_model,
     services.sources,
     services.judges,
     services.tracking_store,
 )
-"""All checks, in the order of the table. A check between machines belongs to `diagnosis/`, too."""
+"""All checks, in the order of the table."""
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 

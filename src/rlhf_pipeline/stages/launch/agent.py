@@ -78,6 +78,10 @@ def serve(
                 _prepare(link, order)
             except OSError as error:
                 link.send("received", error=str(error))
+        if order["kind"] == "measure":
+            for _ in range(order["pieces"]):
+                link.receive_piece()
+            link.send("measured")
         if order["kind"] == "start":
             _run(link, NodeProgram.from_json(order["program"]))
     raise StageError(f"the driver at {address[0]}:{address[1]} is lost: {link.lost}")

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path
-from rlhf_pipeline.runtime.digests import FileEntry, read_pieces
+from rlhf_pipeline.runtime.digests import PIECE, FileEntry, read_pieces
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.program import ERRORS
@@ -20,8 +21,8 @@ from rlhf_pipeline.stages.launch.node_program import NodeProgram
 
 logger = logging.getLogger(__name__)
 
-ENDED_S = 15.0
-"""Seconds that an agent has to kill its ranks before the driver no longer waits for it."""
+MEASURED_PIECES = 8
+"""Pieces of a file that measure the bandwidth: 128 MiB."""
 
 
 @dataclass
@@ -73,6 +74,20 @@ class RemoteNode:
             size = sum(entries[name]["size"] for name in wanted["files"])
             logger.info("%s received %d files, %d bytes", self, len(wanted["files"]), size)
         return bool(wanted["separate"])
+
+    def measure(self) -> tuple[float, float]:
+        """The round trip in seconds, and the bandwidth to the node in Gbit/s."""
+        start = time.monotonic()
+        self._order("measure", pieces=0)
+        self._expect("measured")
+        round_trip_s, piece = time.monotonic() - start, bytes(PIECE)
+        start = time.monotonic()
+        self._order("measure", pieces=MEASURED_PIECES)
+        for _ in range(MEASURED_PIECES):
+            self.link.send_piece(piece)
+        self._expect("measured")
+        seconds = time.monotonic() - start
+        return round_trip_s, 8e-9 * MEASURED_PIECES * PIECE / seconds
 
     def start(self, program: NodeProgram) -> None:
         """Start the node's ranks."""

@@ -1,0 +1,28 @@
+"""The check of the other machines: their agents start, connect, fit, and answer fast."""
+
+from rlhf_pipeline.diagnosis.finding import Finding, Setup
+from rlhf_pipeline.stages.launch.cluster import Cluster
+
+SLOW_GBIT = 1.0
+"""Below this bandwidth a warning: a model of 7 billion parameters takes two minutes."""
+
+
+def nodes(setup: Setup) -> Finding:
+    """Every other machine connects with the same code, libraries, GPUs and time."""
+    mode = setup.launch.mode
+    if mode == "local":
+        return Finding("nodes", "ok", "this machine trains alone")
+    if mode == "rank_env":
+        return Finding("nodes", "ok", "the scheduler starts them; each is checked as it connects")
+    cluster = Cluster(setup.launch)
+    try:
+        measured = [(node, *node.measure()) for node in cluster.nodes()]
+    finally:
+        cluster.close(0)
+    found = "; ".join(
+        f"{node}: {1000 * seconds:.1f} ms, {gbit:.1f} Gbit/s" for node, seconds, gbit in measured
+    )
+    if min(gbit for *_, gbit in measured) < SLOW_GBIT:
+        fix = "set launch.address to the name of this machine in the faster network"
+        return Finding("nodes", "warning", found, fix)
+    return Finding("nodes", "ok", found)
