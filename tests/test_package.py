@@ -53,8 +53,9 @@ def installed(dist, tmp_path_factory):
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     (wheel,) = dist.glob("*.whl")
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([str(python), *install], check=True)
+    # Pip sees the editable package among the libraries and would install nothing.
+    options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed"]
+    subprocess.run([str(python), "-m", "pip", "install", *options, str(wheel)], check=True)
     environment = {
         name: value
         for name, value in os.environ.items()
