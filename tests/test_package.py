@@ -111,7 +111,7 @@ def test_the_whole_pipeline_runs_with_an_archive(dist, installed, tmp_path):
     """Another root in the archive shows that it counts, and not the package's configuration."""
     shutil.unpack_archive(dist / "conf-rlhf_pipeline.tar.gz", tmp_path / "own")
     (tmp_path / "own" / "conf" / "tiny" / "globals.yml").write_text("root: results\n")
-    archive = shutil.make_archive(str(tmp_path / "conf-own"), "gztar", tmp_path / "own")
+    archive = shutil.make_archive(str(tmp_path / "conf-own"), "gztar", tmp_path / "own", "conf")
     shutil.rmtree(tmp_path / "own")
     options = [TINY, f"--conf-source={archive}"]
     printed = installed(tmp_path, "python", "-m", "rlhf_pipeline", *options)
