@@ -14,14 +14,15 @@ import pytest
 from ports import reserved_port
 
 
-@pytest.fixture(scope="module")  # once used, rclone may keep a core busy until it ends
+@pytest.fixture(scope="module")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A real S3 server with key "access" and secret "secret": its URL, and its folder, whose
     subfolders are the buckets."""
     folder = tmp_path_factory.mktemp("s3")
     rclone = Path(sys.executable).with_name("rclone")
     options = ["--config", os.devnull, "--auth-key", "access,secret", "--vfs-cache-mode", "off"]
-    options += ["--dir-cache-time", "0s"]  # files that a test writes are visible at once
+    # Files that a test writes are visible at once. With 0 rclone keeps a core busy.
+    options += ["--dir-cache-time", "1ms"]
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
         command = [rclone, "serve", "s3", *options, "--addr", address, folder]
