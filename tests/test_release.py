@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -26,7 +27,8 @@ def test_the_citation_names_the_version_and_the_day_of_the_changelog():
 
 def test_every_upper_bound_has_its_reason_beside_it():
     lines = (PROJECT / "pyproject.toml").read_text().splitlines()
-    required = [*PACKAGE["dependencies"], *sum(PACKAGE["optional-dependencies"].values(), [])]
+    extras = chain.from_iterable(PACKAGE["optional-dependencies"].values())
+    required = [*PACKAGE["dependencies"], *extras]
     bounded = {each for each in required if _has_upper_bound(Requirement(each))}
     assert bounded
     for each in bounded:
