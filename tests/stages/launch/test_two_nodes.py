@@ -30,11 +30,16 @@ def nodes(tmp_path):
     made.remove()
 
 
-def losses(root: Path, stage: str = "sft") -> list[float]:
-    """The loss of each step."""
+def metrics(root: Path, stage: str) -> list[dict[str, float]]:
+    """The metrics of each record of a stage."""
     (file,) = root.glob(f"07_workspace/{stage}/*/metrics.jsonl")
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    return [each["metrics"]["sft/loss"] for each in records if "sft/loss" in each["metrics"]]
+    return [json.loads(line)["metrics"] for line in file.read_text().splitlines()]
+
+
+def first_losses(root: Path, stage: str) -> dict[str, float]:
+    """The losses of the first step of a stage, by the name of the metric."""
+    step = metrics(root, stage)[0]
+    return {name: value for name, value in step.items() if name.endswith("/loss")}
 
 
 def run_all(nodes: Nodes, *arguments: str, **options: object) -> list[int]:
@@ -44,13 +49,17 @@ def run_all(nodes: Nodes, *arguments: str, **options: object) -> list[int]:
 
 def test_two_nodes_train_as_one_node_with_two_ranks(nodes, project):
     """The recipe is the same, so each reuses the results of the other."""
-    assert run_all(nodes, "--to-nodes=sft", private=True) == [0, 0], nodes.output(0).read_text()
+    assert run_all(nodes, "--to-nodes=ppo", private=True) == [0, 0], nodes.output(0).read_text()
     assert "node 1 (" in nodes.output(0).read_text()  # it received files
-    assert losses(nodes.root) == pytest.approx(losses(project.root), abs=1e-5)
-    (run,) = (nodes.root / "07_workspace" / "sft").glob("*[0-9a-f]")
-    assert run.name in [path.name for path in (project.root / "07_workspace" / "sft").iterdir()]
-    manifest = json.loads((run / "export" / "manifest.json").read_text())
-    assert manifest["ranks"] == 2
+    names = {"sft": 1, "reward_model": 1, "ppo": 2}
+    for stage, count in names.items():
+        expected, found = (first_losses(each.root, stage) for each in (project, nodes))
+        assert len(expected) == count and found == pytest.approx(expected, abs=1e-5)
+        largest = max(abs(found[name] - expected[name]) for name in expected)
+        print(f"{stage}: the losses of the first step differ by at most {largest:.1e}")
+        (run,) = (nodes.root / "07_workspace" / stage).glob("*[0-9a-f]")
+        assert run.name in [path.name for path in (project.root / "07_workspace" / stage).iterdir()]
+        assert json.loads((run / "export" / "manifest.json").read_text())["ranks"] == 2
     assert not (nodes.folder / "root1" / "08_reporting").exists()
 
 
@@ -73,6 +82,20 @@ def test_the_end_of_a_node_ends_the_stage_everywhere_and_is_resumed(nodes, end):
 
     assert run_all(nodes, "--nodes=sft", **options) == [0, 0], nodes.output(0).read_text()
     assert "resuming from step" in nodes.output(0).read_text()
+
+
+def test_a_signal_to_another_node_lets_all_ranks_save_a_checkpoint(nodes):
+    """As a scheduler sends it before it takes one machine away."""
+    options = {"private": True, **LONGER}
+    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", **options)
+    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
+    runs[1].terminate()
+    assert [run.wait(60) for run in runs] == [130, 1]
+    message = nodes.output(0).read_text()
+    assert f"{nodes.addresses[1]}, rank 1) received SIGTERM. Run the same command again" in message
+    steps = len(metrics(nodes.root, "sft"))
+    (checkpoint,) = nodes.root.glob(f"07_workspace/sft/*/checkpoints/step-*{steps}")
+    assert checkpoint.is_dir()  # so no step is lost, though every third step has a checkpoint
 
 
 def test_another_number_of_nodes_resumes(nodes):
