@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kills import PROJECT, STEPS, Kill, TooLateError, result, stage_parameters, steps_taken
+from kills import PROJECT, Kill, TooLateError, result, steps_taken
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +33,11 @@ sys.path.append(str(PROJECT / "tests"))
 from nodes import Nodes, missing
 
 RESULTS = PROJECT / "benchmarks" / "results" / "node-kills"
+STEPS = {
+    "sft": {"sft.epochs": 4},
+    "reward_model": {"reward_model.epochs": 2},
+    "ppo": {"ppo.steps": 10},
+}
 MOMENTS = ("start", "middle", "checkpoint")
 WAYS = ("killed", "cut off")
 LIMIT_S = 60.0
@@ -57,7 +62,7 @@ def main() -> int:
     expected: dict[str, dict[str, Any]] = {}
     rows = []
     try:
-        complete(nodes, start(nodes, "--to-nodes=reward_model", ""))
+        complete(nodes, start(nodes, "--to-nodes=reward_model", {}))
         for number in range(arguments.kills):
             stage = arguments.stages[number % len(arguments.stages)]
             if stage not in expected:
@@ -176,9 +181,8 @@ def processes_left(nodes: Nodes) -> int:
     return left
 
 
-def start(nodes: Nodes, chosen: str, stage_options: str) -> list[subprocess.Popen[bytes]]:
+def start(nodes: Nodes, chosen: str, options: dict[str, object]) -> list[subprocess.Popen[bytes]]:
     """Start a run on both nodes, as a scheduler does."""
-    options = dict(each.split("=") for each in stage_options.split(",") if each)
     # Each stage has parameters of its own, so the published inputs of a later one differ.
     return nodes.start_runs("--env=tiny", chosen, private=True, inputs="newest", **options)
 
@@ -189,8 +193,11 @@ def complete(nodes: Nodes, runs: list[subprocess.Popen[bytes]]) -> None:
         raise SystemExit(f"a run failed, see {nodes.output(0)} and {nodes.output(1)}")
 
 
-def parameters(stage: str) -> str:
-    return stage_parameters(stage, zero=2, precision="fp32")
+def parameters(stage: str) -> dict[str, object]:
+    """Some seconds of training with a checkpoint every third step, to which both nodes write."""
+    engines = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
+    zero = {f"{engine}.deepspeed.zero_stage": 2 for engine in engines}
+    return {**STEPS[stage], f"{stage}.checkpoint_every": 3, **zero}
 
 
 def workspace(nodes: Nodes, stage: str) -> Path:

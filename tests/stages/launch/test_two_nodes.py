@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nodes import Nodes, missing
+from nodes import KEDRO, PROJECT, Nodes, missing
 from waiting import wait_until
 
 REASON = missing()
@@ -193,7 +193,7 @@ def slurm(nodes, tmp_path):
     hosts = zip(nodes.hosts, nodes.addresses, strict=True)
     settings.write_text(
         f"ClusterName=test\nSlurmctldHost=node-0({nodes.addresses[0]})\nSlurmUser=root\n"
-        f"AuthType=auth/munge\nAuthInfo=socket={tmp_path}/munge.socket\nCredType=cred/munge\n"
+        f"AuthType=auth/munge\nAuthInfo=socket={tmp_path}/munge.socket,cred_expire=5\nCredType=cred/munge\n"
         f"StateSaveLocation={tmp_path}/state\nSlurmdSpoolDir={tmp_path}/spool-%n\n"
         f"SlurmctldPidFile={tmp_path}/ctl.pid\nSlurmdPidFile={tmp_path}/slurmd-%n.pid\n"
         "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\n"
@@ -226,6 +226,31 @@ def test_slurm_starts_the_nodes(nodes, slurm):
         nodes,
         nodes.start_runs(*arguments, numbers=[0], prefix=lambda number: step, environment=slurm),
     )
+
+
+def test_a_job_of_slurm_resumes_after_a_signal(nodes, slurm, tmp_path):
+    """The script of docs/cluster.md puts itself back into the queue, and finishes."""
+    page = (PROJECT / "docs" / "cluster.md").read_text()
+    text = page[page.index("#!/bin/bash") : page.index("```", page.index("#!/bin/bash"))]
+    settings = {"root": nodes.root, "launch.processes": 1, **LONGER}
+    params = "".join(f",{name}={value}" for name, value in settings.items())
+    for documented, here in {
+        "--nodes=4": "--nodes=2",
+        "#SBATCH --gpus-per-node=8\n": "",  # this SLURM knows no GPUs
+        "--cpus-per-task=64": "--cpus-per-task=1",
+        "kedro run --pipeline=full": f"{KEDRO} run --env=tiny --to-nodes=sft",
+        "launch.grace_s=500": f"launch.grace_s=60{params}",
+    }.items():
+        assert documented in text
+        text = text.replace(documented, here)
+    script, output = tmp_path / "rlhf.sbatch", tmp_path / "job.out"
+    script.write_text(text)
+    assert nodes.start(0, ["sbatch", f"--output={output}", str(script)], slurm).wait() == 0
+    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
+    assert nodes.start(0, ["scancel", "--signal=TERM", "1"], slurm).wait() == 0
+    wait_until(lambda: "received SIGTERM" in (text := output.read_text()) or "ended by" in text)
+    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/export/manifest.json")])
+    assert "resuming from step" in output.read_text()
 
 
 def test_a_command_of_slurm_starts_the_agents(nodes, slurm):
