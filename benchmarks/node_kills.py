@@ -34,9 +34,9 @@ from nodes import Nodes, missing
 
 RESULTS = PROJECT / "benchmarks" / "results" / "node-kills"
 STEPS = {
-    "sft": {"sft.epochs": 4},
-    "reward_model": {"reward_model.epochs": 2},
-    "ppo": {"ppo.steps": 10},
+    "sft": {"sft.epochs": 2, "sft.evaluations": 1},
+    "reward_model": {"reward_model.evaluations": 1},
+    "ppo": {"ppo.steps": 9},
 }
 MOMENTS = ("start", "middle", "checkpoint")
 WAYS = ("killed", "cut off")

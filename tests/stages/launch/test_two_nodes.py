@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from nodes import KEDRO, PROJECT, Nodes, missing
-from waiting import wait_until
+from waiting import HANGS_S, wait_until
 
 REASON = missing()
 SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(REASON is not None, reason=f"no nodes: {REASON}"),
 ]
-LONGER = {"sft.epochs": 8, "sft.checkpoint_every": 3, "sft.evaluations": 1}
+LONGER = {"sft.epochs": 3, "sft.checkpoint_every": 3, "sft.evaluations": 1}
 """Long enough to be killed in the middle."""
 
 
@@ -44,7 +44,7 @@ def first_losses(root: Path, stage: str) -> dict[str, float]:
 
 def run_all(nodes: Nodes, *arguments: str, **options: object) -> list[int]:
     """Run to the end on all nodes; return the exit codes."""
-    return [run.wait(240) for run in nodes.start_runs("--env=tiny", *arguments, **options)]
+    return [run.wait(HANGS_S) for run in nodes.start_runs("--env=tiny", *arguments, **options)]
 
 
 def test_two_nodes_train_as_one_node_with_two_ranks(nodes, project):
@@ -111,7 +111,7 @@ def test_another_number_of_nodes_resumes(nodes):
 
 def ends_well(nodes: Nodes, runs: list) -> None:
     """Wait until runs have ended without error on two nodes."""
-    codes = [run.wait(240) for run in runs]
+    codes = [run.wait(HANGS_S) for run in runs]
     shown = "\n".join(nodes.output(number).read_text() for number in (0, 1))
     assert codes == [0] * len(runs), shown
     (manifest,) = nodes.root.glob("07_workspace/sft/*/export/manifest.json")
