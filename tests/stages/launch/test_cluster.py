@@ -223,6 +223,12 @@ def test_an_agent_that_fails_is_reported_with_the_reason(toy, monkeypatch, tmp_p
             node.measure()
 
 
+def test_a_port_serves_one_run(toy, port):
+    stage = toy()
+    with pytest.raises(ConfigError, match=rf"port {port} \(launch\.port\), .*already in use"):
+        Cluster(stage.config)
+
+
 def test_a_name_of_the_loopback_is_refused(port, monkeypatch):
     """Debian gives the machine's own name the address 127.0.1.1."""
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")

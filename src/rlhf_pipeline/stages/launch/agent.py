@@ -82,8 +82,9 @@ def obey_and_report(link: Link) -> int:
     try:
         return _obey(link)
     except OSError as error:
-        _try_to_send(link, FAULT, reason=str(error))
-        raise StageError(str(error)) from error
+        reason = str(error) if link.lost is None else f"the driver is lost: {link.lost}"
+        _try_to_send(link, FAULT, reason=reason)
+        raise StageError(reason) from error
 
 
 def _obey(link: Link) -> int:
