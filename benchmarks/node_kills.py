@@ -33,10 +33,10 @@ sys.path.append(str(PROJECT / "tests"))
 from nodes import Nodes, missing
 
 RESULTS = PROJECT / "benchmarks" / "results" / "node-kills"
-STEPS = {
-    "sft": {"sft.epochs": 2, "sft.evaluations": 1},
-    "reward_model": {"reward_model.evaluations": 1},
-    "ppo": {"ppo.steps": 9},
+STEPS = {  # 6 to 12 steps
+    "sft": {"sft.epochs": 2, "sft.batch_size": 32},
+    "reward_model": {"reward_model.batch_size": 32},
+    "ppo": {"ppo.steps": 6},
 }
 MOMENTS = ("start", "middle", "checkpoint")
 WAYS = ("killed", "cut off")
@@ -194,10 +194,10 @@ def complete(nodes: Nodes, runs: list[subprocess.Popen[bytes]]) -> None:
 
 
 def parameters(stage: str) -> dict[str, object]:
-    """Some seconds of training with a checkpoint every third step, to which both nodes write."""
+    """Some seconds of training with a checkpoint every second step, to which both nodes write."""
     engines = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
     zero = {f"{engine}.deepspeed.zero_stage": 2 for engine in engines}
-    return {**STEPS[stage], f"{stage}.checkpoint_every": 3, **zero}
+    return {**STEPS[stage], f"{stage}.checkpoint_every": 2, f"{stage}.evaluations": 1, **zero}
 
 
 def workspace(nodes: Nodes, stage: str) -> Path:
