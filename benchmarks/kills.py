@@ -150,10 +150,15 @@ def run_stage(
         process = kedro(f"--nodes={stage}", root, store, parameters)
     if process.wait() != 0:
         raise SystemExit(f"{stage} {name} failed, see {RESULTS / 'run.log'}")
+    return found | result(workspace, start) | tracked(store, stage)
+
+
+def result(workspace: Path, start: float) -> dict[str, Any]:
+    """What a stage that began at `start` left in its only work directory, and how long it took."""
     (directory,) = workspace.iterdir()
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     manifest = json.loads((directory / "export" / "manifest.json").read_text())
-    return found | {
+    return {
         "start_s": records[0]["time"] - start,
         "training_s": records[-1]["time"] - records[0]["time"],
         "resumed_from": json.loads((directory / "job.json").read_text())["resume_from"],
@@ -166,7 +171,6 @@ def run_stage(
             (r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith("time/")})
             for r in records
         ],
-        **tracked(store, stage),
     }
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -16,13 +17,15 @@ from ports import reserved_port
 from waiting import once, wait_until
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.errors import ConfigError, Interrupted, StageError
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.launch import agent, remote_node
 from rlhf_pipeline.stages.launch import cluster as module
 from rlhf_pipeline.stages.launch.cluster import Cluster, starting_commands
 from rlhf_pipeline.stages.launch.layout import Layout
 from rlhf_pipeline.stages.launch.link import TOKEN
+from rlhf_pipeline.stages.launch.node_program import NodeProgram
 from rlhf_pipeline.stages.run import StageRunner
 
 AGENT = "rlhf_pipeline.stages.launch.agent"
@@ -160,7 +163,9 @@ def test_a_killed_agent_or_rank_ends_the_stage_with_its_name(toy, victim):
             stage.agents()[0].kill()
         else:
             (file,) = stage.folder.glob("ws/toy/*/heartbeats/rank1.json")
-            os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)
+            rank = psutil.Process(json.loads(file.read_text())["pid"])
+            rank.parent().suspend()  # DeepSpeed's launcher, which takes the exit status away
+            rank.kill()
 
     start = time.monotonic()
     with once(lambda: runs(stage.folder), kill), pytest.raises(StageError) as failure:
@@ -172,6 +177,76 @@ def test_a_killed_agent_or_rank_ends_the_stage_with_its_name(toy, victim):
     }
     assert expected[victim] in str(failure.value)
     wait_until(lambda: not _processes("toy_program"))
+
+
+@pytest.mark.slow
+def test_a_signal_to_an_agent_interrupts_the_stage(toy):
+    """The node may vanish soon: all ranks save, and the run can be resumed."""
+    stage = toy()
+    (stage.folder / "hold").touch()
+
+    def interrupt():
+        stage.agents()[0].send_signal(signal.SIGINT)
+
+    with once(lambda: runs(stage.folder), interrupt), pytest.raises(Interrupted) as end:
+        stage.run()
+    assert ", 127.0.0.1, rank 1) received SIGINT. Run the same command again" in str(end.value)
+    stage.cluster.close(1)
+    wait_until(lambda: not _processes("toy_program") and not stage.agents())
+
+
+@pytest.mark.slow
+def test_a_shared_file_system_is_neither_read_nor_copied(toy, monkeypatch):
+    """Large inputs would take minutes."""
+    monkeypatch.setattr(remote_node, "_files", lambda run: pytest.fail("files are listed"))
+    toy().run()
+
+
+def test_an_agent_that_fails_is_reported_with_the_reason(toy, monkeypatch, tmp_path):
+    """This process is the agent: it cannot create the work directory."""
+    monkeypatch.setenv(TOKEN, "secret")
+    (tmp_path / "file").touch()
+    stage = toy(command=f"{sys.executable} -c pass {{command}}")
+    with ThreadPoolExecutor(1) as pool:
+        address = ("127.0.0.1", stage.config.port)
+        link = pool.submit(agent._connect, address, "secret", 30.0, 30.0).result()
+        link.send("hello", number=1, **module.description())
+        (node,) = stage.cluster.nodes()
+        obeying = pool.submit(agent.obey_and_report, link)
+        program = NodeProgram("toy_program", str(tmp_path / "file" / "below"), ranks=(1, 1), node=1)
+        node.start(program)
+        wait_until(lambda: node.lost)
+        assert str(node.lost).endswith(f"Not a directory: '{tmp_path}/file/below/program.log'")
+        with pytest.raises(StageError, match="Not a directory"):
+            obeying.result()
+        with pytest.raises(StageError, match=r"node 1 \(.* is lost: .*Not a directory"):
+            node.measure()
+
+
+def test_a_port_serves_one_run(toy, port):
+    stage = toy()
+    with pytest.raises(ConfigError, match=rf"port {port} \(launch\.port\), .*already in use"):
+        Cluster(stage.config)
+
+
+def test_a_name_of_the_loopback_is_refused(port, monkeypatch):
+    """Debian gives the machine's own name the address 127.0.1.1."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    config = LaunchConfig(mode="command", command="{command}", nodes=2, address="node-0", port=port)
+    with pytest.raises(ConfigError, match=r"found node-0, port .*127\.0\.1\.1, which other mac"):
+        Cluster(config)
+
+
+def test_a_slow_check_of_the_code_is_no_difference_of_the_clocks(toy, monkeypatch):
+    monkeypatch.setenv(TOKEN, "secret")
+    stage = toy(command=f"{sys.executable} -c pass {{command}}")
+    hello = module.description()
+    slow = hello | {"time": hello["time"] + 60.0}
+    monkeypatch.setattr(module, "description", lambda: slow)  # as if it took a minute
+    with socket.create_connection(("127.0.0.1", stage.config.port)) as connection:
+        link = module.Link(connection, "secret", driver=False, timeout_s=30.0)
+        link.send("hello", number=1, **hello)
+        assert len(stage.cluster.nodes()) == 1
 
 
 @pytest.mark.slow

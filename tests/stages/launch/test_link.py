@@ -82,6 +82,17 @@ def test_another_protocol_is_refused(sockets):
         Link(sockets[0], "secret", driver=True, timeout_s=30.0)
 
 
+def test_a_fault_is_the_reason_of_the_end(sockets):
+    """Also for a side that was sending and did not read it yet."""
+    driver, agent = joined(sockets)
+    agent.send("fault", reason="No space left on device: '/data'")
+    agent.close()
+    with pytest.raises(OSError, match=r".*"):
+        for _ in range(1000):
+            driver.send_piece(bytes(2**16))
+    assert driver.lost == "No space left on device: '/data'"
+
+
 def test_a_closed_connection_is_noticed_at_once(sockets):
     driver, agent = joined(sockets)
     agent.close()

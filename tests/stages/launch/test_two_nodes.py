@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from nodes import Nodes, missing
-from waiting import wait_until
+from nodes import KEDRO, PROJECT, Nodes, missing
+from waiting import HANGS_S, wait_until
 
 REASON = missing()
 SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(REASON is not None, reason=f"no nodes: {REASON}"),
 ]
-LONGER = {"sft.epochs": 8, "sft.checkpoint_every": 3, "sft.evaluations": 1}
+LONGER = {"sft.epochs": 3, "sft.checkpoint_every": 3, "sft.evaluations": 1}
 """Long enough to be killed in the middle."""
 
 
@@ -30,27 +30,36 @@ def nodes(tmp_path):
     made.remove()
 
 
-def losses(root: Path, stage: str = "sft") -> list[float]:
-    """The loss of each step."""
+def metrics(root: Path, stage: str) -> list[dict[str, float]]:
+    """The metrics of each record of a stage."""
     (file,) = root.glob(f"07_workspace/{stage}/*/metrics.jsonl")
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    return [each["metrics"]["sft/loss"] for each in records if "sft/loss" in each["metrics"]]
+    return [json.loads(line)["metrics"] for line in file.read_text().splitlines()]
+
+
+def first_losses(root: Path, stage: str) -> dict[str, float]:
+    """The losses of the first step of a stage, by the name of the metric."""
+    step = metrics(root, stage)[0]
+    return {name: value for name, value in step.items() if name.endswith("/loss")}
 
 
 def run_all(nodes: Nodes, *arguments: str, **options: object) -> list[int]:
     """Run to the end on all nodes; return the exit codes."""
-    return [run.wait(240) for run in nodes.start_runs("--env=tiny", *arguments, **options)]
+    return [run.wait(HANGS_S) for run in nodes.start_runs("--env=tiny", *arguments, **options)]
 
 
 def test_two_nodes_train_as_one_node_with_two_ranks(nodes, project):
     """The recipe is the same, so each reuses the results of the other."""
-    assert run_all(nodes, "--to-nodes=sft", private=True) == [0, 0], nodes.output(0).read_text()
+    assert run_all(nodes, "--to-nodes=ppo", private=True) == [0, 0], nodes.output(0).read_text()
     assert "node 1 (" in nodes.output(0).read_text()  # it received files
-    assert losses(nodes.root) == pytest.approx(losses(project.root), abs=1e-5)
-    (run,) = (nodes.root / "07_workspace" / "sft").glob("*[0-9a-f]")
-    assert run.name in [path.name for path in (project.root / "07_workspace" / "sft").iterdir()]
-    manifest = json.loads((run / "export" / "manifest.json").read_text())
-    assert manifest["ranks"] == 2
+    names = {"sft": 1, "reward_model": 1, "ppo": 2}
+    for stage, count in names.items():
+        expected, found = (first_losses(each.root, stage) for each in (project, nodes))
+        assert len(expected) == count and found == pytest.approx(expected, abs=1e-5)
+        largest = max(abs(found[name] - expected[name]) for name in expected)
+        print(f"{stage}: the losses of the first step differ by at most {largest:.1e}")
+        (run,) = (nodes.root / "07_workspace" / stage).glob("*[0-9a-f]")
+        assert run.name in [path.name for path in (project.root / "07_workspace" / stage).iterdir()]
+        assert json.loads((run / "export" / "manifest.json").read_text())["ranks"] == 2
     assert not (nodes.folder / "root1" / "08_reporting").exists()
 
 
@@ -75,6 +84,20 @@ def test_the_end_of_a_node_ends_the_stage_everywhere_and_is_resumed(nodes, end):
     assert "resuming from step" in nodes.output(0).read_text()
 
 
+def test_a_signal_to_another_node_lets_all_ranks_save_a_checkpoint(nodes):
+    """As a scheduler sends it before it takes one machine away."""
+    options = {"private": True, **LONGER}
+    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", **options)
+    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
+    runs[1].terminate()
+    assert [run.wait(60) for run in runs] == [130, 1]
+    message = nodes.output(0).read_text()
+    assert f"{nodes.addresses[1]}, rank 1) received SIGTERM. Run the same command again" in message
+    steps = len(metrics(nodes.root, "sft"))
+    (checkpoint,) = nodes.root.glob(f"07_workspace/sft/*/checkpoints/step-*{steps}")
+    assert checkpoint.is_dir()  # so no step is lost, though every third step has a checkpoint
+
+
 def test_another_number_of_nodes_resumes(nodes):
     runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", **LONGER)
     wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
@@ -88,7 +111,7 @@ def test_another_number_of_nodes_resumes(nodes):
 
 def ends_well(nodes: Nodes, runs: list) -> None:
     """Wait until runs have ended without error on two nodes."""
-    codes = [run.wait(240) for run in runs]
+    codes = [run.wait(HANGS_S) for run in runs]
     shown = "\n".join(nodes.output(number).read_text() for number in (0, 1))
     assert codes == [0] * len(runs), shown
     (manifest,) = nodes.root.glob("07_workspace/sft/*/export/manifest.json")
@@ -170,7 +193,7 @@ def slurm(nodes, tmp_path):
     hosts = zip(nodes.hosts, nodes.addresses, strict=True)
     settings.write_text(
         f"ClusterName=test\nSlurmctldHost=node-0({nodes.addresses[0]})\nSlurmUser=root\n"
-        f"AuthType=auth/munge\nAuthInfo=socket={tmp_path}/munge.socket\nCredType=cred/munge\n"
+        f"AuthType=auth/munge\nAuthInfo=socket={tmp_path}/munge.socket,cred_expire=5\nCredType=cred/munge\n"
         f"StateSaveLocation={tmp_path}/state\nSlurmdSpoolDir={tmp_path}/spool-%n\n"
         f"SlurmctldPidFile={tmp_path}/ctl.pid\nSlurmdPidFile={tmp_path}/slurmd-%n.pid\n"
         "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\n"
@@ -203,6 +226,31 @@ def test_slurm_starts_the_nodes(nodes, slurm):
         nodes,
         nodes.start_runs(*arguments, numbers=[0], prefix=lambda number: step, environment=slurm),
     )
+
+
+def test_a_job_of_slurm_resumes_after_a_signal(nodes, slurm, tmp_path):
+    """The script of docs/cluster.md puts itself back into the queue, and finishes."""
+    page = (PROJECT / "docs" / "cluster.md").read_text()
+    text = page[page.index("#!/bin/bash") : page.index("```", page.index("#!/bin/bash"))]
+    settings = {"root": nodes.root, "launch.processes": 1, **LONGER}
+    params = "".join(f",{name}={value}" for name, value in settings.items())
+    for documented, here in {
+        "--nodes=4": "--nodes=2",
+        "#SBATCH --gpus-per-node=8\n": "",  # this SLURM knows no GPUs
+        "--cpus-per-task=64": "--cpus-per-task=1",
+        "kedro run --pipeline=full": f"{KEDRO} run --env=tiny --to-nodes=sft",
+        "launch.grace_s=500": f"launch.grace_s=60{params}",
+    }.items():
+        assert documented in text
+        text = text.replace(documented, here)
+    script, output = tmp_path / "rlhf.sbatch", tmp_path / "job.out"
+    script.write_text(text)
+    assert nodes.start(0, ["sbatch", f"--output={output}", str(script)], slurm).wait() == 0
+    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
+    assert nodes.start(0, ["scancel", "--signal=TERM", "1"], slurm).wait() == 0
+    wait_until(lambda: "received SIGTERM" in (text := output.read_text()) or "ended by" in text)
+    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/export/manifest.json")])
+    assert "resuming from step" in output.read_text()
 
 
 def test_a_command_of_slurm_starts_the_agents(nodes, slurm):

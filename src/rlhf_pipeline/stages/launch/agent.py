@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from signal import Signals
+from signal import SIGINT, SIGTERM, Signals, signal
+from threading import Thread
 from typing import Any
 
 import click
@@ -27,7 +28,7 @@ from rlhf_pipeline.stages.cache.code import code_of_package, library_version
 from rlhf_pipeline.stages.cache.lock import await_programs
 from rlhf_pipeline.stages.job import TRAINING_LIBRARIES
 from rlhf_pipeline.stages.launch.failure import kernel_kills
-from rlhf_pipeline.stages.launch.link import TOKEN, Link
+from rlhf_pipeline.stages.launch.link import FAULT, TOKEN, Link
 from rlhf_pipeline.stages.launch.node_program import NodeProgram
 from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.launch.resources import gpu_count
@@ -60,10 +61,34 @@ def serve(
         start_timeout_s: seconds to try to connect.
 
     Raises:
-        StageError: the driver cannot be reached, has another secret, or fell silent.
+        StageError: the driver cannot be reached, has another secret, or fell silent; or this node
+            cannot obey, for example because its disk is full.
     """
     link = _connect(address, token, timeout_s, start_timeout_s)
     link.send("hello", number=number, **description())
+
+    def pass_on(signal_number: int, frame: object) -> None:
+        """Tell the driver, which lets all ranks save a checkpoint and ends this agent."""
+        name = {"signal": Signals(signal_number).name}
+        Thread(target=_try_to_send, args=(link, "interrupted"), kwargs=name, daemon=True).start()
+
+    for each in (SIGINT, SIGTERM):
+        signal(each, pass_on)
+    return obey_and_report(link)
+
+
+def obey_and_report(link: Link) -> int:
+    """Obey the driver; if this node cannot, report why and raise StageError."""
+    try:
+        return _obey(link)
+    except OSError as error:
+        reason = str(error) if link.lost is None else f"the driver is lost: {link.lost}"
+        _try_to_send(link, FAULT, reason=reason)
+        raise StageError(reason) from error
+
+
+def _obey(link: Link) -> int:
+    """Do what the driver orders until it says goodbye; return the exit code that it gives."""
     while link.lost is None:
         order = link.receive(1.0)
         if order is None:
@@ -74,17 +99,19 @@ def serve(
             link.close()
             return int(order["code"])
         if order["kind"] == "prepare":
-            try:
-                _prepare(link, order)
-            except OSError as error:
-                link.send("received", error=str(error))
+            _prepare(link, order)
         if order["kind"] == "measure":
             for _ in range(order["pieces"]):
                 link.receive_piece()
             link.send("measured")
         if order["kind"] == "start":
             _run(link, NodeProgram.from_json(order["program"]))
-    raise StageError(f"the driver at {address[0]}:{address[1]} is lost: {link.lost}")
+    raise StageError(f"the driver is lost: {link.lost}")
+
+
+def _try_to_send(link: Link, kind: str, **fields: Any) -> None:
+    with suppress(OSError):  # the driver is lost, which the main thread notices
+        link.send(kind, **fields)
 
 
 def description() -> dict[str, Any]:
@@ -125,13 +152,14 @@ def _prepare(link: Link, order: dict[str, Any]) -> None:
     if separate:
         for name in (heartbeat.FOLDER, ERRORS, "export"):
             shutil.rmtree(directory / name, ignore_errors=True)
-    wanted = [
-        name for name, entry in order["files"].items() if separate and not _is_here(name, entry)
-    ]
-    link.send("wanted", files=wanted, separate=separate)
+    link.send("prepared", separate=separate)
+    if not separate:
+        return
+    entries = link.expect("copy")["files"]
+    wanted = [name for name, entry in entries.items() if not _is_here(name, entry)]
+    link.send("wanted", files=wanted)
     for name in wanted:
-        link.expect("file")
-        _receive(link, Path(name), FileEntry(**order["files"][name]))
+        _receive(link, Path(name), FileEntry(**entries[name]))
     if wanted:
         link.send("received")
 
@@ -186,12 +214,10 @@ def _run(link: Link, program: NodeProgram) -> None:
                 "kernel_kills": (kernel_kills() or 0) - kills,
             }
             if report != sent:
-                with suppress(OSError):
-                    link.send("report", **report)
+                _try_to_send(link, "report", **report)
                 sent = report
     log = (directory / program.log).read_bytes()[-LOG_BYTES:].decode(errors="replace")
-    with suppress(OSError):
-        link.send("ended", log=log)
+    _try_to_send(link, "ended", log=log)
 
 
 def own_number() -> int | None:

@@ -155,6 +155,7 @@ class Cluster:
         try:
             link = Link(connection, self._token, driver=True, timeout_s=self._config.node_timeout_s)
             hello = link.expect("hello")
+            hello["ahead_s"] = hello["time"] - time.time()
         except (PipelineError, OSError):  # not an agent of this run
             return
         with self._lock:
@@ -187,10 +188,10 @@ class Cluster:
                 f"found {hello['gpus']} GPUs for {ranks} ranks; the driver's node has "
                 f"{own['gpus']}. Fix: set launch.processes or the slots of the hostfile"
             )
-        if abs(hello["time"] - own["time"]) > SKEW_S:
+        if abs(hello["ahead_s"]) > SKEW_S:
             return (
-                f"found a clock that differs by {hello['time'] - own['time']:.0f} s, expected at "
-                f"most {SKEW_S:g} s. Fix: synchronise the clocks (NTP)"
+                f"found a clock that differs by {hello['ahead_s']:.0f} s, expected at most "
+                f"{SKEW_S:g} s. Fix: synchronise the clocks (NTP)"
             )
         return None
 
@@ -263,6 +264,8 @@ def _listen(config: LaunchConfig, layout: Layout) -> socket.socket:
     """A server on one address of this machine. With rank_env, the port is known beforehand."""
     try:
         address = socket.gethostbyname(layout.address)
+        if address.startswith("127.") and address != layout.address:
+            raise OSError(f"it is {address}, which other machines cannot reach; see /etc/hosts")
         return socket.create_server((address, config.port), backlog=len(layout.ranks))
     except OSError as error:
         raise ConfigError(

@@ -25,7 +25,7 @@ from rlhf_pipeline.stages.launch.failure import Attempt, causes, kernel_kills, s
 from rlhf_pipeline.stages.launch.hints import PORT
 from rlhf_pipeline.stages.launch.layout import node_layout
 from rlhf_pipeline.stages.launch.node_program import NodeProgram, kill_group
-from rlhf_pipeline.stages.launch.ranks import Ranks
+from rlhf_pipeline.stages.launch.ranks import RESUME, Ranks
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 
 logger = logging.getLogger(__name__)
@@ -130,12 +130,16 @@ def _follow(
 
     Returns:
         The report of the rank that hangs, or None.
+
+    Raises:
+        Interrupted: the scheduler sent a signal to another node.
     """
     stuck, run = None, tail.run
     while not _ended(process, ranks) and ranks.failed_s < _settle_s(run, ranks, config):
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
+        ranks.raise_if_interrupted()
         if 0 in ranks.heartbeats:
             tail.listener.stage_phase(tail.run, ranks.heartbeats[0])
         if ranks.stuck:
@@ -174,10 +178,7 @@ def _signals_raise() -> Iterator[None]:
     """
 
     def interrupt(number: int, frame: object) -> None:
-        raise Interrupted(
-            f"ended by {signal.Signals(number).name}. Run the same command again to resume; "
-            "finished stages are kept"
-        )
+        raise Interrupted(f"ended by {signal.Signals(number).name}. {RESUME}")
 
     hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     previous = {

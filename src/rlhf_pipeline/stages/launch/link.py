@@ -21,6 +21,8 @@ from rlhf_pipeline.errors import StageError
 TOKEN = "RLHF_NODE_TOKEN"  # noqa: S105 - a name
 """Environment variable with the secret that the nodes of one run share."""
 PULSE, OBJECT, PIECE = b"p", b"o", b"b"
+FAULT = "fault"
+"""The last object that a side sends before it gives up, with the reason."""
 PULSES = 5
 """Pulses in the time after which a silent node counts as lost."""
 FIRST_BYTES = 2**16
@@ -98,8 +100,12 @@ class Link:
         return None
 
     def _send(self, mark: bytes, content: bytes = b"") -> None:
-        with self._sending:
-            self._connection.send_bytes(mark + content)
+        try:
+            with self._sending:
+                self._connection.send_bytes(mark + content)
+        except OSError:
+            self._closed.wait(1.0)  # until the thread that listens has read the reason
+            raise
 
     def _authenticate(self, token: str, driver: bool) -> None:
         """Exchange nonces, then a proof of each side over both: a proof serves one connection."""
@@ -129,10 +135,16 @@ class Link:
         try:
             while self._connection.poll(self._timeout_s):
                 frame = self._connection.recv_bytes()
-                if frame[:1] != PULSE:
-                    content = frame[1:]
-                    self._received.put(content if frame[:1] == PIECE else json.loads(content))
-            self.lost = f"it has been silent for {self._timeout_s:g} s (launch.node_timeout_s)"
+                if frame[:1] == PIECE:
+                    self._received.put(frame[1:])
+                elif frame[:1] == OBJECT:
+                    content = json.loads(frame[1:])
+                    if content["kind"] == FAULT:
+                        self.lost = content["reason"]
+                        break
+                    self._received.put(content)
+            else:
+                self.lost = f"it has been silent for {self._timeout_s:g} s (launch.node_timeout_s)"
         except (OSError, EOFError):
             self.lost = "the connection was closed"
         self._closed.set()

@@ -17,11 +17,13 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.heartbeat import Heartbeat, read_heartbeats
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.launch.remote_node import RemoteNode
 
 ALIVE = ("running", "stopped")
+RESUME = "Run the same command again to resume; finished stages are kept"
 STATES: dict[int | str, str] = {
     "stopped": ", its process is stopped",
     "gone": ", its process has ended",
@@ -123,6 +125,12 @@ class Ranks:
     def lost(self) -> str | None:
         """Why a node can no longer be reached; None while all can."""
         return next((node.lost for node in self.nodes if node.lost is not None), None)
+
+    def raise_if_interrupted(self) -> None:
+        """Raise Interrupted if a scheduler has sent a signal to an agent: its node may vanish."""
+        for node in self.nodes:
+            if node.interrupted is not None:
+                raise Interrupted(f"{node.interrupted}. {RESUME}")
 
     @property
     def failed_node(self) -> RemoteNode | None:

@@ -3,7 +3,8 @@
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -21,6 +22,8 @@ from rlhf_pipeline.stages.launch.node_program import NodeProgram
 
 logger = logging.getLogger(__name__)
 
+REPORTS = ("report", "interrupted")
+"""What an agent sends without being asked."""
 MEASURED_PIECES = 8
 """Pieces of a file that measure the bandwidth: 128 MiB."""
 
@@ -40,6 +43,8 @@ class RemoteNode:
     """Exit code of DeepSpeed's launcher there; None while it runs."""
     kernel_kills: int = 0
     """Processes there that the kernel has killed for lack of memory during the launch."""
+    interrupted: str | None = None
+    """The signal that the node's scheduler sent to its agent, with the node's name."""
     _statuses: dict[int, int | str] = field(default_factory=dict)
     _directory: Path | None = None
 
@@ -57,23 +62,25 @@ class RemoteNode:
 
         Raises StageError if the node is lost meanwhile.
         """
-        entries = {str(path): asdict(FileEntry.of(path)) for path in _files(run)}
         probe = run.directory / f".probe-{secrets.token_hex(8)}"
         probe.touch()
         try:
-            self._order("prepare", directory=str(run.directory), probe=str(probe), files=entries)
-            wanted = self._expect("wanted")
+            self._order("prepare", directory=str(run.directory), probe=str(probe))
+            if not self._expect("prepared")["separate"]:
+                return False
         finally:
             probe.unlink()
-        for name in wanted["files"]:
-            self._order("file", path=name)
+        entries = {str(path): asdict(FileEntry.of(path)) for path in _files(run)}
+        self._order("copy", files=entries)
+        wanted = self._expect("wanted")["files"]
+        for name in wanted:
             for piece in read_pieces(Path(name)):
-                self.link.send_piece(piece)
-        if wanted["files"]:
+                self._send_piece(piece)
+        if wanted:
             self._expect("received")
-            size = sum(entries[name]["size"] for name in wanted["files"])
-            logger.info("%s received %d files, %d bytes", self, len(wanted["files"]), size)
-        return bool(wanted["separate"])
+            size = sum(entries[name]["size"] for name in wanted)
+            logger.info("%s received %d files, %d bytes", self, len(wanted), size)
+        return True
 
     def measure(self) -> tuple[float, float]:
         """The round trip in seconds, and the bandwidth to the node in Gbit/s."""
@@ -84,7 +91,7 @@ class RemoteNode:
         start = time.monotonic()
         self._order("measure", pieces=MEASURED_PIECES)
         for _ in range(MEASURED_PIECES):
-            self.link.send_piece(piece)
+            self._send_piece(piece)
         self._expect("measured")
         seconds = time.monotonic() - start
         return round_trip_s, 8e-9 * MEASURED_PIECES * PIECE / seconds
@@ -124,22 +131,30 @@ class RemoteNode:
             log.write_text(ended["log"])
 
     def _order(self, kind: str, **fields: Any) -> None:
-        try:
+        with self._connected():
             self.link.send(kind, **fields)
-        except OSError as error:
-            raise StageError(f"{self} is lost: {self.link.lost or error}") from error
+
+    def _send_piece(self, piece: bytes) -> None:
+        with self._connected():
+            self.link.send_piece(piece)
 
     def _expect(self, kind: str) -> dict[str, Any]:
-        try:
-            while (answer := self.link.expect(kind, "report"))["kind"] == "report":
+        with self._connected():
+            while (answer := self.link.expect(kind, *REPORTS))["kind"] != kind:
                 self._take(answer)
-        except StageError as error:
-            raise StageError(f"{self} is lost: {error.message}") from error
-        if "error" in answer:
-            raise StageError(f"{self}: {answer['error']}")
         return answer
 
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Raise StageError with the name of the node if it is lost inside the block."""
+        try:
+            yield
+        except (OSError, StageError) as error:
+            raise StageError(f"{self} is lost: {self.link.lost or error}") from error
+
     def _take(self, report: Mapping[str, Any]) -> None:
+        if report["kind"] == "interrupted":
+            self.interrupted = f"{self} received {report['signal']}"
         if report["kind"] != "report":
             return
         self.heartbeats = {h["rank"]: Heartbeat(**h) for h in report["heartbeats"]}
