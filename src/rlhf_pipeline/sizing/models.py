@@ -80,7 +80,10 @@ def _gated() -> Iterator[tuple[str, PublishedModel]]:
             "llama-3-70b", "meta-llama/Meta-Llama-3-70B",
             "llama", 8192, 28672, 80, 64, 8, 128256, 0, 8,
         ),
-        ("mistral-7b", "mistralai/Mistral-7B-v0.1", "mistral", 4096, 14336, 32, 32, 8, 32000, 0, 32),
+        (
+            "mistral-7b", "mistralai/Mistral-7B-v0.1",
+            "mistral", 4096, 14336, 32, 32, 8, 32000, 0, 32,
+        ),
         ("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "qwen2", 896, 4864, 24, 14, 2, 151936, 1, 32),
         ("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B", "qwen2", 1536, 8960, 28, 12, 2, 151936, 1, 32),
         ("qwen2.5-3b", "Qwen/Qwen2.5-3B", "qwen2", 2048, 11008, 36, 16, 2, 151936, 1, 32),

@@ -76,6 +76,11 @@ class Shape:
                 "num_hidden_layers, num_attention_heads or vocab_size, expected all of them. Fix: "
                 "use a model of a family that transformers knows"
             )
+        if value("num_experts", "num_local_experts", "n_routed_experts"):
+            raise ConfigError(
+                f"base_model: found a mixture of experts ({name}), expected a model whose layers "
+                "are all dense: the plan knows the sizes of no other"
+            )
         positions = value("max_position_embeddings", "n_positions") or 0
         tied = value("tie_word_embeddings")
         return cls(

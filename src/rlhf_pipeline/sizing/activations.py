@@ -1,0 +1,73 @@
+"""Bytes that a forward pass keeps for its backward pass, and those of passes without one.
+
+The terms are the tensors that autograd saves in transformers 5 with the packed attention of
+`rlhf_pipeline.models.packing`; tests/sizing/test_activations.py compares them with those tensors.
+"""
+
+from dataclasses import dataclass
+
+from rlhf_pipeline.sizing.shape import Shape
+
+CHUNK = 2**25
+"""Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
+FEED_FORWARD = {"opt": 1, "bloom": 2, "gpt_neox": 2, "gpt2": 5, "gpt_neo": 5, "gptj": 5, "phi": 5}
+"""Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU,
+two for GELU, five for its approximation by tanh, which transformers computes in steps. Others: four
+for a gate."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How a model computes."""
+
+    size: int
+    """Bytes of a number: 4 in fp32, else 2."""
+    on_gpu: bool
+    norms_train: bool = True
+    """False with LoRA: a norm whose weight is frozen keeps less."""
+
+
+def of_layer(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token that one layer keeps."""
+    size, queries, keys = numbers.size, shape.queries, shape.keys
+    feed_forward = FEED_FORWARD.get(shape.model_type, 4) * size * shape.intermediate
+    if numbers.on_gpu and size < 4:
+        attention = size * (2 * queries + 2 * keys)
+    else:  # in float32, and the rows are joined to a tensor for the output layer
+        attention = 4 * (2 * queries + 2 * keys) + size * queries
+    return 2 * of_norm(shape, numbers) + attention + feed_forward
+
+
+def of_norm(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token that a norm keeps, with its output."""
+    if not shape.is_gated:
+        return 2 * numbers.size * shape.hidden
+    # An RMS norm keeps its input in float32, its scaled input and its output.
+    return shape.hidden * (4 + numbers.size * (2 if numbers.norms_train else 1))
+
+
+def kept(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) -> int:
+    """Bytes that a forward pass of so many tokens keeps, and the largest that its backward pass
+    adds.
+
+    With checkpointing: the input of each layer, and one whole layer.
+    """
+    layer = of_layer(shape, numbers)
+    inputs = numbers.size * shape.hidden
+    layers = layer + (shape.layers * inputs if checkpointing else (shape.layers - 1) * layer)
+    return tokens * (layers + of_norm(shape, numbers) + passing(shape, numbers))
+
+
+def passing(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token while one layer computes without keeping anything."""
+    return numbers.size * (3 * shape.intermediate + 2 * shape.hidden)
+
+
+def of_logits(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
+    """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32.
+
+    A pass that trains the output layer adds its gradient in float32.
+    """
+    chunk = 4 * min(CHUNK, tokens * shape.vocab)
+    weight = 0 if numbers.size == 4 and not trains else 4 * shape.vocab * shape.embedding
+    return chunk + weight
