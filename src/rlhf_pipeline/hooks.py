@@ -13,6 +13,7 @@ from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 from rich.console import Console
 
+from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -100,7 +101,7 @@ class PreflightHook:
         """
         for name in {"base_model", "sft_model"} & inputs.keys():
             check_lengths(
-                inputs[name],
+                positions_in(inputs[name]),
                 SplitConfig.model_validate(catalog.load("params:split")),
                 PPOConfig.model_validate(catalog.load("params:ppo")),
                 EvaluateConfig.model_validate(catalog.load("params:evaluate")),

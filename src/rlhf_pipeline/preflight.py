@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward
@@ -61,6 +60,7 @@ def preflight(
     *,
     gpus: int,
     origin: Callable[[str], str | None] = lambda name: None,
+    elsewhere: bool = False,
 ) -> None:
     """Check all parameters of a run together.
 
@@ -68,24 +68,25 @@ def preflight(
 
     Args:
         parameters: the blocks as plain values, by name.
-        gpus: number of GPUs of this machine.
+        gpus: number of GPUs of the machine.
         origin: the file that sets a parameter; None: no file.
+        elsewhere: the run is for another machine, whose libraries for GPUs are not known.
     """
     faults = [*unknown_names(parameters), *invalid_values(parameters)]
-    faults = faults or [*misfits(parameters, gpus)]
+    faults = faults or [*misfits(parameters, gpus, elsewhere=elsewhere)]
     _refuse([_with_origin(fault, origin) for fault in faults])
 
 
 def check_lengths(
-    model: Path, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
+    positions: int | None, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
 ) -> None:
     """Check the limits of prompts, responses and texts against the positions of a model.
 
-    `preflight` does this for models that are built or in a local folder. A model on the hub is
-    known once stage base_model has fetched it to the folder `model`. Raises ConfigError with one
-    line for each fault.
+    `preflight` does this for models that are built or in a local folder. Those of a model on the
+    hub are known once stage base_model has fetched it. Raises ConfigError with one line for each
+    fault.
     """
-    _refuse([*length_faults(positions_in(model), split, ppo, evaluate)])
+    _refuse([*length_faults(positions, split, ppo, evaluate)])
 
 
 def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
