@@ -302,3 +302,34 @@ def chat(
         return policy_of(name, catalog, project)
 
     talk([policy, *([compare] if compare else [])], find, Console(highlight=False), **settings)
+
+
+@rlhf.command(cls=Command)
+@click.argument("model", required=False)
+@click.option("--gpus", help="GPUs x GB of each, such as 1x24, or nodes x GPUs x GB: 2x8x80.")
+@click.option(
+    "--method", type=click.Choice(["full", "lora", "qlora"]), default="full", show_default=True
+)
+@click.option("--output", type=click.Path(path_type=Path), help="In place of conf/<preset>.")
+@click.option("--overwrite", is_flag=True, help="Replace an environment.")
+@click.option("--list", "listing", is_flag=True, help="Show what fits where; write nothing.")
+@click.pass_obj
+def preset(
+    metadata: ProjectMetadata, model: str | None, gpus: str | None, listing: bool, **options: Any
+) -> None:
+    """Write an environment for MODEL, such as opt-1.3b, on the GPUs of --gpus.
+
+    Its hyper-parameters are published ones, and its memory settings the cheapest that fit.
+    """
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.preset import show_table, write
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
+    if listing:
+        show_table(console, model)
+        return
+    if model is None or gpus is None:
+        raise click.UsageError("use MODEL and --gpus, or --list")
+    project = Path(metadata.project_path)
+    write(model, gpus, options.pop("method"), project, console, **options)
