@@ -80,12 +80,11 @@ def make_preset(model: str, gpus: str, method: Method) -> Preset:
     if preset is not None:
         return preset
     larger = (size for size in HARDWARE if find_preset(model, size, method) is not None)
-    others = [each for each in METHODS if find_preset(model, gpus, each) is not None]
-    fix = f"--gpus {found}" if (found := next(larger, None)) else "a smaller model"
+    fixes = [f"--gpus {size}" for size in larger][:1]
+    fixes += [f"--method {each}" for each in METHODS if find_preset(model, gpus, each) is not None]
     raise ConfigError(
-        f"preset: found {model} with --method {method} on --gpus {gpus}, which it does not fit, "
-        f"expected a machine that holds it. Fix: {fix}, which is the smallest of the table"
-        + "".join(f", or --method {each}" for each in others)
+        f"--gpus: found {gpus}, expected more memory for {model} with --method {method}. Fix: use "
+        f"{', or '.join(fixes) or 'a smaller model'}"
     )
 
 
