@@ -52,9 +52,7 @@ def invalid_values(parameters: Mapping[str, Any]) -> Iterator[str]:
         yield str(error)
 
 
-def misfits(
-    parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False
-) -> Iterator[str]:
+def misfits(parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False) -> Iterator[str]:
     """Valid values that fit neither each other, the machine, nor the files that they name.
 
     `elsewhere`: the run is for another machine, whose libraries for GPUs are not known.

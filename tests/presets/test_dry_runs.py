@@ -78,9 +78,9 @@ def test_an_environment_in_conf_is_what_the_table_gives(preset, settings_of):
 @pytest.mark.long
 def test_every_preset_of_the_table_passes_the_dry_run(settings_of, capsys):
     given = {"base_model": {"path": "x/y"}, "split": {"sources": [{"name": "Dahoas/rm-static"}]}}
-    base = LayeredConfigLoader(
-        str(CONF), env="base", runtime_params=given, **CONFIG_LOADER_ARGS
-    )["parameters"]
+    base = LayeredConfigLoader(str(CONF), env="base", runtime_params=given, **CONFIG_LOADER_ARGS)[
+        "parameters"
+    ]
     found = (
         find_preset(model, gpus, method)
         for model in MODELS

@@ -69,7 +69,9 @@ def test_what_does_not_fit_is_refused_with_what_fits():
         "--gpus: found 1x24, expected more memory for llama-2-7b with --method full. Fix: use "
         "--gpus 1x80, or --method qlora"
     )
-    with pytest.raises(ConfigError, match="opt-175b with --method qlora. Fix: use a smaller model"):
+    with pytest.raises(
+        ConfigError, match=r"opt-175b with --method qlora\. Fix: use a smaller model"
+    ):
         make_preset("opt-175b", "1x24", "qlora")
     assert find_preset("opt-66b", "1x24", "full") is None
 

@@ -140,8 +140,7 @@ def dry_run(
             try:
                 values[node.outputs[0]] = node.func(*(values[name] for name in node.inputs))
             except PipelineError as error:
-                error.message = f"stage {node.name}: {error.message}"
-                raise
+                raise type(error)(f"stage {node.name}: {error.message}") from error
     return planner.jobs, ranks
 
 
@@ -198,7 +197,8 @@ def _refusals(
     """
     source, target = folder / "request.json", folder / "answer.json"
     source.write_text(json.dumps(request | {"jobs": list(map(str, jobs.values()))}))
-    command = [sys.executable, "-m", "rlhf_pipeline.distributed.dry_run", source, target]
+    program = "rlhf_pipeline.distributed.dry_run"
+    command = [sys.executable, "-m", program, str(source), str(target)]
     done = subprocess.run(
         command,
         env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
@@ -211,10 +211,10 @@ def _refusals(
         raise StageError(f"the settings of DeepSpeed were not checked: {reason}")
     engines: dict[str, dict[str, str | None]] = json.loads(target.read_text())
     for stage, refusals in engines.items():
-        for name, reason in refusals.items():
-            if reason is not None:
+        for name, refusal in refusals.items():
+            if refusal is not None:
                 raise StageError(
                     f"stage {stage}: DeepSpeed {version('deepspeed')} refuses the settings of "
-                    f"{name}: {reason}. Fix: install the version in constraints.txt"
+                    f"{name}: {refusal}. Fix: install the version in constraints.txt"
                 )
     return engines

@@ -7,7 +7,14 @@ from rich.table import Table
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.presets.hyperparameters import Method
-from rlhf_pipeline.presets.preset import HARDWARE, METHODS, Preset, as_yaml, find_preset, make_preset
+from rlhf_pipeline.presets.preset import (
+    HARDWARE,
+    METHODS,
+    Preset,
+    as_yaml,
+    find_preset,
+    make_preset,
+)
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.sizing.models import MODELS
 

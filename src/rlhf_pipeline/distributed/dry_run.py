@@ -1,6 +1,9 @@
-"""Program: let DeepSpeed validate the settings of every engine of some jobs. No model is loaded.
+"""Program: let DeepSpeed validate the settings of every engine of some jobs.
 
     python -m rlhf_pipeline.distributed.dry_run request.json answer.json
+
+It is one process and loads no model. The request has the paths of `jobs`, the number of `ranks`,
+and the `machine` of `training_settings`; the answer has the refusals by stage and engine.
 """
 
 import json
@@ -60,7 +63,7 @@ def engine_settings(
         evaluate = job.block("evaluate", EvaluateConfig)
         own = FrozenDeepSpeedConfig(zero_stage=evaluate.zero_stage, precision=evaluate.precision)
         frozen["policies"] = FrozenModelConfig(deepspeed=own).beside(companion)
-    machine = {"hidden_size": hidden_size, "on_gpu": on_gpu}
+    machine: dict[str, Any] = {"hidden_size": hidden_size, "on_gpu": on_gpu}
     training = {
         name: training_settings(model, **machine)
         for name, model in trained.items()

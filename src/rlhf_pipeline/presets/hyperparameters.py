@@ -19,7 +19,7 @@ QLORA = "Dettmers 2023"
 BIDERMAN = "Biderman 2024"
 SOURCES: Mapping[str, str] = {
     INSTRUCTGPT: "Ouyang et al. 2022, arXiv 2203.02155, appendix C",
-    DEEPSPEED_CHAT: "its training scripts for OPT (DeepSpeedExamples, applications/DeepSpeed-Chat)",
+    DEEPSPEED_CHAT: "its training scripts for OPT (DeepSpeedExamples)",
     LLAMA_2: "Touvron et al. 2023, arXiv 2307.09288, section 3",
     TULU_3: "Lambert et al. 2024, arXiv 2411.15124, and open-instruct, docs/tulu3.md",
     ZEPHYR: "Tunstall et al. 2023, arXiv 2310.16944, and alignment-handbook, zephyr-7b-beta",

@@ -82,9 +82,7 @@ def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:
         )
 
 
-def _strategies(
-    stage: str, shape: Shape, hardware: Hardware, method: Method
-) -> Iterator[Settings]:
+def _strategies(stage: str, shape: Shape, hardware: Hardware, method: Method) -> Iterator[Settings]:
     """What is sharded, recomputed and offloaded, cheaper ones first."""
     sharded = hardware.world > 1
     if stage == "evaluate":

@@ -174,6 +174,8 @@ def _header(preset: Preset, name: str) -> Iterator[str]:
     yield "Planned and checked, not run on a GPU. docs/presets.md has the sources of the values."
     if preset.method == "qlora":
         yield "4-bit weights need the extra `quantization`."
+    if preset.model == "opt-175b":
+        yield "The weights are not on the hub: set base_model.path to your folder."
     if "llama" in preset.model:
         yield "The model is gated: accept its licence on the hub, and export HF_TOKEN."
     if hardware.gpu_memory == 16 * GIB:

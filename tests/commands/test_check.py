@@ -1,0 +1,153 @@
+"""The dry run: errors name the stage, the parameter and the fix."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlhf_pipeline.commands import check as module
+from rlhf_pipeline.commands.check import check, show
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
+from rlhf_pipeline.pipeline_registry import register_pipelines
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.sizing.hardware import named
+from rlhf_pipeline.sizing.models import find_model
+
+CONF = Path(__file__).parents[2] / "conf"
+OPT = find_model("opt-1.3b")
+
+
+def parameters(**given):
+    given = {"base_model": {"path": OPT.path}, "split": {"sources": [HH]}, **given}
+    loader = LayeredConfigLoader(str(CONF), env="base", runtime_params=given, **CONFIG_LOADER_ARGS)
+    return loader["parameters"]
+
+
+HH = {"name": "Dahoas/rm-static"}
+SHARDED = {"zero_stage": 3, "precision": "bf16"}
+
+
+def checked(gpus="8x80", pipeline="full", **given):
+    return check(
+        parameters(**given),
+        named(None, gpus),
+        register_pipelines()[pipeline],
+        model=OPT.config,
+        hidden_size=2048,
+    )
+
+
+def test_a_line_for_each_stage(capsys):
+    before = dict(os.environ)
+    show(checked(ppo={"actor": {"deepspeed": SHARDED}}), Console(width=200))
+    assert dict(os.environ) == before
+    assert capsys.readouterr().out.splitlines() == [
+        "base_model     1 process  job.json is valid",
+        "source         1 process  job.json is valid",
+        "split          1 process  job.json is valid",
+        "sft            8 ranks    job.json is valid; DeepSpeed accepts sft",
+        "reward_model   8 ranks    job.json is valid; DeepSpeed accepts reward_model",
+        "ppo            8 ranks    job.json is valid; DeepSpeed accepts actor, critic, reference",
+        "evaluate       8 ranks    job.json is valid",
+    ]
+
+
+@pytest.fixture
+def without_deepspeed(monkeypatch):
+    """Leave out the program that imports DeepSpeed; keep the jobs that were written."""
+    jobs = {}
+
+    def read(paths, *_):
+        jobs.update({name: json.loads(path.read_text()) for name, path in paths.items()})
+        return {name: {} for name in paths}
+
+    monkeypatch.setattr(module, "_refusals", read)
+    return jobs
+
+
+def test_the_jobs_are_those_of_the_nodes(without_deepspeed):
+    stages = checked("2x8x80", launch={"mode": "rank_env", "processes": 8})
+    assert {stage.name: stage.ranks for stage in stages} == {
+        "base_model": 1, "source": 1, "split": 1,
+        "sft": 16, "reward_model": 16, "ppo": 16, "evaluate": 16,
+    }  # fmt: skip
+    ppo = without_deepspeed["ppo"]
+    assert ppo["inputs"].keys() == {"prompts", "sft_model", "reward_model"}
+    assert ppo["inputs"]["sft_model"].endswith("/export")
+    assert "/sft/" in ppo["inputs"]["sft_model"]
+    assert ppo["config"]["ppo"]["rollout_batch_size"] == 64
+    # The newest commits on the hub are not known.
+    assert without_deepspeed["base_model"]["digests"] == {"commit": "0" * 40}
+
+
+def test_four_bit_weights_need_neither_a_gpu_nor_their_library_here(without_deepspeed):
+    sft = {"lora": {"quantize": "nf4"}, "deepspeed": {"precision": "bf16"}}
+    assert checked("1x24", sft=sft)[3].name == "sft"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "message"),
+    [
+        (
+            "3x80",
+            {},
+            "  - sft.batch_size: found 32, expected a multiple of 3 ranks (launch.processes). Fix: "
+            "use 30 or 33",
+        ),
+        (
+            "2x8x80",
+            {"launch": {"processes": 8}},
+            "launch: found 8 ranks with mode local and processes 8, expected 16: 8 on each of 2 "
+            "nodes. Fix: set launch.processes to 8, and launch.mode to rank_env",
+        ),
+        (
+            "8x80",
+            {"launch": {"processes": 16}},
+            "launch.processes: found 16, expected at most 8, one for each GPU.",
+        ),
+        (
+            "8x80",
+            {"split": {"sources": [HH], "max_prompt_tokens": 2000}},
+            "  - ppo.sampling.max_response_tokens: found 256, expected at most 48: the model's "
+            "2048 positions",
+        ),
+        ("8x80", {"sft": {"epoch": 1}}, "sft.epoch: unknown parameter (did you mean epochs?)"),
+        (
+            "8x80",
+            {"ppo": {"rewards": ["missing.py:reward"]}},
+            "ppo.rewards.0: missing.py:reward: found no file ",
+        ),
+    ],
+)
+def test_faults_name_parameter_and_fix(gpus, given, message):
+    with pytest.raises(ConfigError) as refused:
+        checked(gpus, **given)
+    assert message in str(refused.value)
+
+
+def test_an_error_of_a_node_names_its_stage(monkeypatch, without_deepspeed):
+    def fail(job, *_):
+        raise PipelineError(f"{job.spec.name} fails")
+
+    monkeypatch.setattr(module.Planner, "run", lambda _, job: fail(job))
+    with pytest.raises(PipelineError, match="stage base_model: base_model fails"):
+        checked()
+
+
+def test_settings_that_deepspeed_refuses_name_stage_and_engine(monkeypatch):
+    def answer(command, **_):
+        Path(command[-1]).write_text('{"sft": {"sft": null}, "ppo": {"critic": "stage: bad"}}')
+        return module.subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(module.subprocess, "run", answer)
+    with pytest.raises(StageError, match=r"stage ppo: DeepSpeed [\d.]+ refuses .* critic: stage: "):
+        checked()
+
+
+def test_the_program_fails(monkeypatch):
+    monkeypatch.setattr(module.sys, "executable", "false")
+    with pytest.raises(StageError, match="the settings of DeepSpeed were not checked: code 1"):
+        checked()
