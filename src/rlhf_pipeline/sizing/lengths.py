@@ -69,7 +69,8 @@ def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
     `folder` contains its versions.
     """
     for manifest in sorted(folder.glob(f"*/{folder.name}/{NAME}"), reverse=True):
-        if Manifest.read(manifest.parent).config["split"] == split.recipe():
+        made = SplitConfig.model_validate(Manifest.read(manifest.parent).config["split"])
+        if made.recipe() == split.recipe():
             report = json.loads((manifest.parent / "report.json").read_text())
             return {phase: _of_file(report["files"][f"{phase}/train.arrow"]) for phase in PHASES}
         return None
