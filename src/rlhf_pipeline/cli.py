@@ -129,6 +129,30 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 
 
 @rlhf.command(cls=Command)
+@click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
+@click.option("--conf-source", callback=validate_conf_source, help="In place of conf/, as there.")
+@click.option("--params", default="", callback=_split_params, help="Parameters, as for kedro run.")
+@click.option(
+    "--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline."
+)
+@click.option("--model", metavar="NAME", help="A published model, such as opt-1.3b.")
+@click.option("--gpu", metavar="NAME", help="In place of the GPUs at hand: a100-80, or GiB.")
+@click.option("--gpus", metavar="8x80", help="GPUs x GiB, or nodes x GPUs x GiB (2x8x80).")
+@click.option("--probe", is_flag=True, help="Measure some steps of each stage, for the hours.")
+@click.option("--largest", is_flag=True, help="Show the largest model for each GPU instead.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.pass_obj
+def plan(metadata: ProjectMetadata, **options: Any) -> None:
+    """Show memory, steps and disk of each stage before anything is loaded, and whether it fits."""
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.plan import plan as show
+
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    show(Path(metadata.project_path), console, **options)
+
+
+@rlhf.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove; without it the command only lists.")
 @click.option(
     "--unfinished", is_flag=True, help="Also unfinished stages that could resume from a checkpoint."

@@ -10,6 +10,10 @@ from rlhf_pipeline.sizing.shape import Shape
 
 CHUNK = 2**25
 """Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
+HEAP = 1.75
+"""On a CPU, the activations of a rank take this many times their size. glibc's heap keeps the holes
+that one micro batch leaves, and the tensors of the next one have other sizes. Measured: see
+docs/planning.md. Larger tensors (from 32 MiB) go back to the system at once."""
 FEED_FORWARD = {"opt": 1, "bloom": 2, "gpt_neox": 2, "gpt2": 5, "gpt_neo": 5, "gptj": 5, "phi": 5}
 """Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU,
 two for GELU, five for its approximation by tanh, which transformers computes in steps. Others: four
@@ -47,27 +51,28 @@ def of_norm(shape: Shape, numbers: Numbers) -> int:
 
 
 def kept(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) -> int:
-    """Bytes that a forward pass of so many tokens keeps, and the largest that its backward pass
-    adds.
+    """Bytes that a forward pass of so many tokens keeps, and those of one layer's backward pass.
 
-    With checkpointing: the input of each layer, and one whole layer.
+    With checkpointing, it keeps the input of each layer, and one whole layer at a time.
     """
     layer = of_layer(shape, numbers)
     inputs = numbers.size * shape.hidden
-    layers = layer + (shape.layers * inputs if checkpointing else (shape.layers - 1) * layer)
-    return tokens * (layers + of_norm(shape, numbers) + passing(shape, numbers))
+    layers = layer + shape.layers * inputs if checkpointing else shape.layers * layer
+    found = tokens * (layers + of_norm(shape, numbers) + passing(shape, numbers))
+    return found if numbers.on_gpu else int(HEAP * found)
 
 
 def passing(shape: Shape, numbers: Numbers) -> int:
     """Bytes for each token while one layer computes without keeping anything."""
-    return numbers.size * (3 * shape.intermediate + 2 * shape.hidden)
+    return numbers.size * (2 * shape.intermediate + 2 * shape.hidden)
 
 
 def of_logits(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
     """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32.
 
-    A pass that trains the output layer adds its gradient in float32.
+    A pass that trains the output layer adds its gradient in float32; on a CPU, one in half
+    precision converts the weight.
     """
     chunk = 4 * min(CHUNK, tokens * shape.vocab)
-    weight = 0 if numbers.size == 4 and not trains else 4 * shape.vocab * shape.embedding
-    return chunk + weight
+    converts = numbers.size < 4 and not numbers.on_gpu
+    return chunk + 4 * shape.vocab * shape.embedding * (trains + converts)

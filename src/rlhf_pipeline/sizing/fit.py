@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.lengths import Lengths
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import USABLE, StageMemory, plan_stage
 
@@ -49,13 +50,19 @@ def fits(memory: StageMemory, hardware: Hardware) -> bool:
     return main is None or memory.main * hardware.ranks <= USABLE * main
 
 
-def find_fit(stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: Hardware) -> Fit:
+def find_fit(
+    stage: str,
+    parameters: Mapping[str, Any],
+    shape: Shape,
+    hardware: Hardware,
+    lengths: Mapping[str, Lengths] | None = None,
+) -> Fit:
     """Whether a stage fits; otherwise the first change, or sum of changes, that makes it fit.
 
     The changes are in the order of what they cost: smaller micro batches cost nothing but time;
     LoRA comes last, since it changes the result.
     """
-    memory = plan_stage(stage, parameters, shape, hardware)
+    memory = plan_stage(stage, parameters, shape, hardware, lengths)
     if fits(memory, hardware):
         return Fit(memory, available(hardware), {}, memory)
     steps = [step for step in _steps(stage, parameters, hardware) if step]
@@ -63,7 +70,7 @@ def find_fit(stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: 
     smallest = memory
     for changes in [*steps, *sums]:
         try:
-            after = plan_stage(stage, changed(parameters, changes), shape, hardware)
+            after = plan_stage(stage, changed(parameters, changes), shape, hardware, lengths)
         except ValidationError:  # the change does not fit the other parameters
             continue
         if fits(after, hardware):

@@ -62,6 +62,10 @@ class Rows:
     """Tokens of a forward pass: the budget, or one longest row."""
     passes: int
     """Forward passes of an optimizer step (gradient accumulation)."""
+    computed: int
+    """Tokens of a pass that are computed: both answers of a comparison share their prompt."""
+    answers: int
+    """Tokens of a pass that are predicted: the responses."""
 
 
 def trained_parameters(config: TrainedModelConfig, shape: Shape, *, scalar: bool) -> int:
@@ -96,46 +100,54 @@ def trained_model(
         scalar: its output layer is a vector (reward model, critic).
         average: `ppo.ema`, one more copy of the trained weights in float32.
     """
-    deepspeed, ranks = config.deepspeed, hardware.world
+    deepspeed, ranks, on_gpu = config.deepspeed, hardware.world, hardware.on_gpu
     size, stage = BYTES[deepspeed.precision], deepspeed.zero_stage
     trained = trained_parameters(config, shape, scalar=scalar)
     weights = weight_bytes(config, shape, scalar=scalar)
     share = -(-trained // ranks) if stage else trained
-    has_master = stage in (1, 2) or (stage == 3 and (size < 4 or deepspeed.offload_parameters))
     held: Parts = {"weights": weights // ranks if stage == 3 else weights}
     states: Parts = {"optimizer": 8 * share}
-    if has_master:
+    if stage in (1, 2) or (stage == 3 and (size < 4 or deepspeed.offload_parameters)):
         states["master copies"] = 4 * share
-    main: Parts = {}
     if average:
         states["average"] = 4 * share
-    if deepspeed.offload_parameters and hardware.on_gpu:
+    main: Parts = {}
+    if deepspeed.offload_parameters and on_gpu:
         main["weights"] = held.pop("weights")
-    if deepspeed.offload_optimizer and hardware.on_gpu:
+    if deepspeed.offload_optimizer and on_gpu:
         main |= states | {"gradients": (4 + size) * share}
     else:
         held |= states
+    # Stage 3 has its own buffers at all times, the others during the backward pass.
     gradients = size * (share if stage >= 2 else trained)
-    numbers = Numbers(size, hardware.on_gpu, config.lora is None or config.lora.train_rest)
-    kept = activations.kept(
-        shape, numbers, rows.tokens, checkpointing=config.gradient_checkpointing
-    )
-    bucket = size * (BUCKET if hardware.on_gpu else min(BUCKET, trained)) if stage else 0
-    gathered = min(weights, LIVE * size) if stage == 3 and ranks > 1 else 0
-    logits = 0
-    if not scalar:
-        trains_head = config.lora is None or config.lora.train_rest
-        logits = activations.of_logits(shape, numbers, rows.tokens, trains=trains_head)
+    bucket = size * (BUCKET if on_gpu else min(BUCKET, trained)) if stage else 0
+    if stage == 3:
+        held |= {"gradients": gradients, "buckets": bucket}
+        if deepspeed.offload_optimizer and on_gpu:
+            del held["gradients"]  # they are in main memory
+    numbers = Numbers(size, on_gpu, config.lora is None or config.lora.train_rest)
     backward: Parts = {
-        "gradients": gradients,
-        "activations": kept,
-        "logits": logits,
+        "gradients": 0 if stage == 3 else gradients,
+        "activations": activations.kept(
+            shape, numbers, rows.computed, checkpointing=config.gradient_checkpointing
+        ),
         "buckets": bucket,
-        "gathered weights": gathered,
     }
-    step: Parts = {"gradients": gradients + (4 * share if stage else 0)}
-    phases = [Phase("backward", name, backward), Phase("step", name, step)]
-    return ModelMemory(name, held, main, gradients), phases
+    if not scalar:
+        backward["logits"] = activations.of_logits(
+            shape, numbers, rows.answers, trains=numbers.norms_train
+        )
+    if stage == 3 and ranks > 1:
+        backward["gathered weights"] = min(weights, LIVE * size)
+    # The optimizer step converts this rank's gradients to one tensor in float32.
+    flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + size * (size < 4))
+    memory = ModelMemory(name, held, main, gradients)
+    if not on_gpu:  # the heap keeps what the backward pass has freed
+        backward["gradients"] += flat
+        return memory, [Phase("update", name, backward)]
+    step: Parts = {"gradients": backward["gradients"] and size * share}
+    step["gradients"] += flat
+    return memory, [Phase("backward", name, backward), Phase("step", name, step)]
 
 
 def weight_bytes(config: TrainedModelConfig, shape: Shape, *, scalar: bool) -> int:
@@ -170,17 +182,17 @@ def frozen_model(
         main, held = held, {}
     numbers = Numbers(size, hardware.on_gpu)
     return ModelMemory(name, held, main), [
-        forward(name, shape, numbers, rows.tokens, scalar=scalar, sharded=is_sharded)
+        forward(name, shape, numbers, rows, scalar=scalar, sharded=is_sharded)
     ]
 
 
 def forward(
-    name: str, shape: Shape, numbers: Numbers, tokens: int, *, scalar: bool, sharded: bool
+    name: str, shape: Shape, numbers: Numbers, rows: Rows, *, scalar: bool, sharded: bool
 ) -> Phase:
     """A forward pass without gradients."""
-    parts = {"activations": tokens * activations.passing(shape, numbers)}
+    parts = {"activations": rows.computed * activations.passing(shape, numbers)}
     if not scalar:
-        parts["logits"] = activations.of_logits(shape, numbers, tokens, trains=False)
+        parts["logits"] = activations.of_logits(shape, numbers, rows.answers, trains=False)
     if sharded:
         layer = shape.matrices // shape.layers + shape.vocab * shape.embedding
         parts["gathered weights"] = numbers.size * (BUCKET + layer)
@@ -207,4 +219,6 @@ def generation(
     }
     if gathered:
         parts["gathered weights"] = gathered
+    if not numbers.on_gpu:  # `rollout.repacked_weights` copies the matrices
+        parts["packed weights"] = numbers.size * (shape.matrices + shape.vocab * shape.embedding)
     return Phase("generation", name, parts)

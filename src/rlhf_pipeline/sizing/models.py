@@ -4,10 +4,13 @@ Source: config.json of each repository on the Hugging Face hub; for OPT-175B and
 of Zhang et al. 2022 and table 3 of Le Scao et al. 2022.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.sizing.shape import Shape
 
@@ -126,3 +129,19 @@ def find_model(name: str) -> PublishedModel:
 def published(path: str) -> PublishedModel | None:
     """The model of an id on the hub; None if the table has none."""
     return next((model for model in MODELS.values() if model.path == path), None)
+
+
+def base_model_shape(config: BaseModelConfig) -> Shape | None:
+    """The sizes of the base model; None if nothing on this machine says them.
+
+    They are in its architecture, in the config.json of its folder, or in the table of published
+    models. Raises ConfigError if the model is a mixture of experts, or a size is missing.
+    """
+    if config.architecture is not None:
+        return Shape.of(config.architecture, vocab_size=config.vocab_size)
+    path = str(config.path)
+    file = Path(path) / "config.json"
+    if file.is_file():
+        return Shape.of(json.loads(file.read_text()))
+    model = published(path)
+    return None if model is None else model.shape

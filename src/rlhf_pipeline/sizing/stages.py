@@ -12,6 +12,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, SupervisedConfig
 from rlhf_pipeline.sizing.activations import Numbers
 from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.lengths import Lengths, limits
 from rlhf_pipeline.sizing.memory import (
     BYTES,
     ModelMemory,
@@ -92,7 +93,11 @@ class StageMemory:
 
 
 def plan_stage(
-    stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: Hardware
+    stage: str,
+    parameters: Mapping[str, Any],
+    shape: Shape,
+    hardware: Hardware,
+    lengths: Mapping[str, Lengths] | None = None,
 ) -> StageMemory:
     """The memory of a stage.
 
@@ -101,41 +106,47 @@ def plan_stage(
         parameters: the blocks as plain values, by name: that of the stage, and `split`.
         shape: the sizes of the base model.
         hardware: the ranks.
+        lengths: rows and tokens by phase; None: as the limits of the split allow.
 
     Raises:
         pydantic.ValidationError: a block is invalid.
     """
     config = BLOCKS[stage].model_validate(parameters[stage])
-    split = SplitConfig.model_validate(parameters["split"])
+    if lengths is None:
+        lengths = limits(SplitConfig.model_validate(parameters["split"]))
     if isinstance(config, PPOConfig):
-        found = _ppo(config, split, shape, hardware)
+        found = _ppo(config, lengths["ppo"], shape, hardware)
     elif isinstance(config, EvaluateConfig):
-        found = _evaluate(config, split, shape, hardware)
+        found = _evaluate(config, lengths["ppo"], shape, hardware)
     else:
-        found = _supervised(stage, config, split, shape, hardware)
+        phase = "sft" if stage == "sft" else "reward_model"
+        found = _supervised(stage, config, lengths[phase], shape, hardware)
     models = tuple(model for model, _ in found)
     phases = tuple(phase for _, own in found for phase in own)
     libraries = CUDA if hardware.on_gpu else LIBRARIES
     return StageMemory(stage, models, phases, libraries, hardware.on_gpu)
 
 
-def rows_of_step(batch: int, longest: int, budget: int, ranks: int) -> Rows:
-    """The micro batches of `batch` rows of all ranks, if every row is as long as the limits say."""
-    whole = max(1, batch // ranks) * longest
-    tokens = max(longest, min(budget, whole))
-    return Rows(tokens, max(1, -(-whole // tokens)))
+def rows_of_step(batch: int, lengths: Lengths, budget: int, ranks: int) -> Rows:
+    """The micro batches of an optimizer step: of `batch` rows of all ranks, at most `budget` tokens
+    each."""
+    whole = int(max(1, batch // ranks) * lengths.row)
+    tokens = max(lengths.longest, min(budget, whole))
+    return Rows(
+        tokens,
+        passes=max(1, -(-whole // tokens)),
+        computed=int(tokens * (lengths.prompt + lengths.response) / lengths.row),
+        answers=int(tokens * lengths.response / lengths.row),
+    )
 
 
 Found = list[tuple[ModelMemory, list[Phase]]]
 
 
 def _supervised(
-    stage: str, config: SupervisedConfig, split: SplitConfig, shape: Shape, hardware: Hardware
+    stage: str, config: SupervisedConfig, lengths: Lengths, shape: Shape, hardware: Hardware
 ) -> Found:
-    longest = (split.max_prompt_tokens or 0) + split.max_response_tokens
-    if stage != "sft":  # both answers of a pair
-        longest *= 2
-    rows = rows_of_step(config.batch_size, longest, config.micro_batch_tokens, hardware.world)
+    rows = rows_of_step(config.batch_size, lengths, config.micro_batch_tokens, hardware.world)
     found = [trained_model(stage, config, shape, hardware, rows, scalar=stage == "reward_model")]
     if isinstance(config, DPOConfig) and not config.is_own_reference:
         reference = config.reference.beside(config)
@@ -143,52 +154,54 @@ def _supervised(
     return found
 
 
-def _ppo(config: PPOConfig, split: SplitConfig, shape: Shape, hardware: Hardware) -> Found:
-    response = config.sampling.max_response_tokens
-    longest = split.max_prompt_tokens + response
-    ranks = hardware.world
-    rows = rows_of_step(config.minibatch_size, longest, config.micro_batch_tokens, ranks)
+def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Found:
+    response, ranks = config.sampling.max_response_tokens, hardware.world
+    lengths = lengths.sampled(response)
+    rows = rows_of_step(config.minibatch_size, lengths, config.micro_batch_tokens, ranks)
     average = config.ema is not None
     actor, phases = trained_model("ppo.actor", config.actor, shape, hardware, rows, average=average)
     numbers = Numbers(BYTES[config.actor.deepspeed.precision], hardware.on_gpu)
     weights = weight_bytes(config.actor, shape, scalar=False)
-    sharded = config.actor.deepspeed.zero_stage == 3 and ranks > 1
-    sampled = min(config.sampling.batch_size_per_gpu, max(1, config.rollout_batch_size // ranks))
+    is_whole = config.actor.deepspeed.zero_stage == 3 and config.gather_for_generation
     phases.append(
         generation(
-            "ppo.actor", shape, numbers,
-            rows=sampled,
-            prompt=split.max_prompt_tokens,
+            "ppo.actor",
+            shape,
+            numbers,
+            rows=min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks)),
+            prompt=lengths.longest_prompt,
             response=response,
-            gathered=weights if sharded and config.gather_for_generation else 0,
+            gathered=weights if is_whole and ranks > 1 else 0,
         )
-    )  # fmt: skip
+    )
     found = [(actor, phases)]
     if not config.actor.is_own_reference:
         reference = config.reference.beside(config.actor)
         found.append(frozen_model("ppo.reference", reference, shape, hardware, rows))
     if config.critic is not None:
-        found.append(trained_model("ppo.critic", config.critic, shape, hardware, rows, scalar=True))
+        critic, own = trained_model("ppo.critic", config.critic, shape, hardware, rows, scalar=True)
+        found.append((critic, own))
+        if rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:
+            # Scoring and update share the forward passes, so both models keep theirs at once.
+            phases[0].parts["activations"] += own[0].parts["activations"]
     if uses_trained(config.rewards):
         settings = config.reward_model.beside(config.reward_model_companion)
         found.append(frozen_model("ppo.reward_model", settings, shape, hardware, rows, scalar=True))
     return found
 
 
-def _evaluate(
-    config: EvaluateConfig, split: SplitConfig, shape: Shape, hardware: Hardware
-) -> Found:
+def _evaluate(config: EvaluateConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Found:
     numbers = Numbers(BYTES[config.precision or "fp32"], hardware.on_gpu)
-    response = config.sampling.max_response_tokens
-    longest = split.max_prompt_tokens + response
-    tokens = max(longest, config.micro_batch_tokens)
+    response, prompt = config.sampling.max_response_tokens, lengths.longest_prompt
+    scored = rows_of_step(
+        config.prompts, lengths.sampled(response), config.micro_batch_tokens, hardware.world
+    )
     weights = numbers.size * shape.parameters
     if config.zero_stage == 3:
         weights //= hardware.world
     rows = min(config.sampling.batch_size_per_gpu, config.prompts)
-    prompt = split.max_prompt_tokens
     sampling = generation(
         "evaluate", shape, numbers, rows=rows, prompt=prompt, response=response, gathered=0
     )
-    scoring = forward("evaluate", shape, numbers, tokens, scalar=True, sharded=False)
+    scoring = forward("evaluate", shape, numbers, scored, scalar=True, sharded=False)
     return [(ModelMemory("evaluate", {"weights": weights}), [sampling, scoring])]
