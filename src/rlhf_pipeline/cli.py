@@ -140,16 +140,21 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 @click.option("--gpus", metavar="8x80", help="GPUs x GiB, or nodes x GPUs x GiB (2x8x80).")
 @click.option("--probe", is_flag=True, help="Measure some steps of each stage, for the hours.")
 @click.option("--largest", is_flag=True, help="Show the largest model for each GPU instead.")
+@click.option("--check", is_flag=True, help="Check jobs and DeepSpeed settings instead.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.pass_obj
-def plan(metadata: ProjectMetadata, **options: Any) -> None:
+def plan(metadata: ProjectMetadata, check: bool, **options: Any) -> None:
     """Show memory, steps and disk of each stage before anything is loaded, and whether it fits."""
     from rich.console import Console
 
+    from rlhf_pipeline.commands.check import check as dry_run
     from rlhf_pipeline.commands.plan import plan as show
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    show(Path(metadata.project_path), console, **options)
+    if check:
+        for name in ("probe", "largest", "as_json"):
+            options.pop(name)
+    (dry_run if check else show)(Path(metadata.project_path), console, **options)
 
 
 @rlhf.command(cls=Command)

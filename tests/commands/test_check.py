@@ -5,10 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from click.testing import CliRunner
+from kedro.framework.startup import bootstrap_project
 
+from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import check as module
-from rlhf_pipeline.commands.check import check, show
+from rlhf_pipeline.commands.check import checked_stages
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.pipeline_registry import register_pipelines
@@ -27,24 +29,33 @@ def parameters(**given):
 
 
 HH = {"name": "Dahoas/rm-static"}
-SHARDED = {"zero_stage": 3, "precision": "bf16"}
 
 
-def checked(gpus="8x80", pipeline="full", **given):
-    return check(
-        parameters(**given),
-        named(None, gpus),
-        register_pipelines()[pipeline],
-        model=OPT.config,
-        hidden_size=2048,
+def checked(gpus="8x80", **given):
+    return checked_stages(
+        parameters(**given), named(None, gpus), register_pipelines()["full"], hidden_size=2048
     )
 
 
-def test_a_line_for_each_stage(capsys):
+@pytest.fixture
+def plan():
+    """Runs the command with `--check`."""
+    metadata = bootstrap_project(CONF.parent)
+
+    def run(*arguments):
+        done = CliRunner().invoke(cli, ["rlhf", "plan", "--check", *arguments], obj=metadata)
+        return done.exit_code, done.output.splitlines()
+
+    return run
+
+
+def test_a_line_for_each_stage(plan):
     before = dict(os.environ)
-    show(checked(ppo={"actor": {"deepspeed": SHARDED}}), Console(width=200))
+    sharded = "ppo.actor.deepspeed.zero_stage=3,split.sources=[{name: Dahoas/rm-static}]"
+    code, lines = plan("--model=opt-1.3b", "--gpus=8x80", f"--params={sharded}")
     assert dict(os.environ) == before
-    assert capsys.readouterr().out.splitlines() == [
+    assert code == 0
+    assert lines == [
         "base_model     1 process  job.json is valid",
         "source         1 process  job.json is valid",
         "split          1 process  job.json is valid",
@@ -81,6 +92,33 @@ def test_the_jobs_are_those_of_the_nodes(without_deepspeed):
     assert ppo["config"]["ppo"]["rollout_batch_size"] == 64
     # The newest commits on the hub are not known.
     assert without_deepspeed["base_model"]["digests"] == {"commit": "0" * 40}
+
+
+def test_an_environment_for_two_nodes_is_checked_on_this_machine(plan, without_deepspeed):
+    code, lines = plan("--env=opt-66b-8x8x80", "--gpus=8x8x80", "--pipeline=dpo")
+    assert code == 0
+    assert [line for line in lines if "64 ranks" in line] == [
+        "sft            64 ranks   job.json is valid",
+        "dpo            64 ranks   job.json is valid",
+        "reward_model   64 ranks   job.json is valid",
+        "evaluate_dpo   64 ranks   job.json is valid",
+    ]
+
+
+def test_without_gpus_the_check_is_for_this_machine(plan, without_deepspeed, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, lines = plan("--env=tiny", "--params=launch.processes=3,sft.batch_size=2")
+    assert code == 1
+    assert "  - sft.batch_size (--params): found 2, expected a multiple of 3 ranks " in "\n".join(
+        lines
+    )
+    code, lines = plan("--env=tiny")
+    assert (code, lines[3]) == (0, "sft            2 ranks    job.json is valid")
+
+
+def test_an_unknown_environment_is_refused(plan):
+    code, (message,) = plan("--env=tini")
+    assert (code, message[:44]) == (1, "Error: --env: found 'tini' (did you mean tin")
 
 
 def test_four_bit_weights_need_neither_a_gpu_nor_their_library_here(without_deepspeed):

@@ -40,9 +40,7 @@ def settings_of(tmp_path, monkeypatch):
     def run(preset, parameters):
         model = find_model(preset.model)
         with environment_of(preset.hardware):
-            jobs, ranks = dry_run(
-                parameters, preset.hardware, pipeline, tmp_path / preset.name, model.config
-            )
+            jobs, ranks = dry_run(parameters, preset.hardware, pipeline, tmp_path / preset.name)
         assert jobs.keys() == STAGES
         read = {name: LaunchedJob.read(path) for name, path in jobs.items()}
         companion = read["sft"].block("sft", SFTConfig)

@@ -13,23 +13,29 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+from kedro.framework.project import pipelines, settings
 from kedro.pipeline import Pipeline
 from rich.console import Console
 
+from rlhf_pipeline.commands.names import check_names
+from rlhf_pipeline.commands.plan import make_plan
 from rlhf_pipeline.config.architecture import positions
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
-from rlhf_pipeline.preflight import check_lengths, preflight
+from rlhf_pipeline.preflight import check_environment, check_lengths, preflight
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.models import find_model, published
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launch.layout import LOOPBACK, rank_count
+from rlhf_pipeline.stages.launch.resources import gpu_count
 
 NO_COMMIT = "0" * 40
 """Stands in for the newest commit of a repository, for which a run asks the hub."""
@@ -70,11 +76,50 @@ class DryRun(Planner):
 
 
 def check(
+    project: Path,
+    console: Console,
+    *,
+    env: str | None,
+    conf_source: str | None,
+    params: dict[str, Any],
+    pipeline: str,
+    **options: str | None,
+) -> None:
+    """Print a line for each stage of a pipeline; `options` are those of `make_plan`.
+
+    Raises:
+        ConfigError: the parameters fit neither each other nor the hardware.
+        StageError: DeepSpeed refuses the settings of an engine.
+    """
+    check_names([pipeline], {})
+    conf = Path(conf_source or project / "conf")
+    check_environment(conf, env)
+    if (name := options["model"]) is not None:
+        params = params | {"base_model": {"path": find_model(name).path}}
+    loader = LayeredConfigLoader(
+        conf, env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
+    )
+    parameters = {**loader["parameters"], "root": loader["globals"]["root"]}
+    plan = make_plan(parameters, (), **options)
+    is_given = options["gpu"] is not None or options["gpus"] is not None
+    stages = checked_stages(
+        parameters,
+        plan.hardware if is_given else None,
+        pipelines[pipeline],
+        hidden_size=plan.shape.hidden,
+        origin=loader.origin,
+    )
+    for stage in stages:
+        engines = f"; DeepSpeed accepts {', '.join(stage.engines)}" if stage.engines else ""
+        ranks = "1 process" if stage.ranks == 1 else f"{stage.ranks} ranks"
+        console.out(f"{stage.name:<14} {ranks:<10} job.json is valid{engines}", highlight=False)
+
+
+def checked_stages(
     parameters: Mapping[str, Any],
-    hardware: Hardware,
+    hardware: Hardware | None,
     pipeline: Pipeline,
     *,
-    model: Mapping[str, Any],
     hidden_size: int,
     origin: Callable[[str], str | None] = lambda name: None,
 ) -> list[CheckedStage]:
@@ -82,10 +127,9 @@ def check(
 
     Args:
         parameters: all blocks as plain values, from all layers.
-        hardware: what the run is for.
+        hardware: what the run is for; None: this machine.
         pipeline: the nodes.
-        model: the base model's config.json, for its positions.
-        hidden_size: width of its layers.
+        hidden_size: width of the layers of the base model.
         origin: the file that sets a parameter; None: no file.
 
     Raises:
@@ -93,8 +137,8 @@ def check(
         StageError: DeepSpeed refuses the settings of an engine.
     """
     with TemporaryDirectory(prefix="rlhf-check-") as folder, environment_of(hardware):
-        jobs, ranks = dry_run(parameters, hardware, pipeline, Path(folder), model, origin)
-        machine = {"hidden_size": hidden_size, "on_gpu": hardware.on_gpu}
+        jobs, ranks = dry_run(parameters, hardware, pipeline, Path(folder), origin)
+        machine = {"hidden_size": hidden_size, "on_gpu": gpu_count() > 0}
         engines = _refusals(jobs, {"ranks": ranks, "machine": machine}, Path(folder))
     specs = stage_specs()
     return [
@@ -105,25 +149,27 @@ def check(
 
 def dry_run(
     parameters: Mapping[str, Any],
-    hardware: Hardware,
+    hardware: Hardware | None,
     pipeline: Pipeline,
     folder: Path,
-    model: Mapping[str, Any],
     origin: Callable[[str], str | None] = lambda name: None,
 ) -> tuple[dict[str, Path], int]:
     """Write the job of each stage below a folder; return them by stage, and the number of ranks.
 
-    Call it in `environment_of(hardware)`. The arguments and errors are those of `check`.
+    Call it in `environment_of(hardware)`. Arguments and errors are those of `checked_stages`.
     """
-    gpus = hardware.ranks if hardware.on_gpu else 0
-    preflight(parameters, gpus=gpus, origin=origin, elsewhere=True)
+    gpus = gpu_count()
+    preflight(parameters, gpus=gpus, origin=origin, elsewhere=hardware is not None)
     blocks: dict[str, Any] = {
         name: block.model_validate(parameters.get(name, {}))
         for name, block in parameter_blocks().items()
     }
-    check_lengths(positions(model), blocks["split"], blocks["ppo"], blocks["evaluate"])
+    if (model := published(str(blocks["base_model"].path))) is not None:
+        limit = positions(model.config)
+        check_lengths(limit, blocks["split"], blocks["ppo"], blocks["evaluate"])
     launch: LaunchConfig = blocks["launch"]
-    if (ranks := rank_count(launch, gpus)) != hardware.world:
+    ranks = rank_count(launch, gpus)
+    if hardware is not None and ranks != hardware.world:
         raise ConfigError(
             f"launch: found {ranks} ranks with mode {launch.mode} and processes {launch.processes},"
             f" expected {hardware.world}: {hardware.ranks} on each of {hardware.nodes} nodes. Fix: "
@@ -145,8 +191,14 @@ def dry_run(
 
 
 @contextmanager
-def environment_of(hardware: Hardware) -> Iterator[None]:
-    """The environment in which a scheduler starts the first node of some hardware."""
+def environment_of(hardware: Hardware | None) -> Iterator[None]:
+    """The environment in which a scheduler starts the first node of some hardware.
+
+    None: this machine, without a change.
+    """
+    if hardware is None:
+        yield
+        return
     gpus = range(hardware.ranks) if hardware.on_gpu else ()
     with patch.dict(
         os.environ,
@@ -157,14 +209,6 @@ def environment_of(hardware: Hardware) -> Iterator[None]:
     ):
         os.environ.pop("DS_ACCELERATOR", None)
         yield
-
-
-def show(stages: list[CheckedStage], console: Console) -> None:
-    """Print a line for each stage."""
-    for stage in stages:
-        engines = f"; DeepSpeed accepts {', '.join(stage.engines)}" if stage.engines else ""
-        ranks = "1 process" if stage.ranks == 1 else f"{stage.ranks} ranks"
-        console.print(f"{stage.name:<14} {ranks:<10} job.json is valid{engines}")
 
 
 def _at_commit(config: BaseModelConfig) -> BaseModelConfig:
