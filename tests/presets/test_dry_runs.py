@@ -1,5 +1,6 @@
-"""Every preset passes the dry run: valid parameters, valid jobs, settings that DeepSpeed accepts.
+"""Every preset passes the plan and the dry run.
 
+The dry run: valid parameters, valid jobs, settings that DeepSpeed accepts.
 And the environments in conf/ are what the table gives.
 """
 
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.commands.check import dry_run, environment_of
+from rlhf_pipeline.commands.plan import make_plan
 from rlhf_pipeline.commands.preset import files
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
@@ -23,6 +25,7 @@ from rlhf_pipeline.sizing.models import MODELS, find_model
 from rlhf_pipeline.stages.cache import fingerprint
 
 CONF = Path(__file__).parents[2] / "conf"
+PLANNED = ("sft", "reward_model", "ppo", "dpo", "evaluate")
 STAGES = {
     *("base_model", "source", "split", "sft", "reward_model"),
     *("ppo", "evaluate", "dpo", "evaluate_dpo"),
@@ -39,6 +42,10 @@ def settings_of(tmp_path, monkeypatch):
 
     def run(preset, parameters):
         model = find_model(preset.model)
+        plan = make_plan({**parameters, "root": str(tmp_path)}, STAGES, gpus=preset.gpus)
+        assert {name: fit.fits for name, fit in plan.fits.items()} == dict.fromkeys(PLANNED, True)
+        for name, fit in plan.fits.items():
+            assert fit.memory.peak == preset.memory[name].peak
         with environment_of(preset.hardware):
             jobs, ranks = dry_run(parameters, preset.hardware, pipeline, tmp_path / preset.name)
         assert jobs.keys() == STAGES
