@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.hardware import named
 from rlhf_pipeline.sizing.models import find_model
+from rlhf_pipeline.stages.job import write_job
 
 CONF = Path(__file__).parents[2] / "conf"
 OPT = find_model("opt-1.3b")
@@ -164,6 +166,16 @@ def test_faults_name_parameter_and_fix(gpus, given, message):
     with pytest.raises(ConfigError) as refused:
         checked(gpus, **given)
     assert message in str(refused.value)
+
+
+def test_a_job_that_reads_back_otherwise_is_refused(monkeypatch):
+    def altered(run):
+        other = {name: block | {"revision": "other"} for name, block in run.config.items()}
+        write_job(replace(run, config=other))
+
+    monkeypatch.setattr(module, "write_job", altered)
+    with pytest.raises(StageError, match="stage base_model: base_model: found other values in "):
+        checked()
 
 
 def test_an_error_of_a_node_names_its_stage(monkeypatch, without_deepspeed):

@@ -46,6 +46,7 @@ def stages(stage, block, companion=SUPERVISED, tmp_path=None):
             PPO | {"actor": OPTIMIZER | SHARDED},
             {"actor": 3, "critic": 1, "reference": 3},
         ),
+        ("ppo", PPO | {"actor": OPTIMIZER | SHARDED | LORA}, {"actor": 3, "critic": 1}),
         (
             "ppo",
             PPO | {"critic": OPTIMIZER | SHARDED, "actor": OPTIMIZER | LORA},

@@ -22,8 +22,8 @@ def refuse(monkeypatch):
     return install
 
 
-def placed(stage, gpus, method="full"):
-    found = place(stage, {stage: {}}, SHAPE, named(None, gpus), method)
+def placed(stage, gpus, method="full", shape=SHAPE):
+    found = place(stage, {stage: {}}, shape, named(None, gpus), method)
     return None if found is None else found[0]
 
 
@@ -92,6 +92,9 @@ def test_a_sharded_actor_samples_from_shards_before_it_samples_layer_by_layer(re
     found = placed("ppo", "8x80")
     # 8 key-value heads on 8 ranks
     assert (found["generator"], found["hybrid.inference_tp_size"]) == ("hybrid", 8)
+    four_heads = find_model("qwen2.5-7b").shape
+    assert placed("ppo", "8x80", shape=four_heads)["hybrid.inference_tp_size"] == 4
+    assert placed("ppo", "8x80", shape=find_model("opt-66b").shape) is None  # no such copies
     refuse(lambda block: "gather_for_generation" not in block)
     assert placed("ppo", "8x80")["gather_for_generation"] is False
     assert placed("evaluate", "8x80")["gather_for_generation"] is False
