@@ -21,7 +21,7 @@ SOURCES: Mapping[str, str] = {
     INSTRUCTGPT: "Ouyang et al. 2022, arXiv 2203.02155, appendix C",
     DEEPSPEED_CHAT: "its training scripts for OPT (DeepSpeedExamples)",
     LLAMA_2: "Touvron et al. 2023, arXiv 2307.09288, section 3",
-    TULU_3: "Lambert et al. 2024, arXiv 2411.15124, and open-instruct, docs/tulu3.md",
+    TULU_3: "Lambert et al. 2024, arXiv 2411.15124, and the commands in open-instruct",
     ZEPHYR: "Tunstall et al. 2023, arXiv 2310.16944, and alignment-handbook, zephyr-7b-beta",
     QWEN: "Qwen2.5 Technical Report 2024, arXiv 2412.15115, section 4",
     HUANG: "Huang et al. 2024, arXiv 2403.17031, for 1B to 6.9B",
