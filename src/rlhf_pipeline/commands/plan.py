@@ -17,14 +17,13 @@ from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.parameter_faults import invalid_values, unknown_names
 from rlhf_pipeline.sizing.fit import Fit, find_fit
-from rlhf_pipeline.sizing.hardware import Hardware, at_hand, named
+from rlhf_pipeline.sizing.hardware import Hardware, named
 from rlhf_pipeline.sizing.lengths import limits, measured
 from rlhf_pipeline.sizing.models import base_model_shape, find_model
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import BLOCKS
 from rlhf_pipeline.sizing.work import Work, stage_work
-from rlhf_pipeline.stages.launch.layout import node_layout
-from rlhf_pipeline.stages.launch.resources import visible_gpus
+from rlhf_pipeline.stages.launch.layout import hardware_at_hand
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,10 @@ def make_plan(
         gpus: such as 8x80. Neither: the hardware at hand.
     """
     name, shape = _model(parameters, model)
-    hardware = _at_hand(parameters) if gpu is None and gpus is None else named(gpu, gpus)
+    if gpu is None and gpus is None:
+        hardware = hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
+    else:
+        hardware = named(gpu, gpus)
     split = SplitConfig.model_validate(parameters["split"])
     lengths = measured(Path(parameters["root"]) / "03_split" / "split", split)
     known = limits(split) if lengths is None else lengths
@@ -139,12 +141,6 @@ def _model(parameters: Mapping[str, Any], model: str | None) -> tuple[str, Shape
             "such as --model opt-1.3b"
         )
     return config.path or "the model of base_model.architecture", shape
-
-
-def _at_hand(parameters: Mapping[str, Any]) -> Hardware:
-    gpus = visible_gpus()
-    layout = node_layout(LaunchConfig.model_validate(parameters["launch"]), len(gpus))
-    return at_hand(max(layout.ranks), len(layout.ranks), gpus)
 
 
 def to_json(plan: Plan, hours: Mapping[str, float]) -> str:

@@ -1,13 +1,12 @@
 """The tables of `kedro rlhf plan`."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.commands.plan import Plan
-from rlhf_pipeline.sizing.fit import Fit
+from rlhf_pipeline.sizing.fit import Fit, size_text
 from rlhf_pipeline.sizing.hardware import GIB
 from rlhf_pipeline.sizing.largest import METHODS, largest_models
 
@@ -27,7 +26,7 @@ def show(plan: Plan, hours: Mapping[str, float], console: Console) -> None:
     """Print the plan as tables."""
     hardware = plan.hardware
     nodes = f"{hardware.nodes} nodes of " if hardware.nodes > 1 else ""
-    each = f", {_size(hardware.rank_memory)} each" if hardware.rank_memory else ""
+    each = f", {size_text(hardware.rank_memory)} each" if hardware.rank_memory else ""
     kind = hardware.name if hardware.on_gpu else "CPU ranks"
     console.print(
         f"[bold]{plan.model}[/]: {_count(plan.shape.parameters)} parameters, on "
@@ -81,9 +80,9 @@ def _work_table(plan: Plan, hours: Mapping[str, float]) -> Table:
             f"[bold]{stage}",
             *map(str, (work.batch, work.rows_per_rank, work.micro_batches)),
             *map(_count, (work.steps, work.tokens, work.flops)),
-            _size(work.checkpoints),
-            _size(work.saved_models),
-            _size(main),
+            size_text(work.checkpoints),
+            size_text(work.saved_models),
+            size_text(main),
             *([f"{hours[stage]:.2g}" if stage in hours else ""] if hours else []),
         )
     return table
@@ -93,17 +92,17 @@ def verdict(stage: str, fit: Fit) -> str:
     """Whether a stage fits, and the change that makes it fit."""
     peak, limit = fit.memory.peak, fit.available
     if limit is None:
-        return f"{stage}: needs {_size(peak)}; the memory of this machine is not known"
+        return f"{stage}: needs {size_text(peak)}; the memory of this machine is not known"
     if fit.fits:
-        return f"[green]{stage} fits[/]: {_size(peak)} of {_size(limit)}"
-    text = f"[red]{stage} does not fit[/]: found {_size(peak)}, expected at most {_size(limit)}. "
+        return f"[green]{stage} fits[/]: {size_text(peak)} of {size_text(limit)}"
+    text = (
+        f"[red]{stage} does not fit[/]: found {size_text(peak)}, expected at most "
+        f"{size_text(limit)}. "
+    )
+    after = size_text(fit.memory_after.peak)
     if fit.changes is None:
-        return text + (
-            f"No change of its parameters is enough ({_size(fit.memory_after.peak)} at least). "
-            "Fix: use more or larger GPUs, or a smaller model"
-        )
-    changes = ",".join(f"{name}={_yaml(value)}" for name, value in fit.changes.items())
-    return f"{text}Fix: --params={changes} ({_size(fit.memory_after.peak)})"
+        return f"{text}No change of its parameters is enough ({after} at least). Fix: {fit.fix}"
+    return f"{text}Fix: {fit.fix} ({after})"
 
 
 def show_largest(console: Console) -> None:
@@ -130,15 +129,5 @@ def _count(value: float | None) -> str:
     return f"{value:.1e}".replace("e+", "e")
 
 
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _gib(value: float) -> str:
     return f"{value / GIB:.2f}" if value < 100 * GIB else f"{value / GIB:.0f}"
-
-
-def _size(value: float) -> str:
-    if value >= 1000 * GIB:
-        return f"{value / GIB / 1024:.1f} TiB"
-    return f"{value / GIB:.1f} GiB" if value >= GIB else f"{value / 2**20:.0f} MiB"

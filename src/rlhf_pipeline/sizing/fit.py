@@ -1,14 +1,14 @@
 """Whether a stage fits, and the cheapest change that makes it fit."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.hardware import GIB, Hardware
 from rlhf_pipeline.sizing.lengths import Lengths
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import USABLE, StageMemory, plan_stage
@@ -33,6 +33,21 @@ class Fit:
     def fits(self) -> bool:
         """Whether the stage fits without a change."""
         return self.changes == {}
+
+    @property
+    def fix(self) -> str:
+        """The change, in words."""
+        if self.changes is None:
+            return "use more or larger GPUs, or a smaller model"
+        values = (f"{name}={json.dumps(value)}" for name, value in self.changes.items())
+        return "--params=" + ",".join(values).replace('"', "")
+
+
+def size_text(size: float) -> str:
+    """Bytes in MiB, GiB or TiB."""
+    if size >= 1000 * GIB:
+        return f"{size / GIB / 1024:.1f} TiB"
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 def available(hardware: Hardware) -> int | None:
@@ -62,21 +77,35 @@ def find_fit(
     The changes are in the order of what they cost: smaller micro batches cost nothing but time;
     LoRA comes last, since it changes the result.
     """
-    memory = plan_stage(stage, parameters, shape, hardware, lengths)
+    memory, limit = plan_stage(stage, parameters, shape, hardware, lengths), available(hardware)
     if fits(memory, hardware):
-        return Fit(memory, available(hardware), {}, memory)
-    steps = [step for step in _steps(stage, parameters, hardware) if step]
-    sums = list(accumulate(steps, lambda one, other: one | other))
-    smallest = memory
-    for changes in [*steps, *sums]:
+        return Fit(memory, limit, {}, memory)
+
+    def after(changes: Changes) -> StageMemory | None:
         try:
-            after = plan_stage(stage, changed(parameters, changes), shape, hardware, lengths)
+            return plan_stage(stage, changed(parameters, changes), shape, hardware, lengths)
         except ValidationError:  # the change does not fit the other parameters
-            continue
-        if fits(after, hardware):
-            return Fit(memory, available(hardware), changes, after)
-        smallest = min(smallest, after, key=lambda each: each.peak)
-    return Fit(memory, available(hardware), None, smallest)
+            return None
+
+    def suffices(steps: Sequence[Changes]) -> bool:
+        found = after(_merged(steps))
+        return found is not None and fits(found, hardware)
+
+    steps = list(_steps(stage, parameters, hardware))
+    trials = [[step] for step in steps] + [steps[: end + 1] for end in range(len(steps))]
+    chosen = next((trial for trial in trials if suffices(trial)), None)
+    if chosen is None:
+        tried = [memory, *filter(None, map(after, map(_merged, trials)))]
+        return Fit(memory, limit, None, min(tried, key=lambda each: each.peak))
+    for step in reversed(chosen):
+        rest = [each for each in chosen if each is not step]
+        chosen = rest if suffices(rest) else chosen
+    changes = _merged(chosen)
+    return Fit(memory, limit, changes, after(changes) or memory)
+
+
+def _merged(steps: Sequence[Changes]) -> Changes:
+    return {name: value for step in steps for name, value in step.items()}
 
 
 def changed(parameters: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
@@ -94,25 +123,20 @@ def changed(parameters: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
 
 
 def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Iterator[Changes]:
+    """Changes in the order of their cost."""
     block = parameters[stage]
-    tokens = block.get("micro_batch_tokens")
-    longest = 0
-    if tokens:
-        split = parameters["split"]
-        longest = split.get("max_prompt_tokens", 512) + split.get("max_response_tokens", 256)
-        smaller = [tokens // 2**power for power in range(1, 12) if tokens // 2**power >= longest]
-        for value in smaller:
-            yield {f"{stage}.micro_batch_tokens": value}
+    for name in ("micro_batch_tokens", "sampling.batch_size_per_gpu"):
+        yield from _halves(f"{stage}.{name}", parameters)
     if stage == "evaluate":
+        if hardware.world > 1:
+            yield {"evaluate.zero_stage": 3}
         return
-    trained = (
-        [stage]
-        if stage != "ppo"
-        else [f"ppo.{name}" for name in ("actor", "critic") if block.get(name) is not None]
-    )
+    models = [stage] if stage != "ppo" else ["ppo.actor", "ppo.critic"]
+    if stage == "ppo" and block.get("critic") is None:
+        models.remove("ppo.critic")
 
     def each(suffix: str, value: Any) -> Changes:
-        return {f"{model}.{suffix}": value for model in trained}
+        return {f"{model}.{suffix}": value for model in models}
 
     yield each("gradient_checkpointing", True)
     if hardware.world > 1:
@@ -123,3 +147,13 @@ def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Ite
         yield each("deepspeed.offload_optimizer", True)
         yield each("deepspeed.zero_stage", 3) | each("deepspeed.offload_parameters", True)
     yield each("lora.rank", 16)
+
+
+def _halves(name: str, parameters: Mapping[str, Any]) -> Iterator[Changes]:
+    """A half, a quarter and so on of a parameter; nothing if it has its default."""
+    value: Any = parameters
+    for place in name.split("."):
+        value = value.get(place) or {}
+    while isinstance(value, int) and value > 1:
+        value //= 2
+        yield {name: value}

@@ -79,17 +79,21 @@ def at_hand(ranks: int, nodes: int, gpus: list[str]) -> Hardware:
     """The hardware of this machine, which stands for all nodes.
 
     `gpus` are the numbers or UUIDs of its GPUs, as for nvidia-smi; without any, the ranks are on
-    the CPU. The memory of the smallest GPU counts.
+    the CPU. The memory of the smallest GPU counts. If nvidia-smi does not list them, no memory is
+    known.
     """
     here = Hardware(ranks, nodes, main_memory=main_memory())
-    if not gpus or shutil.which("nvidia-smi") is None:
+    unknown = replace(here, main_memory=None)
+    if not gpus:
         return here
+    if shutil.which("nvidia-smi") is None:
+        return unknown
     command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     command.append(f"--id={','.join(gpus)}")
     listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     found = [line.split(", ", 1) for line in listing.splitlines() if line.split(",")[0].isdigit()]
     if not found:
-        return here
+        return unknown
     mebibytes, name = min((int(memory), name) for memory, name in found)
     return replace(here, gpu_memory=mebibytes * 2**20, name=name)
 

@@ -137,7 +137,7 @@ def trained_model(
         backward["logits"] = activations.of_logits(
             shape, numbers, rows.answers, trains=numbers.norms_train
         )
-    if stage == 3 and ranks > 1:
+    if stage == 3 and (ranks > 1 or deepspeed.offload_parameters):
         backward["gathered weights"] = min(weights, LIVE * size)
     # The optimizer step converts this rank's gradients to one tensor in float32.
     flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + size * (size < 4))

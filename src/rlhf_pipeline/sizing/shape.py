@@ -76,7 +76,7 @@ class Shape:
                 "num_hidden_layers, num_attention_heads or vocab_size, expected all of them. Fix: "
                 "use a model of a family that transformers knows"
             )
-        if value("num_experts", "num_local_experts", "n_routed_experts"):
+        if value("num_experts_per_tok", "num_local_experts", "num_experts"):
             raise ConfigError(
                 f"base_model: found a mixture of experts ({name}), expected a model whose layers "
                 "are all dense: the plan knows the sizes of no other"

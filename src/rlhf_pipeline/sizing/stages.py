@@ -9,7 +9,12 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import uses_trained
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, SupervisedConfig
+from rlhf_pipeline.config.training import (
+    DeepSpeedConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 from rlhf_pipeline.sizing.activations import Numbers
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.lengths import Lengths, limits
@@ -117,7 +122,9 @@ def plan_stage(
     if isinstance(config, PPOConfig):
         found = _ppo(config, lengths["ppo"], shape, hardware)
     elif isinstance(config, EvaluateConfig):
-        found = _evaluate(config, lengths["ppo"], shape, hardware)
+        trained = [parameters["sft"], parameters.get("ppo", {}).get("actor", {})]
+        settings = [DeepSpeedConfig.model_validate(each.get("deepspeed", {})) for each in trained]
+        found = _evaluate(config, settings, lengths["ppo"], shape, hardware)
     else:
         phase = "sft" if stage == "sft" else "reward_model"
         found = _supervised(stage, config, lengths[phase], shape, hardware)
@@ -190,18 +197,30 @@ def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) 
     return found
 
 
-def _evaluate(config: EvaluateConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Found:
-    numbers = Numbers(BYTES[config.precision or "fp32"], hardware.on_gpu)
-    response, prompt = config.sampling.max_response_tokens, lengths.longest_prompt
-    scored = rows_of_step(
-        config.prompts, lengths.sampled(response), config.micro_batch_tokens, hardware.world
-    )
+def _evaluate(
+    config: EvaluateConfig,
+    trained: list[DeepSpeedConfig],
+    lengths: Lengths,
+    shape: Shape,
+    hardware: Hardware,
+) -> Found:
+    """One model at a time, by default in the precision and at the ZeRO stage of its training."""
+    size = max(BYTES[each.precision] for each in trained)
+    numbers = Numbers(BYTES[config.precision] if config.precision else size, hardware.on_gpu)
+    stage = min(each.zero_stage for each in trained) if config.zero_stage is None else None
+    is_sharded = 3 in (stage, config.zero_stage)
+    lengths = lengths.sampled(config.sampling.max_response_tokens)
+    scored = rows_of_step(config.prompts, lengths, config.micro_batch_tokens, hardware.world)
     weights = numbers.size * shape.parameters
-    if config.zero_stage == 3:
-        weights //= hardware.world
-    rows = min(config.sampling.batch_size_per_gpu, config.prompts)
     sampling = generation(
-        "evaluate", shape, numbers, rows=rows, prompt=prompt, response=response, gathered=0
+        "evaluate",
+        shape,
+        numbers,
+        rows=min(config.sampling.batch_size_per_gpu, config.prompts),
+        prompt=lengths.longest_prompt,
+        response=lengths.longest_response,
+        gathered=weights if is_sharded and hardware.world > 1 else 0,
     )
-    scoring = forward("evaluate", shape, numbers, scored, scalar=True, sharded=False)
-    return [(ModelMemory("evaluate", {"weights": weights}), [sampling, scoring])]
+    scoring = forward("evaluate", shape, numbers, scored, scalar=True, sharded=is_sharded)
+    held = {"weights": weights // hardware.world if is_sharded else weights}
+    return [(ModelMemory("evaluate", held), [sampling, scoring])]
