@@ -129,6 +129,35 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 
 
 @rlhf.command(cls=Command)
+@click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
+@click.option("--conf-source", callback=validate_conf_source, help="In place of conf/, as there.")
+@click.option("--params", default="", callback=_split_params, help="Parameters, as for kedro run.")
+@click.option(
+    "--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline."
+)
+@click.option("--model", metavar="NAME", help="A published model, such as opt-1.3b.")
+@click.option("--gpu", metavar="NAME", help="In place of the GPUs at hand: a100-80, or GiB.")
+@click.option("--gpus", metavar="8x80", help="GPUs x GiB, or nodes x GPUs x GiB (2x8x80).")
+@click.option("--probe", is_flag=True, help="Measure some steps of each stage, for the hours.")
+@click.option("--largest", is_flag=True, help="Show the largest model for each GPU instead.")
+@click.option("--check", is_flag=True, help="Check jobs and DeepSpeed settings instead.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.pass_obj
+def plan(metadata: ProjectMetadata, check: bool, **options: Any) -> None:
+    """Show memory, steps and disk of each stage before anything is loaded, and whether it fits."""
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.check import check as dry_run
+    from rlhf_pipeline.commands.plan import plan as show
+
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    if check:
+        for name in ("probe", "largest", "as_json"):
+            options.pop(name)
+    (dry_run if check else show)(Path(metadata.project_path), console, **options)
+
+
+@rlhf.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove; without it the command only lists.")
 @click.option(
     "--unfinished", is_flag=True, help="Also unfinished stages that could resume from a checkpoint."
@@ -302,3 +331,34 @@ def chat(
         return policy_of(name, catalog, project)
 
     talk([policy, *([compare] if compare else [])], find, Console(highlight=False), **settings)
+
+
+@rlhf.command(cls=Command)
+@click.argument("model", required=False)
+@click.option("--gpus", help="GPUs x GB of each, such as 1x24, or nodes x GPUs x GB: 2x8x80.")
+@click.option(
+    "--method", type=click.Choice(["full", "lora", "qlora"]), default="full", show_default=True
+)
+@click.option("--output", type=click.Path(path_type=Path), help="In place of conf/<preset>.")
+@click.option("--overwrite", is_flag=True, help="Replace an environment.")
+@click.option("--list", "listing", is_flag=True, help="Show what fits where; write nothing.")
+@click.pass_obj
+def preset(
+    metadata: ProjectMetadata, model: str | None, gpus: str | None, listing: bool, **options: Any
+) -> None:
+    """Write an environment for MODEL, such as opt-1.3b, on the GPUs of --gpus.
+
+    Its hyper-parameters are published ones, and its memory settings the cheapest that fit.
+    """
+    from rich.console import Console
+
+    from rlhf_pipeline.commands.preset import show_table, write
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
+    if listing:
+        show_table(console, model)
+        return
+    if model is None or gpus is None:
+        raise click.UsageError("use MODEL and --gpus, or --list")
+    project = Path(metadata.project_path)
+    write(model, gpus, options.pop("method"), project, console, **options)

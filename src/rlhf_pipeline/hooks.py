@@ -13,6 +13,7 @@ from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 from rich.console import Console
 
+from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -26,6 +27,7 @@ from rlhf_pipeline.preflight import (
     check_environment,
     check_gate,
     check_lengths,
+    check_memory,
     check_phases,
     check_root,
     preflight,
@@ -33,12 +35,14 @@ from rlhf_pipeline.preflight import (
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import SplitSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
+from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
 from rlhf_pipeline.stages.job import STAGES, Stages
 from rlhf_pipeline.stages.launch.cluster import Cluster, serve_other_node
+from rlhf_pipeline.stages.launch.layout import hardware_at_hand
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
@@ -90,6 +94,7 @@ class PreflightHook:
                 prompts,
                 100 * smallest_visible_win_rate(prompts),
             )
+        warn_of_memory(catalog, nodes)
         free_port(launch_config(catalog).master_port)
 
     @hook_impl(tryfirst=True)
@@ -100,7 +105,7 @@ class PreflightHook:
         """
         for name in {"base_model", "sft_model"} & inputs.keys():
             check_lengths(
-                inputs[name],
+                positions_in(inputs[name]),
                 SplitConfig.model_validate(catalog.load("params:split")),
                 PPOConfig.model_validate(catalog.load("params:ppo")),
                 EvaluateConfig.model_validate(catalog.load("params:evaluate")),
@@ -116,6 +121,21 @@ def provide_default_blocks(catalog: CatalogProtocol) -> None:
     for name, block in parameter_blocks().items():
         if f"params:{name}" not in catalog:
             catalog[f"params:{name}"] = block()
+
+
+def warn_of_memory(catalog: CatalogProtocol, nodes: set[str]) -> None:
+    """Warn of stages that may not fit into memory, and refuse those that cannot."""
+    launch = launch_config(catalog)
+    if launch.memory_check == "off":
+        return
+    refuses = launch.memory_check == "refuse"
+    hardware = hardware_at_hand(launch)
+    blocks = parameter_blocks().items()
+    parameters = as_json(
+        {name: block.model_validate(catalog.load(f"params:{name}")) for name, block in blocks}
+    )
+    for warning in check_memory(parameters, nodes, hardware, refuses=refuses):
+        logger.warning("%s", warning)
 
 
 def launch_config(catalog: CatalogProtocol) -> LaunchConfig:

@@ -52,8 +52,11 @@ def invalid_values(parameters: Mapping[str, Any]) -> Iterator[str]:
         yield str(error)
 
 
-def misfits(parameters: Mapping[str, Any], gpus: int) -> Iterator[str]:
-    """Valid values that fit neither each other, this machine, nor the files that they name."""
+def misfits(parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False) -> Iterator[str]:
+    """Valid values that fit neither each other, the machine, nor the files that they name.
+
+    `elsewhere`: the run is for another machine, whose libraries for GPUs are not known.
+    """
     blocks = {
         name: block.model_validate(parameters.get(name, {}))
         for name, block in parameter_blocks().items()
@@ -71,6 +74,7 @@ def misfits(parameters: Mapping[str, Any], gpus: int) -> Iterator[str]:
     evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
     yield from list(batch_size_faults(values, processes)) or group_faults(ppo, processes)
     yield from machine_faults(values, layout.ranks[layout.node], gpus)
+    yield from () if elsewhere else library_faults(values, gpus)
     yield from source_faults("split.sources", split.records(), wants_text=False)
     yield from path_faults(base_model.path)
     if ppo.ptx is not None and split.pretraining is None:
@@ -120,7 +124,7 @@ def group_faults(ppo: PPOConfig, processes: int) -> Iterator[str]:
 
 
 def machine_faults(values: Mapping[str, Any], processes: int, gpus: int) -> Iterator[str]:
-    """More ranks than GPUs, and values that need a GPU or a library that is missing."""
+    """More ranks than GPUs, and values that need a GPU."""
     if processes > gpus > 0:
         yield (
             f"launch.processes: found {processes}, expected at most {gpus}, one for each GPU. Fix: "
@@ -138,7 +142,13 @@ def machine_faults(values: Mapping[str, Any], processes: int, gpus: int) -> Iter
                 f"{place}: found 4-bit weights, which need a GPU; this machine has none. Fix: set "
                 "it to null"
             )
-        elif is_quantized and find_spec("bitsandbytes") is None:
+
+
+def library_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
+    """Values that need a library for GPUs that is missing."""
+    for place, value in values.items():
+        is_quantized = place.endswith(".lora.quantize") and value is not None
+        if is_quantized and gpus and find_spec("bitsandbytes") is None:
             yield (
                 f"{place}: 4-bit weights need bitsandbytes, which is not installed. "
                 f"{_install('quantization')}"

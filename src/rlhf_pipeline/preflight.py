@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.architecture import positions_in
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward
@@ -13,6 +13,10 @@ from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.errors import ConfigError, StageError, suggestion
 from rlhf_pipeline.parameter_faults import invalid_values, length_faults, misfits, unknown_names
 from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.sizing.fit import find_fit, size_text
+from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.models import base_model_shape
+from rlhf_pipeline.sizing.stages import BLOCKS
 
 LAYERS = ("base", "embedded", "local")
 """Folders of conf/ that are no environments: each is read by itself."""
@@ -61,6 +65,7 @@ def preflight(
     *,
     gpus: int,
     origin: Callable[[str], str | None] = lambda name: None,
+    elsewhere: bool = False,
 ) -> None:
     """Check all parameters of a run together.
 
@@ -68,24 +73,25 @@ def preflight(
 
     Args:
         parameters: the blocks as plain values, by name.
-        gpus: number of GPUs of this machine.
+        gpus: number of GPUs of the machine.
         origin: the file that sets a parameter; None: no file.
+        elsewhere: the run is for another machine, whose libraries for GPUs are not known.
     """
     faults = [*unknown_names(parameters), *invalid_values(parameters)]
-    faults = faults or [*misfits(parameters, gpus)]
+    faults = faults or [*misfits(parameters, gpus, elsewhere=elsewhere)]
     _refuse([_with_origin(fault, origin) for fault in faults])
 
 
 def check_lengths(
-    model: Path, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
+    positions: int | None, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
 ) -> None:
     """Check the limits of prompts, responses and texts against the positions of a model.
 
-    `preflight` does this for models that are built or in a local folder. A model on the hub is
-    known once stage base_model has fetched it to the folder `model`. Raises ConfigError with one
-    line for each fault.
+    `preflight` does this for models that are built or in a local folder. Those of a model on the
+    hub are known once stage base_model has fetched it. Raises ConfigError with one line for each
+    fault.
     """
-    _refuse([*length_faults(positions_in(model), split, ppo, evaluate)])
+    _refuse([*length_faults(positions, split, ppo, evaluate)])
 
 
 def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
@@ -111,6 +117,45 @@ def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
             "would maximize noise. Fix: use more comparisons or train longer, or set "
             "reward_model.gate to null"
         )
+
+
+def check_memory(
+    parameters: Mapping[str, Any], nodes: Collection[str], hardware: Hardware, *, refuses: bool
+) -> list[str]:
+    """Check that the stages among the nodes fit; return warnings about those that may not.
+
+    A model whose sizes are not known is not checked, nor is a machine whose memory is not known.
+    Raises ConfigError if `refuses`, and what a stage certainly holds exceeds the memory.
+
+    Args:
+        parameters: the blocks as plain values, by name.
+        nodes: names of the nodes of the run.
+        hardware: the ranks.
+        refuses: False: only warn.
+    """
+    shape = base_model_shape(BaseModelConfig.model_validate(parameters["base_model"]))
+    limit = hardware.rank_memory
+    if shape is None or limit is None:
+        return []
+    kind = "GPU" if hardware.on_gpu else "share of main memory"
+    faults, warnings = [], []
+    for stage in [name for name in BLOCKS if any(node.startswith(name) for node in nodes)]:
+        fit = find_fit(stage, parameters, shape, hardware)
+        memory = fit.memory
+        if memory.certain > limit:
+            faults.append(
+                f"{stage}: found {size_text(memory.certain)} of weights, gradients and optimizer "
+                f"states on each rank, expected at most the {size_text(limit)} of its {kind}. Fix: "
+                f"{fit.fix}; launch.memory_check=warn starts nevertheless"
+            )
+        elif not fit.fits:
+            warnings.append(
+                f"{stage}: a rank may need {size_text(memory.peak)} of the {size_text(limit)} of "
+                f"its {kind}, more than is safe (kedro rlhf plan). Fix: {fit.fix}"
+            )
+    if refuses:
+        _refuse(faults)
+    return faults + warnings
 
 
 def _refuse(faults: Sequence[str]) -> None:

@@ -58,6 +58,10 @@ class LaunchConfig(Block):
     write a checkpoint before they are killed. The time starts anew whenever a rank makes progress
     in writing. A second Ctrl-C kills them at once. A scheduler must wait longer
     (docs/troubleshooting.md)."""
+    memory_check: Literal["refuse", "warn", "off"] = operational("refuse")
+    """What `kedro run` does before it starts if the weights, gradients and optimizer states of a
+    stage exceed the memory of a GPU, or on the CPU main memory: refuse, warn, or nothing
+    (docs/planning.md). If only activations or the key-value cache may exceed it, it warns."""
     halve_micro_batch_on_oom: bool = operational(False)
     """When a rank runs out of memory, halve all micro batch sizes (`micro_batch_tokens`,
     `sampling.batch_size_per_gpu`) and resume from the newest checkpoint, repeatedly down to 1 or

@@ -213,7 +213,9 @@ def unjudged(sequences: Sequences, own: Tensor, reference: Tensor, setup: Setup)
 
 def answer(policy: PreTrainedModel | DeepSpeedEngine, setup: Setup, draw: int = 0) -> Sequences:
     """Answer the prompts of this rank. Answers of one draw have equal randomness."""
-    generator = TransformersGenerator(policy, setup.contract)
+    generator = TransformersGenerator(
+        policy, setup.contract, gather=setup.config.gather_for_generation
+    )
     seeds = row_seeds(setup.seed, draw, setup.rows)
     return generator.generate(setup.prompts["prompt_ids"], setup.config.sampling, seeds).sequences
 

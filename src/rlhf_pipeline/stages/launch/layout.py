@@ -11,6 +11,8 @@ from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.sizing.hardware import Hardware, at_hand
+from rlhf_pipeline.stages.launch.resources import visible_gpus
 
 LOOPBACK = "127.0.0.1"
 HOST = re.compile(r"(\S+)\s+slots=(\d+)")
@@ -103,6 +105,13 @@ def node_layout(config: LaunchConfig, gpus: int) -> Layout:
 def rank_count(config: LaunchConfig, gpus: int) -> int:
     """Ranks of a launch on all nodes."""
     return sum(node_layout(config, gpus).ranks)
+
+
+def hardware_at_hand(config: LaunchConfig) -> Hardware:
+    """The GPUs, or the main memory, that the ranks of a launch have."""
+    gpus = visible_gpus()
+    layout = node_layout(config, len(gpus))
+    return at_hand(max(layout.ranks), len(layout.ranks), gpus)
 
 
 def _of_hostfile(config: LaunchConfig) -> Layout:

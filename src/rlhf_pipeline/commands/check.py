@@ -1,0 +1,264 @@
+"""`kedro rlhf plan --check`: a dry run of every stage, without its model, data and GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+from kedro.framework.project import pipelines, settings
+from kedro.pipeline import Pipeline
+from rich.console import Console
+
+from rlhf_pipeline.commands.names import check_names
+from rlhf_pipeline.commands.plan import make_plan
+from rlhf_pipeline.config.architecture import positions
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
+from rlhf_pipeline.preflight import check_environment, check_lengths, preflight
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.models import find_model, published
+from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
+from rlhf_pipeline.stages.cache.planning import Planner
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import Job, write_job
+from rlhf_pipeline.stages.launch.layout import LOOPBACK, rank_count
+from rlhf_pipeline.stages.launch.resources import gpu_count
+
+NO_COMMIT = "0" * 40
+"""Stands in for the newest commit of a repository, for which a run asks the hub."""
+
+
+@dataclass(frozen=True)
+class CheckedStage:
+    """A stage whose job is valid."""
+
+    name: str
+    ranks: int
+    engines: tuple[str, ...] = ()
+    """The models whose settings DeepSpeed accepts."""
+
+
+class DryRun(Planner):
+    """Plans every stage as new, writes its `job.json`, and reads it back as its program does."""
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.jobs: dict[str, Path] = {}
+        """`job.json` by stage; of stage source, the last one."""
+
+    def run(self, job: Job) -> Path:
+        """Write the job and validate what its program reads; return where its result will be."""
+        export = super().run(job)
+        run = next(each.run for each in self.stages.values() if each.run.export == export)
+        export.mkdir(parents=True, exist_ok=True)
+        write_job(run)
+        self.jobs[run.stage] = run.directory / "job.json"
+        read = LaunchedJob.read(self.jobs[run.stage])
+        for name, block in job.config.items():
+            if read.block(name, type(block)) != block:
+                raise StageError(f"{name}: found other values in job.json than in the parameters")
+        if job.spec.name == "source":
+            RowCounts(rows=1).write(export)  # the node reads it
+        return export
+
+
+def check(
+    project: Path,
+    console: Console,
+    *,
+    env: str | None,
+    conf_source: str | None,
+    params: dict[str, Any],
+    pipeline: str,
+    **options: str | None,
+) -> None:
+    """Print a line for each stage of a pipeline; `options` are those of `make_plan`.
+
+    Raises:
+        ConfigError: the parameters fit neither each other nor the hardware.
+        StageError: DeepSpeed refuses the settings of an engine.
+    """
+    check_names([pipeline], {})
+    conf = Path(conf_source or project / "conf")
+    check_environment(conf, env)
+    if (name := options["model"]) is not None:
+        params = params | {"base_model": {"path": find_model(name).path}}
+    loader = LayeredConfigLoader(
+        conf, env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
+    )
+    parameters = {**loader["parameters"], "root": loader["globals"]["root"]}
+    plan = make_plan(parameters, (), **options)
+    is_given = options["gpu"] is not None or options["gpus"] is not None
+    stages = checked_stages(
+        parameters,
+        plan.hardware if is_given else None,
+        pipelines[pipeline],
+        hidden_size=plan.shape.hidden,
+        origin=loader.origin,
+    )
+    for stage in stages:
+        engines = f"; DeepSpeed accepts {', '.join(stage.engines)}" if stage.engines else ""
+        ranks = "1 process" if stage.ranks == 1 else f"{stage.ranks} ranks"
+        console.out(f"{stage.name:<14} {ranks:<10} job.json is valid{engines}", highlight=False)
+
+
+def checked_stages(
+    parameters: Mapping[str, Any],
+    hardware: Hardware | None,
+    pipeline: Pipeline,
+    *,
+    hidden_size: int,
+    origin: Callable[[str], str | None] = lambda name: None,
+) -> list[CheckedStage]:
+    """Validate the parameters, the job of each stage, and its DeepSpeed settings.
+
+    Args:
+        parameters: all blocks as plain values, from all layers.
+        hardware: what the run is for; None: this machine.
+        pipeline: the nodes.
+        hidden_size: width of the layers of the base model.
+        origin: the file that sets a parameter; None: no file.
+
+    Raises:
+        ConfigError: the parameters fit neither each other nor the hardware.
+        StageError: DeepSpeed refuses the settings of an engine.
+    """
+    with TemporaryDirectory(prefix="rlhf-check-") as folder, environment_of(hardware):
+        jobs, ranks = dry_run(parameters, hardware, pipeline, Path(folder), origin)
+        machine = {"hidden_size": hidden_size, "on_gpu": gpu_count() > 0}
+        engines = _refusals(jobs, {"ranks": ranks, "machine": machine}, Path(folder))
+    specs = stage_specs()
+    return [
+        CheckedStage(name, ranks if specs[name].distributed else 1, tuple(engines[name]))
+        for name in jobs
+    ]
+
+
+def dry_run(
+    parameters: Mapping[str, Any],
+    hardware: Hardware | None,
+    pipeline: Pipeline,
+    folder: Path,
+    origin: Callable[[str], str | None] = lambda name: None,
+) -> tuple[dict[str, Path], int]:
+    """Write the job of each stage below a folder; return them by stage, and the number of ranks.
+
+    Call it in `environment_of(hardware)`. Arguments and errors are those of `checked_stages`.
+    """
+    gpus = gpu_count()
+    preflight(parameters, gpus=gpus, origin=origin, elsewhere=hardware is not None)
+    blocks: dict[str, Any] = {
+        name: block.model_validate(parameters.get(name, {}))
+        for name, block in parameter_blocks().items()
+    }
+    if (model := published(str(blocks["base_model"].path))) is not None:
+        limit = positions(model.config)
+        check_lengths(limit, blocks["split"], blocks["ppo"], blocks["evaluate"])
+    launch: LaunchConfig = blocks["launch"]
+    ranks = rank_count(launch, gpus)
+    if hardware is not None and ranks != hardware.world:
+        raise ConfigError(
+            f"launch: found {ranks} ranks with mode {launch.mode} and processes {launch.processes},"
+            f" expected {hardware.world}: {hardware.ranks} on each of {hardware.nodes} nodes. Fix: "
+            f"set launch.processes to {hardware.ranks}, and launch.mode to "
+            f"{'local' if hardware.nodes == 1 else 'rank_env'}"
+        )
+    planner = DryRun(RunContext(workspace=folder, launch=launch))
+    values: dict[str, Any] = {f"params:{name}": block for name, block in blocks.items()}
+    values |= {"params:seed": parameters["seed"], "params:stages": planner}
+    values["params:base_model"] = _at_commit(blocks["base_model"])
+    values["params:split"] = _sources_at_commits(blocks["split"])
+    for node in pipeline.nodes:
+        if node.name in stage_specs():
+            try:
+                values[node.outputs[0]] = node.func(*(values[name] for name in node.inputs))
+            except PipelineError as error:
+                raise type(error)(f"stage {node.name}: {error.message}") from error
+    return planner.jobs, ranks
+
+
+@contextmanager
+def environment_of(hardware: Hardware | None) -> Iterator[None]:
+    """The environment in which a scheduler starts the first node of some hardware.
+
+    None: this machine, without a change.
+    """
+    if hardware is None:
+        yield
+        return
+    gpus = range(hardware.ranks) if hardware.on_gpu else ()
+    with patch.dict(
+        os.environ,
+        CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)),
+        NODE_RANK="0",
+        NNODES=str(hardware.nodes),
+        MASTER_ADDR=LOOPBACK,
+    ):
+        os.environ.pop("DS_ACCELERATOR", None)
+        yield
+
+
+def _at_commit(config: BaseModelConfig) -> BaseModelConfig:
+    """A base model that is identified without asking the hub."""
+    if config.path is None or Path(config.path).exists():
+        return config
+    return config.model_copy(update={"revision": NO_COMMIT})
+
+
+def _sources_at_commits(config: SplitConfig) -> SplitConfig:
+    """Sources that are identified without asking the hub."""
+
+    def pinned(source: SourceConfig) -> SourceConfig:
+        is_on_hub = source.path is None and source.name != "synthetic"
+        return source.model_copy(update={"revision": NO_COMMIT}) if is_on_hub else source
+
+    update: dict[str, Any] = {"sources": tuple(map(pinned, config.sources))}
+    if config.pretraining is not None:
+        texts = tuple(map(pinned, config.pretraining.sources))
+        update["pretraining"] = config.pretraining.model_copy(update={"sources": texts})
+    return config.model_copy(update=update)
+
+
+def _refusals(
+    jobs: Mapping[str, Path], request: dict[str, Any], folder: Path
+) -> dict[str, dict[str, str | None]]:
+    """The engines of each stage, by a program that imports DeepSpeed.
+
+    Raises StageError if DeepSpeed refuses one, or the program fails.
+    """
+    source, target = folder / "request.json", folder / "answer.json"
+    source.write_text(json.dumps(request | {"jobs": list(map(str, jobs.values()))}))
+    program = "rlhf_pipeline.distributed.dry_run"
+    command = [sys.executable, "-m", program, str(source), str(target)]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+        raise StageError(f"the settings of DeepSpeed were not checked: {reason}")
+    engines: dict[str, dict[str, str | None]] = json.loads(target.read_text())
+    for stage, refusals in engines.items():
+        for name, refusal in refusals.items():
+            if refusal is not None:
+                raise StageError(
+                    f"stage {stage}: DeepSpeed {version('deepspeed')} refuses the settings of "
+                    f"{name}: {refusal}. Fix: install the version in constraints.txt"
+                )
+    return engines

@@ -1,0 +1,175 @@
+"""`kedro rlhf plan`: memory, work and disk of each stage, before anything is loaded."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kedro.framework.project import pipelines, settings
+from rich.console import Console
+
+from rlhf_pipeline.commands.names import check_names
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.parameter_faults import invalid_values, unknown_names
+from rlhf_pipeline.sizing.fit import Fit, find_fit
+from rlhf_pipeline.sizing.hardware import Hardware, named
+from rlhf_pipeline.sizing.lengths import limits, measured
+from rlhf_pipeline.sizing.models import base_model_shape, find_model
+from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.stages import BLOCKS
+from rlhf_pipeline.sizing.work import Work, stage_work
+from rlhf_pipeline.stages.launch.layout import hardware_at_hand
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer."""
+
+    model: str
+    shape: Shape
+    hardware: Hardware
+    is_measured: bool
+    """Whether rows and lengths are those of a published split."""
+    fits: Mapping[str, Fit]
+    """By stage."""
+    works: Mapping[str, Work]
+    """By stage."""
+
+
+def plan(
+    project: Path,
+    console: Console,
+    *,
+    env: str | None,
+    conf_source: str | None,
+    params: dict[str, Any],
+    pipeline: str,
+    probe: bool,
+    largest: bool,
+    as_json: bool,
+    **options: str | None,
+) -> None:
+    """Print the plan of a pipeline; `options` are those of `make_plan`."""
+    from rlhf_pipeline.commands.plan_display import show, show_largest
+    from rlhf_pipeline.commands.probe import measured_hours
+
+    if largest:
+        show_largest(console)
+        return
+    check_names([pipeline], {})
+    conf = Path(conf_source or project / "conf")
+    if options["model"]:  # else the parameters would be those of the embedded model
+        params = params | {"base_model": {"path": find_model(options["model"]).path}}
+    parameters = read_parameters(conf, env, params)
+    nodes = {node.name for node in pipelines[pipeline].nodes}
+    found = make_plan(parameters, nodes, **options)
+    hours: dict[str, float] = {}
+    if probe:
+        hours = measured_hours(project, conf, env, parameters, pipeline, found.works)
+    if as_json:
+        print(to_json(found, hours))
+    else:
+        show(found, hours, console)
+
+
+def read_parameters(conf: Path, env: str | None, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of `kedro run` with these options, and the folder `root`.
+
+    Unlike `kedro run`, it accepts those that only other machines can run. Raises ConfigError with
+    the faults that every machine refuses.
+    """
+    loader = LayeredConfigLoader(
+        conf, env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
+    )
+    parameters = loader["parameters"]
+    faults = [*unknown_names(parameters), *invalid_values(parameters)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return {**parameters, "root": params.get("root") or loader["globals"]["root"]}
+
+
+def make_plan(
+    parameters: Mapping[str, Any],
+    nodes: Collection[str],
+    *,
+    model: str | None = None,
+    gpu: str | None = None,
+    gpus: str | None = None,
+) -> Plan:
+    """Plan the stages among the nodes of a pipeline.
+
+    Args:
+        parameters: the blocks as plain values, by name, and `root`.
+        nodes: names of the nodes.
+        model: short name of a published model in place of `base_model`.
+        gpu: name or gibibytes of a GPU.
+        gpus: such as 8x80. Neither: the hardware at hand.
+    """
+    name, shape = _model(parameters, model)
+    if gpu is None and gpus is None:
+        hardware = hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
+    else:
+        hardware = named(gpu, gpus)
+    split = SplitConfig.model_validate(parameters["split"])
+    lengths = measured(Path(parameters["root"]) / "03_split" / "split", split)
+    known = limits(split) if lengths is None else lengths
+    stages = [stage for stage in BLOCKS if any(node.startswith(stage) for node in nodes)]
+    return Plan(
+        model=name,
+        shape=shape,
+        hardware=hardware,
+        is_measured=lengths is not None,
+        fits={stage: find_fit(stage, parameters, shape, hardware, known) for stage in stages},
+        works={stage: stage_work(stage, parameters, shape, hardware, known) for stage in stages},
+    )
+
+
+def _model(parameters: Mapping[str, Any], model: str | None) -> tuple[str, Shape]:
+    if model is not None:
+        return model, find_model(model).shape
+    config = BaseModelConfig.model_validate(parameters["base_model"])
+    shape = base_model_shape(config)
+    if shape is None:
+        raise ConfigError(
+            f"base_model.path: found {config.path}, whose sizes are not known on this machine. "
+            "Fix: set it to a local folder with a config.json, or name a model of about its size, "
+            "such as --model opt-1.3b"
+        )
+    return config.path or "the model of base_model.architecture", shape
+
+
+def to_json(plan: Plan, hours: Mapping[str, float]) -> str:
+    """The plan for programs. Sizes are in bytes."""
+    return json.dumps(
+        {
+            "model": plan.model,
+            "parameters": plan.shape.parameters,
+            "hardware": asdict(plan.hardware),
+            "lengths": "published split" if plan.is_measured else "limits",
+            "stages": [_stage(plan, stage, hours.get(stage)) for stage in plan.fits],
+        },
+        indent=2,
+    )
+
+
+def _stage(plan: Plan, stage: str, hours: float | None) -> dict[str, Any]:
+    fit, memory = plan.fits[stage], plan.fits[stage].memory
+    return {
+        "stage": stage,
+        "peak": memory.peak,
+        "phase": memory.largest.name,
+        "certain": memory.certain,
+        "available": fit.available,
+        "fits": fit.fits,
+        "changes": fit.changes,
+        "libraries": memory.libraries,
+        "models": {model.name: memory.parts_of(model) for model in memory.models},
+        "main_memory": memory.main * plan.hardware.ranks,
+        "hours": hours,
+        **asdict(plan.works[stage]),
+    }

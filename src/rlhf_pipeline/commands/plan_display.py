@@ -1,0 +1,133 @@
+"""The tables of `kedro rlhf plan`."""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_pipeline.commands.plan import Plan
+from rlhf_pipeline.sizing.fit import Fit, size_text
+from rlhf_pipeline.sizing.hardware import GIB
+from rlhf_pipeline.sizing.largest import METHODS, largest_models
+
+COLUMNS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "master copies": "master",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "logits": "logits",
+    "KV cache": "KV cache",
+}
+"""Heads of the components with a column; the others are added up."""
+
+
+def show(plan: Plan, hours: Mapping[str, float], console: Console) -> None:
+    """Print the plan as tables."""
+    hardware = plan.hardware
+    nodes = f"{hardware.nodes} nodes of " if hardware.nodes > 1 else ""
+    each = f", {size_text(hardware.rank_memory)} each" if hardware.rank_memory else ""
+    kind = hardware.name if hardware.on_gpu else "CPU ranks"
+    console.print(
+        f"[bold]{plan.model}[/]: {_count(plan.shape.parameters)} parameters, on "
+        f"{nodes}{hardware.ranks} x {kind}{each}"
+    )
+    console.print("\n[bold]Memory of a rank at its peak, GiB")
+    console.print(_memory_table(plan))
+    console.print("\n[bold]Work of all ranks, and disk")
+    console.print(_work_table(plan, hours))
+    source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
+    console.print(f"[dim]Rows and lengths: {source}.\n")
+    for stage, fit in plan.fits.items():
+        console.print(verdict(stage, fit), highlight=False)
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("stage, model", no_wrap=True)
+    for name in (*COLUMNS.values(), "other", "all"):
+        table.add_column(name, justify="right")
+    for stage, fit in plan.fits.items():
+        memory = fit.memory
+        color = "green" if fit.fits else "red"
+        at = f" [dim]({memory.largest.name})" if memory.largest.model != stage else ""
+        table.add_row(
+            f"[bold]{stage}[/]{at}", *[""] * len(COLUMNS), "", f"[bold {color}]{_gib(memory.peak)}"
+        )
+        for model in memory.models:
+            parts = memory.parts_of(model)
+            shown = [parts.pop(name, 0) for name in COLUMNS]
+            other = sum(parts.values())
+            cells = [_gib(value) if value else "" for value in (*shown, other)]
+            table.add_row(f"  {model.name}", *cells, _gib(sum(shown) + other))
+        table.add_row(
+            "  [dim]libraries", *[""] * len(COLUMNS), "", f"[dim]{_gib(memory.libraries)}"
+        )
+    return table
+
+
+def _work_table(plan: Plan, hours: Mapping[str, float]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("stage", no_wrap=True)
+    for name in ("batch", "a rank", "passes", "steps", "tokens", "FLOP", "checkpoints", "models"):
+        table.add_column(name, justify="right")
+    table.add_column("main memory", justify="right")
+    if hours:
+        table.add_column("hours", justify="right")
+    for stage, work in plan.works.items():
+        main = plan.fits[stage].memory.main * plan.hardware.ranks
+        table.add_row(
+            f"[bold]{stage}",
+            *map(str, (work.batch, work.rows_per_rank, work.micro_batches)),
+            *map(_count, (work.steps, work.tokens, work.flops)),
+            size_text(work.checkpoints),
+            size_text(work.saved_models),
+            size_text(main),
+            *([f"{hours[stage]:.2g}" if stage in hours else ""] if hours else []),
+        )
+    return table
+
+
+def verdict(stage: str, fit: Fit) -> str:
+    """Whether a stage fits, and the change that makes it fit."""
+    peak, limit = fit.memory.peak, fit.available
+    if limit is None:
+        return f"{stage}: needs {size_text(peak)}; the memory of this machine is not known"
+    if fit.fits:
+        return f"[green]{stage} fits[/]: {size_text(peak)} of {size_text(limit)}"
+    text = (
+        f"[red]{stage} does not fit[/]: found {size_text(peak)}, expected at most "
+        f"{size_text(limit)}. "
+    )
+    after = size_text(fit.memory_after.peak)
+    if fit.changes is None:
+        return f"{text}No change of its parameters is enough ({after} at least). Fix: {fit.fix}"
+    return f"{text}Fix: {fit.fix} ({after})"
+
+
+def show_largest(console: Console) -> None:
+    """Print the largest published model for each GPU size and way to train."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("one GPU with", no_wrap=True)
+    for method in METHODS:
+        table.add_column(method)
+    for size, found in largest_models().items():
+        table.add_row(f"[bold]{size} GiB", *(name or "-" for name in found))
+    console.print("[bold]Largest model whose PPO, with all four models, fits one GPU")
+    console.print(table)
+
+
+def _count(value: float | None) -> str:
+    """Such as 950, 1.2 M or 3.4e15; ? if it is not known."""
+    if value is None:
+        return "?"
+    if value < 10_000:
+        return f"{value:.0f}"
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if unit <= value < 1000 * unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.1e}".replace("e+", "e")
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.2f}" if value < 100 * GIB else f"{value / GIB:.0f}"

@@ -1,0 +1,137 @@
+"""The cheapest memory settings with which a stage fits, by the memory model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from rlhf_pipeline.presets.hyperparameters import Method
+from rlhf_pipeline.sizing.fit import fits
+from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
+
+STAGES = ("sft", "reward_model", "ppo", "dpo", "evaluate")
+TOKENS = ((8192, 4096, 2048), (1024,))
+"""Sizes of a micro batch to try, in tokens. The last ones leave a GPU idle, so anything else is
+tried before."""
+ROWS = (64, 32, 16, 8)
+"""Responses at a time to try, on each rank."""
+TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose copies for generation can be sharded (a plan in transformers)."""
+
+Settings = dict[str, Any]
+"""Values by dotted name within the block of a stage."""
+
+
+def place(
+    stage: str,
+    parameters: Mapping[str, Any],
+    shape: Shape,
+    hardware: Hardware,
+    method: Method,
+) -> tuple[Settings, StageMemory] | None:
+    """The first settings that fit, in the order of their costs, and the memory that they need.
+
+    None: none of them fits.
+    """
+    for tokens, strategy in product(TOKENS, [*_strategies(stage, shape, hardware, method)]):
+        sizes = [*_sizes(stage, tokens)]
+        smallest = _planned(stage, parameters, strategy | sizes[-1], shape, hardware)
+        if fits(smallest, hardware):
+            for size in sizes:
+                memory = _planned(stage, parameters, strategy | size, shape, hardware)
+                if fits(memory, hardware):
+                    return strategy | size, memory
+    return None
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name as nested blocks."""
+    blocks: dict[str, Any] = {}
+    for name, value in settings.items():
+        *places, last = name.split(".")
+        block = blocks
+        for each in places:
+            block = block.setdefault(each, {})
+        block[last] = value
+    return blocks
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two nested blocks as one; the other one wins."""
+    values = dict(one)
+    for name, value in other.items():
+        both = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
+        values[name] = merged(values[name], value) if both else value
+    return values
+
+
+def _planned(
+    stage: str, parameters: Mapping[str, Any], settings: Settings, shape: Shape, hardware: Hardware
+) -> StageMemory:
+    block = merged(parameters[stage], nested(settings))
+    return plan_stage(stage, {**parameters, stage: block}, shape, hardware)
+
+
+def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:
+    """Sizes of micro batches and of batches for generation, larger ones first."""
+    generates = stage in ("ppo", "evaluate")
+    for number, rows in product(tokens, ROWS if generates else (0,)):
+        yield {"micro_batch_tokens": number} | (
+            {"sampling.batch_size_per_gpu": rows} if generates else {}
+        )
+
+
+def _strategies(stage: str, shape: Shape, hardware: Hardware, method: Method) -> Iterator[Settings]:
+    """What is sharded, recomputed and offloaded, cheaper ones first."""
+    sharded = hardware.world > 1
+    if stage == "evaluate":
+        yield {"precision": "bf16", "zero_stage": 0}
+        if sharded:
+            yield {"precision": "bf16", "zero_stage": 3, "gather_for_generation": False}
+        return
+    trained = ("actor.", "critic.") if stage == "ppo" else ("",)
+    for zero, recomputes, offloads in _training(sharded, method):
+        deepspeed = {"zero_stage": zero, "precision": "bf16"}
+        settings: Settings = {}
+        for model in trained:
+            settings |= {f"{model}gradient_checkpointing": True} if recomputes else {}
+            settings[f"{model}deepspeed"] = deepspeed | (
+                {"offload_optimizer": True} if offloads else {}
+            )
+        for frozen, generator in product(
+            _frozen(stage, sharded and zero < 3, method) if recomputes else ({},),
+            _generators(shape, hardware) if stage == "ppo" and zero == 3 else ({},),
+        ):
+            yield generator | settings | frozen
+
+
+def _training(sharded: bool, method: Method) -> Iterator[tuple[int, bool, bool]]:
+    """ZeRO stage, gradient checkpointing, offloaded optimizer."""
+    yield from ((1, False, False), (1, True, False))
+    if method == "full":
+        yield from ((2, True, False), (3, True, False)) if sharded else ()
+        yield from ((2, True, True), (3, True, True)) if sharded else ((1, True, True),)
+    elif method == "lora" and sharded:
+        yield (3, True, False)
+
+
+def _frozen(stage: str, sharded: bool, method: Method) -> Iterator[Settings]:
+    """Places of the frozen models: a whole copy, shards, main memory."""
+    models = ["reference"] if method == "full" and stage in ("ppo", "dpo") else []
+    models += ["reward_model"] if stage == "ppo" else []
+    yield {}
+    if models and sharded:
+        yield {f"{model}.deepspeed": {"zero_stage": 3} for model in models}
+    if models:
+        block = {"zero_stage": 3, "offload_parameters": True}
+        yield {f"{model}.deepspeed": block for model in models}
+
+
+def _generators(shape: Shape, hardware: Hardware) -> Iterator[Settings]:
+    """How a sharded actor samples: gathered whole, as a sharded copy, layer by layer."""
+    yield {}
+    ways = next(n for n in (8, 4, 2, 1) if hardware.ranks % n == 0 and shape.kv_heads % n == 0)
+    if shape.model_type in TENSOR_PARALLEL and ways > 1:
+        yield {"generator": "hybrid", "hybrid.inference_tp_size": ways}
+    yield {"gather_for_generation": False}

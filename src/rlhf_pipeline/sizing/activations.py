@@ -1,0 +1,78 @@
+"""Bytes that a forward pass keeps for its backward pass, and those of passes without one.
+
+The terms are the tensors that autograd saves in transformers 5 with the packed attention of
+`rlhf_pipeline.models.packing`; tests/sizing/test_activations.py compares them with those tensors.
+"""
+
+from dataclasses import dataclass
+
+from rlhf_pipeline.sizing.shape import Shape
+
+CHUNK = 2**25
+"""Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
+HEAP = 1.75
+"""On a CPU, the activations of a rank take this many times their size. glibc's heap keeps the holes
+that one micro batch leaves, and the tensors of the next one have other sizes. Measured: see
+docs/planning.md. Larger tensors (from 32 MiB) go back to the system at once."""
+FEED_FORWARD = {"opt": 1, "bloom": 2, "gpt_neox": 2, "gpt2": 5, "gpt_neo": 5, "gptj": 5, "phi": 5}
+"""Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU,
+two for GELU, five for its approximation by tanh, which transformers computes in steps. Others: four
+for a gate."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How a model computes."""
+
+    size: int
+    """Bytes of a number: 4 in fp32, else 2."""
+    on_gpu: bool
+    norms_train: bool = True
+    """False with LoRA: a norm whose weight is frozen keeps less."""
+
+
+def of_layer(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token that one layer keeps."""
+    size, queries, keys = numbers.size, shape.queries, shape.keys
+    feed_forward = FEED_FORWARD.get(shape.model_type, 4) * size * shape.intermediate
+    if numbers.on_gpu and size < 4:
+        attention = size * (2 * queries + 2 * keys)
+    else:  # in float32, and the rows are joined to a tensor for the output layer
+        attention = 4 * (2 * queries + 2 * keys) + size * queries
+    return 2 * of_norm(shape, numbers) + attention + feed_forward
+
+
+def of_norm(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token that a norm keeps, with its output."""
+    if not shape.is_gated:
+        return 2 * numbers.size * shape.hidden
+    # An RMS norm keeps its input in float32, its scaled input and its output.
+    return shape.hidden * (4 + numbers.size * (2 if numbers.norms_train else 1))
+
+
+def kept(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) -> int:
+    """Bytes that a forward pass of so many tokens keeps, and those of one layer's backward pass.
+
+    With checkpointing, it keeps the input of each layer, and one whole layer at a time.
+    """
+    layer = of_layer(shape, numbers)
+    inputs = numbers.size * shape.hidden
+    layers = layer + shape.layers * inputs if checkpointing else shape.layers * layer
+    found = tokens * (layers + of_norm(shape, numbers) + passing(shape, numbers))
+    return found if numbers.on_gpu else int(HEAP * found)
+
+
+def passing(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token while one layer computes without keeping anything."""
+    return numbers.size * (2 * shape.intermediate + 2 * shape.hidden)
+
+
+def of_logits(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
+    """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32.
+
+    A pass that trains the output layer adds its gradient in float32; on a CPU, one in half
+    precision converts the weight.
+    """
+    chunk = 4 * min(CHUNK, tokens * shape.vocab)
+    converts = numbers.size < 4 and not numbers.on_gpu
+    return chunk + 4 * shape.vocab * shape.embedding * (trains + converts)

@@ -1,0 +1,150 @@
+"""The machines that a plan is for: GPUs by name, and the ones at hand."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlhf_pipeline.errors import ConfigError, suggestion
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, by its data sheet."""
+
+    memory: int
+    """Bytes."""
+    flops: float
+    """Peak of dense bf16 matrix products in FLOP/s; of fp16 where the GPU has no bf16."""
+
+
+GPUS = {
+    "t4": Gpu(16 * GIB, 65e12),
+    "v100-32": Gpu(32 * GIB, 125e12),
+    "rtx3090": Gpu(24 * GIB, 71e12),
+    "rtx4090": Gpu(24 * GIB, 165e12),
+    "l4": Gpu(24 * GIB, 121e12),
+    "a10": Gpu(24 * GIB, 125e12),
+    "a6000": Gpu(48 * GIB, 155e12),
+    "l40s": Gpu(48 * GIB, 362e12),
+    "a100-40": Gpu(40 * GIB, 312e12),
+    "a100-80": Gpu(80 * GIB, 312e12),
+    "h100": Gpu(80 * GIB, 989e12),
+    "h200": Gpu(141 * GIB, 989e12),
+    "b200": Gpu(180 * GIB, 2250e12),
+}
+"""Source: NVIDIA's data sheets, without sparsity."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Nodes (machines) with equal ranks."""
+
+    ranks: int
+    """Ranks on each node: GPUs, or processes on the CPU."""
+    nodes: int = 1
+    gpu_memory: int | None = None
+    """Bytes of each GPU; None: the ranks are on the CPU."""
+    main_memory: int | None = None
+    """Bytes of each node; None: not known."""
+    name: str = "CPU"
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.ranks * self.nodes
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks have a GPU."""
+        return self.gpu_memory is not None
+
+    @property
+    def rank_memory(self) -> int | None:
+        """Bytes that a rank may use: its GPU's, or its share of main memory."""
+        if self.gpu_memory is not None:
+            return self.gpu_memory
+        return None if self.main_memory is None else self.main_memory // self.ranks
+
+    @property
+    def flops(self) -> float | None:
+        """Peak of one GPU in FLOP/s; None if it is not known."""
+        return GPUS[self.name].flops if self.name in GPUS else None
+
+
+def at_hand(ranks: int, nodes: int, gpus: list[str]) -> Hardware:
+    """The hardware of this machine, which stands for all nodes.
+
+    `gpus` are the numbers or UUIDs of its GPUs, as for nvidia-smi; without any, the ranks are on
+    the CPU. The memory of the smallest GPU counts. If nvidia-smi does not list them, no memory is
+    known.
+    """
+    here = Hardware(ranks, nodes, main_memory=main_memory())
+    unknown = replace(here, main_memory=None)
+    if not gpus:
+        return here
+    if shutil.which("nvidia-smi") is None:
+        return unknown
+    command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    command.append(f"--id={','.join(gpus)}")
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = [line.split(", ", 1) for line in listing.splitlines() if line.split(",")[0].isdigit()]
+    if not found:
+        return unknown
+    mebibytes, name = min((int(memory), name) for memory, name in found)
+    return replace(here, gpu_memory=mebibytes * 2**20, name=name)
+
+
+def main_memory() -> int | None:
+    """Bytes of main memory that this machine, or this container, may use; None if not known."""
+    limits = [
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ]
+    found = [int(text) for text in map(_text, limits) if text.isdigit()]
+    total = re.search(r"MemTotal:\s+(\d+) kB", _text(Path("/proc/meminfo")))
+    if total is not None:
+        found.append(int(total[1]) * 1024)
+    return min(found, default=None)
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def named(gpu: str | None, gpus: str | None) -> Hardware:
+    """The hardware of the options `--gpu` and `--gpus`.
+
+    Args:
+        gpu: a name in `GPUS`, or gibibytes; None: as `gpus` says.
+        gpus: GPUS x GB of each, such as 8x80, or NODES x GPUS x GB, such as 2x8x80. None: one GPU.
+
+    Raises:
+        ConfigError: an option has another form.
+    """
+    if gpus is not None:
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)", gpus)
+        if match is None or "0" in match.groups():
+            raise ConfigError(
+                f"--gpus: found {gpus!r}, expected GPUS x GB such as 8x80, or NODES x GPUS x GB "
+                "such as 2x8x80"
+            )
+        nodes, ranks, size = int(match[1] or 1), int(match[2]), match[3]
+    else:
+        nodes, ranks, size = 1, 1, "80"
+    memory = _memory(gpu or size)
+    return Hardware(ranks, nodes, memory, name=gpu if gpu in GPUS else f"{memory // GIB} GB")
+
+
+def _memory(gpu: str) -> int:
+    if gpu.isdigit() and int(gpu):
+        return int(gpu) * GIB
+    if gpu not in GPUS:
+        raise ConfigError(
+            f"--gpu: found {gpu!r}{suggestion(gpu, GPUS)}, expected gibibytes or one of "
+            f"{', '.join(GPUS)}"
+        )
+    return GPUS[gpu].memory

@@ -1,0 +1,224 @@
+"""Memory of a model in training or frozen, on one rank.
+
+The terms follow DeepSpeed 0.19.8 with the settings of `distributed.deepspeed_config`; docs/planning
+has the comparison with measured peaks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
+from rlhf_pipeline.sizing import activations
+from rlhf_pipeline.sizing.activations import Numbers
+from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.shape import Shape
+
+BUCKET = 50_000_000
+"""Elements of DeepSpeed's buckets: `distributed.deepspeed_config`."""
+LIVE = 1_000_000_000
+"""Elements that ZeRO-3 keeps gathered: `stage3_max_live_parameters`."""
+BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+NF4 = 0.5 + 4 / 64
+"""Bytes of a 4-bit weight of bitsandbytes: half a byte, and a float32 scale for 64 weights."""
+
+Parts = dict[str, int]
+"""Bytes by component: weights, gradients, master copies, optimizer, ..."""
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """One model on one rank."""
+
+    name: str
+    """Its parameter block, such as ppo.actor."""
+    held: Parts
+    """From its loading to the end of the stage."""
+    main: Parts = field(default_factory=dict)
+    """In main memory beside a GPU (offload)."""
+    gradients: int = 0
+    """While it trains."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one model needs for a while, beyond what all models hold."""
+
+    name: str
+    model: str
+    parts: Parts
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one pass on one rank."""
+
+    tokens: int
+    """Tokens of a forward pass: the budget, or one longest row."""
+    passes: int
+    """Forward passes of an optimizer step (gradient accumulation)."""
+    computed: int
+    """Tokens of a pass that are computed: both answers of a comparison share their prompt."""
+    answers: int
+    """Tokens of a pass that are predicted: the responses."""
+
+
+def trained_parameters(config: TrainedModelConfig, shape: Shape, *, scalar: bool) -> int:
+    """Weights that train: all, or adapters and the scalar head."""
+    whole = shape.body + shape.hidden if scalar else shape.parameters
+    if config.lora is None:
+        return whole
+    targets = config.lora.target_modules
+    count = None if targets == "all-linear" else len(targets)
+    rest = whole - shape.matrices if config.lora.train_rest else shape.hidden * scalar
+    return shape.adapters(config.lora.rank, count) + rest
+
+
+def trained_model(
+    name: str,
+    config: TrainedModelConfig,
+    shape: Shape,
+    hardware: Hardware,
+    rows: Rows,
+    *,
+    scalar: bool = False,
+    average: bool = False,
+) -> tuple[ModelMemory, list[Phase]]:
+    """A model in training: what it holds, and its phases.
+
+    Args:
+        name: its parameter block.
+        config: the block.
+        shape: the sizes of the model.
+        hardware: the ranks.
+        rows: its micro batches.
+        scalar: its output layer is a vector (reward model, critic).
+        average: `ppo.ema`, one more copy of the trained weights in float32.
+    """
+    deepspeed, ranks, on_gpu = config.deepspeed, hardware.world, hardware.on_gpu
+    size, stage = BYTES[deepspeed.precision], deepspeed.zero_stage
+    trained = trained_parameters(config, shape, scalar=scalar)
+    weights = weight_bytes(config, shape, scalar=scalar)
+    share = -(-trained // ranks) if stage else trained
+    held: Parts = {"weights": weights // ranks if stage == 3 else weights}
+    states: Parts = {"optimizer": 8 * share}
+    if stage in (1, 2) or (stage == 3 and (size < 4 or deepspeed.offload_parameters)):
+        states["master copies"] = 4 * share
+    if average:
+        states["average"] = 4 * share
+    main: Parts = {}
+    if deepspeed.offload_parameters and on_gpu:
+        main["weights"] = held.pop("weights")
+    if deepspeed.offload_optimizer and on_gpu:
+        main |= states | {"gradients": (4 + size) * share}
+    else:
+        held |= states
+    # Stage 3 has its own buffers at all times, the others during the backward pass.
+    gradients = size * (share if stage >= 2 else trained)
+    bucket = size * (BUCKET if on_gpu else min(BUCKET, trained)) if stage else 0
+    if stage == 3:
+        held |= {"gradients": gradients, "buckets": bucket}
+        if deepspeed.offload_optimizer and on_gpu:
+            del held["gradients"]  # they are in main memory
+    numbers = Numbers(size, on_gpu, config.lora is None or config.lora.train_rest)
+    backward: Parts = {
+        "gradients": 0 if stage == 3 else gradients,
+        "activations": activations.kept(
+            shape, numbers, rows.computed, checkpointing=config.gradient_checkpointing
+        ),
+        "buckets": bucket,
+    }
+    if not scalar:
+        backward["logits"] = activations.of_logits(
+            shape, numbers, rows.answers, trains=numbers.norms_train
+        )
+    if stage == 3 and (ranks > 1 or deepspeed.offload_parameters):
+        backward["gathered weights"] = min(weights, LIVE * size)
+    # The optimizer step converts this rank's gradients to one tensor in float32.
+    flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + size * (size < 4))
+    memory = ModelMemory(name, held, main, gradients)
+    if not on_gpu:  # the heap keeps what the backward pass has freed
+        backward["gradients"] += flat
+        return memory, [Phase("update", name, backward)]
+    step: Parts = {"gradients": backward["gradients"] and size * share}
+    step["gradients"] += flat
+    return memory, [Phase("backward", name, backward), Phase("step", name, step)]
+
+
+def weight_bytes(config: TrainedModelConfig, shape: Shape, *, scalar: bool) -> int:
+    """Bytes of all weights of a model in training, adapters included."""
+    size = BYTES[config.deepspeed.precision]
+    whole = shape.body + shape.hidden if scalar else shape.parameters
+    if config.lora is None:
+        return size * whole
+    adapters = trained_parameters(config, shape, scalar=False) if not config.lora.train_rest else 0
+    if config.lora.quantize is None:
+        return size * (whole + adapters)
+    return int(NF4 * shape.matrices) + size * (whole - shape.matrices + adapters)
+
+
+def frozen_model(
+    name: str,
+    config: FrozenDeepSpeedConfig,
+    shape: Shape,
+    hardware: Hardware,
+    rows: Rows,
+    *,
+    scalar: bool = False,
+) -> tuple[ModelMemory, list[Phase]]:
+    """A frozen model: its weights, and a forward pass."""
+    assert config.precision is not None
+    size = BYTES[config.precision]
+    weights = size * (shape.body + shape.hidden if scalar else shape.parameters)
+    is_sharded = config.zero_stage == 3
+    held = {"weights": weights // hardware.world if is_sharded else weights}
+    main: Parts = {}
+    if config.offload_parameters and hardware.on_gpu:
+        main, held = held, {}
+    numbers = Numbers(size, hardware.on_gpu)
+    return ModelMemory(name, held, main), [
+        forward(name, shape, numbers, rows, scalar=scalar, sharded=is_sharded)
+    ]
+
+
+def forward(
+    name: str, shape: Shape, numbers: Numbers, rows: Rows, *, scalar: bool, sharded: bool
+) -> Phase:
+    """A forward pass without gradients."""
+    parts = {"activations": rows.computed * activations.passing(shape, numbers)}
+    if not scalar:
+        parts["logits"] = activations.of_logits(shape, numbers, rows.answers, trains=False)
+    if sharded:
+        layer = shape.matrices // shape.layers + shape.vocab * shape.embedding
+        parts["gathered weights"] = numbers.size * (BUCKET + layer)
+    return Phase("scoring", name, parts)
+
+
+def generation(
+    name: str,
+    shape: Shape,
+    numbers: Numbers,
+    *,
+    rows: int,
+    prompt: int,
+    response: int,
+    gathered: int,
+) -> Phase:
+    """Sampling of `rows` responses at a time; `gathered` bytes of weights are whole for it."""
+    cache_size = numbers.size if numbers.on_gpu else 4
+    room = rows * (prompt + response)
+    parts = {
+        "KV cache": 2 * shape.layers * shape.keys * cache_size * room,
+        "activations": rows * prompt * activations.passing(shape, numbers),
+        "logits": rows * shape.vocab * (numbers.size + 4 * 8),  # the distribution is in float64
+    }
+    if gathered:
+        parts["gathered weights"] = gathered
+    if not numbers.on_gpu:  # `rollout.repacked_weights` copies the matrices
+        parts["packed weights"] = numbers.size * (shape.matrices + shape.vocab * shape.embedding)
+    return Phase("generation", name, parts)

@@ -1,0 +1,175 @@
+"""The shape of a model: what its memory and its work depend on, from config.json alone.
+
+No weights are read and neither torch nor transformers is imported, so a plan takes milliseconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_pipeline.config.architecture import find_family
+from rlhf_pipeline.errors import ConfigError
+
+PLAIN = ("opt", "bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "phi")
+"""Families with two matrices in the feed-forward network. Others have a third, its gate."""
+PARALLEL = ("gpt_neox", "gptj", "phi")
+"""Families whose attention and feed-forward network read the same norm or stream."""
+LEARNED_POSITIONS = ("opt", "gpt2", "gpt_neo")
+QUERY_BIAS = ("qwen2",)
+"""Families with biases in the projections of queries, keys and values only."""
+HEAD_NORMS = ("qwen3",)
+"""Families with norms of queries and keys."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder-only transformer."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    positions: int
+    """Positions with a learned embedding; 0 without such embeddings."""
+    is_tied: bool
+    """Whether the output layer shares the weights of the input embeddings."""
+    embedding: int
+    """Width of the embeddings; OPT-350M's are narrower than its layers."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, vocab_size: int | None = None) -> "Shape":
+        """Read a config.json, or `base_model.architecture`.
+
+        Args:
+            config: `model_type` and its fields; the defaults of the family fill the gaps.
+            vocab_size: in place of that of the configuration.
+
+        Raises:
+            ConfigError: a size is missing, for example because the model comes with its own code.
+        """
+        name = str(config.get("model_type"))
+        try:
+            family = find_family(name)
+        except ValueError:
+            family = None
+
+        def value(*names: str) -> Any:
+            for each in names:
+                found = config.get(each)
+                if found is None and family is not None:
+                    found = family.value(config, each)
+                if found is not None:
+                    return found
+            return None
+
+        hidden = value("hidden_size", "n_embd", "d_model")
+        layers = value("num_hidden_layers", "n_layer")
+        heads = value("num_attention_heads", "n_head")
+        vocab = vocab_size or value("vocab_size")
+        if not hidden or not layers or not heads or not vocab:
+            raise ConfigError(
+                f"base_model: found a configuration of model_type {name} without hidden_size, "
+                "num_hidden_layers, num_attention_heads or vocab_size, expected all of them. Fix: "
+                "use a model of a family that transformers knows"
+            )
+        if value("num_experts_per_tok", "num_local_experts", "num_experts"):
+            raise ConfigError(
+                f"base_model: found a mixture of experts ({name}), expected a model whose layers "
+                "are all dense: the plan knows the sizes of no other"
+            )
+        positions = value("max_position_embeddings", "n_positions") or 0
+        tied = value("tie_word_embeddings")
+        return cls(
+            model_type=name,
+            hidden=hidden,
+            intermediate=value("intermediate_size", "ffn_dim", "n_inner") or 4 * hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=value("num_key_value_heads") or heads,
+            head_size=value("head_dim") or hidden // heads,
+            vocab=vocab,
+            positions=positions if name in LEARNED_POSITIONS else 0,
+            is_tied=True if tied is None else bool(tied),
+            embedding=value("word_embed_proj_dim") or hidden,
+        )
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward network has a gate, and norms without biases."""
+        return self.model_type not in PLAIN
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys of a token, which is that of its values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def linear_layers(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of the linear layers in one transformer layer."""
+        attention = (
+            (self.hidden, self.queries),
+            (self.hidden, self.keys),
+            (self.hidden, self.keys),
+            (self.queries, self.hidden),
+        )
+        up = (self.hidden, self.intermediate)
+        down = (self.intermediate, self.hidden)
+        return (*attention, *((up, up) if self.is_gated else (up,)), down)
+
+    @property
+    def matrices(self) -> int:
+        """Weights of all linear layers, without embeddings and output layer."""
+        projections = 2 * self.hidden * self.embedding if self.embedding != self.hidden else 0
+        return self.layers * sum(rows * columns for rows, columns in self.linear_layers) + (
+            projections
+        )
+
+    @property
+    def embeddings(self) -> int:
+        """Weights of the input embeddings, of tokens and positions."""
+        return self.vocab * self.embedding + self.positions * self.hidden
+
+    @property
+    def head(self) -> int:
+        """Weights of an output layer of its own."""
+        return 0 if self.is_tied else self.vocab * self.embedding
+
+    @property
+    def vectors(self) -> int:
+        """Norms and biases."""
+        own_biases = sum(columns for _, columns in self.linear_layers)
+        biases = 0 if self.is_gated else own_biases
+        if self.model_type in QUERY_BIAS:
+            biases = self.queries + 2 * self.keys
+        if self.model_type in HEAD_NORMS:
+            biases += 2 * self.head_size
+        norm = self.hidden if self.is_gated else 2 * self.hidden
+        norms = 1 if self.model_type in ("gptj", "phi") else 2
+        return self.layers * (biases + norms * norm) + norm
+
+    @property
+    def parameters(self) -> int:
+        """All weights of the language model."""
+        return self.matrices + self.embeddings + self.head + self.vectors
+
+    @property
+    def body(self) -> int:
+        """All weights without an output layer: a reward model or critic, whose head is a vector."""
+        return self.matrices + self.embeddings + self.vectors
+
+    def adapters(self, rank: int, targets: int | None = None) -> int:
+        """Weights of LoRA adapters of a rank beside all linear layers.
+
+        `targets`: number of linear layers per transformer layer that have one; None: all.
+        """
+        sizes = sorted(rows + columns for rows, columns in self.linear_layers)
+        return self.layers * rank * sum(sizes if targets is None else sizes[:targets])

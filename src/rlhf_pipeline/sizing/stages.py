@@ -1,0 +1,226 @@
+"""Memory of each stage, from its parameters and the shape of its model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import uses_trained
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.training import (
+    DeepSpeedConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
+from rlhf_pipeline.sizing.activations import Numbers
+from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.lengths import Lengths, limits
+from rlhf_pipeline.sizing.memory import (
+    BYTES,
+    ModelMemory,
+    Parts,
+    Phase,
+    Rows,
+    forward,
+    frozen_model,
+    generation,
+    trained_model,
+    weight_bytes,
+)
+from rlhf_pipeline.sizing.shape import Shape
+
+LIBRARIES = 300 * 2**20
+"""Bytes of a rank without a model: interpreter and libraries."""
+CUDA = 1024 * 2**20
+"""Bytes of a GPU for CUDA's context and the libraries' own buffers."""
+USABLE = 0.95
+"""Share of a GPU's memory that tensors can fill: its allocator leaves gaps."""
+
+BLOCKS: Mapping[str, type[SFTConfig | RewardModelConfig | PPOConfig | DPOConfig | EvaluateConfig]]
+BLOCKS = {
+    "sft": SFTConfig,
+    "reward_model": RewardModelConfig,
+    "ppo": PPOConfig,
+    "dpo": DPOConfig,
+    "evaluate": EvaluateConfig,
+}
+"""The blocks of the stages that are planned."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One stage on one rank, in bytes."""
+
+    stage: str
+    models: tuple[ModelMemory, ...]
+    phases: tuple[Phase, ...]
+    libraries: int
+    """Without any model."""
+    on_gpu: bool
+
+    @property
+    def held(self) -> int:
+        """What all models hold at all times."""
+        return sum(sum(model.held.values()) for model in self.models)
+
+    @property
+    def largest(self) -> Phase:
+        """The phase of the peak."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a rank: of its GPU, or of main memory on the CPU."""
+        return self.libraries + self.held + self.largest.total
+
+    @property
+    def certain(self) -> int:
+        """What no micro batch is too small for: weights, optimizer, master copies, gradients."""
+        return self.held + max((model.gradients for model in self.models), default=0)
+
+    @property
+    def main(self) -> int:
+        """Bytes of main memory of a rank."""
+        offloaded = sum(sum(model.main.values()) for model in self.models)
+        return LIBRARIES + offloaded if self.on_gpu else self.peak
+
+    def parts_of(self, model: ModelMemory) -> Parts:
+        """The components of a model at the peak."""
+        extra = self.largest.parts if self.largest.model == model.name else {}
+        return {
+            name: model.held.get(name, 0) + extra.get(name, 0)
+            for name in dict.fromkeys([*model.held, *extra])
+            if model.held.get(name, 0) + extra.get(name, 0)
+        }
+
+
+def plan_stage(
+    stage: str,
+    parameters: Mapping[str, Any],
+    shape: Shape,
+    hardware: Hardware,
+    lengths: Mapping[str, Lengths] | None = None,
+) -> StageMemory:
+    """The memory of a stage.
+
+    Args:
+        stage: sft, reward_model, ppo, dpo or evaluate.
+        parameters: the blocks as plain values, by name: that of the stage, and `split`.
+        shape: the sizes of the base model.
+        hardware: the ranks.
+        lengths: rows and tokens by phase; None: as the limits of the split allow.
+
+    Raises:
+        pydantic.ValidationError: a block is invalid.
+    """
+    config = BLOCKS[stage].model_validate(parameters[stage])
+    if lengths is None:
+        lengths = limits(SplitConfig.model_validate(parameters["split"]))
+    if isinstance(config, PPOConfig):
+        found = _ppo(config, lengths["ppo"], shape, hardware)
+    elif isinstance(config, EvaluateConfig):
+        trained = [parameters["sft"], parameters.get("ppo", {}).get("actor", {})]
+        settings = [DeepSpeedConfig.model_validate(each.get("deepspeed", {})) for each in trained]
+        found = _evaluate(config, settings, lengths["ppo"], shape, hardware)
+    else:
+        phase = "sft" if stage == "sft" else "reward_model"
+        found = _supervised(stage, config, lengths[phase], shape, hardware)
+    models = tuple(model for model, _ in found)
+    phases = tuple(phase for _, own in found for phase in own)
+    libraries = CUDA if hardware.on_gpu else LIBRARIES
+    return StageMemory(stage, models, phases, libraries, hardware.on_gpu)
+
+
+def rows_of_step(batch: int, lengths: Lengths, budget: int, ranks: int) -> Rows:
+    """The micro batches of an optimizer step: of `batch` rows of all ranks, at most `budget` tokens
+    each."""
+    whole = int(max(1, batch // ranks) * lengths.row)
+    tokens = max(lengths.longest, min(budget, whole))
+    return Rows(
+        tokens,
+        passes=max(1, -(-whole // tokens)),
+        computed=int(tokens * (lengths.prompt + lengths.response) / lengths.row),
+        answers=int(tokens * lengths.response / lengths.row),
+    )
+
+
+Found = list[tuple[ModelMemory, list[Phase]]]
+
+
+def _supervised(
+    stage: str, config: SupervisedConfig, lengths: Lengths, shape: Shape, hardware: Hardware
+) -> Found:
+    rows = rows_of_step(config.batch_size, lengths, config.micro_batch_tokens, hardware.world)
+    found = [trained_model(stage, config, shape, hardware, rows, scalar=stage == "reward_model")]
+    if isinstance(config, DPOConfig) and not config.is_own_reference:
+        reference = config.reference.beside(config)
+        found.append(frozen_model("dpo.reference", reference, shape, hardware, rows))
+    return found
+
+
+def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Found:
+    response, ranks = config.sampling.max_response_tokens, hardware.world
+    lengths = lengths.sampled(response)
+    rows = rows_of_step(config.minibatch_size, lengths, config.micro_batch_tokens, ranks)
+    average = config.ema is not None
+    actor, phases = trained_model("ppo.actor", config.actor, shape, hardware, rows, average=average)
+    numbers = Numbers(BYTES[config.actor.deepspeed.precision], hardware.on_gpu)
+    weights = weight_bytes(config.actor, shape, scalar=False)
+    is_whole = config.actor.deepspeed.zero_stage == 3 and config.gather_for_generation
+    phases.append(
+        generation(
+            "ppo.actor",
+            shape,
+            numbers,
+            rows=min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks)),
+            prompt=lengths.longest_prompt,
+            response=response,
+            gathered=weights if is_whole and ranks > 1 else 0,
+        )
+    )
+    found = [(actor, phases)]
+    if not config.actor.is_own_reference:
+        reference = config.reference.beside(config.actor)
+        found.append(frozen_model("ppo.reference", reference, shape, hardware, rows))
+    if config.critic is not None:
+        critic, own = trained_model("ppo.critic", config.critic, shape, hardware, rows, scalar=True)
+        found.append((critic, own))
+        if rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:
+            # Scoring and update share the forward passes, so both models keep theirs at once.
+            phases[0].parts["activations"] += own[0].parts["activations"]
+    if uses_trained(config.rewards):
+        settings = config.reward_model.beside(config.reward_model_companion)
+        found.append(frozen_model("ppo.reward_model", settings, shape, hardware, rows, scalar=True))
+    return found
+
+
+def _evaluate(
+    config: EvaluateConfig,
+    trained: list[DeepSpeedConfig],
+    lengths: Lengths,
+    shape: Shape,
+    hardware: Hardware,
+) -> Found:
+    """One model at a time, by default in the precision and at the ZeRO stage of its training."""
+    size = max(BYTES[each.precision] for each in trained)
+    numbers = Numbers(BYTES[config.precision] if config.precision else size, hardware.on_gpu)
+    stage = min(each.zero_stage for each in trained) if config.zero_stage is None else None
+    is_sharded = 3 in (stage, config.zero_stage)
+    lengths = lengths.sampled(config.sampling.max_response_tokens)
+    scored = rows_of_step(config.prompts, lengths, config.micro_batch_tokens, hardware.world)
+    weights = numbers.size * shape.parameters
+    sampling = generation(
+        "evaluate",
+        shape,
+        numbers,
+        rows=min(config.sampling.batch_size_per_gpu, config.prompts),
+        prompt=lengths.longest_prompt,
+        response=lengths.longest_response,
+        gathered=weights if is_sharded and hardware.world > 1 else 0,
+    )
+    scoring = forward("evaluate", shape, numbers, scored, scalar=True, sharded=is_sharded)
+    held = {"weights": weights // hardware.world if is_sharded else weights}
+    return [(ModelMemory("evaluate", held), [sampling, scoring])]

@@ -1,0 +1,183 @@
+"""Work and disk of a stage: batches, steps, tokens, floating-point operations, files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import uses_trained
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.training import SavingConfig, SupervisedConfig, TrainedModelConfig
+from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.lengths import Lengths, limits
+from rlhf_pipeline.sizing.memory import BYTES, trained_parameters
+from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.stages import BLOCKS, rows_of_step
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one stage does. None: not known before the split."""
+
+    batch: int
+    """Rows of an optimizer step, over all ranks."""
+    rows_per_rank: int
+    micro_batches: int
+    """Forward passes of a rank in an optimizer step (gradient accumulation)."""
+    steps: int | None
+    """Lines of metrics: optimizer steps, or PPO's rollouts."""
+    updates: int | None
+    """Optimizer steps."""
+    tokens: float | None
+    """Tokens that are trained on, in all epochs; that are generated and scored, for an evaluation.
+    """
+    flops: float | None
+    """Floating-point operations of all ranks, without recomputation by gradient checkpointing."""
+    checkpoints: int
+    """Bytes of the checkpoints that exist at a time, the one being written included."""
+    saved_models: int
+    """Bytes of best models, last model and export."""
+
+
+def stage_work(
+    stage: str,
+    parameters: Mapping[str, Any],
+    shape: Shape,
+    hardware: Hardware,
+    lengths: Mapping[str, Lengths] | None = None,
+) -> Work:
+    """The work of a stage; the arguments are those of `plan_stage`."""
+    config = BLOCKS[stage].model_validate(parameters[stage])
+    if lengths is None:
+        lengths = limits(SplitConfig.model_validate(parameters["split"]))
+    if isinstance(config, PPOConfig):
+        return _ppo(config, lengths["ppo"], shape, hardware)
+    if isinstance(config, EvaluateConfig):
+        return _evaluate(config, lengths["ppo"], shape, hardware)
+    return _supervised(stage, config, lengths, shape, hardware)
+
+
+def forward_flops(shape: Shape, tokens: float, context: float, *, head: bool = True) -> float:
+    """Operations of a forward pass: 2 for each weight and token, and those of causal attention.
+
+    `context` is the mean number of tokens of a row.
+    """
+    weights = shape.matrices + (shape.vocab * shape.embedding if head else 0)
+    return tokens * (2 * weights + 2 * shape.layers * shape.queries * context)
+
+
+def training_flops(
+    config: TrainedModelConfig, shape: Shape, tokens: float, context: float, *, head: bool = True
+) -> float:
+    """Forward and backward pass: the backward pass costs twice the forward one, and once with LoRA,
+    whose frozen matrices have no gradient."""
+    factor = 3 if config.lora is None else 2
+    return factor * forward_flops(shape, tokens, context, head=head)
+
+
+def _supervised(
+    stage: str,
+    config: SupervisedConfig,
+    lengths: Mapping[str, Lengths],
+    shape: Shape,
+    hardware: Hardware,
+) -> Work:
+    own = lengths["sft" if stage == "sft" else "reward_model"]
+    ranks, is_pair = hardware.world, stage != "sft"
+    micro = rows_of_step(config.batch_size, own, config.micro_batch_tokens, ranks)
+    steps = tokens = flops = None
+    if own.rows is not None:
+        steps = max(1, int(config.epochs * own.rows) // config.batch_size)
+        tokens = steps * config.batch_size * own.row
+        context, head = own.row / (1 + is_pair), stage != "reward_model"
+        flops = training_flops(config, shape, tokens, context, head=head)
+        if isinstance(config, DPOConfig):
+            flops += forward_flops(shape, tokens, context)
+    return Work(
+        batch=config.batch_size,
+        rows_per_rank=config.batch_size // ranks,
+        micro_batches=micro.passes,
+        steps=steps,
+        updates=steps,
+        tokens=tokens,
+        flops=flops,
+        **disk(config, [(config, stage == "reward_model")], shape),
+    )
+
+
+def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Work:
+    response, ranks = config.sampling.max_response_tokens, hardware.world
+    lengths = lengths.sampled(response)
+    row = lengths.row
+    micro = rows_of_step(config.minibatch_size, lengths, config.micro_batch_tokens, ranks)
+    sampled = config.steps * config.responses_per_step * row
+    passes = 3.0  # generation, the policy that sampled, its reference
+    flops = passes * forward_flops(shape, sampled, row)
+    flops += uses_trained(config.rewards) * forward_flops(shape, sampled, row, head=False)
+    tokens = sampled * config.ppo_epochs
+    flops += training_flops(config.actor, shape, tokens, row)
+    models = [(config.actor, False)]
+    if config.critic is not None:
+        flops += forward_flops(shape, sampled, row, head=False)
+        flops += training_flops(config.critic, shape, tokens, row, head=False)
+        models.append((config.critic, True))
+    return Work(
+        batch=config.minibatch_size,
+        rows_per_rank=config.minibatch_size // ranks,
+        micro_batches=micro.passes,
+        steps=config.steps,
+        updates=config.steps * config.ppo_epochs * config.updates_per_epoch,
+        tokens=tokens,
+        flops=flops,
+        **disk(config, models, shape, average=config.ema is not None),
+    )
+
+
+def _evaluate(config: EvaluateConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Work:
+    row = lengths.prompt + config.sampling.max_response_tokens
+    answers = config.prompts * (2 * config.answers_per_prompt + max(0, config.best_of_n - 1))
+    tokens = answers * row
+    return Work(
+        batch=config.prompts,
+        rows_per_rank=-(-config.prompts // hardware.world),
+        micro_batches=1,
+        steps=None,
+        updates=None,
+        tokens=tokens,
+        flops=2 * forward_flops(shape, tokens, row),  # generation, and the reward model
+        checkpoints=0,
+        saved_models=0,
+    )
+
+
+def disk(
+    config: SavingConfig,
+    models: list[tuple[TrainedModelConfig, bool]],
+    shape: Shape,
+    *,
+    average: bool = False,
+) -> dict[str, int]:
+    """Bytes of checkpoints and of saved models.
+
+    A checkpoint has 12 bytes for each trained parameter: its float32 weight and AdamW's moments;
+    the first model's has 16 with an average of its weights. The first model is saved.
+
+    Args:
+        config: how many are kept.
+        models: those in training, and whether their output layer is a vector.
+        shape: the sizes of the base model.
+        average: `ppo.ema`.
+    """
+    counts = [trained_parameters(own, shape, scalar=scalar) for own, scalar in models]
+    checkpoint = 12 * sum(counts) + (4 * counts[0] if average else 0)
+    saved, scalar = models[0]
+    size = BYTES[saved.deepspeed.precision]
+    whole = size * (shape.body if scalar else shape.parameters)
+    kept = whole if saved.lora is None else size * counts[0]
+    policies = 2 if average else 1
+    return {
+        "checkpoints": (config.keep_last + 1) * checkpoint,
+        "saved_models": policies * ((config.keep_best + 1) * kept + whole),
+    }

@@ -1,0 +1,65 @@
+"""`kedro rlhf preset`: writes an environment, or shows the table."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from kedro.framework.startup import bootstrap_project
+
+from rlhf_pipeline.cli import cli
+
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def preset():
+    """Runs the command."""
+    metadata = bootstrap_project(PROJECT)
+
+    def run(*arguments):
+        return CliRunner().invoke(cli, ["rlhf", "preset", *map(str, arguments)], obj=metadata)
+
+    return run
+
+
+def contents(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_an_environment_is_written_once(preset, tmp_path):
+    folder = tmp_path / "mine"
+    done = preset("opt-1.3b", "--gpus", "1x24", "--output", folder)
+    assert done.exit_code == 0, done.output
+    assert f"{folder} is written. Next: kedro rlhf plan --env=mine --gpus=1x24" in done.output
+    written = contents(folder)
+    assert written["globals.yml"] == "root: data/mine\n"
+    checked_in = (PROJECT / "conf" / "opt-1.3b-1x24" / "parameters.yml").read_text()
+    assert written["parameters.yml"] == checked_in.replace("=opt-1.3b-1x24", "=mine")
+
+    (folder / "parameters.yml").write_text("mine")
+    again = preset("opt-1.3b", "--gpus", "1x24", "--output", folder)
+    assert again.exit_code == 1
+    assert f"{folder}: found globals.yml, expected a new folder. Fix: " in again.output
+    assert contents(folder)["parameters.yml"] == "mine"
+
+    assert preset("opt-1.3b", "--gpus=1x24", "--output", folder, "--overwrite").exit_code == 0
+    assert contents(folder) == written
+
+
+def test_what_does_not_fit_writes_nothing(preset, tmp_path):
+    done = preset("opt-66b", "--gpus", "1x24", "--output", tmp_path / "x")
+    assert done.exit_code == 1
+    assert "--gpus: found 1x24, expected more memory for opt-66b" in done.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_table(preset):
+    lines = preset("opt-6.7b", "--list").output.splitlines()
+    assert lines[0].split()[:5] == ["model", "1x16", "1x24", "1x40", "1x80"]
+    assert lines[1].split()[:5] == ["opt-6.7b", "-", "Q", "LQ", "FLQ"]
+    assert lines[2].strip() == "F: all weights, L: LoRA, Q: QLoRA"
+
+
+def test_model_and_gpus_are_required(preset):
+    assert "use MODEL and --gpus, or --list" in preset("opt-1.3b").output
+    assert "use MODEL and --gpus, or --list" in preset("--gpus", "1x24").output

@@ -1,0 +1,56 @@
+"""Hyper-parameters: the published values, by model, size and method."""
+
+import pytest
+
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.presets.hyperparameters import SOURCES, hyperparameters
+from rlhf_pipeline.sizing.models import MODELS
+
+RATES = ["sft", "reward_model", "ppo.actor", "ppo.critic", "dpo"]
+
+
+def rates(model, method):
+    values = hyperparameters(model, method)
+    return [values[f"{name}.optimizer.learning_rate"].value for name in RATES]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "expected"),
+    [
+        # InstructGPT's rates for 1.3B and 6B, and for 175B; PPO as in Huang et al. up to 7B.
+        ("opt-1.3b", "full", [9.65e-6, 9e-6, 3e-6, 3e-6, 5e-7]),
+        ("opt-13b", "full", [9.65e-6, 9e-6, 1e-6, 5e-6, 5e-7]),
+        ("opt-66b", "full", [5.03e-6, 9e-6, 1e-6, 5e-6, 5e-7]),
+        ("bloom", "full", [5.03e-6, 9e-6, 1e-6, 5e-6, 5e-7]),
+        ("llama-2-7b", "full", [2e-5, 1e-5, 3e-6, 3e-6, 5e-7]),
+        ("llama-2-70b", "full", [2e-5, 5e-6, 1e-6, 5e-6, 5e-7]),
+        ("llama-3-8b", "full", [5e-6, 3e-6, 3e-6, 3e-6, 5e-7]),
+        ("llama-3-70b", "full", [2e-6, 3e-6, 1e-6, 5e-6, 2e-7]),
+        ("mistral-7b", "full", [2e-5, 9e-6, 3e-6, 3e-6, 5e-7]),
+        ("qwen3-8b", "full", [7e-6, 9e-6, 3e-6, 3e-6, 7e-7]),
+        # Adapters: SFT as in QLoRA, with half the rate above 13B; else ten times the rate.
+        ("llama-3-8b", "lora", [2e-4, 3e-5, 3e-5, 3e-5, 5e-6]),
+        ("llama-2-13b", "qlora", [2e-4, 1e-4, 1e-5, 5e-5, 5e-6]),
+        ("llama-2-70b", "qlora", [1e-4, 5e-5, 1e-5, 5e-5, 5e-6]),
+    ],
+)
+def test_learning_rates(model, method, expected):
+    assert rates(model, method) == expected
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_value_names_a_publication(model, method):
+    for name, (_, source) in hyperparameters(model, method).items():
+        assert any(known in source for known in SOURCES), name
+
+
+def test_weight_decay_is_for_whole_weights():
+    decay = "sft.optimizer.weight_decay"
+    assert hyperparameters("llama-2-7b", "full")[decay] == (0.1, "Llama 2")
+    assert hyperparameters("llama-2-7b", "lora")[decay] == (0.0, "Dettmers 2023")
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(ConfigError, match=r"model: found 'opt-1.b' \(did you mean opt-1.3b\?\)"):
+        hyperparameters("opt-1.b", "full")

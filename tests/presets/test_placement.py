@@ -1,0 +1,133 @@
+"""Memory settings: the cheapest ones that fit."""
+
+import pytest
+
+from rlhf_pipeline.presets import placement
+from rlhf_pipeline.presets.placement import merged, nested, place
+from rlhf_pipeline.sizing.hardware import named
+from rlhf_pipeline.sizing.models import find_model
+
+SHAPE = find_model("llama-3-70b").shape
+PLAIN = {"zero_stage": 1, "precision": "bf16"}
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Make settings fit unless a predicate refuses them; return the settings that were tried."""
+
+    def install(predicate):
+        monkeypatch.setattr(placement, "plan_stage", lambda stage, p, *_: p[stage])
+        monkeypatch.setattr(placement, "fits", lambda block, _: not predicate(block))
+
+    return install
+
+
+def placed(stage, gpus, method="full", shape=SHAPE):
+    found = place(stage, {stage: {}}, shape, named(None, gpus), method)
+    return None if found is None else found[0]
+
+
+def test_what_fits_is_left_alone(refuse):
+    refuse(lambda block: False)
+    assert placed("sft", "8x80") == {"deepspeed": PLAIN, "micro_batch_tokens": 8192}
+    assert placed("evaluate", "1x80") == {
+        "precision": "bf16",
+        "zero_stage": 0,
+        "micro_batch_tokens": 8192,
+        "sampling.batch_size_per_gpu": 64,
+    }
+
+
+@pytest.mark.parametrize(
+    ("gpus", "method", "expected"),
+    [
+        # ZeRO stage, gradient checkpointing, offloaded optimizer
+        ("1x80", "full", [(1, False, False), (1, True, False), (1, True, True)]),
+        (
+            "8x80",
+            "full",
+            [
+                *((1, False, False), (1, True, False), (2, True, False), (3, True, False)),
+                *((2, True, True), (3, True, True)),
+            ],
+        ),
+        ("8x80", "lora", [(1, False, False), (1, True, False), (3, True, False)]),
+        ("8x80", "qlora", [(1, False, False), (1, True, False)]),  # 4 bits are never sharded
+    ],
+)
+def test_the_order_is_that_of_the_costs(refuse, gpus, method, expected):
+    tried = []
+    refuse(lambda block: tried.append(block) or True)
+    assert placed("sft", gpus, method) is None
+    # Nothing is tried with larger micro batches if the smallest of them does not fit.
+    tokens = [2048] * len(expected) + [1024] * len(expected)
+    assert [block["micro_batch_tokens"] for block in tried] == tokens
+    assert [
+        (
+            block["deepspeed"]["zero_stage"],
+            block.get("gradient_checkpointing", False),
+            block["deepspeed"].get("offload_optimizer", False),
+        )
+        for block in tried
+    ] == expected * 2
+
+
+def test_frozen_models_are_sharded_before_they_are_offloaded(refuse):
+    refuse(lambda block: not block["actor"].get("gradient_checkpointing"))
+    assert "reference.deepspeed" not in placed("ppo", "8x80")
+    refuse(lambda block: "reward_model" not in block)
+    found = placed("ppo", "8x80")
+    assert found["reference.deepspeed"] == found["reward_model.deepspeed"] == {"zero_stage": 3}
+    offloaded = {"zero_stage": 3, "offload_parameters": True}
+    assert placed("ppo", "1x80")["reference.deepspeed"] == offloaded
+    with_adapters = placed("ppo", "1x80", "qlora")
+    assert with_adapters["reward_model.deepspeed"] == offloaded
+    assert "reference.deepspeed" not in with_adapters  # the actor is its own reference
+
+
+def test_a_sharded_actor_samples_from_shards_before_it_samples_layer_by_layer(refuse):
+    refuse(lambda block: block["actor"]["deepspeed"]["zero_stage"] < 3)
+    assert "generator" not in placed("ppo", "8x80")
+    refuse(lambda block: "generator" not in block)
+    found = placed("ppo", "8x80")
+    # 8 key-value heads on 8 ranks
+    assert (found["generator"], found["hybrid.inference_tp_size"]) == ("hybrid", 8)
+    four_heads = find_model("qwen2.5-7b").shape
+    assert placed("ppo", "8x80", shape=four_heads)["hybrid.inference_tp_size"] == 4
+    assert placed("ppo", "8x80", shape=find_model("opt-66b").shape) is None  # no such copies
+    refuse(lambda block: "gather_for_generation" not in block)
+    assert placed("ppo", "8x80")["gather_for_generation"] is False
+    assert placed("evaluate", "8x80")["gather_for_generation"] is False
+
+
+def test_the_largest_sizes_that_fit_are_taken(refuse):
+    def size(block):
+        return block["micro_batch_tokens"], block["sampling"]["batch_size_per_gpu"]
+
+    refuse(lambda block: size(block) > (4096, 16))
+    found = placed("evaluate", "1x80")
+    assert (found["micro_batch_tokens"], found["sampling.batch_size_per_gpu"]) == (4096, 16)
+
+
+def test_by_the_memory_model():
+    # 16 bytes for each of 0.125 billion weights are 2 GB; for each of 66 billion, 1 TB.
+    parameters = {
+        "sft": {"epochs": 1, "batch_size": 8, "optimizer": {"learning_rate": 1e-5}},
+        "split": {"sources": [{}], "max_prompt_tokens": 256, "max_response_tokens": 256},
+    }
+    small, large = find_model("opt-125m").shape, find_model("opt-66b").shape
+    found = place("sft", parameters, small, named(None, "1x24"), "full")
+    assert found[0] == {"deepspeed": PLAIN, "micro_batch_tokens": 8192}
+    assert place("sft", parameters, large, named(None, "1x80"), "full") is None
+    # Sharded over 64 GPUs, 16 GB.
+    sharded, memory = place("sft", parameters, large, named(None, "8x8x80"), "full")
+    assert sharded["deepspeed"] == {"zero_stage": 3, "precision": "bf16"}
+    assert 16e9 < memory.peak < 40e9
+
+
+def test_blocks_from_dotted_names():
+    assert nested({"a.b": 1, "a.c.d": 2, "e": 3}) == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "d": {"e": 5}}) == {
+        "a": {"b": 4, "c": 2},
+        "d": {"e": 5},
+    }

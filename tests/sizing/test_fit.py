@@ -1,0 +1,92 @@
+"""Whether a stage fits, and the change that makes it fit."""
+
+import pytest
+
+from rlhf_pipeline.sizing.fit import changed, find_fit, fits
+from rlhf_pipeline.sizing.hardware import GIB, Hardware
+from rlhf_pipeline.sizing.models import find_model
+from rlhf_pipeline.sizing.stages import plan_stage
+
+SHAPE = find_model("opt-1.3b").shape
+SPLIT = {"sources": [{"name": "synthetic"}], "max_prompt_tokens": 256, "max_response_tokens": 256}
+
+
+def sft(**settings):
+    """SFT in bf16: 2 + 4 + 8 bytes for each of 1.316e9 weights are 17.2 GiB, gradients 2.5."""
+    block = {
+        "epochs": 1, "batch_size": 32, "micro_batch_tokens": 16384,
+        "optimizer": {"learning_rate": 1e-5}, "deepspeed": {"precision": "bf16"},
+    }  # fmt: skip
+    return {"sft": block | settings, "split": SPLIT}
+
+
+def gpus(count, size):
+    return Hardware(count, gpu_memory=size * GIB, main_memory=500 * GIB)
+
+
+def test_what_fits_needs_no_change():
+    fit = find_fit("sft", sft(), SHAPE, gpus(1, 80))
+    assert fit.fits
+    assert fit.changes == {}
+
+
+def test_smaller_micro_batches_come_first():
+    """A quarter of the activations is enough for 32 GB, as ZeRO would be."""
+    fit = find_fit("sft", sft(), SHAPE, gpus(1, 32))
+    assert not fit.fits
+    assert list(fit.changes) == ["sft.micro_batch_tokens"]
+    assert fits(fit.memory_after, gpus(1, 32))
+
+
+def test_zero_needs_several_ranks_and_offload_does_not():
+    small = sft(micro_batch_tokens=512)
+    two = find_fit("sft", small, SHAPE, gpus(2, 16)).changes
+    assert two == {"sft.deepspeed.zero_stage": 2} or two == {"sft.deepspeed.zero_stage": 3}
+    one = find_fit("sft", small, SHAPE, gpus(1, 16)).changes
+    assert one == {"sft.deepspeed.offload_optimizer": True}
+
+
+def test_main_memory_limits_offload():
+    """16 bytes for each weight in main memory are 20 GiB."""
+    hardware = Hardware(1, gpu_memory=16 * GIB, main_memory=10 * GIB)
+    changes = find_fit("sft", sft(micro_batch_tokens=512), SHAPE, hardware).changes
+    assert changes == {"sft.lora.rank": 16}
+
+
+def test_a_sum_of_changes_has_none_that_is_not_needed():
+    hardware = gpus(8, 24)
+    shape = find_model("opt-13b").shape
+    changes = find_fit("sft", sft(), shape, hardware).changes
+    assert len(changes) > 1
+    parameters = changed(sft(), changes)
+    assert fits(plan_stage("sft", parameters, shape, hardware), hardware)
+    for name in changes:
+        rest = {other: value for other, value in changes.items() if other != name}
+        memory = plan_stage("sft", changed(sft(), rest), shape, hardware)
+        assert not fits(memory, hardware), name
+
+
+def test_nothing_makes_175_billion_fit_one_small_gpu():
+    """Offload would need 350 GB of main memory for the weights alone."""
+    hardware = Hardware(1, gpu_memory=16 * GIB, main_memory=128 * GIB)
+    fit = find_fit("sft", sft(), find_model("opt-175b").shape, hardware)
+    assert fit.changes is None
+    assert fit.fix == "use more or larger GPUs, or a smaller model"
+
+
+def test_a_fix_is_an_option_of_kedro_run():
+    fit = find_fit("sft", sft(micro_batch_tokens=512), SHAPE, gpus(1, 16))
+    assert fit.fix == "--params=sft.deepspeed.offload_optimizer=true"
+
+
+def test_an_unknown_memory_is_enough():
+    memory = plan_stage("sft", sft(), SHAPE, Hardware(1))
+    assert fits(memory, Hardware(1))
+
+
+@pytest.mark.parametrize("value", [3, None])
+def test_changed_leaves_the_original_alone(value):
+    before = {"ppo": {"actor": {"lora": None}}}
+    after = changed(before, {"ppo.actor.lora.rank": value})
+    assert after == {"ppo": {"actor": {"lora": {"rank": value}}}}
+    assert before == {"ppo": {"actor": {"lora": None}}}

@@ -1,0 +1,150 @@
+"""Bytes of a model on one rank, worked by hand for a model of 1,000,000 weights."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
+from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.memory import Rows, frozen_model, trained_model
+from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.stages import plan_stage
+
+SHAPE = Shape.of(
+    {"model_type": "llama", "hidden_size": 100, "num_hidden_layers": 4, "num_attention_heads": 4,
+     "intermediate_size": 400, "vocab_size": 1000, "tie_word_embeddings": True}
+)  # fmt: skip
+WEIGHTS = 740_900  # 4 * (4 * 100 * 100 + 3 * 100 * 400 + 2 * 100) + 1000 * 100 + 100
+ROWS = Rows(tokens=10, passes=2, computed=10, answers=5)
+GPUS = Hardware(2, gpu_memory=2**30)
+BUCKET = 50_000_000
+
+
+def held(stage, precision="fp32", hardware=GPUS, **settings):
+    """What a model holds, and the parts of its phases."""
+    block = {
+        "optimizer": {"learning_rate": 1e-3},
+        "deepspeed": {"zero_stage": stage, "precision": precision} | settings.pop("deepspeed", {}),
+    }
+    config = TrainedModelConfig.model_validate(block | settings)
+    return trained_model("sft", config, SHAPE, hardware, ROWS)
+
+
+def test_weights():
+    assert SHAPE.parameters == WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "expected"),
+    [
+        (0, "fp32", {"weights": 4 * WEIGHTS, "optimizer": 8 * WEIGHTS}),
+        (1, "fp32", {"weights": 4 * WEIGHTS, "optimizer": 4 * WEIGHTS,
+                     "master copies": 2 * WEIGHTS}),
+        (2, "bf16", {"weights": 2 * WEIGHTS, "optimizer": 4 * WEIGHTS,
+                     "master copies": 2 * WEIGHTS}),
+        (3, "bf16", {"weights": WEIGHTS, "optimizer": 4 * WEIGHTS, "master copies": 2 * WEIGHTS,
+                     "gradients": WEIGHTS, "buckets": 2 * BUCKET}),
+        # In fp32, the shards of ZeRO-3 are their own master copies.
+        (3, "fp32", {"weights": 2 * WEIGHTS, "optimizer": 4 * WEIGHTS, "gradients": 2 * WEIGHTS,
+                     "buckets": 4 * BUCKET}),
+    ],
+)  # fmt: skip
+def test_two_ranks_share_what_the_stage_says(stage, precision, expected):
+    memory, _ = held(stage, precision)
+    assert memory.held == expected
+
+
+@pytest.mark.parametrize(("stage", "gradients"), [(0, 4), (1, 4), (2, 2), (3, 0)])
+def test_gradients_of_the_backward_pass(stage, gradients):
+    """In fp32 on two ranks; those of stage 3 are held at all times."""
+    _, (backward, _) = held(stage)
+    assert backward.parts["gradients"] == gradients * WEIGHTS
+
+
+def test_the_step_converts_the_own_gradients_to_float32():
+    """bf16 on two ranks: own gradients 2 bytes, joined 2, converted 4, for half of the weights."""
+    _, (_, step) = held(1, "bf16")
+    assert step.parts == {"gradients": (2 + 2 + 4) * WEIGHTS // 2}
+
+
+def test_offload_moves_states_and_gradients_to_main_memory():
+    memory, _ = held(2, "bf16", deepspeed={"offload_optimizer": True})
+    assert memory.held == {"weights": 2 * WEIGHTS}
+    assert memory.main == {
+        "optimizer": 4 * WEIGHTS,
+        "master copies": 2 * WEIGHTS,
+        "gradients": (4 + 2) * WEIGHTS // 2,
+    }
+
+
+def test_lora_trains_adapters_alone():
+    adapters = 4 * 16 * (4 * 200 + 3 * 500)
+    memory, _ = held(0, lora={"rank": 16})
+    assert memory.held == {"weights": 4 * (WEIGHTS + adapters), "optimizer": 8 * adapters}
+
+
+def test_quantized_matrices_have_half_a_byte_and_their_scales():
+    matrices = 4 * (4 * 100 * 100 + 3 * 100 * 400)
+    adapters = 4 * 16 * (4 * 200 + 3 * 500)
+    memory, _ = held(1, "bf16", lora={"rank": 16, "quantize": "nf4"})
+    rest = 2 * (WEIGHTS - matrices + adapters)
+    assert memory.held["weights"] == int(0.5625 * matrices) + rest
+
+
+def test_a_frozen_model_is_whole_or_sharded():
+    whole = FrozenDeepSpeedConfig(zero_stage=0, precision="bf16")
+    sharded = FrozenDeepSpeedConfig(zero_stage=3, precision="bf16")
+    for config, weights in ((whole, 2 * WEIGHTS), (sharded, WEIGHTS)):
+        memory, _ = frozen_model("ppo.reference", config, SHAPE, GPUS, ROWS)
+        assert memory.held == {"weights": weights}
+
+
+@dataclass(frozen=True)
+class PPO:
+    """The parameters of a small PPO."""
+
+    lora: bool = False
+    advantage: str = "gae"
+
+    def parameters(self):
+        trained = {"optimizer": {"learning_rate": 1e-3}}
+        actor = trained | ({"lora": {"rank": 16}} if self.lora else {})
+        block = {
+            "steps": 2, "rollout_batch_size": 8, "minibatch_size": 4, "micro_batch_tokens": 24,
+            "sampling": {"max_response_tokens": 8}, "advantage": self.advantage,
+            "responses_per_prompt": 2,
+            "actor": actor, "critic": trained if self.advantage == "gae" else None,
+        }  # fmt: skip
+        split = {
+            "sources": [{"name": "synthetic"}],
+            "max_prompt_tokens": 16,
+            "max_response_tokens": 8,
+        }
+        return {"ppo": block, "split": split}
+
+
+def test_ppo_has_four_models_three_or_two():
+    def names(ppo):
+        return [model.name for model in plan_stage("ppo", ppo.parameters(), SHAPE, GPUS).models]
+
+    four = ["ppo.actor", "ppo.reference", "ppo.critic", "ppo.reward_model"]
+    assert names(PPO()) == four
+    assert names(PPO(advantage="rloo")) == ["ppo.actor", "ppo.reference", "ppo.reward_model"]
+    # An actor with adapters is its own reference.
+    assert names(PPO(lora=True, advantage="rloo")) == ["ppo.actor", "ppo.reward_model"]
+
+
+def test_the_cache_has_room_for_prompts_and_responses():
+    memory = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
+    (sampling,) = (phase for phase in memory.phases if phase.name == "generation")
+    # 4 rows of a rank, 16 + 8 tokens, keys and values of 4 layers and 100 numbers in fp32.
+    assert sampling.parts["KV cache"] == 4 * 24 * 2 * 4 * 100 * 4
+
+
+def test_the_peak_is_the_largest_phase_above_what_is_held():
+    memory = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
+    # Actor and critic: weights 4, half of 12 in states; reference and reward model: weights 4. A
+    # critic has a vector of 100 weights besides, since the output layer is tied.
+    assert memory.held == 28 * WEIGHTS + 10 * 100 + 4 * 100
+    largest = max(sum(phase.parts.values()) for phase in memory.phases)
+    assert memory.peak == 2**30 + memory.held + largest
