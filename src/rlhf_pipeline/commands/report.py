@@ -68,5 +68,6 @@ def beside(evaluation: Path, kind: str, catalog: CatalogProtocol) -> Path | None
         return None
     prefix = evaluation.name.removesuffix("evaluation")
     name = {"page": f"{evaluation.name}_page", "registration": f"{prefix}registration"}[kind]
-    versions = Path(str(catalog.get(name)._filepath))
+    dataset = catalog.get(name)
+    versions = getattr(dataset, "folder", None) or Path(str(dataset._filepath))
     return versions / evaluation.parent.name / versions.name
