@@ -57,7 +57,7 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
         if version is None:
             raise DatasetError(f"{filepath}: found no `versioned: true`, expected it for a URL")
         self.store = Store(f"{protocol}://{path}", **(fs_args or {}), **(credentials or {}))
-        self.folder = Path(cache or _cache_folder()) / protocol / path
+        self.folder = Path(cache or _cache_folder()) / protocol / path.lstrip("/")
         super().__init__(
             PurePosixPath(path),
             version,

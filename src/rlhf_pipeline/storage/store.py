@@ -8,6 +8,7 @@ push that was cut off leaves no folder, and its repetition uploads only the rest
 the digest of every file before the folder gets its name.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from rlhf_pipeline.errors import ArtifactError, PipelineError, StageError, without_secrets
-from rlhf_pipeline.runtime.digests import PIECE, FileEntry
+from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
 from rlhf_pipeline.runtime.files import require_space, write_atomically
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 
@@ -95,7 +96,7 @@ class Store:
     def names(self, pattern: str) -> list[str]:
         """The names that match a pattern such as `stages/*.json`, sorted."""
         with self._open() as (store, root):
-            found = store.glob(f"{root}/{pattern}")
+            found = store.glob(f"{glob.escape(root)}/{pattern}")
         return sorted(path.removeprefix(root).lstrip("/") for path in found)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -138,9 +139,11 @@ class Store:
         """
         partial = folder.with_name(f"{folder.name}.partial")
         partial.mkdir(parents=True, exist_ok=True)
-        for path in [path for path in partial.rglob("*") if path.is_file()]:
-            if path.relative_to(partial).as_posix() not in files:
+        for path in sorted(partial.rglob("*"), reverse=True):  # files before their folder
+            if path.is_file() and path.relative_to(partial).as_posix() not in files:
                 path.unlink()
+            elif path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
         local = {
             entry.sha256: artifact / name
             for artifact in near
@@ -215,9 +218,8 @@ class Store:
         with self._open() as (store, root):
             source = f"{root}/{OBJECTS}/{entry.sha256}"
             size = _size(store, source)
-            if size == entry.size:
-                store.get_file(source, str(path))
-        if size != entry.size or not entry.matches(path):
+            right = size == entry.size and write_pieces(path, _pieces(store, source)) == entry
+        if not right:
             self._damaged.add(entry.sha256)
             path.unlink(missing_ok=True)
             found = {None: "no object", entry.size: "other bytes"}.get(size, f"{size} bytes")
@@ -245,6 +247,14 @@ def _size(store: fsspec.AbstractFileSystem, path: str) -> int | None:
         return None
 
 
+def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
+    """The bytes of a file. Some servers send a wrong checksum for a whole file of several parts, so
+    s3fs's `get_file` fails there."""
+    with store.open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            yield piece
+
+
 def open_store(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a path or URL, and the path in it. No character of a local path is
     special."""
@@ -260,13 +270,12 @@ def upload(store: fsspec.AbstractFileSystem, source: Path, target: str, digest: 
     """Upload a file and read it back; raises StageError if the store has other bytes."""
     store.put_file(str(source), target)
     found = hashlib.sha256()
-    with store.open(target, "rb") as file:
-        while piece := file.read(PIECE):
-            found.update(piece)
+    for piece in _pieces(store, target):
+        found.update(piece)
     if found.hexdigest() != digest:
         store.rm_file(target)
         raise StageError(
-            f"{source.name}: found SHA-256 {found.hexdigest()[:12]} after the upload, expected "
+            f"{target}: found SHA-256 {found.hexdigest()[:12]} after the upload, expected "
             f"{digest[:12]}. Fix: check the store, and repeat the command"
         )
 
