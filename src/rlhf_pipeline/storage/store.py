@@ -28,7 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 from rlhf_pipeline.errors import ArtifactError, PipelineError, StageError, without_secrets
 from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
 from rlhf_pipeline.runtime.files import require_space, write_atomically
-from rlhf_pipeline.runtime.manifest import NAME, Manifest
+from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
 
 OBJECTS = "objects"
 PROBE = "write-test"
@@ -182,8 +182,8 @@ class Store:
     ) -> Manifest | None:
         """Download an artifact unless the folder contains it; None if the store does not have it.
 
-        An `outline` is its manifest, its folders and its small JSON files: what it was made from
-        and what it measured. Raises ArtifactError if the artifact is damaged in the store.
+        An `outline` is its manifest, its folders, its curves and its small JSON files: what it was
+        made from and what it measured. Raises ArtifactError if the artifact is damaged there.
         """
         text = self.read(pointer)
         if text is None:
@@ -200,7 +200,7 @@ class Store:
         if outline:
             files = {
                 name: entry for name, entry in files.items()
-                if name.endswith(".json") and entry.size <= SMALL
+                if name == CURVES or (name.endswith(".json") and entry.size <= SMALL)
             }  # fmt: skip
         present = folder / NAME
         sizes = {name: path.stat().st_size for name in files if (path := folder / name).is_file()}
