@@ -46,6 +46,10 @@ def run(drill, store, name, **context):
     return export
 
 
+def warnings(caplog):
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def pointer(tmp_path):
     (found,) = (tmp_path / "store" / "stages" / "drill").iterdir()
     return found
@@ -99,7 +103,7 @@ def test_a_damaged_artifact_in_the_store_is_made_again_and_mended(drill, store, 
         path.write_text(path.read_text().replace("launch 1", "lunch 10"))
     with caplog.at_level(logging.WARNING):
         made = run(drill, store, "two")
-    (warning,) = caplog.messages
+    (warning,) = warnings(caplog)
     assert warning.startswith("stage drill: an artifact is not reused: ")
     assert "(result): found other bytes, expected 8 bytes" in warning
     assert (made / "result").read_text() == "launch 2"
@@ -122,14 +126,14 @@ def test_a_store_that_fails_costs_no_result_and_the_run_says_so(drill, store, ca
     context = machine(drill, broken, "one")
     with caplog.at_level(logging.WARNING):
         export = StageRunner(context).run(drill.job())
-        wait_until(lambda: caplog.messages)
+        wait_until(lambda: warnings(caplog))
         with pytest.raises(StageError) as error:
             context.stored.close()
     assert str(error.value) == (
         f"{tmp_path}/store does not have drill, which this machine has: s3://x: found OSError: "
         "gone. Fix: start it. Then repeat the `kedro run`, which uploads the rest"
     )
-    assert caplog.messages == [
+    assert warnings(caplog) == [
         "training continues, the upload is tried again: s3://x: found OSError: gone. Fix: start it"
     ]
     broken.broken = False
@@ -143,10 +147,10 @@ def test_an_upload_is_tried_again_during_the_run(drill, store, caplog, tmp_path)
     context = machine(drill, broken, "one")
     with caplog.at_level(logging.WARNING):
         StageRunner(context).run(drill.job())
-        wait_until(lambda: caplog.messages)
+        wait_until(lambda: warnings(caplog))
         broken.broken = False
-        wait_until(lambda: len(caplog.messages) > 1)
-    assert caplog.messages[1] == f"{tmp_path}/store: uploads work again"
+        wait_until(lambda: len(warnings(caplog)) > 1)
+    assert warnings(caplog)[1] == f"{tmp_path}/store: uploads work again"
     assert pointer(tmp_path).is_file()
     context.stored.close()
 
@@ -235,7 +239,7 @@ def test_a_damaged_checkpoint_in_the_store_is_skipped(store, training, tmp_path,
         path.write_text(path.read_text().replace("state 4", "state 5"))
     other = stage_run(tmp_path / "two")
     assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
-    (warning,) = caplog.messages
+    (warning,) = warnings(caplog)
     assert warning.startswith("stage sft: a checkpoint is not used: ")
     assert "(checkpoints/step-00000004/policy/rank0): found other bytes" in warning
 

@@ -11,7 +11,7 @@ from ports import reserved_port
 from s3_fixtures import serve_s3
 from waiting import once
 
-from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.storage.store import Store, explained, open_store, upload
@@ -220,6 +220,15 @@ def test_a_secret_of_the_url_is_not_shown():
     with pytest.raises(StageError) as error, explained("https://me:secret@host/x"):
         raise OSError("https://me:secret@host/x failed")
     assert "secret" not in str(error.value)
+
+
+def test_a_secret_in_the_url_of_a_store_is_refused():
+    with pytest.raises(ConfigError) as error:
+        Store("s3://me:canary@bucket/x").check()
+    assert str(error.value) == (
+        "s3://...@bucket/x: found a user, a password or a query, expected none. Fix: set them as "
+        "`credentials` of the catalog entry, or in the environment"
+    )
 
 
 def test_a_missing_package_is_named():

@@ -62,9 +62,6 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
             PurePosixPath(path),
             version,
             exists_function=lambda path: Path(path).parent.name in self._stored_versions(),
-            glob_function=lambda pattern: [
-                pattern.replace("*", name) for name in self._stored_versions()
-            ],
         )
 
     def load(self) -> Path:
@@ -83,6 +80,12 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
         if self.store is None:
             return sorted(self.folder.glob(f"*/{self.folder.name}"))
         return [self._fetch(name, outline=True) for name in self._stored_versions()]
+
+    def _get_versions(self) -> list[str]:
+        """Kedro's list of the versions, newest first, from one listing of the store."""
+        if self.store is None:
+            return list(super()._get_versions())
+        return [str(self._get_versioned_path(name)) for name in self._stored_versions()[::-1]]
 
     def _stored_versions(self) -> list[str]:
         assert self.store is not None

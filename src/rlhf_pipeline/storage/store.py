@@ -8,7 +8,6 @@ push that was cut off leaves no folder, and its repetition uploads only the rest
 the digest of every file before the folder gets its name.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -25,7 +25,13 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from rlhf_pipeline.errors import ArtifactError, PipelineError, StageError, without_secrets
+from rlhf_pipeline.errors import (
+    ArtifactError,
+    ConfigError,
+    PipelineError,
+    StageError,
+    without_secrets,
+)
 from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
 from rlhf_pipeline.runtime.files import require_space, write_atomically
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
@@ -69,10 +75,20 @@ class Store:
 
     def below(self, path: str) -> "Store":
         """The store of a folder, with objects of its own."""
-        return Store(f"{self.url.rstrip('/')}/{path}", **self._options)
+        store = Store(f"{self.url.rstrip('/')}/{path}", **self._options)
+        store._damaged = self._damaged
+        return store
 
     def check(self) -> None:
-        """Write, read and remove a tiny object."""
+        """Write, read and remove a tiny object.
+
+        Raises ConfigError if the URL contains a secret, which messages and MLflow would show.
+        """
+        if self.name != self.url:
+            raise ConfigError(
+                f"{self.name}: found a user, a password or a query, expected none. Fix: set them "
+                "as `credentials` of the catalog entry, or in the environment"
+            )
         with self._open() as (store, root):
             store.pipe_file(f"{root}/{PROBE}", PROBE.encode())
             found = store.cat_file(f"{root}/{PROBE}")
@@ -95,9 +111,14 @@ class Store:
 
     def names(self, pattern: str) -> list[str]:
         """The names that match a pattern such as `stages/*.json`, sorted."""
+        folder = pattern.partition("*")[0].rpartition("/")[0]
         with self._open() as (store, root):
-            found = store.glob(f"{glob.escape(root)}/{pattern}")
-        return sorted(path.removeprefix(root).lstrip("/") for path in found)
+            found = store.find(f"{root}/{folder}".rstrip("/"))
+        names = (path.removeprefix(root).lstrip("/") for path in found)
+        depth = pattern.count("/")
+        return sorted(
+            name for name in names if fnmatchcase(name, pattern) and name.count("/") == depth
+        )
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files."""
