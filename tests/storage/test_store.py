@@ -1,6 +1,5 @@
 """A store, also on a real S3 server: whole or not at all, verified, resumed after a cut."""
 
-import json
 import os
 from pathlib import Path
 
@@ -13,79 +12,71 @@ from waiting import once
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.digests import FileEntry
-from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.storage.store import Store, explained, open_store, upload
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.storage.files import explained, open_store, upload
+from rlhf_pipeline.storage.store import Store
 
 # printf abc | sha256sum; printf d | sha256sum
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 D = "18ac3e7343f016890c510e93f935261169d9e3f565436429830faf0934f4f8e4"
 
 
+def seal(folder):
+    """Make a folder an artifact."""
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
+def artifact(tmp_path):
     """Two names of one content, and another content in a subfolder."""
     folder = tmp_path / "folder"
     (folder / "sub").mkdir(parents=True)
     (folder / "weights").write_text("abc")
     (folder / "copy").write_text("abc")
     (folder / "sub" / "more").write_text("d")
-    return folder
+    return seal(folder)
 
 
-@pytest.fixture
-def artifact(folder):
-    """The same folder as an artifact."""
-    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
-    return folder
-
-
-def push(store, artifact):
-    files = Manifest.read(artifact).files
-    return store.push(artifact, files, "it.json", (artifact / "manifest.json").read_text())
-
-
-def test_each_content_is_stored_once_and_pulled_by_its_digest(bucket, folder, tmp_path):
+def test_each_content_is_stored_once_and_pulled_by_its_digest(bucket, artifact, tmp_path):
     store = Store("s3://bucket/once")
-    files = file_entries(folder)
-    assert store.push(folder, files, "folders/it.json") == 4
+    assert store.push(artifact, "folders/it.json") == 4
     objects = {path.name: path.read_text() for path in (bucket / "once" / "objects").iterdir()}
     assert objects == {ABC: "abc", D: "d"}
-    assert json.loads((bucket / "once" / "folders" / "it.json").read_text()) == {
-        "copy": {"size": 3, "sha256": ABC},
-        "sub/more": {"size": 1, "sha256": D},
-        "weights": {"size": 3, "sha256": ABC},
-    }
-    assert store.push(folder, files, "folders/again.json") == 0
+    pointer = bucket / "once" / "folders" / "it.json"
+    assert pointer.read_bytes() == (artifact / "manifest.json").read_bytes()
+    assert store.push(artifact, "folders/again.json") == 0
     assert store.names("folders/*.json") == ["folders/again.json", "folders/it.json"]
-    store.pull(store.entries("folders/it.json"), tmp_path / "here")
+    assert store.names("*.json") == []
+    assert store.pull("folders/it.json", tmp_path / "here") == verify(artifact)
     assert (tmp_path / "here" / "sub" / "more").read_text() == "d"
-    assert file_entries(tmp_path / "here") == files
+    assert verify(tmp_path / "here") == verify(artifact)
+    assert store.pull("folders/none.json", tmp_path / "nowhere") is None
 
 
 def test_an_object_of_several_parts_comes_back(bucket, tmp_path):
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "file").write_bytes(os.urandom(60_000_000))  # s3fs sends parts of 50 MB
-    store, files = Store("s3://bucket/parts"), file_entries(tmp_path / "big")
-    store.push(tmp_path / "big", files, "it.json")
-    store.pull(files, tmp_path / "here")
-    assert file_entries(tmp_path / "here") == files
+    store = Store("s3://bucket/parts")
+    store.push(seal(tmp_path / "big"), "it.json")
+    assert store.pull("it.json", tmp_path / "here") == verify(tmp_path / "here")
 
 
 def test_a_flipped_byte_in_the_store_is_named_and_the_next_push_mends_it(
     bucket, artifact, tmp_path
 ):
     store = Store("s3://bucket/flipped")
-    push(store, artifact)
+    store.push(artifact, "it.json")
     (bucket / "flipped" / "objects" / ABC).write_text("abd")
     with pytest.raises(ArtifactError) as error:
-        store.pull_artifact("it.json", tmp_path / "here")
+        store.pull("it.json", tmp_path / "here")
     assert str(error.value) == (
         f"s3://bucket/flipped/objects/{ABC} (copy): found other bytes, expected 3 bytes with the "
         "SHA-256 in its name. Fix: restore it in the store"
     )
     assert not (tmp_path / "here").exists()
-    assert push(store, artifact) == 3
-    assert store.pull_artifact("it.json", tmp_path / "here").stage == "sft"
+    assert store.push(artifact, "it.json") == 3
+    assert store.pull("it.json", tmp_path / "here").stage == "sft"
     assert (tmp_path / "here" / "weights").read_text() == "abc"
 
 
@@ -98,20 +89,20 @@ def test_a_lost_or_cut_object_is_named_and_the_next_push_mends_it(
     artifact, tmp_path, damage, found
 ):
     store = Store(str(tmp_path / "store"))
-    push(store, artifact)
+    store.push(artifact, "it.json")
     damage(tmp_path / "store" / "objects" / ABC)
     with pytest.raises(ArtifactError, match=rf"{ABC} \(copy\): found {found}, expected 3 bytes"):
-        store.pull_artifact("it.json", tmp_path / "here")
-    assert push(Store(str(tmp_path / "store")), artifact) == 3
+        store.pull("it.json", tmp_path / "here")
+    assert Store(str(tmp_path / "store")).push(artifact, "it.json") == 3
 
 
 def test_a_flipped_byte_of_the_pointer_is_named(artifact, tmp_path):
     store = Store(str(tmp_path / "store"))
-    push(store, artifact)
+    store.push(artifact, "it.json")
     pointer = tmp_path / "store" / "it.json"
     pointer.write_text(pointer.read_text().replace('"seed": 1', '"seed": 2'))
     with pytest.raises(ArtifactError, match=r"store/it\.json is damaged\. Fix:"):
-        store.pull_artifact("it.json", tmp_path / "here")
+        store.pull("it.json", tmp_path / "here")
 
 
 def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, monkeypatch):
@@ -120,7 +111,7 @@ def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, mo
     for name, size in (("a", 1_000_000), ("b", 60_000_000), ("c", 1000)):
         (source / name).write_bytes(os.urandom(size))
     (served / "bucket").mkdir(parents=True)
-    files = file_entries(source)
+    files = Manifest.read(seal(source)).files
     first = served / "bucket" / "x" / "objects" / files["a"].sha256
     with reserved_port() as port:
         store = Store(
@@ -132,71 +123,76 @@ def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, mo
         )
         server = serve_s3(served, port)
         with once(first.exists, server.kill), pytest.raises(StageError, match="s3://bucket/x: "):
-            store.push(source, files, "it.json")
+            store.push(source, "it.json")
         server.communicate()
         assert {path.name for path in first.parent.iterdir()} == {files["a"].sha256}
         server = serve_s3(served, port)
         try:
             assert store.read("it.json") is None
-            assert store.push(source, files, "it.json") == 60_001_000
-            store.pull(store.entries("it.json"), tmp_path / "here")
+            assert store.push(source, "it.json") == 60_001_000
+            store.pull("it.json", tmp_path / "here")
         finally:
             server.kill()
             server.communicate()
-    assert file_entries(tmp_path / "here") == files
+    assert verify(tmp_path / "here") == verify(source)
 
 
-def test_a_download_that_was_cut_off_keeps_its_files(folder, tmp_path):
-    store, files = Store(str(tmp_path / "store")), file_entries(folder)
-    store.push(folder, files, "it.json")
+def test_a_download_that_was_cut_off_keeps_its_files(artifact, tmp_path):
+    store = Store(str(tmp_path / "store"))
+    store.push(artifact, "it.json")
     partial = tmp_path / "here.partial"
     (partial / "sub").mkdir(parents=True)
     (partial / "weights").write_text("abc")
     (partial / "copy").write_text("ab")
-    (partial / "foreign").write_text("of another artifact")
+    (partial / "other").mkdir()
+    (partial / "other" / "foreign").write_text("of another artifact")
     kept = (partial / "weights").stat().st_ino
-    store.pull(files, tmp_path / "here")
+    store.pull("it.json", tmp_path / "here")
     assert (tmp_path / "here" / "weights").stat().st_ino == kept
-    assert file_entries(tmp_path / "here") == files
+    assert verify(tmp_path / "here") == verify(artifact)
+    assert not (tmp_path / "here" / "other").exists()
 
 
 def test_a_file_that_is_here_is_linked_unless_it_was_changed(artifact, tmp_path):
     store = Store(str(tmp_path / "store"))
-    push(store, artifact)
+    store.push(artifact, "it.json")
     (artifact / "sub" / "more").write_text("e")
-    store.pull_artifact("it.json", tmp_path / "here", [artifact])
+    store.pull("it.json", tmp_path / "here", [artifact])
     assert (tmp_path / "here" / "weights").samefile(artifact / "weights")
     assert (tmp_path / "here" / "sub" / "more").read_text() == "d"
 
 
 def test_an_artifact_that_is_here_is_not_downloaded_again(artifact, tmp_path):
     store, here = Store(str(tmp_path / "store")), tmp_path / "here"
-    push(store, artifact)
-    store.pull_artifact("it.json", here)
+    store.push(artifact, "it.json")
+    store.pull("it.json", here)
     inode = (here / "weights").stat().st_ino
-    store.pull_artifact("it.json", here)
+    store.pull("it.json", here)
     assert (here / "weights").stat().st_ino == inode
     (here / "sub" / "more").unlink()
-    store.pull_artifact("it.json", here)
+    store.pull("it.json", here)
     assert (here / "sub" / "more").read_text() == "d"
 
 
-def test_an_outline_has_manifest_folders_and_json_files(folder, tmp_path):
-    (folder / "report.json").write_text("{}")
-    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
+def test_an_outline_has_manifest_folders_and_json_files(artifact, tmp_path):
+    (artifact / "report.json").write_text("{}")
     store = Store(str(tmp_path / "store"))
-    push(store, folder)
-    store.pull_artifact("it.json", tmp_path / "here", outline=True)
+    store.push(seal(artifact), "it.json")
+    store.pull("it.json", tmp_path / "here", outline=True)
     found = {path.relative_to(tmp_path / "here").as_posix() for path in tmp_path.rglob("here/**/*")}
     assert found == {"manifest.json", "report.json", "sub"}
 
 
-@pytest.mark.parametrize("name", ["../outside", "/tmp/outside"])
-def test_a_name_outside_the_folder_is_refused(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "digest"), [("../outside", ABC), ("/tmp/outside", ABC), ("x", "../it.json")]
+)
+def test_a_name_outside_the_folder_is_refused(artifact, tmp_path, name, digest):
     store = Store(str(tmp_path / "store"))
-    store.write("it.json", json.dumps({name: {"size": 3, "sha256": ABC}}))
-    with pytest.raises(ArtifactError, match="found the name"):
-        store.entries("it.json")
+    files = {name: FileEntry(3, digest)}
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, files).write(tmp_path)
+    store.write("it.json", (tmp_path / "manifest.json").read_text())
+    with pytest.raises(ArtifactError, match=r"store/it\.json is damaged"):
+        store.pull("it.json", tmp_path / "here")
 
 
 def test_a_store_that_cannot_be_used_is_explained_before_anything_is_uploaded(bucket, s3_server):
@@ -259,11 +255,11 @@ def test_bytes_that_arrive_damaged_do_not_stay(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_local_folder_is_a_store(folder, tmp_path):
-    for url in (str(tmp_path / "one [store]"), f"file://{tmp_path}/two"):
-        store = Store(url)
+def test_a_local_folder_is_a_store(artifact, tmp_path):
+    for number, root in enumerate((str(tmp_path / "one [store]"), f"file://{tmp_path}/two")):
+        store = Store(root)
         store.check()
-        store.push(folder, {"weights": FileEntry(3, ABC)}, "a/it.json")
+        store.push(artifact, "a/it.json")
         assert store.names("a/*.json") == ["a/it.json"]
-        store.pull(store.entries("a/it.json"), tmp_path / "here")
-        assert (tmp_path / "here" / "weights").read_text() == "abc"
+        store.pull("a/it.json", tmp_path / str(number))
+        assert verify(tmp_path / str(number)) == verify(artifact)

@@ -21,7 +21,7 @@ from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import content_digest, verify
-from rlhf_pipeline.storage.store import explained, open_store, upload
+from rlhf_pipeline.storage.files import explained, open_store, upload
 from rlhf_pipeline.tracking.versions import registration
 
 SUMS = "SHA256SUMS"

@@ -14,7 +14,8 @@ from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
-from rlhf_pipeline.storage.store import Store, link_or_copy
+from rlhf_pipeline.storage.files import link_or_copy
+from rlhf_pipeline.storage.store import Store
 
 LATEST = "latest"
 """Name of the link to the newest version."""
@@ -75,7 +76,7 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
     def versions(self) -> list[Path]:
         """All published versions, oldest first.
 
-        Of those in a store that were never loaded here, the outline: see `Store.pull_artifact`.
+        Of those in a store that were never loaded here, the outline: see `Store.pull`.
         """
         if self.store is None:
             return sorted(self.folder.glob(f"*/{self.folder.name}"))
@@ -156,7 +157,7 @@ class ArtifactDataset(PathDataset):
         target = self._target()
         if self.store is not None:
             pointer = f"{target.parent.name}/{target.name}{self.POINTER}"
-            self.store.push(data, manifest.files, pointer, (data / NAME).read_text())
+            self.store.push(data, pointer)
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # not a version
         what = f"stage {manifest.stage} is finished in {data} but not published as {target}"
         with explain_full_disk(what, target):
@@ -196,7 +197,7 @@ class ArtifactDataset(PathDataset):
             return whole
         copies = [path.parent for path in self.folder.glob(f"*/{name}{self.POINTER}")]
         target = self.folder / OUTLINES / version / name if outline else whole
-        if self.store.pull_artifact(pointer, target, copies, outline=outline) is None:
+        if self.store.pull(pointer, target, copies, outline=outline) is None:
             raise DatasetError(f"{self.store.name}/{pointer}: found nothing, expected a manifest")
         return target
 

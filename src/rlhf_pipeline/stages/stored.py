@@ -28,7 +28,8 @@ from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.job import write_job
-from rlhf_pipeline.storage.store import OBJECTS, Store, link_or_copy
+from rlhf_pipeline.storage.files import link_or_copy
+from rlhf_pipeline.storage.store import OBJECTS, Store
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class StoredStages(StageListener):
     def outline(self, run: StageRun) -> Path | None:
         """A folder with the outline of the artifact in the store, for a plan; None without one."""
         folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
-        found = self._store.pull_artifact(_pointer(run), folder / "export", outline=True)
+        found = self._store.pull(_pointer(run), folder / "export", outline=True)
         return None if found is None else folder
 
     def fetch(self, run: StageRun) -> bool:
@@ -75,7 +76,7 @@ class StoredStages(StageListener):
         near = (path.parent for path in self._workspace.glob(f"*/*/export/{NAME}"))
         near = (path for path in near if is_finished(path.parent))
         try:
-            manifest = self._store.pull_artifact(_pointer(run), run.export, near)
+            manifest = self._store.pull(_pointer(run), run.export, near)
         except ArtifactError as error:
             logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
             return False
@@ -101,14 +102,14 @@ class StoredStages(StageListener):
                 break
             folder = run.directory / DOWNLOAD
             try:
-                shelf.pull(shelf.entries(name), folder)
+                shelf.pull(name, folder)
             except ArtifactError as error:
                 logger.warning("stage %s: a checkpoint is not used: %s", run.stage, error)
                 continue
             shutil.rmtree(run.checkpoints, ignore_errors=True)
             (folder / "checkpoints").replace(run.checkpoints)
             (folder / run.metrics_file.name).replace(run.metrics_file)
-            folder.rmdir()
+            shutil.rmtree(folder)
             logger.info("stage %s: checkpoint downloaded from %s", run.stage, self._store.name)
             return newest_valid_step(run.checkpoints)
         return local
@@ -181,10 +182,8 @@ class StoredStages(StageListener):
 
     def _push(self, run: StageRun, *, replace: bool) -> None:
         """Upload an artifact, then remove the checkpoints of its stage."""
-        text = (run.export / NAME).read_text()
-        present = self._store.read(_pointer(run))
-        if present is None or (replace and present != text):
-            self._store.push(run.export, Manifest.read(run.export).files, _pointer(run), text)
+        if replace or self._store.read(_pointer(run)) is None:
+            self._store.push(run.export, _pointer(run))
         shelf = self._shelf(run)
         shelf.remove(shelf.names("step-*.json"))
         shelf.remove(shelf.names(f"{OBJECTS}/*"))
@@ -199,15 +198,17 @@ class StoredStages(StageListener):
             if not _snapshot(run, step, folder):
                 return
             shelf = self._shelf(run)
-            shelf.push(folder, file_entries(folder), f"step-{step:08d}.json")
+            files = file_entries(folder)
+            Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, {}, files).write(folder)
+            shelf.push(folder, f"step-{step:08d}.json")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
         names = shelf.names("step-*.json")
         shelf.remove(names[:-KEPT])
-        kept = {entry.sha256 for name in names[-KEPT:] for entry in shelf.entries(name).values()}
-        objects = shelf.names(f"{OBJECTS}/*")
-        shelf.remove(name for name in objects if name.removeprefix(f"{OBJECTS}/") not in kept)
+        manifests = filter(None, map(shelf.manifest, names[-KEPT:]))
+        kept = {f"{OBJECTS}/{file.sha256}" for each in manifests for file in each.files.values()}
+        shelf.remove(name for name in shelf.names(f"{OBJECTS}/*") if name not in kept)
 
     def _shelf(self, run: StageRun) -> Store:
         return self._store.below(f"checkpoints/{run.stage}/{run.fingerprint}")

@@ -1,54 +1,45 @@
-"""A store at any fsspec URL: folders of files, kept by content, whole or not at all.
+"""A store at any fsspec URL: artifacts, kept by content, whole or not at all.
 
     <url>/objects/<sha256>    a file, named by its content and stored once
-    <url>/<pointer>           JSON that lists a folder: name, size and SHA-256 of each file
+    <url>/<pointer>           the manifest of an artifact: name, size and SHA-256 of each file
 
-A push uploads the objects that are missing, reads each one back, and writes the pointer last. So a
-push that was cut off leaves no folder, and its repetition uploads only the rest. A pull compares
+A push uploads the objects that are missing, reads each one back, and writes the manifest last. So a
+push that was cut off leaves no artifact, and its repetition uploads only the rest. A pull compares
 the digest of every file before the folder gets its name.
 """
 
-import hashlib
-import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
-from rlhf_pipeline.errors import (
-    ArtifactError,
-    ConfigError,
-    PipelineError,
-    StageError,
-    without_secrets,
-)
-from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
-from rlhf_pipeline.runtime.files import require_space, write_atomically
+from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
+from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
+from rlhf_pipeline.runtime.files import require_space
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
+from rlhf_pipeline.storage.files import (
+    explained,
+    link_or_copy,
+    open_store,
+    pieces,
+    size_of,
+    upload,
+)
 
 OBJECTS = "objects"
 PROBE = "write-test"
 SMALL = 2**20
 """Bytes of the largest JSON file in an outline."""
-CHECK = "check path, permissions, credentials and network, and repeat the command"
-INSTALL = (
-    "install the package of the store; for S3, in the project folder: .venv/bin/pip install "
-    "--constraint constraints.txt --editable '.[s3]'"
-)
 
 
 class Store:
-    """Folders in a store, and single texts.
+    """Artifacts in a store, and single texts.
 
     Each method raises StageError, with URL, reason and fix, if the store fails.
     """
@@ -80,7 +71,7 @@ class Store:
         return store
 
     def check(self) -> None:
-        """Write, read and remove a tiny object.
+        """Write and remove a tiny object.
 
         Raises ConfigError if the URL contains a secret, which messages and MLflow would show.
         """
@@ -90,11 +81,8 @@ class Store:
                 "as `credentials` of the catalog entry, or in the environment"
             )
         with self._open() as (store, root):
-            store.pipe_file(f"{root}/{PROBE}", PROBE.encode())
-            found = store.cat_file(f"{root}/{PROBE}")
+            store.pipe_file(f"{root}/{PROBE}", b"may be removed")
             store.rm_file(f"{root}/{PROBE}")
-        if found != PROBE.encode():
-            raise StageError(f"{self.name}: found other bytes after a write. Fix: {CHECK}")
 
     def read(self, name: str) -> str | None:
         """A text of the store, such as a pointer; None if there is none."""
@@ -126,42 +114,76 @@ class Store:
             with self._open() as (store, root):
                 store.rm_file(f"{root}/{name}")
 
-    def push(
-        self, folder: Path, files: Mapping[str, FileEntry], pointer: str, text: str | None = None
-    ) -> int:
-        """Upload the objects of a folder that are missing, then its pointer; return their bytes.
+    def push(self, artifact: Path, pointer: str) -> int:
+        """Upload the objects of an artifact that are missing, then its manifest.
 
-        `text` is the text of the pointer, by default the files as JSON.
+        Returns the number of bytes of these objects.
         """
         sent = 0
-        for name, entry in files.items():
+        for name, entry in Manifest.read(artifact).files.items():
             with self._open() as (store, root):
                 target = f"{root}/{OBJECTS}/{entry.sha256}"
-                if entry.sha256 in self._damaged or _size(store, target) != entry.size:
-                    upload(store, folder / name, target, entry.sha256)
+                if entry.sha256 in self._damaged or size_of(store, target) != entry.size:
+                    upload(store, artifact / name, target, entry.sha256)
                     self._damaged.discard(entry.sha256)
                     sent += entry.size
-        entries = {name: asdict(entry) for name, entry in sorted(files.items())}
-        self.write(pointer, json.dumps(entries, indent=2) if text is None else text)
+        self.write(pointer, (artifact / NAME).read_text())
         return sent
 
-    def pull(
-        self,
-        files: Mapping[str, FileEntry],
-        folder: Path,
-        near: Iterable[Path] = (),
-        texts: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """Download files into a folder, which gets its name when all of them are verified.
+    def manifest(self, pointer: str) -> Manifest | None:
+        """The manifest of an artifact, or None. Raises ArtifactError if it is damaged."""
+        text = self.read(pointer)
+        if text is None:
+            return None
+        with TemporaryDirectory() as temporary:
+            (Path(temporary) / NAME).write_text(text)
+            try:
+                manifest = Manifest.read(Path(temporary))
+                inside = [_is_inside(name, entry) for name, entry in manifest.files.items()]
+            except ArtifactError:
+                inside = [False]
+        if not all(inside):
+            raise ArtifactError(
+                f"{self.name}/{pointer} is damaged. Fix: restore or remove it in the store"
+            )
+        return manifest
 
-        A file that one of the artifacts `near` contains is linked instead. The files of a pull that
-        was cut off are kept. `texts` are further files. Raises ArtifactError if an object is
-        missing or has other bytes; the message names it.
+    def pull(
+        self, pointer: str, folder: Path, near: Iterable[Path] = (), *, outline: bool = False
+    ) -> Manifest | None:
+        """Download an artifact unless the folder contains it; None if the store does not have it.
+
+        The folder gets its name when all files are verified. A file that one of the artifacts
+        `near` contains is linked. An `outline` is the manifest, the folders, the curves and the
+        small JSON files: what an artifact was made from and what it measured. Raises ArtifactError
+        if the artifact is damaged in the store.
         """
-        partial = folder.with_name(f"{folder.name}.partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        for path in sorted(partial.rglob("*"), reverse=True):  # files before their folder
-            if path.is_file() and path.relative_to(partial).as_posix() not in files:
+        manifest = self.manifest(pointer)
+        if manifest is None:
+            return None
+        files = {
+            name: entry for name, entry in manifest.files.items()
+            if not outline
+            or name == CURVES
+            or (name.endswith(".json") and entry.size <= SMALL)
+        }  # fmt: skip
+        if not _is_current(folder, manifest, files):
+            partial = folder.with_name(f"{folder.name}.partial")
+            self._download_all(files, partial, near)
+            for name in manifest.files:
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            manifest.write(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        return manifest
+
+    def _download_all(
+        self, files: Mapping[str, FileEntry], folder: Path, near: Iterable[Path]
+    ) -> None:
+        """Complete a folder, which keeps the files of a download that was cut off."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.rglob("*"), reverse=True):  # files before their folder
+            if path.is_file() and path.relative_to(folder).as_posix() not in files:
                 path.unlink()
             elif path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
@@ -172,11 +194,11 @@ class Store:
         }
         needed = sum(
             entry.size for name, entry in files.items()
-            if entry.sha256 not in local and not (partial / name).is_file()
+            if entry.sha256 not in local and not (folder / name).is_file()
         )  # fmt: skip
-        require_space(partial, needed, f"{self.name}: the download")
+        require_space(folder, needed, f"{self.name}: the download")
         for name, entry in files.items():
-            path, source = partial / name, local.get(entry.sha256)
+            path, source = folder / name, local.get(entry.sha256)
             if path.is_file() and entry.matches(path):
                 continue
             path.unlink(missing_ok=True)
@@ -185,61 +207,12 @@ class Store:
                 link_or_copy(source, path)
             else:
                 self._download(entry, path, name)
-        for name, text in texts.items():
-            write_atomically(partial / name, text)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-
-    def entries(self, pointer: str) -> dict[str, FileEntry]:
-        """The files of a folder that was pushed without a text. Raises ArtifactError if damaged."""
-        try:
-            fields = json.loads(self.read(pointer) or "")
-            return _safe({name: FileEntry(**entry) for name, entry in fields.items()})
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ArtifactError(f"{self.name}/{pointer} is damaged ({error})") from error
-
-    def pull_artifact(
-        self, pointer: str, folder: Path, near: Iterable[Path] = (), *, outline: bool = False
-    ) -> Manifest | None:
-        """Download an artifact unless the folder contains it; None if the store does not have it.
-
-        An `outline` is its manifest, its folders, its curves and its small JSON files: what it was
-        made from and what it measured. Raises ArtifactError if the artifact is damaged there.
-        """
-        text = self.read(pointer)
-        if text is None:
-            return None
-        with TemporaryDirectory() as temporary:
-            (Path(temporary) / NAME).write_text(text)
-            try:
-                manifest = Manifest.read(Path(temporary))
-                files = _safe(manifest.files)
-            except (ArtifactError, ValueError):
-                raise ArtifactError(
-                    f"{self.name}/{pointer} is damaged. Fix: restore or remove it in the store"
-                ) from None
-        if outline:
-            files = {
-                name: entry for name, entry in files.items()
-                if name == CURVES or (name.endswith(".json") and entry.size <= SMALL)
-            }  # fmt: skip
-        present = folder / NAME
-        sizes = {name: path.stat().st_size for name in files if (path := folder / name).is_file()}
-        if (
-            not present.is_file()
-            or present.read_text() != text
-            or sizes != {name: entry.size for name, entry in files.items()}
-        ):
-            self.pull(files, folder, near, {NAME: text})
-        for name in manifest.files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        return manifest
 
     def _download(self, entry: FileEntry, path: Path, name: str) -> None:
         with self._open() as (store, root):
             source = f"{root}/{OBJECTS}/{entry.sha256}"
-            size = _size(store, source)
-            right = size == entry.size and write_pieces(path, _pieces(store, source)) == entry
+            size = size_of(store, source)
+            right = size == entry.size and write_pieces(path, pieces(store, source)) == entry
         if not right:
             self._damaged.add(entry.sha256)
             path.unlink(missing_ok=True)
@@ -250,76 +223,17 @@ class Store:
             )
 
 
-def _safe(files: dict[str, FileEntry]) -> dict[str, FileEntry]:
-    """The files. Raises ValueError if a name or digest would reach another folder."""
-    for name, entry in files.items():
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"found the name {name!r}, expected one in the folder")
-        if "/" in entry.sha256:
-            raise ValueError(f"found the digest {entry.sha256!r}")
-    return files
+def _is_inside(name: str, entry: FileEntry) -> bool:
+    """Whether neither name nor digest would reach another folder."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "/" not in entry.sha256
 
 
-def _size(store: fsspec.AbstractFileSystem, path: str) -> int | None:
-    """The size of a file in bytes; None if it does not exist."""
+def _is_current(folder: Path, manifest: Manifest, files: Mapping[str, FileEntry]) -> bool:
+    """Whether a folder contains an artifact's manifest, and files of the right sizes."""
     try:
-        return int(store.info(path)["size"])
-    except FileNotFoundError:
-        return None
-
-
-def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
-    """The bytes of a file. Some servers send a wrong checksum for a whole file of several parts, so
-    s3fs's `get_file` fails there."""
-    with store.open(path, "rb") as file:
-        while piece := file.read(PIECE):
-            yield piece
-
-
-def open_store(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a path or URL, and the path in it. No character of a local path is
-    special."""
-    if "://" not in url:
-        return LocalFileSystem(auto_mkdir=True), str(Path(url).expanduser().absolute())
-    store, root = fsspec.url_to_fs(url, **options)
-    if isinstance(store, LocalFileSystem):
-        store = LocalFileSystem(auto_mkdir=True)
-    return store, str(root).rstrip("/")
-
-
-def upload(store: fsspec.AbstractFileSystem, source: Path, target: str, digest: str) -> None:
-    """Upload a file and read it back; raises StageError if the store has other bytes."""
-    store.put_file(str(source), target)
-    found = hashlib.sha256()
-    for piece in _pieces(store, target):
-        found.update(piece)
-    if found.hexdigest() != digest:
-        store.rm_file(target)
-        raise StageError(
-            f"{target}: found SHA-256 {found.hexdigest()[:12]} after the upload, expected "
-            f"{digest[:12]}. Fix: check the store, and repeat the command"
-        )
-
-
-@contextmanager
-def explained(url: str, fix: str = CHECK) -> Iterator[None]:
-    """Turn any error of a store into a StageError; stores raise exceptions of all types."""
-    try:
-        yield
-    except PipelineError:
-        raise
-    except Exception as error:
-        shown = without_secrets(url)
-        details = f": {error}" if shown == url else ""  # it may repeat a secret of the URL
-        raise StageError(
-            f"{shown}: found {type(error).__name__}{without_secrets(details)}. Fix: "
-            f"{INSTALL if isinstance(error, ImportError) else fix}"
-        ) from None
-
-
-def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Give a file a second name, or copy it to another file system."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+        present = Manifest.read(folder)
+    except ArtifactError:
+        return False
+    sizes = {name: path.stat().st_size for name in files if (path := folder / name).is_file()}
+    return present == manifest and sizes == {name: entry.size for name, entry in files.items()}
