@@ -244,6 +244,25 @@ def test_a_damaged_checkpoint_in_the_store_is_skipped(store, training, tmp_path,
     assert "(checkpoints/step-00000004/policy/rank0): found other bytes" in warning
 
 
+def test_a_checkpoint_that_was_damaged_before_its_upload_is_skipped(store, training, tmp_path):
+    stored = StoredStages(store, tmp_path / "one")
+    stored.stage_started(training)
+    save(training, 2)
+    wait_until(lambda: stored.newest_step(training) == 2)
+    stored.stage_ended(training, "KILLED", {})
+    stored.close()
+    save(training, 4)
+    (checkpoint_path(training.checkpoints, 4) / "policy" / "rank0").write_text("damage4")
+    stored = StoredStages(store, tmp_path / "one")
+    stored.stage_started(training)
+    wait_until(lambda: stored.newest_step(training) == 4)
+    stored.stage_ended(training, "KILLED", {})
+    stored.close()
+    other = stage_run(tmp_path / "two")
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
+    assert [path.name for path in list_checkpoints(other.checkpoints)] == ["step-00000002"]
+
+
 def test_the_checkpoints_of_a_finished_stage_leave_the_store(drill, store, tmp_path, monkeypatch):
     context = machine(drill, store, "one")
     drill.order("fail")

@@ -106,12 +106,15 @@ class StoredStages(StageListener):
             except ArtifactError as error:
                 logger.warning("stage %s: a checkpoint is not used: %s", run.stage, error)
                 continue
+            step = newest_valid_step(folder / "checkpoints")
+            if step is None:  # it was damaged before it was uploaded
+                continue
             shutil.rmtree(run.checkpoints, ignore_errors=True)
             (folder / "checkpoints").replace(run.checkpoints)
             (folder / run.metrics_file.name).replace(run.metrics_file)
             shutil.rmtree(folder)
             logger.info("stage %s: checkpoint downloaded from %s", run.stage, self._store.name)
-            return newest_valid_step(run.checkpoints)
+            return step
         return local
 
     def newest_step(self, run: StageRun) -> int | None:
@@ -122,7 +125,7 @@ class StoredStages(StageListener):
     def stage_started(self, run: StageRun) -> None:
         """Watch the checkpoints of a stage; upload a reused artifact that the store lacks."""
         if run.cached:
-            self._waiting[run.title] = partial(self._push, run, replace=False)
+            self._waiting.setdefault(run.title, partial(self._push, run, replace=False))
         else:
             self._running = run
         if self._thread is None:
