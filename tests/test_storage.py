@@ -32,22 +32,77 @@ def machine(bucket, tmp_path, monkeypatch):
 
     def make(name):
         (tmp_path / name).mkdir()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
         return Project(tmp_path / name)
 
     return make
 
 
+REMOTE = {
+    "base_model": ("artifact.ArtifactDataset", "02_base_model/base_model"),
+    "split": ("artifact.ArtifactDataset", "03_split/split"),
+    "{stage}_model": ("artifact.ArtifactDataset", "06_models/{stage}_model"),
+    "evaluation": ("artifact.ArtifactDataset", "08_reporting/evaluation"),
+    "evaluation_page": ("artifact.PageDataset", "08_reporting/evaluation.html"),
+}
+
+
+@pytest.fixture
+def conf(tmp_path, s3_server):
+    """A configuration whose catalog is in the store, with Kedro's credentials."""
+    local = shutil.copytree(PROJECT / "conf", tmp_path / "conf") / "local"
+    entries = {
+        name: {
+            "type": f"rlhf_pipeline.datasets.{kind}",
+            "filepath": f"s3://bucket/published/{path}",
+            "versioned": True,
+            "credentials": "s3",
+        }
+        for name, (kind, path) in REMOTE.items()
+    }
+    store = {
+        "type": "rlhf_pipeline.datasets.store.StoreDataset",
+        "url": "s3://bucket/project",
+        "credentials": "s3",
+    }
+    keys = {"key": "access", "secret": "secret", "client_kwargs": {"endpoint_url": s3_server[0]}}
+    (local / "catalog.yml").write_text(json.dumps(entries | {"store": store}))
+    (local / "credentials.yml").write_text(json.dumps({"s3": keys}))
+    return f"--conf-source={tmp_path / 'conf'}"
+
+
 @pytest.mark.long
-def test_another_machine_reuses_every_stage_in_seconds(machine):
-    one, two = machine("one"), machine("two")
-    assert len(finished_in(one.kedro("--pipeline=full", params=STORE))) == 7
-    status = two.kedro(params=STORE, command="rlhf status")
+def test_other_machines_reuse_stages_and_versions_in_seconds(machine, conf, bucket, monkeypatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    assert len(finished_in(machine("one").kedro("--pipeline=full", conf))) == 7
+    assert len(list(bucket.glob("published/*/*/*/*/manifest.json"))) == 6
+    two = machine("two")
+    status = two.kedro(conf, command="rlhf status")
     assert status.count("reuse") == status.count("from the store") == 7
     start = time.monotonic()
-    assert finished_in(two.kedro("--pipeline=full", params=STORE)) == []
+    assert finished_in(two.kedro("--pipeline=full", conf)) == []
     print(f"everything from the store in {time.monotonic() - start:.0f} s")
-    for name in ("06_models/ppo_model", "08_reporting/evaluation"):
-        assert content_digest(one.newest(name)) == content_digest(two.newest(name))
+    three = machine("three")  # starts from published versions, with an empty workspace
+    assert three.kedro(conf, command="rlhf runs").count("gold") == 2
+    assert finished_in(three.kedro("--from-nodes=ppo", conf)) == []
+    assert "lower end" in three.kedro(conf, command="rlhf compare sft-baseline candidate")
+    assert "08_reporting/evaluation.html" in three.kedro("--no-open", conf, command="rlhf report")
+    assert "Nothing to remove" in three.kedro(conf, command="rlhf clean --versions")
+    assert len(list(bucket.glob("published/*/*/*/*/manifest.json"))) == 13
+
+
+@pytest.mark.slow
+def test_a_missing_bucket_or_a_wrong_key_ends_the_run_before_it_trains(machine, monkeypatch):
+    one = machine("one")
+    output = one.kedro(params="store=s3://nowhere/x", check=False)
+    assert "Error: s3://nowhere/x: found FileNotFoundError: The specified bucket does" in output
+    keys = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "canary-wrong"}
+    monkeypatch.setattr("conftest.SECRETS", keys)
+    output = one.kedro(params=STORE, check=False)
+    assert "Error: s3://bucket/project: found PermissionError: The request signature" in output
+    assert "canary" not in output
+    assert not (one.root / "07_workspace").exists()
 
 
 @pytest.mark.long

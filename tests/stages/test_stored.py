@@ -84,6 +84,7 @@ def test_a_forced_stage_does_not_come_from_the_store_and_replaces_it(drill, stor
     run(drill, store, "one")
     forced = run(drill, store, "two", force=["drill"])
     assert (forced / "result").read_text() == "launch 2"
+    assert forced.parent.suffix == ""  # nothing was downloaded first
     assert (run(drill, store, "three") / "result").read_text() == "launch 2"
 
 
@@ -198,8 +199,9 @@ def upload(stored, run, *made):
 
 
 def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp_path):
+    (training.checkpoints / "best-00000007").mkdir(parents=True)  # an evaluation writes it
+    (training.checkpoints / "best-00000007" / "weights").write_text("half")
     upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
-    (training.checkpoints / "best-00000007").mkdir()  # of an evaluation that was cut off
     assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
     objects = {path.read_text() for path in (tmp_path / "store").rglob("objects/*")}
     assert {"state 4", "state 6", "best 1", "best 5"} < objects
