@@ -14,25 +14,30 @@ import pytest
 from ports import reserved_port
 
 
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A real S3 server with key "access" and secret "secret": its URL, and its folder, whose
-    subfolders are the buckets."""
-    folder = tmp_path_factory.mktemp("s3")
+def serve_s3(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start a real S3 server with key "access" and secret "secret".
+
+    The subfolders of `folder` are the buckets.
+    """
     rclone = Path(sys.executable).with_name("rclone")
     options = ["--config", os.devnull, "--auth-key", "access,secret", "--vfs-cache-mode", "off"]
     # Files that a test writes are visible at once. With 0 rclone keeps a core busy.
     options += ["--dir-cache-time", "1ms"]
+    command = [rclone, "serve", "s3", *options, "--addr", f"127.0.0.1:{port}", folder]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE)
+    _wait_for(port, server)
+    return server
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A server of `serve_s3`: its URL and its folder."""
+    folder = tmp_path_factory.mktemp("s3")
     with reserved_port() as port:
-        address = f"127.0.0.1:{port}"
-        command = [rclone, "serve", "s3", *options, "--addr", address, folder]
-        server = subprocess.Popen(command, stderr=subprocess.PIPE)
-        try:
-            _wait_for(port, server)
-            yield f"http://{address}", folder
-        finally:
-            server.kill()
-            server.communicate()
+        server = serve_s3(folder, port)
+        yield f"http://127.0.0.1:{port}", folder
+        server.kill()
+        server.communicate()
 
 
 def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
@@ -50,9 +55,8 @@ def bucket(s3_server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path
     """The folder of s3://bucket, with the environment that selects the server."""
     import fsspec
 
-    fsspec.get_filesystem_class(
-        "s3"
-    ).clear_instance_cache()  # it contains the keys of an earlier test
+    # It contains the keys of an earlier test.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     url, folder = s3_server
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "access")

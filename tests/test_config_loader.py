@@ -1,6 +1,7 @@
 """The layers of the configuration, and which one wins."""
 
 import pytest
+from kedro.config import MissingConfigException
 
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
@@ -107,3 +108,14 @@ def test_every_parameter_knows_the_file_that_sets_it(conf, monkeypatch, tmp_path
 def test_a_file_with_a_list_is_refused(conf):
     with pytest.raises(ConfigError, match="found a list, expected parameters by name"):
         conf(local="- sft\n")["parameters"]
+
+
+@pytest.mark.parametrize("env", [None, "tiny"])
+def test_credentials_of_local_count_with_every_environment(conf, tmp_path, env):
+    loader = conf(env)
+    with pytest.raises(MissingConfigException):
+        loader["credentials"]
+    (tmp_path / "local" / "credentials.yml").write_text("s3: {key: mine}\n")
+    assert conf(env)["credentials"] == {"s3": {"key": "mine"}}
+    (tmp_path / "base" / "credentials.yml").write_text("s3: {key: ours}\nother: {key: b}\n")
+    assert conf(env)["credentials"] == {"s3": {"key": "mine"}, "other": {"key": "b"}}

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
-from kedro.config import OmegaConfigLoader
+from kedro.config import MissingConfigException, OmegaConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_pipeline.config.block import leaves
@@ -47,7 +47,12 @@ class LayeredConfigLoader(OmegaConfigLoader):
         if key == "parameters":
             self._register_runtime_params_resolver()
             return self._parameters()
-        config = dict(super().__getitem__(key))  # of base and the environment; local by default
+        try:
+            config = dict(super().__getitem__(key))  # of base and the environment; local by default
+        except MissingConfigException:
+            if not self._files(LOCAL, key):
+                raise
+            config = {}  # only conf/local has such a file, in most cases credentials.yml
         if self._environment == LOCAL:
             return config
         order = [LOCAL, self._environment] if key == "globals" else [LOCAL]

@@ -81,6 +81,11 @@ def _message(error: BaseException) -> str | None:
                 "no node of the pipeline fits all options such as --from-nodes and --to-nodes. "
                 "Fix: remove or correct one of them"
             )
+        case ModuleNotFoundError(name="boto3"):
+            return (
+                "MLflow's artifacts are on S3: found no package boto3. Fix: in the project folder, "
+                ".venv/bin/pip install --constraint constraints.txt --editable '.[s3]'"
+            )
         case OSError(errno=int(number), filename=str(path)):
             return f"{path}: {os.strerror(number)}. Fix: {_FILE_FIXES.get(number, _OTHER_FILE_FIX)}"
     return None

@@ -20,7 +20,8 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.errors import Interrupted, without_secrets
+from rlhf_pipeline.datasets.artifact import PathDataset
+from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.preflight import (
@@ -46,7 +47,9 @@ from rlhf_pipeline.stages.launch.layout import hardware_at_hand
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.stages.stored import StoredStages
 from rlhf_pipeline.statistics import smallest_visible_win_rate
+from rlhf_pipeline.storage.store import Store
 from rlhf_pipeline.tracking.child_run import mixture_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
@@ -76,6 +79,7 @@ class PreflightHook:
         """
         provide_default_blocks(catalog)
         serve_other_node(launch_config(catalog))
+        check_stores(pipeline, catalog)
         nodes = {node.name for node in pipeline.nodes}
         split = SplitConfig.model_validate(catalog.load("params:split"))
         check_phases(split.weights, nodes)
@@ -143,16 +147,32 @@ def launch_config(catalog: CatalogProtocol) -> LaunchConfig:
     return LaunchConfig.model_validate(catalog.load("parameters")["launch"])
 
 
+def store_of(catalog: CatalogProtocol) -> Store | None:
+    """The store for stages and checkpoints. Configurations of earlier versions have no entry."""
+    return catalog.load("store") if "store" in catalog else None
+
+
+def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Write to the store, and to those of the pipeline's outputs. Raises StageError for a fault."""
+    entries = [catalog.get(name) for name in sorted(pipeline.all_outputs())]
+    stores = [entry.store for entry in entries if isinstance(entry, PathDataset)]
+    for store in filter(None, [store_of(catalog), *stores]):
+        store.check()
+
+
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
     """Build the context of a run from its parameters."""
     parameters: dict[str, Any] = catalog.load("parameters")
     base_model = BaseModelConfig.model_validate(parameters["base_model"])
+    workspace, store = Path(catalog.load("workspace")), store_of(catalog)
+    stored = None if store is None else StoredStages(store, workspace)
     return RunContext(
-        workspace=Path(catalog.load("workspace")),
+        workspace=workspace,
         launch=launch_config(catalog),
         forced=forced_stages(parameters.get("force"), stage_specs()),
         trust_remote_code=base_model.trust_remote_code,
-        listener=StageListener(*listeners),
+        listener=StageListener(*listeners, *([] if stored is None else [stored])),
+        stored=stored,
     )
 
 
@@ -172,6 +192,7 @@ class StagesHook:
         self._project = Path()
         self._tracker: MlflowTracker | None = None
         self._cluster = Cluster()
+        self._stored: StoredStages | None = None
         self._chosen: dict[str, Any] = {}
         self._summary = ""
 
@@ -195,6 +216,7 @@ class StagesHook:
         if catalog.load("parameters").get("inputs") != "newest":
             refuse_mixture(changes, whole_run(run_params, pipeline))
         self._cluster = Cluster(context.launch)
+        self._stored = context.stored
         context = replace(context, mixture=changes, cluster=self._cluster)
         provide_stages(catalog, StageRunner(context))
         catalog[PROJECT] = MemoryDataset(self._project, copy_mode="assign")
@@ -223,6 +245,8 @@ class StagesHook:
     def after_pipeline_run(self) -> None:
         """Close the parent run."""
         self._end("FINISHED", self._summary)
+        if self._stored is not None:
+            self._stored.close()
 
     @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
@@ -231,6 +255,11 @@ class StagesHook:
         status: Status = "KILLED" if isinstance(explained, Interrupted) else "FAILED"
         reason = without_secrets(explained.format_message())
         self._end(status, f"**{status.capitalize()}**\n\n```\n{reason}\n```")
+        if self._stored is not None:
+            try:
+                self._stored.close()
+            except StageError as fault:  # the error that ended the run is reported
+                logger.warning("%s", fault.message)
 
     def _end(self, status: Status, summary: str) -> None:
         self._cluster.close(0 if status == "FINISHED" else 1)

@@ -32,7 +32,7 @@ def unknown_names(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Names that are no parameters."""
     known = [*parameter_blocks(), "seed", "force", "inputs"]
     for name in parameters:
-        if name not in known and name != "root":
+        if name not in (*known, "root", "store"):
             listed = ", ".join(known)
             yield f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {listed}"
 

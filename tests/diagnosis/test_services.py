@@ -1,9 +1,10 @@
-"""MLflow's store. tests/commands/test_doctor.py asks a hub."""
+"""MLflow's store, and that of stages. tests/commands/test_doctor.py asks a hub."""
 
 import sqlite3
 
 from rlhf_pipeline.diagnosis import services
 from rlhf_pipeline.diagnosis.finding import run_checks
+from rlhf_pipeline.storage.store import Store
 
 
 def test_an_embedded_model_and_generated_data_need_no_network(setup):
@@ -38,3 +39,12 @@ def test_a_server_that_does_not_answer_is_a_failure_without_its_password(setup, 
     assert found.state == "failure"
     assert "canary" not in found.found
     assert found.fix == "start the server, or correct or unset MLFLOW_TRACKING_URI"
+
+
+def test_a_store_is_written_to(setup, tmp_path):
+    assert services.store(setup()).found == "none is configured"
+    assert services.store(setup(store=Store(str(tmp_path / "store")))).found == f"{tmp_path}/store"
+    (tmp_path / "file").touch()
+    (found,) = run_checks([services.store], setup(store=Store(str(tmp_path / "file" / "below"))))
+    assert (found.check, found.state) == ("store", "failure")
+    assert found.fix.startswith("check path, permissions, credentials")

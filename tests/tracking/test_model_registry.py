@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -28,7 +29,9 @@ from rlhf_pipeline.tracking.model_registry import (
 )
 from rlhf_pipeline.tracking.promotion import Champion, count_try
 from rlhf_pipeline.tracking.registration import register_evaluated
-from rlhf_pipeline.tracking.store import experiment_id
+from rlhf_pipeline.tracking.runs import MlflowTracker
+from rlhf_pipeline.tracking.store import connect, experiment_id
+from rlhf_pipeline.tracking.versions import find_version, local_folder
 
 
 def refused(*reasons):
@@ -220,6 +223,35 @@ def test_a_server_gets_the_policy_once(served, sft, ppo, monkeypatch):
     champion = download_artifacts("models:/rlhf-policy@champion")
     assert (Path(champion) / "model.safetensors").read_text() == "weights"
     assert register(served, sft=sft, candidate=ppo, **PASSED) == first
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "artifacts"),
+    [
+        (["--artifacts-destination", "s3://bucket/mlflow"], "mlflow-artifacts:/1"),
+        (["--no-serve-artifacts", "--default-artifact-root", "s3://bucket/mlflow"],
+         "s3://bucket/mlflow/1"),
+    ],
+    ids=["through the server", "directly"],
+)  # fmt: skip
+def test_a_server_that_keeps_policies_and_pages_on_s3(
+    options, artifacts, bucket, uri, start_server, tmp_path, sft, ppo
+):
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *options]
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
+    client = connect(start_server(command, "/health", environment), tmp_path)
+    training_run(client, "aaaa")
+    run = training_run(client, "bbbb")
+    registration = register(client, sft=sft, candidate=ppo, **PASSED)
+    version = find_version(client, "rlhf-policy", registration.versions["ppo"])
+    assert version.source == f"{artifacts}/{run}/artifacts/policy"
+    stored = bucket / "mlflow" / "1" / run / "artifacts"
+    assert (stored / "policy" / "model.safetensors").read_text() == "weights"
+    folder = local_folder(client, version, tmp_path / "downloads")
+    assert (folder / "model.safetensors").read_text() == "weights"
+    MlflowTracker(client.tracking_uri, tmp_path).log_page("bbbb", "<p>page</p>")
+    assert (stored / "evaluation.html").read_text() == "<p>page</p>"
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,13 @@ def all_artifacts(catalog: CatalogProtocol, workspace: Path) -> list[Path]:
     return artifacts + [path for dataset in datasets for path in dataset.versions()]
 
 
+def whole(folder: Path, catalog: CatalogProtocol) -> Path:
+    """The folder of an artifact, or in one, with its files: those of an outline are downloaded."""
+    for dataset in artifact_datasets(catalog).values():
+        folder = dataset.whole(folder)
+    return folder
+
+
 def places(artifacts: list[Path]) -> dict[str, Path]:
     """Where content is, by its digest: the artifacts, and the folders in them."""
     known: dict[str, Path] = {}

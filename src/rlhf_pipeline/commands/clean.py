@@ -34,7 +34,8 @@ def clean(
     workspace = Path(catalog.load("workspace"))
     datasets = artifact_datasets(catalog).values()
     published = [path for dataset in datasets for path in dataset.versions()]
-    older = [path for dataset in datasets for path in dataset.versions()[:-1]]
+    local = [dataset for dataset in datasets if dataset.store is None]
+    older = [path for dataset in local for path in dataset.versions()[:-1]]
     if older:
         registered = registered_folders(tracking_uri(project), project)
         older = [path for path in older if path.resolve() not in registered]
@@ -46,7 +47,7 @@ def clean(
     unwanted |= dict.fromkeys(downloads(workspace), "a download, which is repeated when needed")
     if versions:
         unwanted |= dict.fromkeys(older, "an older version, not registered")
-        pages = datasets_of(PageDataset, catalog).values()
+        pages = [page for page in datasets_of(PageDataset, catalog).values() if page.store is None]
         unwanted |= {
             page.parent: "an older page" for each in pages for page in each.versions()[:-1]
         }

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places
+from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places, whole
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.evaluation.comparison import (
     Answer,
@@ -113,7 +113,7 @@ def find(name: str, artifacts: list[Path], catalog: CatalogProtocol, project: Pa
         if (path / "evaluation.json").is_file():
             for source, content in Manifest.read(path).inputs.items():
                 if content == digest and source.endswith("_model") and source != "reward_model":
-                    found.append((path, source.removesuffix("_model")))
+                    found.append((whole(path, catalog), source.removesuffix("_model")))
     newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
     return Policy(name, Manifest.read(folder).stage, made_from, tuple(newest), folder)
 

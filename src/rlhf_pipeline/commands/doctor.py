@@ -15,7 +15,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.diagnosis import installation, machine, nodes, services
 from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
-from rlhf_pipeline.hooks import launch_config, provide_default_blocks
+from rlhf_pipeline.hooks import launch_config, provide_default_blocks, store_of
 
 CHECKS = (
     installation.python,
@@ -31,6 +31,7 @@ CHECKS = (
     services.sources,
     services.judges,
     services.tracking_store,
+    services.store,
 )
 """All checks, in the order of the table."""
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
@@ -56,6 +57,7 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
             value is True and name.endswith("offload_optimizer")
             for name, value in leaves(parameters)
         ),
+        store=store_of(catalog),
     )
 
 

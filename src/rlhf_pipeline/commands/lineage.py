@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kedro.io import CatalogProtocol
@@ -12,7 +13,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.tree import Tree
 
-from rlhf_pipeline.commands.artifacts import all_artifacts, folder_of, places
+from rlhf_pipeline.commands.artifacts import all_artifacts, folder_of, places, whole
 from rlhf_pipeline.errors import ArtifactError, short_path
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import (
@@ -37,7 +38,8 @@ def lineage(policy: str, catalog: CatalogProtocol, console: Console, project: Pa
     first changed file of each artifact.
     """
     workspace = Path(catalog.load("workspace"))
-    walk = Walk(places(all_artifacts(catalog, workspace)), workspace)
+    known = places(all_artifacts(catalog, workspace))
+    walk = Walk(known, workspace, partial(whole, catalog=catalog))
     tree = Tree(f"[bold]{escape(policy)}", guide_style="dim")
     walk.visit(tree, "policy", folder_of(policy, catalog, project))
     console.print(tree, highlight=False)
@@ -52,6 +54,8 @@ class Walk:
 
     places: dict[str, Path]
     workspace: Path
+    whole: Callable[[Path], Path] = Path
+    """Downloads the files of a folder whose outline alone is here."""
     faults: list[str] = field(default_factory=list)
     files: int = 0
     size: int = 0
@@ -60,6 +64,7 @@ class Walk:
 
     def visit(self, branch: Tree, name: str, folder: Path) -> None:
         """Add an artifact, or a folder in one, and its inputs below it."""
+        folder = self.whole(folder)
         artifact = folder if (folder / NAME).is_file() else folder.parent
         manifest = Manifest.read(artifact)
         label = f"{name}: {manifest.stage} {manifest.fingerprint[:8]}"

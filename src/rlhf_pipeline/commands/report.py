@@ -7,7 +7,7 @@ from pathlib import Path
 from kedro.io import CatalogProtocol
 from rich.console import Console
 
-from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places
+from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places, whole
 from rlhf_pipeline.commands.compare import find
 from rlhf_pipeline.commands.runs import evaluations
 from rlhf_pipeline.errors import ArtifactError
@@ -24,7 +24,7 @@ def report(
     registered model, or a folder), whose newest evaluation counts. None: the newest evaluation.
     Raises ArtifactError if there is none.
     """
-    evaluation = find_evaluation(name, catalog, project).resolve()
+    evaluation = whole(find_evaluation(name, catalog, project), catalog).resolve()
     page = beside(evaluation, "page", catalog) or evaluation.with_name(f"{evaluation.name}.html")
     if not page.is_file():
         known = places(all_artifacts(catalog, Path(catalog.load("workspace"))))
@@ -68,5 +68,6 @@ def beside(evaluation: Path, kind: str, catalog: CatalogProtocol) -> Path | None
         return None
     prefix = evaluation.name.removesuffix("evaluation")
     name = {"page": f"{evaluation.name}_page", "registration": f"{prefix}registration"}[kind]
-    versions = Path(str(catalog.get(name)._filepath))
+    dataset = catalog.get(name)
+    versions = getattr(dataset, "folder", None) or Path(str(dataset._filepath))
     return versions / evaluation.parent.name / versions.name

@@ -18,7 +18,13 @@ from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
 from rlhf_pipeline.stages.cache.workspace import has_run
 
-STYLES = {"finished": "green", "resume": "yellow", "run": "cyan", "may run": "cyan"}
+STYLES = {
+    "finished": "green",
+    "reuse": "green",
+    "resume": "yellow",
+    "run": "cyan",
+    "may run": "cyan",
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def _visit(
         # The node reads a result that is still pending, so its own stage cannot be planned.
         started = list(planner.stages.values())[known:]
         paths = [path for path in inputs.values() if isinstance(path, Path)]
-        pending = [stage.run.title for stage in started if stage.state != "finished"]
+        pending = [stage.run.title for stage in started if stage.state not in ("finished", "reuse")]
         pending += filter(None, map(planner.pending_stage, paths))
         if not pending:
             raise
@@ -109,6 +115,8 @@ def _row(planned: PlannedStage, node: Node, catalog: CatalogProtocol) -> Row:
         versions = (_versions(catalog, node.outputs[0]) if run.stage == node.name else None) or []
         same = (path for path in versions if Manifest.read(path).fingerprint == run.fingerprint)
         details += [f"run {path.parent.name}" for path in islice(same, 1)]
+    if planned.state == "reuse":
+        details.append("from the store")
     if planned.state == "resume":
         # A run checks the bytes; if they are damaged it resumes from an earlier checkpoint.
         details.insert(0, f"from step {run.resume_from}")

@@ -16,6 +16,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.errors import PipelineError, without_secrets
 from rlhf_pipeline.stages.launch.layout import node_layout
 from rlhf_pipeline.stages.launch.resources import visible_gpus
+from rlhf_pipeline.storage.store import Store
 
 State = Literal["ok", "warning", "failure"]
 
@@ -48,6 +49,8 @@ class Setup:
     evaluate: EvaluateConfig
     offloads: bool
     """Whether a stage keeps optimizer states in main memory."""
+    store: Store | None = None
+    """The store for stages and checkpoints."""
 
     @cached_property
     def gpus(self) -> int:

@@ -59,3 +59,11 @@ def tracking_store(setup: Setup) -> Finding:
         return Finding("tracking store", "ok", f"{shown}, made by the first run")
     check_store(uri, setup.project)
     return Finding("tracking store", "ok", shown)
+
+
+def store(setup: Setup) -> Finding:
+    """The store for stages and checkpoints can be written to."""
+    if setup.store is None:
+        return Finding("store", "ok", "none is configured")
+    setup.store.check()
+    return Finding("store", "ok", setup.store.name)

@@ -9,6 +9,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.stages.events import StageListener
 from rlhf_pipeline.stages.launch.cluster import Cluster
+from rlhf_pipeline.stages.stored import StoredStages
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class RunContext:
     """Follows every stage."""
     cluster: Cluster = field(default_factory=Cluster)
     """The other nodes."""
+    stored: StoredStages | None = None
+    """The copies in a store; it is also a listener."""
 
 
 def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:

@@ -45,9 +45,9 @@ class StageRunner:
         """Return the stage's finished artifact; launch its program if there is none.
 
         The name of the work directory contains the fingerprint of the recipe, so an unchanged
-        recipe is always found. Two runs of the same recipe wait for each other. A damaged artifact
-        is made again. A forced stage runs in a new directory, and its artifact replaces the earlier
-        one when it is finished.
+        recipe is always found, here or else in the store. Two runs of the same recipe wait for
+        each other. A damaged artifact is made again. A forced stage runs in a new directory, and
+        its artifact replaces the earlier one when it is finished.
 
         Raises:
             ArtifactError: an input is incomplete or was changed.
@@ -68,6 +68,8 @@ class StageRunner:
         ):
             finished = _finished(run)
             forced = run.stage in context.forced and run.fingerprint not in self._launched
+            if finished is None and not forced:
+                finished = _fetched(run, context)
             if finished is not None and not forced:
                 return _reuse(replace(run, directory=finished, cached=True), context)
             for artifact in filter(None, map(artifact_of, job.inputs.values())):
@@ -76,6 +78,13 @@ class StageRunner:
             export = _launch_until_it_fits(job, run, context)
             self._launched.add(run.fingerprint)
             return export
+
+
+def _fetched(run: StageRun, context: RunContext) -> Path | None:
+    """The work directory of the recipe with its artifact from the store; None without one."""
+    run = replace(run, directory=next_directory(run.directory, None))
+    found = context.stored is not None and context.stored.fetch(run)
+    return run.directory if found else None
 
 
 def _report_other(run: StageRun, context: RunContext) -> None:
@@ -116,6 +125,8 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
     run.directory.mkdir(parents=True, exist_ok=True)
     await_programs(run.directory)
     resume_from = newest_valid_step(run.directory / "checkpoints")
+    if context.stored is not None:
+        resume_from = context.stored.fetch_checkpoint(run, resume_from)
     _clear(run, keep_progress=resume_from is not None)
     write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
     run = replace(

@@ -24,6 +24,7 @@ from rlhf_pipeline.stages.cache.workspace import (
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.stored import StoredStages
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,11 @@ class PlannedStage:
     """The plan of one stage."""
 
     run: StageRun
-    state: Literal["finished", "resume", "run", "may run"]
-    """`may run`: the stage runs unless its pending inputs come out unchanged."""
+    state: Literal["finished", "reuse", "resume", "run", "may run"]
+    """`reuse`: the artifact is downloaded from the store; here is its outline. `may run`: the stage
+    runs unless its pending inputs come out unchanged."""
     reasons: tuple[str, ...] = ()
-    """Why it is not finished."""
+    """Why it is not finished here."""
 
 
 class Planner:
@@ -60,9 +62,9 @@ class Planner:
         run = identify(job, digests | pending | dict(job.identities), self._context)
         if run.fingerprint not in self.stages:
             self.stages[run.fingerprint] = planned = _plan(
-                run, pending, forced=run.stage in self._context.forced
+                run, pending, self._context.stored, forced=run.stage in self._context.forced
             )
-            if planned.state != "finished":
+            if planned.state not in ("finished", "reuse"):
                 self._pending[planned.run.export] = run.title
         return self.stages[run.fingerprint].run.export
 
@@ -83,13 +85,21 @@ def downstream(stages: Iterable[str]) -> str:
     return f"downstream of {', '.join(dict.fromkeys(stages))}"
 
 
-def _plan(run: StageRun, pending: Mapping[str, str], *, forced: bool) -> PlannedStage:
+def _plan(
+    run: StageRun, pending: Mapping[str, str], stored: StoredStages | None, *, forced: bool
+) -> PlannedStage:
     holder = user(run.directory)
     in_use = [f"in use by {holder}"] if holder else []
     existing = attempts(run.directory)
     finished = next((path for path in reversed(existing) if is_finished(path)), None)
     if finished is not None and not forced:
         return PlannedStage(replace(run, directory=finished, cached=True), "finished")
+    if stored is not None and not pending and not forced:
+        if outline := stored.outline(run):
+            return PlannedStage(replace(run, directory=outline, cached=True), "reuse")
+        here = existing and newest_step(existing[-1] / "checkpoints")
+        if (step := stored.newest_step(run)) and step > (here or 0):
+            return PlannedStage(replace(run, resume_from=step), "resume", ("from the store",))
     if not existing:
         return _plan_new(run, pending)
     run = replace(run, directory=next_directory(run.directory, finished))

@@ -1,0 +1,246 @@
+"""Copies of finished stages, and of checkpoints of the running one, in a store for other machines.
+
+    stages/<stage>/<fingerprint>.json                     manifest of a finished stage
+    checkpoints/<stage>/<fingerprint>/step-00000012.json  checkpoint of an unfinished one
+
+A thread of the driver uploads, so training never waits. A store that fails costs one warning for
+each outage, and the upload is tried again.
+"""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.runtime.checkpoint_files import (
+    checkpoint_path,
+    list_checkpoints,
+    newest_step,
+    newest_valid_step,
+)
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
+from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
+from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.job import write_job
+from rlhf_pipeline.storage.files import link_or_copy
+from rlhf_pipeline.storage.store import OBJECTS, Store
+
+logger = logging.getLogger(__name__)
+
+KEPT = 2
+"""Checkpoints of an unfinished stage in the store; one of them is whole at any time."""
+POLL_S = 1.0
+"""Seconds between two looks for a new checkpoint."""
+RETRY_S = 20.0
+"""Seconds between two attempts to reach a failed store."""
+OUTLINES = ".store"
+"""Folder of the workspace for outlines of stages that only the store contains."""
+SNAPSHOT = "upload"
+DOWNLOAD = "download"
+
+
+class StoredStages(StageListener):
+    """Downloads what a stage needs, and uploads what it makes.
+
+    Several machines may share a store. They do not wait for each other: if two run the same recipe,
+    both train.
+    """
+
+    def __init__(self, store: Store, workspace: Path) -> None:
+        self._store = store
+        self._workspace = workspace
+        self._running: StageRun | None = None
+        self._pushed: tuple[str, int] | None = None
+        """Fingerprint and step of the newest checkpoint in the store."""
+        self._waiting: dict[str, Callable[[], None]] = {}
+        """Uploads to do, by what they are in words."""
+        self._failed_at: float | None = None
+        self._reason = ""
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def outline(self, run: StageRun) -> Path | None:
+        """A folder with the outline of the artifact in the store, for a plan; None without one."""
+        folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
+        found = self._store.pull(_pointer(run), folder / "export", outline=True)
+        return None if found is None else folder
+
+    def fetch(self, run: StageRun) -> bool:
+        """Download the finished artifact of a recipe into its work directory, if there is one."""
+        near = (path.parent for path in self._workspace.glob(f"*/*/export/{NAME}"))
+        near = (path for path in near if is_finished(path.parent))
+        try:
+            manifest = self._store.pull(_pointer(run), run.export, near)
+        except ArtifactError as error:
+            logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
+            return False
+        if manifest is None:
+            return False
+        write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
+        write_job(run)
+        if CURVES in manifest.files:  # for the tracker
+            shutil.copy2(run.export / CURVES, run.metrics_file)
+        for checkpoint in list_checkpoints(run.checkpoints):  # no longer needed
+            shutil.rmtree(checkpoint)
+        logger.info("stage %s: downloaded from %s", run.stage, self._store.name)
+        return True
+
+    def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
+        """Download the newest checkpoint if it is newer than step `local`, the newest one here.
+
+        Returns the step to resume from.
+        """
+        shelf = self._shelf(run)
+        for name in reversed(shelf.names("step-*.json")):
+            if int(name[5:-5]) <= (local or 0):
+                break
+            folder = run.directory / DOWNLOAD
+            try:
+                shelf.pull(name, folder)
+            except ArtifactError as error:
+                logger.warning("stage %s: a checkpoint is not used: %s", run.stage, error)
+                continue
+            step = newest_valid_step(folder / "checkpoints")
+            if step is None:  # it was damaged before it was uploaded
+                continue
+            shutil.rmtree(run.checkpoints, ignore_errors=True)
+            (folder / "checkpoints").replace(run.checkpoints)
+            (folder / run.metrics_file.name).replace(run.metrics_file)
+            shutil.rmtree(folder)
+            logger.info("stage %s: checkpoint downloaded from %s", run.stage, self._store.name)
+            return step
+        return local
+
+    def newest_step(self, run: StageRun) -> int | None:
+        """The step of the newest checkpoint in the store; None without one."""
+        names = self._shelf(run).names("step-*.json")
+        return int(names[-1][5:-5]) if names else None
+
+    def stage_started(self, run: StageRun) -> None:
+        """Watch the checkpoints of a stage; upload a reused artifact that the store lacks."""
+        if run.cached:
+            self._waiting.setdefault(run.title, partial(self._push, run, replace=False))
+        else:
+            self._running = run
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+
+    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
+        """Upload the artifact of a finished stage, or the last checkpoint of another one."""
+        self._running = None
+        if run.cached:
+            return
+        if status == "FINISHED":
+            self._waiting[run.title] = partial(self._push, run, replace=True)
+        else:
+            self._waiting[f"the checkpoint of {run.title}"] = partial(self._push_checkpoint, run)
+
+    def close(self) -> None:
+        """Wait for the uploads. Raises StageError with those that failed."""
+        if self._thread is None:
+            return
+        if self._waiting:
+            logger.info("uploading to %s: %s", self._store.name, ", ".join(self._waiting))
+        self._closing.set()
+        self._thread.join()
+        self._thread = None
+        if self._waiting:
+            raise StageError(
+                f"{self._store.name} does not have {', '.join(self._waiting)}, which this machine "
+                f"has: {self._reason}. Then repeat the `kedro run`, which uploads the rest"
+            )
+
+    def _work(self) -> None:
+        while True:
+            closing = self._closing.wait(POLL_S)
+            if closing or self._failed_at is None or time.monotonic() - self._failed_at > RETRY_S:
+                self._upload()
+            if closing:
+                return
+
+    def _upload(self) -> None:
+        """Try all uploads; the first failure ends the attempt."""
+        try:
+            for what, task in list(self._waiting.items()):
+                task()
+                del self._waiting[what]
+            if (run := self._running) is not None:
+                self._push_checkpoint(run)
+        except Exception as error:  # the thread must survive
+            self._reason = str(error)
+            if self._failed_at is None:
+                logger.warning("training continues, the upload is tried again: %s", self._reason)
+            self._failed_at = time.monotonic()
+            return
+        if self._failed_at is not None:
+            logger.warning("%s: uploads work again", self._store.name)
+        self._failed_at = None
+
+    def _push(self, run: StageRun, *, replace: bool) -> None:
+        """Upload an artifact, then remove the checkpoints of its stage."""
+        if replace or self._store.read(_pointer(run)) is None:
+            self._store.push(run.export, _pointer(run))
+        shelf = self._shelf(run)
+        shelf.remove(shelf.names("step-*.json"))
+        shelf.remove(shelf.names(f"{OBJECTS}/*"))
+
+    def _push_checkpoint(self, run: StageRun) -> None:
+        """Upload the newest checkpoint unless the store has it; remove the oldest ones."""
+        step = newest_step(run.checkpoints)
+        if step is None or (run.fingerprint, step) == self._pushed:
+            return
+        folder = run.directory / SNAPSHOT
+        try:
+            if not _snapshot(run, step, folder):
+                return
+            shelf = self._shelf(run)
+            files = file_entries(folder)
+            Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, {}, files).write(folder)
+            shelf.push(folder, f"step-{step:08d}.json")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._pushed = run.fingerprint, step
+        names = shelf.names("step-*.json")
+        shelf.remove(names[:-KEPT])
+        manifests = filter(None, map(shelf.manifest, names[-KEPT:]))
+        kept = {f"{OBJECTS}/{file.sha256}" for each in manifests for file in each.files.values()}
+        shelf.remove(name for name in shelf.names(f"{OBJECTS}/*") if name not in kept)
+
+    def _shelf(self, run: StageRun) -> Store:
+        return self._store.below(f"checkpoints/{run.stage}/{run.fingerprint}")
+
+
+def _pointer(run: StageRun) -> str:
+    return f"stages/{run.stage}/{run.fingerprint}.json"
+
+
+def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
+    """Link a checkpoint and the best models up to its step, which training may soon remove.
+
+    Returns whether that was in time: training removes nothing of its newest checkpoint.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        for source in (checkpoint_path(run.checkpoints, step), *_best_models(run, step)):
+            target = folder / "checkpoints" / source.relative_to(run.checkpoints)
+            shutil.copytree(source, target, copy_function=link_or_copy)
+        shutil.copy2(run.metrics_file, folder)
+    except OSError:
+        if newest_step(run.checkpoints) == step:
+            raise
+        return False
+    return newest_step(run.checkpoints) == step
+
+
+def _best_models(run: StageRun, step: int) -> Iterator[Path]:
+    """The best models of evaluations up to a step; a later one may be incomplete."""
+    for path in run.checkpoints.rglob("best-[0-9]*"):
+        if path.is_dir() and int(path.name.removeprefix("best-")) <= step:
+            yield path

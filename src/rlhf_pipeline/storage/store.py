@@ -1,0 +1,239 @@
+"""A store at any fsspec URL: artifacts, kept by content, whole or not at all.
+
+    <url>/objects/<sha256>    a file, named by its content and stored once
+    <url>/<pointer>           the manifest of an artifact: name, size and SHA-256 of each file
+
+A push uploads the objects that are missing, reads each one back, and writes the manifest last. So a
+push that was cut off leaves no artifact, and its repetition uploads only the rest. A pull compares
+the digest of every file before the folder gets its name.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import fsspec
+
+from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
+from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
+from rlhf_pipeline.runtime.files import require_space
+from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
+from rlhf_pipeline.storage.files import (
+    explained,
+    link_or_copy,
+    open_store,
+    pieces,
+    size_of,
+    upload,
+)
+
+OBJECTS = "objects"
+PROBE = "write-test"
+SMALL = 2**20
+"""Bytes of the largest JSON file in an outline."""
+
+
+class Store:
+    """Artifacts in a store, and single texts.
+
+    Each method raises StageError, with URL, reason and fix, if the store fails.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """`options` are those of the fsspec file system, such as keys; none is ever printed."""
+        self.url = url
+        self.name = without_secrets(url)
+        self._options = options
+        self._damaged: set[str] = set()
+        """Digests whose object has other bytes. The next push replaces it."""
+
+    @cached_property
+    def _place(self) -> tuple[fsspec.AbstractFileSystem, str]:
+        return open_store(self.url, **self._options)
+
+    @contextmanager
+    def _open(self) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+        """The file system and the path in it; inside the block its errors are explained."""
+        with explained(self.url):
+            store, root = self._place
+            store.invalidate_cache()  # other machines write to it
+            yield store, root
+
+    def below(self, path: str) -> "Store":
+        """The store of a folder, with objects of its own."""
+        store = Store(f"{self.url.rstrip('/')}/{path}", **self._options)
+        store._damaged = self._damaged
+        return store
+
+    def check(self) -> None:
+        """Write and remove a tiny object.
+
+        Raises ConfigError if the URL contains a secret, which messages and MLflow would show.
+        """
+        if self.name != self.url:
+            raise ConfigError(
+                f"{self.name}: found a user, a password or a query, expected none. Fix: set them "
+                "as `credentials` of the catalog entry, or in the environment"
+            )
+        with self._open() as (store, root):
+            store.pipe_file(f"{root}/{PROBE}", b"may be removed")
+            store.rm_file(f"{root}/{PROBE}")
+
+    def read(self, name: str) -> str | None:
+        """A text of the store, such as a pointer; None if there is none."""
+        with self._open() as (store, root):
+            try:
+                return str(store.cat_file(f"{root}/{name}").decode("utf-8", "replace"))
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text."""
+        with self._open() as (store, root):
+            store.pipe_file(f"{root}/{name}", text.encode())
+
+    def names(self, pattern: str) -> list[str]:
+        """The names that match a pattern such as `stages/*.json`, sorted."""
+        folder = pattern.partition("*")[0].rpartition("/")[0]
+        with self._open() as (store, root):
+            found = store.find(f"{root}/{folder}".rstrip("/"))
+        names = (path.removeprefix(root).lstrip("/") for path in found)
+        depth = pattern.count("/")
+        return sorted(
+            name for name in names if fnmatchcase(name, pattern) and name.count("/") == depth
+        )
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files."""
+        for name in names:
+            with self._open() as (store, root):
+                store.rm_file(f"{root}/{name}")
+
+    def push(self, artifact: Path, pointer: str) -> int:
+        """Upload the objects of an artifact that are missing, then its manifest.
+
+        Returns the number of bytes of these objects.
+        """
+        sent = 0
+        for name, entry in Manifest.read(artifact).files.items():
+            with self._open() as (store, root):
+                target = f"{root}/{OBJECTS}/{entry.sha256}"
+                if entry.sha256 in self._damaged or size_of(store, target) != entry.size:
+                    upload(store, artifact / name, target, entry.sha256)
+                    self._damaged.discard(entry.sha256)
+                    sent += entry.size
+        self.write(pointer, (artifact / NAME).read_text())
+        return sent
+
+    def manifest(self, pointer: str) -> Manifest | None:
+        """The manifest of an artifact, or None. Raises ArtifactError if it is damaged."""
+        text = self.read(pointer)
+        if text is None:
+            return None
+        with TemporaryDirectory() as temporary:
+            (Path(temporary) / NAME).write_text(text)
+            try:
+                manifest = Manifest.read(Path(temporary))
+                inside = [_is_inside(name, entry) for name, entry in manifest.files.items()]
+            except ArtifactError:
+                inside = [False]
+        if not all(inside):
+            raise ArtifactError(
+                f"{self.name}/{pointer} is damaged. Fix: restore or remove it in the store"
+            )
+        return manifest
+
+    def pull(
+        self, pointer: str, folder: Path, near: Iterable[Path] = (), *, outline: bool = False
+    ) -> Manifest | None:
+        """Download an artifact unless the folder contains it; None if the store does not have it.
+
+        The folder gets its name when all files are verified. A file that one of the artifacts
+        `near` contains is linked. An `outline` is the manifest, the folders, the curves and the
+        small JSON files: what an artifact was made from and what it measured. Raises ArtifactError
+        if the artifact is damaged in the store.
+        """
+        manifest = self.manifest(pointer)
+        if manifest is None:
+            return None
+        files = {
+            name: entry for name, entry in manifest.files.items()
+            if not outline
+            or name == CURVES
+            or (name.endswith(".json") and entry.size <= SMALL)
+        }  # fmt: skip
+        if not _is_current(folder, manifest, files):
+            partial = folder.with_name(f"{folder.name}.partial")
+            self._download_all(files, partial, near)
+            for name in manifest.files:
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            manifest.write(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        return manifest
+
+    def _download_all(
+        self, files: Mapping[str, FileEntry], folder: Path, near: Iterable[Path]
+    ) -> None:
+        """Complete a folder, which keeps the files of a download that was cut off."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.rglob("*"), reverse=True):  # files before their folder
+            if path.is_file() and path.relative_to(folder).as_posix() not in files:
+                path.unlink()
+            elif path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        local = {
+            entry.sha256: artifact / name
+            for artifact in near
+            for name, entry in Manifest.read(artifact).files.items()
+        }
+        needed = sum(
+            entry.size for name, entry in files.items()
+            if entry.sha256 not in local and not (folder / name).is_file()
+        )  # fmt: skip
+        require_space(folder, needed, f"{self.name}: the download")
+        for name, entry in files.items():
+            path, source = folder / name, local.get(entry.sha256)
+            if path.is_file() and entry.matches(path):
+                continue
+            path.unlink(missing_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if source is not None and source.is_file() and entry.matches(source):
+                link_or_copy(source, path)
+            else:
+                self._download(entry, path, name)
+
+    def _download(self, entry: FileEntry, path: Path, name: str) -> None:
+        with self._open() as (store, root):
+            source = f"{root}/{OBJECTS}/{entry.sha256}"
+            size = size_of(store, source)
+            right = size == entry.size and write_pieces(path, pieces(store, source)) == entry
+        if not right:
+            self._damaged.add(entry.sha256)
+            path.unlink(missing_ok=True)
+            found = {None: "no object", entry.size: "other bytes"}.get(size, f"{size} bytes")
+            raise ArtifactError(
+                f"{self.name}/{OBJECTS}/{entry.sha256} ({name}): found {found}, expected "
+                f"{entry.size} bytes with the SHA-256 in its name. Fix: restore it in the store"
+            )
+
+
+def _is_inside(name: str, entry: FileEntry) -> bool:
+    """Whether neither name nor digest would reach another folder."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "/" not in entry.sha256
+
+
+def _is_current(folder: Path, manifest: Manifest, files: Mapping[str, FileEntry]) -> bool:
+    """Whether a folder contains an artifact's manifest, and files of the right sizes."""
+    try:
+        present = Manifest.read(folder)
+    except ArtifactError:
+        return False
+    sizes = {name: path.stat().st_size for name in files if (path := folder / name).is_file()}
+    return present == manifest and sizes == {name: entry.size for name, entry in files.items()}

@@ -1,0 +1,294 @@
+"""Stages and a store: another workspace reuses and resumes, the store may fail."""
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from waiting import wait_until
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
+from rlhf_pipeline.runtime.digests import FileEntry
+from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.stages import stored as module
+from rlhf_pipeline.stages.cache.planning import Planner
+from rlhf_pipeline.stages.cache.workspace import work_directory
+from rlhf_pipeline.stages.events import StageListener, StageRun
+from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.stages.stored import StoredStages
+from rlhf_pipeline.storage.store import Store
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store in a local folder, which is asked often."""
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    monkeypatch.setattr(module, "RETRY_S", 0.02)
+    return Store(str(tmp_path / "store"))
+
+
+def machine(drill, store, name, listener=None, **context):
+    """A run of the stage with a workspace of its own; returns the context."""
+    workspace = drill.root / name
+    stored = StoredStages(store, workspace)
+    listeners = StageListener(stored, *([listener] if listener else []))
+    return replace(drill.context(listener=listeners, **context), workspace=workspace, stored=stored)
+
+
+def run(drill, store, name, **context):
+    """Run the stage on a machine and wait for its uploads; return the export."""
+    context = machine(drill, store, name, **context)
+    export = StageRunner(context).run(drill.job())
+    context.stored.close()
+    return export
+
+
+def warnings(caplog):
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def pointer(tmp_path):
+    (found,) = (tmp_path / "store" / "stages" / "drill").iterdir()
+    return found
+
+
+def test_another_machine_reuses_a_finished_stage(drill, store, recorder, tmp_path):
+    made = run(drill, store, "one")
+    found = run(drill, store, "two", listener=recorder)
+    assert drill.launches == 1
+    assert found.is_relative_to(tmp_path / "two")
+    assert verify(found) == verify(made)
+    assert recorder.heard[0] == ("started", True)
+    assert work_directory(found, tmp_path / "two") == found.parent  # with job.json
+    assert (found.parent / "recipe.json").read_text() == (made.parent / "recipe.json").read_text()
+    assert run(drill, store, "two") == found
+
+
+def test_a_plan_knows_what_the_store_has(drill, store):
+    run(drill, store, "one")
+    planner = Planner(machine(drill, store, "two"))
+    export = planner.run(drill.job())
+    (planned,) = planner.stages.values()
+    assert (planned.state, planned.reasons) == ("reuse", ())
+    assert [path.name for path in export.iterdir()] == ["manifest.json"]
+    assert planner.pending_stage(export) is None
+    forced = Planner(machine(drill, store, "two", force=["drill"]))
+    forced.run(drill.job())
+    assert [stage.state for stage in forced.stages.values()] == ["run"]
+
+
+def test_a_forced_stage_does_not_come_from_the_store_and_replaces_it(drill, store):
+    run(drill, store, "one")
+    forced = run(drill, store, "two", force=["drill"])
+    assert (forced / "result").read_text() == "launch 2"
+    assert forced.parent.suffix == ""  # nothing was downloaded first
+    assert (run(drill, store, "three") / "result").read_text() == "launch 2"
+
+
+def test_a_stage_that_was_finished_without_a_store_is_uploaded(drill, store, tmp_path):
+    context = machine(drill, store, "one")
+    StageRunner(replace(context, stored=None, listener=StageListener())).run(drill.job())
+    assert not (tmp_path / "store").exists()
+    run(drill, store, "one")
+    shutil.rmtree(tmp_path / "one")
+    run(drill, store, "one")
+    assert drill.launches == 1
+
+
+def test_a_damaged_artifact_in_the_store_is_made_again_and_mended(drill, store, caplog, tmp_path):
+    run(drill, store, "one")
+    for path in (tmp_path / "store" / "objects").iterdir():
+        path.write_text(path.read_text().replace("launch 1", "lunch 10"))
+    with caplog.at_level(logging.WARNING):
+        made = run(drill, store, "two")
+    (warning,) = warnings(caplog)
+    assert warning.startswith("stage drill: an artifact is not reused: ")
+    assert "(result): found other bytes, expected 8 bytes" in warning
+    assert (made / "result").read_text() == "launch 2"
+    assert (run(drill, store, "three") / "result").read_text() == "launch 2"
+
+
+class Broken(Store):
+    """A store that fails as long as it is broken."""
+
+    broken = True
+
+    def push(self, *arguments):
+        if self.broken:
+            raise StageError("s3://x: found OSError: gone. Fix: start it")
+        return super().push(*arguments)
+
+
+def test_a_store_that_fails_costs_no_result_and_the_run_says_so(drill, store, caplog, tmp_path):
+    broken = Broken(store.url)
+    context = machine(drill, broken, "one")
+    with caplog.at_level(logging.WARNING):
+        export = StageRunner(context).run(drill.job())
+        wait_until(lambda: warnings(caplog))
+        with pytest.raises(StageError) as error:
+            context.stored.close()
+    assert str(error.value) == (
+        f"{tmp_path}/store does not have drill, which this machine has: s3://x: found OSError: "
+        "gone. Fix: start it. Then repeat the `kedro run`, which uploads the rest"
+    )
+    assert warnings(caplog) == [
+        "training continues, the upload is tried again: s3://x: found OSError: gone. Fix: start it"
+    ]
+    broken.broken = False
+    assert run(drill, broken, "one") == export
+    assert run(drill, store, "two") != export
+    assert drill.launches == 1
+
+
+def test_an_upload_is_tried_again_during_the_run(drill, store, caplog, tmp_path):
+    broken = Broken(store.url)
+    context = machine(drill, broken, "one")
+    with caplog.at_level(logging.WARNING):
+        StageRunner(context).run(drill.job())
+        wait_until(lambda: warnings(caplog))
+        broken.broken = False
+        wait_until(lambda: len(warnings(caplog)) > 1)
+    assert warnings(caplog)[1] == f"{tmp_path}/store: uploads work again"
+    assert pointer(tmp_path).is_file()
+    context.stored.close()
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A running stage `sft` in the workspace `one`."""
+    return stage_run(tmp_path / "one")
+
+
+def stage_run(workspace):
+    directory = workspace / "sft" / ("f" * 16)
+    directory.mkdir(parents=True)
+    return StageRun("sft", "f" * 64, 1, {}, {}, {}, directory, 60.0)
+
+
+def save(run, step, best=None):
+    """Write a checkpoint as training does, with the best model of a step."""
+    if best is not None:
+        (run.checkpoints / f"best-{best:08d}").mkdir(parents=True)
+        (run.checkpoints / f"best-{best:08d}" / "weights").write_text(f"best {best}")
+    partial = run.checkpoints / f"step-{step:08d}.partial"
+    (partial / "policy").mkdir(parents=True)
+    (partial / "policy" / "rank0").write_text(f"state {step}")
+    seal(partial, {"policy/rank0": FileEntry.of(partial / "policy" / "rank0")})
+    with run.metrics_file.open("a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+    partial.rename(checkpoint_path(run.checkpoints, step))
+    for old in list_checkpoints(run.checkpoints)[:-1]:
+        shutil.rmtree(old)
+
+
+def steps(store, run):
+    return store.below(f"checkpoints/sft/{run.fingerprint}").names("step-*.json")
+
+
+def upload(stored, run, *made):
+    """Save checkpoints in a running stage, each after the last one was uploaded."""
+    stored.stage_started(run)
+    for step, best in made:
+        save(run, step, best)
+        wait_until(lambda: stored.newest_step(run) == step)  # noqa: B023 - used at once
+    stored.stage_ended(run, "KILLED", {})
+    stored.close()
+
+
+def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp_path):
+    (training.checkpoints / "best-00000007").mkdir(parents=True)  # an evaluation writes it
+    (training.checkpoints / "best-00000007" / "weights").write_text("half")
+    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
+    assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
+    objects = {path.read_text() for path in (tmp_path / "store").rglob("objects/*")}
+    assert {"state 4", "state 6", "best 1", "best 5"} < objects
+    assert "state 2" not in objects
+    other = stage_run(tmp_path / "two")
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 6
+    assert (checkpoint_path(other.checkpoints, 6) / "policy" / "rank0").read_text() == "state 6"
+    found = {path.relative_to(other.directory).as_posix() for path in other.directory.glob("*/*")}
+    assert found == {
+        f"checkpoints/{n}" for n in ("best-00000001", "best-00000005", "step-00000006")
+    }
+    assert other.metrics_file.read_text() == '{"step": 2}\n{"step": 4}\n{"step": 6}\n'
+
+
+def test_the_last_checkpoint_of_an_interrupted_stage_is_uploaded(store, training, tmp_path):
+    stored = StoredStages(store, tmp_path / "one")
+    stored.stage_started(training)
+    save(training, 3)
+    stored.stage_ended(training, "KILLED", {})
+    stored.close()
+    assert steps(store, training) == ["step-00000003.json"]
+    assert not (training.directory / "upload").exists()
+
+
+def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
+    stored = StoredStages(store, tmp_path / "one")
+    upload(stored, training, (2, None))
+    assert stored.fetch_checkpoint(training, 2) == 2
+    save(training, 3)
+    assert stored.fetch_checkpoint(training, 3) == 3
+    assert [path.name for path in list_checkpoints(training.checkpoints)] == ["step-00000003"]
+
+
+def test_a_damaged_checkpoint_in_the_store_is_skipped(store, training, tmp_path, caplog):
+    upload(StoredStages(store, tmp_path / "one"), training, (2, None), (4, None))
+    for path in (tmp_path / "store").rglob("objects/*"):
+        path.write_text(path.read_text().replace("state 4", "state 5"))
+    other = stage_run(tmp_path / "two")
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
+    (warning,) = warnings(caplog)
+    assert warning.startswith("stage sft: a checkpoint is not used: ")
+    assert "(checkpoints/step-00000004/policy/rank0): found other bytes" in warning
+
+
+def test_a_checkpoint_that_was_damaged_before_its_upload_is_skipped(store, training, tmp_path):
+    stored = StoredStages(store, tmp_path / "one")
+    stored.stage_started(training)
+    save(training, 2)
+    wait_until(lambda: stored.newest_step(training) == 2)
+    stored.stage_ended(training, "KILLED", {})
+    stored.close()
+    save(training, 4)
+    (checkpoint_path(training.checkpoints, 4) / "policy" / "rank0").write_text("damage4")
+    stored = StoredStages(store, tmp_path / "one")
+    stored.stage_started(training)
+    wait_until(lambda: stored.newest_step(training) == 4)
+    stored.stage_ended(training, "KILLED", {})
+    stored.close()
+    other = stage_run(tmp_path / "two")
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
+    assert [path.name for path in list_checkpoints(other.checkpoints)] == ["step-00000002"]
+
+
+def test_the_checkpoints_of_a_finished_stage_leave_the_store(drill, store, tmp_path, monkeypatch):
+    context = machine(drill, store, "one")
+    drill.order("fail")
+    with pytest.raises(StageError, match="ordered to fail"):
+        StageRunner(context).run(drill.job())
+    (directory,) = (tmp_path / "one" / "drill").iterdir()
+    failed = StageRun("drill", json_fingerprint(directory), 1, {}, {}, {}, directory, 60.0)
+    save(failed, 2)
+    context.stored.stage_started(failed)
+    wait_until(lambda: context.stored.newest_step(failed) == 2)
+    planner = Planner(context)
+    planner.run(drill.job())
+    assert [stage.state for stage in planner.stages.values()] == ["resume"]
+    elsewhere = Planner(machine(drill, store, "two"))
+    elsewhere.run(drill.job())
+    assert [(stage.state, stage.reasons) for stage in elsewhere.stages.values()] == [
+        ("resume", ("from the store",))
+    ]
+    drill.order("fail", given=False)
+    StageRunner(context).run(drill.job())
+    context.stored.close()
+    assert not [path for path in (tmp_path / "store" / "checkpoints").rglob("*") if path.is_file()]
+
+
+def json_fingerprint(directory: Path) -> str:
+    """The whole fingerprint of a work directory."""
+    return str(json.loads((directory / "job.json").read_text())["fingerprint"])

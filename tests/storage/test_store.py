@@ -1,0 +1,265 @@
+"""A store, also on a real S3 server: whole or not at all, verified, resumed after a cut."""
+
+import os
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from ports import reserved_port
+from s3_fixtures import serve_s3
+from waiting import once
+
+from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
+from rlhf_pipeline.runtime.digests import FileEntry
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.storage.files import explained, open_store, upload
+from rlhf_pipeline.storage.store import Store
+
+# printf abc | sha256sum; printf d | sha256sum
+ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+D = "18ac3e7343f016890c510e93f935261169d9e3f565436429830faf0934f4f8e4"
+
+
+def seal(folder):
+    """Make a folder an artifact."""
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    return folder
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    """Two names of one content, and another content in a subfolder."""
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "weights").write_text("abc")
+    (folder / "copy").write_text("abc")
+    (folder / "sub" / "more").write_text("d")
+    return seal(folder)
+
+
+def test_each_content_is_stored_once_and_pulled_by_its_digest(bucket, artifact, tmp_path):
+    store = Store("s3://bucket/once")
+    assert store.push(artifact, "folders/it.json") == 4
+    objects = {path.name: path.read_text() for path in (bucket / "once" / "objects").iterdir()}
+    assert objects == {ABC: "abc", D: "d"}
+    pointer = bucket / "once" / "folders" / "it.json"
+    assert pointer.read_bytes() == (artifact / "manifest.json").read_bytes()
+    assert store.push(artifact, "folders/again.json") == 0
+    assert store.names("folders/*.json") == ["folders/again.json", "folders/it.json"]
+    assert store.names("*.json") == []
+    assert store.pull("folders/it.json", tmp_path / "here") == verify(artifact)
+    assert (tmp_path / "here" / "sub" / "more").read_text() == "d"
+    assert verify(tmp_path / "here") == verify(artifact)
+    assert store.pull("folders/none.json", tmp_path / "nowhere") is None
+
+
+def test_an_object_of_several_parts_comes_back(bucket, tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "file").write_bytes(os.urandom(60_000_000))  # s3fs sends parts of 50 MB
+    store = Store("s3://bucket/parts")
+    store.push(seal(tmp_path / "big"), "it.json")
+    assert store.pull("it.json", tmp_path / "here") == verify(tmp_path / "here")
+
+
+def test_a_flipped_byte_in_the_store_is_named_and_the_next_push_mends_it(
+    bucket, artifact, tmp_path
+):
+    store = Store("s3://bucket/flipped")
+    store.push(artifact, "it.json")
+    (bucket / "flipped" / "objects" / ABC).write_text("abd")
+    with pytest.raises(ArtifactError) as error:
+        store.pull("it.json", tmp_path / "here")
+    assert str(error.value) == (
+        f"s3://bucket/flipped/objects/{ABC} (copy): found other bytes, expected 3 bytes with the "
+        "SHA-256 in its name. Fix: restore it in the store"
+    )
+    assert not (tmp_path / "here").exists()
+    assert store.push(artifact, "it.json") == 3
+    assert store.pull("it.json", tmp_path / "here").stage == "sft"
+    assert (tmp_path / "here" / "weights").read_text() == "abc"
+
+
+def cut(path):
+    path.write_text("e")
+
+
+@pytest.mark.parametrize(("damage", "found"), [(Path.unlink, "no object"), (cut, "1 bytes")])
+def test_a_lost_or_cut_object_is_named_and_the_next_push_mends_it(
+    artifact, tmp_path, damage, found
+):
+    store = Store(str(tmp_path / "store"))
+    store.push(artifact, "it.json")
+    damage(tmp_path / "store" / "objects" / ABC)
+    with pytest.raises(ArtifactError, match=rf"{ABC} \(copy\): found {found}, expected 3 bytes"):
+        store.pull("it.json", tmp_path / "here")
+    assert Store(str(tmp_path / "store")).push(artifact, "it.json") == 3
+
+
+def test_a_flipped_byte_of_the_pointer_is_named(artifact, tmp_path):
+    store = Store(str(tmp_path / "store"))
+    store.push(artifact, "it.json")
+    pointer = tmp_path / "store" / "it.json"
+    pointer.write_text(pointer.read_text().replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(ArtifactError, match=r"store/it\.json is damaged\. Fix:"):
+        store.pull("it.json", tmp_path / "here")
+
+
+def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, monkeypatch):
+    source, served = tmp_path / "source", tmp_path / "served"
+    source.mkdir()
+    for name, size in (("a", 1_000_000), ("b", 60_000_000), ("c", 1000)):
+        (source / name).write_bytes(os.urandom(size))
+    (served / "bucket").mkdir(parents=True)
+    files = Manifest.read(seal(source)).files
+    first = served / "bucket" / "x" / "objects" / files["a"].sha256
+    with reserved_port() as port:
+        store = Store(
+            "s3://bucket/x",
+            key="access",
+            secret="secret",
+            client_kwargs={"endpoint_url": f"http://127.0.0.1:{port}"},
+            config_kwargs={"retries": {"max_attempts": 0}},
+        )
+        server = serve_s3(served, port)
+        with once(first.exists, server.kill), pytest.raises(StageError, match="s3://bucket/x: "):
+            store.push(source, "it.json")
+        server.communicate()
+        assert {path.name for path in first.parent.iterdir()} == {files["a"].sha256}
+        server = serve_s3(served, port)
+        try:
+            assert store.read("it.json") is None
+            assert store.push(source, "it.json") == 60_001_000
+            store.pull("it.json", tmp_path / "here")
+        finally:
+            server.kill()
+            server.communicate()
+    assert verify(tmp_path / "here") == verify(source)
+
+
+def test_a_download_that_was_cut_off_keeps_its_files(artifact, tmp_path):
+    store = Store(str(tmp_path / "store"))
+    store.push(artifact, "it.json")
+    partial = tmp_path / "here.partial"
+    (partial / "sub").mkdir(parents=True)
+    (partial / "weights").write_text("abc")
+    (partial / "copy").write_text("ab")
+    (partial / "other").mkdir()
+    (partial / "other" / "foreign").write_text("of another artifact")
+    os.utime(partial / "weights", (1000, 1000))
+    store.pull("it.json", tmp_path / "here")
+    assert (tmp_path / "here" / "weights").stat().st_mtime == 1000
+    assert verify(tmp_path / "here") == verify(artifact)
+    assert not (tmp_path / "here" / "other").exists()
+
+
+def test_a_file_that_is_here_is_linked_unless_it_was_changed(artifact, tmp_path):
+    store = Store(str(tmp_path / "store"))
+    store.push(artifact, "it.json")
+    (artifact / "sub" / "more").write_text("e")
+    store.pull("it.json", tmp_path / "here", [artifact])
+    assert (tmp_path / "here" / "weights").samefile(artifact / "weights")
+    assert (tmp_path / "here" / "sub" / "more").read_text() == "d"
+
+
+def test_an_artifact_that_is_here_is_not_downloaded_again(artifact, tmp_path):
+    store, here = Store(str(tmp_path / "store")), tmp_path / "here"
+    store.push(artifact, "it.json")
+    store.pull("it.json", here)
+    os.utime(here / "weights", (1000, 1000))
+    store.pull("it.json", here)
+    assert (here / "weights").stat().st_mtime == 1000
+    (here / "sub" / "more").unlink()
+    store.pull("it.json", here)
+    assert (here / "sub" / "more").read_text() == "d"
+
+
+def test_an_outline_has_manifest_folders_and_json_files(artifact, tmp_path):
+    (artifact / "report.json").write_text("{}")
+    store = Store(str(tmp_path / "store"))
+    store.push(seal(artifact), "it.json")
+    store.pull("it.json", tmp_path / "here", outline=True)
+    found = {path.relative_to(tmp_path / "here").as_posix() for path in tmp_path.rglob("here/**/*")}
+    assert found == {"manifest.json", "report.json", "sub"}
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"), [("../outside", ABC), ("/tmp/outside", ABC), ("x", "../it.json")]
+)
+def test_a_name_outside_the_folder_is_refused(artifact, tmp_path, name, digest):
+    store = Store(str(tmp_path / "store"))
+    files = {name: FileEntry(3, digest)}
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, files).write(tmp_path)
+    store.write("it.json", (tmp_path / "manifest.json").read_text())
+    with pytest.raises(ArtifactError, match=r"store/it\.json is damaged"):
+        store.pull("it.json", tmp_path / "here")
+
+
+def test_a_store_that_cannot_be_used_is_explained_before_anything_is_uploaded(bucket, s3_server):
+    Store("s3://bucket/fine").check()
+    assert not [path for path in bucket.rglob("fine/**/*") if path.is_file()]
+    with pytest.raises(StageError) as missing:
+        Store("s3://nowhere/x").check()
+    assert str(missing.value).startswith(
+        "s3://nowhere/x: found FileNotFoundError: The specified bucket does not exist. Fix: check"
+    )
+    with pytest.raises(
+        StageError, match=r"s3://bucket/x: found PermissionError: .*signature"
+    ) as it:
+        Store("s3://bucket/x", key="access", secret="canary-secret").check()
+    assert "canary" not in str(it.value)
+    with pytest.raises(StageError, match=r"found ValueError: .*nothing. Fix: check path"):
+        Store("nothing://x").check()
+
+
+def test_a_secret_of_the_url_is_not_shown():
+    with pytest.raises(StageError) as error, explained("https://me:secret@host/x"):
+        raise OSError("https://me:secret@host/x failed")
+    assert "secret" not in str(error.value)
+
+
+def test_a_secret_in_the_url_of_a_store_is_refused():
+    with pytest.raises(ConfigError) as error:
+        Store("s3://me:canary@bucket/x").check()
+    assert str(error.value) == (
+        "s3://...@bucket/x: found a user, a password or a query, expected none. Fix: set them as "
+        "`credentials` of the catalog entry, or in the environment"
+    )
+
+
+def test_a_missing_package_is_named():
+    message = r"found ImportError: s3fs\. Fix: install .*\[s3\]"
+    with pytest.raises(StageError, match=message), explained("s3://bucket/x"):
+        raise ImportError("s3fs")
+
+
+def test_a_path_is_taken_literally(tmp_path):
+    store, root = open_store(str(tmp_path / "a::b [c]*"))
+    assert isinstance(store, LocalFileSystem) and root == str(tmp_path / "a::b [c]*")
+    fsspec.filesystem("memory").pipe("/exported/x", b"1")
+    store, root = open_store("memory://exported/")
+    assert (store.find(root), root) == (["/exported/x"], "/exported")
+
+
+class Forgetful(LocalFileSystem):
+    """A store that damages every file."""
+
+    def put_file(self, local, remote, **options):
+        Path(remote).write_text("2!")
+
+
+def test_bytes_that_arrive_damaged_do_not_stay(tmp_path):
+    (tmp_path / "weights").write_text("abc")
+    with pytest.raises(StageError, match=r"x: found SHA-256 .* expected ba7816bf8f01"):
+        upload(Forgetful(), tmp_path / "weights", str(tmp_path / "x"), ABC)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_local_folder_is_a_store(artifact, tmp_path):
+    for number, root in enumerate((str(tmp_path / "one [store]"), f"file://{tmp_path}/two")):
+        store = Store(root)
+        store.check()
+        store.push(artifact, "a/it.json")
+        assert store.names("a/*.json") == ["a/it.json"]
+        store.pull("a/it.json", tmp_path / str(number))
+        assert verify(tmp_path / str(number)) == verify(artifact)

@@ -1,0 +1,162 @@
+"""The pipeline with everything on a real S3 server: another machine reuses and resumes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT, Project, end_group
+from waiting import wait_until
+
+from rlhf_pipeline.runtime.manifest import content_digest
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
+
+STORE = "store=s3://bucket/project"
+
+
+def finished_in(output: str) -> list[str]:
+    """The stages that were launched."""
+    return [line.partition(":")[0] for line in output.splitlines() if ": running as " in line]
+
+
+@pytest.fixture
+def machine(bucket, tmp_path, monkeypatch):
+    """Makes machines with empty disks that share the store."""
+    keys = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    monkeypatch.setattr("conftest.SECRETS", keys)
+
+    def make(name):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
+        return Project(tmp_path / name)
+
+    return make
+
+
+REMOTE = {
+    "base_model": ("artifact.ArtifactDataset", "02_base_model/base_model"),
+    "split": ("artifact.ArtifactDataset", "03_split/split"),
+    "{stage}_model": ("artifact.ArtifactDataset", "06_models/{stage}_model"),
+    "evaluation": ("artifact.ArtifactDataset", "08_reporting/evaluation"),
+    "evaluation_page": ("artifact.PageDataset", "08_reporting/evaluation.html"),
+}
+
+
+@pytest.fixture
+def conf(tmp_path, s3_server):
+    """A configuration whose catalog is in the store, with Kedro's credentials."""
+    local = shutil.copytree(PROJECT / "conf", tmp_path / "conf") / "local"
+    entries = {
+        name: {
+            "type": f"rlhf_pipeline.datasets.{kind}",
+            "filepath": f"s3://bucket/published/{path}",
+            "versioned": True,
+            "credentials": "s3",
+        }
+        for name, (kind, path) in REMOTE.items()
+    }
+    store = {
+        "type": "rlhf_pipeline.datasets.store.StoreDataset",
+        "url": "s3://bucket/project",
+        "credentials": "s3",
+    }
+    keys = {"key": "access", "secret": "secret", "client_kwargs": {"endpoint_url": s3_server[0]}}
+    (local / "catalog.yml").write_text(json.dumps(entries | {"store": store}))
+    (local / "credentials.yml").write_text(json.dumps({"s3": keys}))
+    return f"--conf-source={tmp_path / 'conf'}"
+
+
+@pytest.mark.long
+def test_other_machines_reuse_stages_and_versions_in_seconds(machine, conf, bucket, monkeypatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    assert len(finished_in(machine("one").kedro("--pipeline=full", conf))) == 7
+    assert len(list(bucket.glob("published/*/*/*/*/manifest.json"))) == 6
+    two = machine("two")
+    status = two.kedro(conf, command="rlhf status")
+    assert status.count("reuse") == status.count("from the store") == 7
+    start = time.monotonic()
+    assert finished_in(two.kedro("--pipeline=full", conf)) == []
+    print(f"everything from the store in {time.monotonic() - start:.0f} s")
+    three = machine("three")  # starts from published versions, with an empty workspace
+    assert three.kedro(conf, command="rlhf runs").count("gold") == 2
+    assert finished_in(three.kedro("--from-nodes=ppo", conf)) == []
+    assert "lower end" in three.kedro(conf, command="rlhf compare sft-baseline candidate")
+    assert "08_reporting/evaluation.html" in three.kedro("--no-open", conf, command="rlhf report")
+    assert "Nothing to remove" in three.kedro(conf, command="rlhf clean --versions")
+    assert len(list(bucket.glob("published/*/*/*/*/manifest.json"))) == 13
+
+
+@pytest.mark.slow
+def test_a_missing_bucket_or_a_wrong_key_ends_the_run_before_it_trains(machine, monkeypatch):
+    one = machine("one")
+    output = one.kedro(params="store=s3://nowhere/x", check=False)
+    assert "Error: s3://nowhere/x: found FileNotFoundError: The specified bucket does" in output
+    keys = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "canary-wrong"}
+    monkeypatch.setattr("conftest.SECRETS", keys)
+    output = one.kedro(params=STORE, check=False)
+    assert "Error: s3://bucket/project: found PermissionError: The request signature" in output
+    assert "canary" not in output
+    assert not (one.root / "07_workspace").exists()
+
+
+@pytest.mark.long
+def test_training_that_lost_its_machine_resumes_on_another_bit_for_bit(machine, bucket, tmp_path):
+    one, two, unbroken = machine("one"), machine("two"), machine("unbroken")
+    # The last evaluation is late, so the best model of an early one has to move as well.
+    training = "sft.epochs=8,sft.checkpoint_every=4,sft.evaluations=3"
+    unbroken.kedro("--to-nodes=sft", params=training)
+    command = [str(Path(sys.executable).with_name("kedro")), "run", "--env=tiny", "--to-nodes=sft"]
+    command.append(f"--params=root={one.root},{STORE},{training}")
+    environment = os.environ | {"MLFLOW_TRACKING_URI": one.uri}
+    with (tmp_path / "log").open("w") as log:
+        driver = subprocess.Popen(
+            command, cwd=PROJECT, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        wait_until(lambda: steps(bucket) or driver.poll() is not None)
+        assert driver.poll() is None, (tmp_path / "log").read_text()
+        os.kill(driver.pid, signal.SIGKILL)
+    finally:
+        end_group(driver)
+    wait_until(lambda: not working_in(one.root))
+    assert not list(one.root.glob("07_workspace/sft/*/export/manifest.json"))
+    shutil.rmtree(one.root)
+    saved = steps(bucket)[-1]
+    output = two.kedro("--to-nodes=sft", params=f"{STORE},{training}")
+    assert finished_in(output) == ["sft"]
+    assert "checkpoint downloaded from s3://bucket/project" in output
+    (job,) = two.root.glob("07_workspace/sft/*/job.json")
+    assert json.loads(job.read_text())["resume_from"] == saved > 0
+    assert content_digest(two.newest("06_models/sft_model")) == content_digest(
+        unbroken.newest("06_models/sft_model")
+    )
+    curves = [
+        [(line["step"], line["metrics"]["sft/loss"]) for line in read_json_lines(file)
+         if "sft/loss" in line["metrics"]]
+        for root in (two.root, unbroken.root)
+        for file in root.glob("07_workspace/sft/*/metrics.jsonl")
+    ]  # fmt: skip
+    assert curves[0] == curves[1] and len(curves[0]) == curves[0][-1][0]
+    assert steps(bucket) == []  # of a finished stage
+
+
+def steps(bucket: Path) -> list[int]:
+    """The steps of the checkpoints in the store."""
+    found = bucket.glob("project/checkpoints/sft/*/step-*.json")
+    return sorted(int(path.stem.removeprefix("step-")) for path in found)
+
+
+def working_in(root: Path) -> bool:
+    """Whether a program still works in a folder."""
+    import psutil
+
+    return any(
+        str(root) in " ".join(process.info["cmdline"] or [])
+        for process in psutil.process_iter(["cmdline"])
+    )
