@@ -48,18 +48,21 @@ def run_all(nodes: Nodes, *arguments: str, **options: object) -> list[int]:
 
 
 def test_two_nodes_train_as_one_node_with_two_ranks(nodes, project):
-    """The recipe is the same, so each reuses the results of the other."""
+    """The recipe of the first stage is the same, so each reuses the result of the other."""
     assert run_all(nodes, "--to-nodes=ppo", private=True) == [0, 0], nodes.output(0).read_text()
     assert "node 1 (" in nodes.output(0).read_text()  # it received files
-    names = {"sft": 1, "reward_model": 1, "ppo": 2}
-    for stage, count in names.items():
+    for stage, count in {"sft": 1, "reward_model": 1, "ppo": 2}.items():
         expected, found = (first_losses(each.root, stage) for each in (project, nodes))
         assert len(expected) == count and found == pytest.approx(expected, abs=1e-5)
         largest = max(abs(found[name] - expected[name]) for name in expected)
         print(f"{stage}: the losses of the first step differ by at most {largest:.1e}")
         (run,) = (nodes.root / "07_workspace" / stage).glob("*[0-9a-f]")
-        assert run.name in [path.name for path in (project.root / "07_workspace" / stage).iterdir()]
         assert json.loads((run / "export" / "manifest.json").read_text())["ranks"] == 2
+    # Later stages read weights that may differ in the last bit.
+    one, two = (
+        {path.name for path in each.root.glob("07_workspace/sft/*")} for each in (project, nodes)
+    )
+    assert two <= one
     assert not (nodes.folder / "root1" / "08_reporting").exists()
 
 
