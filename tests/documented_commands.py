@@ -26,6 +26,7 @@ NOT_RUN = {
     "kedro rlhf doctor": "tests/commands/test_doctor.py",
     "kedro rlhf export": "tests/commands/test_export.py",
     "kedro rlhf label": "serves until Ctrl-C; tests/labelling",
+    "kedro rlhf plan": "tests/commands/test_plan.py",
     "kedro rlhf serve": "serves until Ctrl-C; tests/commands/test_serve.py",
     "kedro run --env=hh-rlhf": "needs the file; tests/pipelines/test_published_inputs.py",
     "kedro run --env=smollm2": "needs the model; tests/test_smollm2.py",
