@@ -73,11 +73,9 @@ def refusals(settings):
 
 @pytest.mark.parametrize("preset", [make_preset(*each) for each in COMMON], ids=lambda p: p.name)
 def test_an_environment_in_conf_is_what_the_table_gives(preset, settings_of):
-    method = "" if preset.method == "full" else f" --method {preset.method}"
     for name, text in files(preset, preset.name).items():
         assert (CONF / preset.name / name).read_text() == text, (
-            f"write it again: kedro rlhf preset {preset.model} --gpus {preset.gpus}{method} "
-            "--overwrite"
+            "write it again: kedro rlhf preset --common --overwrite"
         )
     loader = LayeredConfigLoader(str(CONF), env=preset.name, **CONFIG_LOADER_ARGS)
     assert with_values(loader["parameters"], preset) == loader["parameters"]
