@@ -369,5 +369,6 @@ def preset(
     if not common and (model is None or gpus is None):
         raise click.UsageError("use MODEL and --gpus, or --list")
     project = Path(metadata.project_path)
-    for each, size, way in COMMON if common else ((model, gpus, method),):
-        write(each, size, way, project, console, **options)
+    chosen: Any = COMMON if common else ((model, gpus, method),)
+    for name, size, way in chosen:
+        write(name, size, way, project, console, **options)

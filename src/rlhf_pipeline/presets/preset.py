@@ -158,7 +158,8 @@ def _block(values: Mapping[str, Any], place: str, settings: Mapping[str, Value])
 
 def _header(preset: Preset, name: str) -> Iterator[str]:
     hardware = preset.hardware
-    machines = f"{hardware.ranks} GPU{'s' * (hardware.ranks > 1)} of {hardware.name}"
+    size = (hardware.gpu_memory or 0) // GIB
+    machines = f"{hardware.ranks} GPU{'s' * (hardware.ranks > 1)} of {size} GB"
     machines += f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     trained = {"full": "all weights train", "lora": "LoRA", "qlora": "QLoRA"}[preset.method]
     method = "" if preset.method == "full" else f" --method {preset.method}"
