@@ -45,8 +45,9 @@ SHORT = {
     "sft.micro_batch_tokens": 1024,
     "reward_model.micro_batch_tokens": 2048,
     "ppo.micro_batch_tokens": 1024,
-    "ppo.rollout_batch_size": 64,
-    "ppo.minibatch_size": 32,
+    "ppo.rollout_batch_size": 32,
+    "ppo.minibatch_size": 16,
+    "ppo.kl.maximum": "null",
 }
 ONE, TWO = {"launch.processes": 1}, {"launch.processes": 2}
 
@@ -65,13 +66,14 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft-zero3": ("sft", TWO | _zero("sft", 3)),
     "sft-checkpointing": ("sft", ONE | {"sft.gradient_checkpointing": "true"}),
     "sft-lora": ("sft", ONE | {"sft.lora.rank": 16}),
+    "sft-zero3-bf16": ("sft", TWO | _zero("sft", 3, precision="bf16")),
     "reward-zero2": ("reward_model", TWO | _zero("reward_model", 2)),
     "ppo-zero1": ("ppo", ONE),
     "ppo-zero3": ("ppo", TWO | _zero("ppo.actor", 3) | _zero("ppo.critic", 3)),
     "ppo-lora": ("ppo", ONE | {"ppo.actor.lora.rank": 16, "ppo.critic.lora.rank": 16}),
     "ppo-grpo-bf16": (
         "ppo",
-        TWO
+        ONE
         | {
             "ppo.advantage": "grpo",
             "ppo.critic": "null",
@@ -79,7 +81,16 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "ppo.actor.deepspeed.precision": "bf16",
         },
     ),
-    "dpo-zero1": ("dpo", ONE | {"dpo.batch_size": 64, "dpo.micro_batch_tokens": 1024}),
+    "dpo-zero1": (
+        "dpo",
+        ONE
+        | {
+            "dpo.batch_size": 32,
+            "dpo.micro_batch_tokens": 1024,
+            "dpo.epochs": 0.35,
+            "dpo.evaluations": 1,
+        },
+    ),
 }
 """Stage and parameters."""
 
@@ -122,7 +133,7 @@ def measured(stage: str, options: list[str]) -> list[float]:
             time.sleep(0.05)
     if process.returncode:
         sys.exit((RESULTS / "run.log").read_text())
-    return [peak for peak in peaks.values() if peak > 100]  # without the shells that start them
+    return [peak for peak in peaks.values() if peak > 400]  # without the programs that start them
 
 
 def _read(process: psutil.Process, program: str, peaks: dict[int, float]) -> None:

@@ -28,7 +28,7 @@ NOT_RUN = {
     "kedro rlhf doctor": "tests/commands/test_doctor.py",
     "kedro rlhf export": "tests/commands/test_export.py",
     "kedro rlhf label": "serves until Ctrl-C; tests/labelling",
-    "kedro rlhf plan": "tests/commands/test_check.py",
+    "kedro rlhf plan": "tests/commands/test_plan.py and test_check.py",
     "kedro rlhf preset": "writes an environment; tests/commands/test_preset.py",
     "kedro rlhf serve": "serves until Ctrl-C; tests/commands/test_serve.py",
     "kedro rlhf status --env=tiny --params='ppo.rewards": "needs a file; tests/test_tutorials.py",

@@ -11,9 +11,10 @@ from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.preflight import check_gate, check_root, preflight
+from rlhf_pipeline.preflight import check_gate, check_memory, check_root, preflight
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.sizing.hardware import GIB, Hardware
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -502,3 +503,56 @@ def ppo(**changes):
     model = {"optimizer": {"learning_rate": 1e-3}}
     sizes = {"steps": 1, "rollout_batch_size": 2, "minibatch_size": 2, "micro_batch_tokens": 32}
     return PPOConfig.model_validate(sizes | {"actor": model, "critic": model} | changes)
+
+
+ALL = {"base_model", "split", "sft", "reward_model", "ppo", "evaluate"}
+
+
+@pytest.fixture
+def large(parameters):
+    """OPT-6.7B, whose fp32 weights alone are 24.8 GiB."""
+    del parameters["base_model"]
+    return parameters | {"base_model": {"path": "facebook/opt-6.7b"}}
+
+
+def test_what_cannot_fit_is_refused_with_the_cheapest_change(large):
+    one = Hardware(1, gpu_memory=80 * GIB, main_memory=500 * GIB)
+    with pytest.raises(ConfigError) as refused:
+        check_memory(large, {"sft"}, one, refuses=True)
+    # 20 bytes for each of 6.658e9 weights: weights, master copies and gradients 4, states 8.
+    assert str(refused.value) == (
+        "sft: found 124.0 GiB of weights, gradients and optimizer states on each rank, expected at "
+        "most the 80.0 GiB of its GPU. Fix: --params=sft.deepspeed.offload_optimizer=true; "
+        "launch.memory_check=warn starts nevertheless"
+    )
+
+
+def test_a_refusal_can_be_a_warning(large):
+    one = Hardware(1, gpu_memory=80 * GIB, main_memory=500 * GIB)
+    (warning,) = check_memory(large, {"sft"}, one, refuses=False)
+    assert warning.startswith("sft: found 124.0 GiB")
+
+
+def test_activations_alone_never_refuse(large):
+    """On 16 GPUs the states fit; the logits of a large micro batch may not."""
+    sft = large["sft"] | {"micro_batch_tokens": 2**17, "batch_size": 512}
+    sixteen = Hardware(8, nodes=2, gpu_memory=80 * GIB, main_memory=500 * GIB)
+    (warning,) = check_memory(large | {"sft": sft}, {"sft"}, sixteen, refuses=True)
+    assert warning.startswith("sft: a rank may need ")
+    assert "Fix: --params=sft.micro_batch_tokens=" in warning
+
+
+def test_stages_that_do_not_run_are_not_checked(large):
+    one = Hardware(1, gpu_memory=24 * GIB)
+    assert check_memory(large, {"split", "base_model"}, one, refuses=True) == []
+
+
+@pytest.mark.parametrize("hardware", [Hardware(2), Hardware(2, main_memory=2 * GIB)])
+def test_small_models_and_unknown_machines_pass(parameters, hardware):
+    assert check_memory(parameters, ALL, hardware, refuses=True) == []
+
+
+def test_a_model_of_unknown_size_passes(large):
+    unknown = large | {"base_model": {"path": "someone/model"}}
+    tiny = Hardware(1, gpu_memory=GIB)
+    assert check_memory(unknown, ALL, tiny, refuses=True) == []

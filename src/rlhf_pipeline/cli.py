@@ -342,9 +342,16 @@ def chat(
 @click.option("--output", type=click.Path(path_type=Path), help="In place of conf/<preset>.")
 @click.option("--overwrite", is_flag=True, help="Replace an environment.")
 @click.option("--list", "listing", is_flag=True, help="Show what fits where; write nothing.")
+@click.option("--common", is_flag=True, help="Write the presets that this repository has in conf/.")
 @click.pass_obj
 def preset(
-    metadata: ProjectMetadata, model: str | None, gpus: str | None, listing: bool, **options: Any
+    metadata: ProjectMetadata,
+    model: Any,
+    gpus: Any,
+    method: Any,
+    listing: bool,
+    common: bool,
+    **options: Any,
 ) -> None:
     """Write an environment for MODEL, such as opt-1.3b, on the GPUs of --gpus.
 
@@ -353,12 +360,15 @@ def preset(
     from rich.console import Console
 
     from rlhf_pipeline.commands.preset import show_table, write
+    from rlhf_pipeline.presets.preset import COMMON
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
     if listing:
         show_table(console, model)
         return
-    if model is None or gpus is None:
+    if not common and (model is None or gpus is None):
         raise click.UsageError("use MODEL and --gpus, or --list")
     project = Path(metadata.project_path)
-    write(model, gpus, options.pop("method"), project, console, **options)
+    chosen: Any = COMMON if common else ((model, gpus, method),)
+    for name, size, way in chosen:
+        write(name, size, way, project, console, **options)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import check as module
-from rlhf_pipeline.commands.check import checked_stages
+from rlhf_pipeline.commands.check import dry_run, environment_of
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.pipeline_registry import register_pipelines
@@ -33,10 +34,16 @@ def parameters(**given):
 HH = {"name": "Dahoas/rm-static"}
 
 
-def checked(gpus="8x80", **given):
-    return checked_stages(
-        parameters(**given), named(None, gpus), register_pipelines()["full"], hidden_size=2048
-    )
+@pytest.fixture
+def checked(tmp_path):
+    """Returns the jobs and the number of ranks of a dry run."""
+
+    def run(gpus="8x80", **given):
+        hardware = named(None, gpus)
+        with environment_of(hardware):
+            return dry_run(parameters(**given), hardware, register_pipelines()["full"], tmp_path)
+
+    return run
 
 
 @pytest.fixture
@@ -70,30 +77,23 @@ def test_a_line_for_each_stage(plan):
 
 @pytest.fixture
 def without_deepspeed(monkeypatch):
-    """Leave out the program that imports DeepSpeed; keep the jobs that were written."""
-    jobs = {}
-
-    def read(paths, *_):
-        jobs.update({name: json.loads(path.read_text()) for name, path in paths.items()})
-        return {name: {} for name in paths}
-
-    monkeypatch.setattr(module, "_refusals", read)
-    return jobs
+    """Leave out the program that imports DeepSpeed."""
+    monkeypatch.setattr(module, "_accepted", lambda jobs, *_: dict.fromkeys(jobs, ()))
 
 
-def test_the_jobs_are_those_of_the_nodes(without_deepspeed):
-    stages = checked("2x8x80", launch={"mode": "rank_env", "processes": 8})
-    assert {stage.name: stage.ranks for stage in stages} == {
-        "base_model": 1, "source": 1, "split": 1,
-        "sft": 16, "reward_model": 16, "ppo": 16, "evaluate": 16,
-    }  # fmt: skip
-    ppo = without_deepspeed["ppo"]
+def test_the_jobs_are_those_of_the_nodes(checked):
+    jobs, ranks = checked("2x8x80", launch={"mode": "rank_env", "processes": 8})
+    assert ranks == 16
+    assert list(jobs) == [
+        *("base_model", "source", "split", "sft", "reward_model", "ppo", "evaluate"),
+    ]
+    ppo = json.loads(jobs["ppo"].read_text())
     assert ppo["inputs"].keys() == {"prompts", "sft_model", "reward_model"}
     assert ppo["inputs"]["sft_model"].endswith("/export")
     assert "/sft/" in ppo["inputs"]["sft_model"]
     assert ppo["config"]["ppo"]["rollout_batch_size"] == 64
     # The newest commits on the hub are not known.
-    assert without_deepspeed["base_model"]["digests"] == {"commit": "0" * 40}
+    assert json.loads(jobs["base_model"].read_text())["digests"] == {"commit": "0" * 40}
 
 
 def test_an_environment_for_two_nodes_is_checked_on_this_machine(plan, without_deepspeed):
@@ -123,9 +123,15 @@ def test_an_unknown_environment_is_refused(plan):
     assert (code, message[:44]) == (1, "Error: --env: found 'tini' (did you mean tin")
 
 
-def test_four_bit_weights_need_neither_a_gpu_nor_their_library_here(without_deepspeed):
+def test_four_bit_weights_need_neither_a_gpu_nor_their_library_here(checked):
     sft = {"lora": {"quantize": "nf4"}, "deepspeed": {"precision": "bf16"}}
-    assert checked("1x24", sft=sft)[3].name == "sft"
+    assert "sft" in checked("1x24", sft=sft)[0]
+
+
+def test_a_model_of_unknown_size_is_refused(plan, without_deepspeed):
+    code, (message,) = plan("--env=hh-rlhf", "--gpus=8x80", "--params=base_model.path=a/b")
+    assert code == 1
+    assert "base_model.path: found a/b, whose sizes are not known on this machine. Fix: " in message
 
 
 @pytest.mark.parametrize(
@@ -162,13 +168,13 @@ def test_four_bit_weights_need_neither_a_gpu_nor_their_library_here(without_deep
         ),
     ],
 )
-def test_faults_name_parameter_and_fix(gpus, given, message):
+def test_faults_name_parameter_and_fix(checked, gpus, given, message):
     with pytest.raises(ConfigError) as refused:
         checked(gpus, **given)
     assert message in str(refused.value)
 
 
-def test_a_job_that_reads_back_otherwise_is_refused(monkeypatch):
+def test_a_job_that_reads_back_otherwise_is_refused(checked, monkeypatch):
     def altered(run):
         other = {name: block | {"revision": "other"} for name, block in run.config.items()}
         write_job(replace(run, config=other))
@@ -178,7 +184,7 @@ def test_a_job_that_reads_back_otherwise_is_refused(monkeypatch):
         checked()
 
 
-def test_an_error_of_a_node_names_its_stage(monkeypatch, without_deepspeed):
+def test_an_error_of_a_node_names_its_stage(checked, monkeypatch):
     def fail(job, *_):
         raise PipelineError(f"{job.spec.name} fails")
 
@@ -187,17 +193,19 @@ def test_an_error_of_a_node_names_its_stage(monkeypatch, without_deepspeed):
         checked()
 
 
-def test_settings_that_deepspeed_refuses_name_stage_and_engine(monkeypatch):
+def test_settings_that_deepspeed_refuses_name_stage_and_engine(plan, monkeypatch):
     def answer(command, **_):
         Path(command[-1]).write_text('{"sft": {"sft": null}, "ppo": {"critic": "stage: bad"}}')
         return module.subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(module.subprocess, "run", answer)
-    with pytest.raises(StageError, match=r"stage ppo: DeepSpeed [\d.]+ refuses .* critic: stage: "):
-        checked()
+    code, lines = plan("--env=tiny")
+    assert code == 1
+    message = r"Error: stage ppo: DeepSpeed [\d.]+ refuses the settings of critic: stage: bad. Fix"
+    assert re.match(message, lines[0])
 
 
-def test_the_program_fails(monkeypatch):
+def test_the_program_fails(plan, monkeypatch):
     monkeypatch.setattr(module.sys, "executable", "false")
-    with pytest.raises(StageError, match="the settings of DeepSpeed were not checked: code 1"):
-        checked()
+    code, lines = plan("--env=tiny")
+    assert (code, lines) == (1, ["Error: the settings of DeepSpeed were not checked: code 1"])

@@ -24,6 +24,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation import evaluate, setup
 from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
@@ -31,6 +32,7 @@ from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.rollout.model_reward import ModelSource
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -384,6 +386,16 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
     assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3 + [True] * 3
     assert whole == in_shards
     assert whole == run(sharded, tmp_path / "c", zero_stage=0)
+
+    gathers = []
+
+    def recorded(policy, *, gather):
+        gathers.append(gather)
+        return for_generation(policy, gather=gather)
+
+    monkeypatch.setattr(transformers_generator, "for_generation", recorded)
+    assert whole == run(sharded, tmp_path / "d", gather_for_generation=False)
+    assert gathers == [False, False]  # both policies
 
 
 def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(

@@ -17,10 +17,10 @@ from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.distributed.dry_run import engine_settings, refusal
 from rlhf_pipeline.pipeline_registry import register_pipelines
-from rlhf_pipeline.presets.placement import merged
 from rlhf_pipeline.presets.preset import COMMON, HARDWARE, METHODS, find_preset, make_preset
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.models import MODELS, find_model
 from rlhf_pipeline.stages.cache import fingerprint
 
@@ -62,20 +62,23 @@ def settings_of(tmp_path, monkeypatch):
     return run
 
 
+def with_values(parameters, preset):
+    """The parameters with those of a preset."""
+    return changed(parameters, {name: value for name, (value, _) in preset.settings.items()})
+
+
 def refusals(settings):
     return {refusal(json.loads(text), ranks) for text, ranks in settings}
 
 
 @pytest.mark.parametrize("preset", [make_preset(*each) for each in COMMON], ids=lambda p: p.name)
 def test_an_environment_in_conf_is_what_the_table_gives(preset, settings_of):
-    method = "" if preset.method == "full" else f" --method {preset.method}"
     for name, text in files(preset, preset.name).items():
         assert (CONF / preset.name / name).read_text() == text, (
-            f"write it again: kedro rlhf preset {preset.model} --gpus {preset.gpus}{method} "
-            "--overwrite"
+            "write it again: kedro rlhf preset --common --overwrite"
         )
     loader = LayeredConfigLoader(str(CONF), env=preset.name, **CONFIG_LOADER_ARGS)
-    assert merged(loader["parameters"], preset.parameters) == loader["parameters"]
+    assert with_values(loader["parameters"], preset) == loader["parameters"]
     assert loader["globals"]["root"] == f"data/{preset.name}"
     assert refusals(settings_of(preset, loader["parameters"])) == {None}
 
@@ -95,7 +98,7 @@ def test_every_preset_of_the_table_passes_the_dry_run(settings_of, capsys):
     presets = [preset for preset in found if preset is not None]
     settings = set()
     for preset in presets:
-        settings |= settings_of(preset, merged(base, preset.parameters))
+        settings |= settings_of(preset, with_values(base, preset))
     assert refusals(settings) == {None}
     distinct = {text for text, _ in settings}
     with capsys.disabled():

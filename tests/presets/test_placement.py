@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_pipeline.presets import placement
-from rlhf_pipeline.presets.placement import merged, nested, place
+from rlhf_pipeline.presets.placement import place
 from rlhf_pipeline.sizing.hardware import named
 from rlhf_pipeline.sizing.models import find_model
 
@@ -123,11 +123,3 @@ def test_by_the_memory_model():
     sharded, memory = place("sft", parameters, large, named(None, "8x8x80"), "full")
     assert sharded["deepspeed"] == {"zero_stage": 3, "precision": "bf16"}
     assert 16e9 < memory.peak < 40e9
-
-
-def test_blocks_from_dotted_names():
-    assert nested({"a.b": 1, "a.c.d": 2, "e": 3}) == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "d": {"e": 5}}) == {
-        "a": {"b": 4, "c": 2},
-        "d": {"e": 5},
-    }

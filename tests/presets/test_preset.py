@@ -50,8 +50,8 @@ def test_every_rank_has_its_share_of_a_batch():
     assert parameters["reward_model"]["batch_size"] == parameters["dpo"]["batch_size"] == 66
     assert parameters["ppo"]["minibatch_size"] == 66
     assert parameters["ppo"]["rollout_batch_size"] == 528
-    text = as_yaml(make_preset("opt-66b", "8x8x80", "full"), "x")
-    assert "batch_size: 64                            # for 64 ranks; InstructGPT has 8\n" in text
+    text = as_yaml(make_preset("opt-1.3b", "8x8x80", "full"), "x")
+    assert "batch_size: 64                            # for 64 ranks; InstructGPT has 32\n" in text
 
 
 def test_adapters_are_on_all_models_that_train():

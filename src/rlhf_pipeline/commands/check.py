@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,6 @@ from kedro.pipeline import Pipeline
 from rich.console import Console
 
 from rlhf_pipeline.commands.names import check_names
-from rlhf_pipeline.commands.plan import make_plan
 from rlhf_pipeline.config.architecture import positions
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -28,8 +26,8 @@ from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.preflight import check_environment, check_lengths, preflight
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.models import find_model, published
+from rlhf_pipeline.sizing.hardware import Hardware, named
+from rlhf_pipeline.sizing.models import base_model_shape, find_model, published
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
@@ -39,16 +37,6 @@ from rlhf_pipeline.stages.launch.resources import gpu_count
 
 NO_COMMIT = "0" * 40
 """Stands in for the newest commit of a repository, for which a run asks the hub."""
-
-
-@dataclass(frozen=True)
-class CheckedStage:
-    """A stage whose job is valid."""
-
-    name: str
-    ranks: int
-    engines: tuple[str, ...] = ()
-    """The models whose settings DeepSpeed accepts."""
 
 
 class DryRun(Planner):
@@ -83,9 +71,11 @@ def check(
     conf_source: str | None,
     params: dict[str, Any],
     pipeline: str,
-    **options: str | None,
+    model: str | None,
+    gpu: str | None,
+    gpus: str | None,
 ) -> None:
-    """Print a line for each stage of a pipeline; `options` are those of `make_plan`.
+    """Print a line for each stage of a pipeline; the options are those of `kedro rlhf plan`.
 
     Raises:
         ConfigError: the parameters fit neither each other nor the hardware.
@@ -94,57 +84,22 @@ def check(
     check_names([pipeline], {})
     conf = Path(conf_source or project / "conf")
     check_environment(conf, env)
-    if (name := options["model"]) is not None:
-        params = params | {"base_model": {"path": find_model(name).path}}
+    if model is not None:
+        params = params | {"base_model": {"path": find_model(model).path}}
     loader = LayeredConfigLoader(
         conf, env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
     )
-    parameters = {**loader["parameters"], "root": loader["globals"]["root"]}
-    plan = make_plan(parameters, (), **options)
-    is_given = options["gpu"] is not None or options["gpus"] is not None
-    stages = checked_stages(
-        parameters,
-        plan.hardware if is_given else None,
-        pipelines[pipeline],
-        hidden_size=plan.shape.hidden,
-        origin=loader.origin,
-    )
-    for stage in stages:
-        engines = f"; DeepSpeed accepts {', '.join(stage.engines)}" if stage.engines else ""
-        ranks = "1 process" if stage.ranks == 1 else f"{stage.ranks} ranks"
-        console.out(f"{stage.name:<14} {ranks:<10} job.json is valid{engines}", highlight=False)
-
-
-def checked_stages(
-    parameters: Mapping[str, Any],
-    hardware: Hardware | None,
-    pipeline: Pipeline,
-    *,
-    hidden_size: int,
-    origin: Callable[[str], str | None] = lambda name: None,
-) -> list[CheckedStage]:
-    """Validate the parameters, the job of each stage, and its DeepSpeed settings.
-
-    Args:
-        parameters: all blocks as plain values, from all layers.
-        hardware: what the run is for; None: this machine.
-        pipeline: the nodes.
-        hidden_size: width of the layers of the base model.
-        origin: the file that sets a parameter; None: no file.
-
-    Raises:
-        ConfigError: the parameters fit neither each other nor the hardware.
-        StageError: DeepSpeed refuses the settings of an engine.
-    """
-    with TemporaryDirectory(prefix="rlhf-check-") as folder, environment_of(hardware):
-        jobs, ranks = dry_run(parameters, hardware, pipeline, Path(folder), origin)
-        machine = {"hidden_size": hidden_size, "on_gpu": gpu_count() > 0}
-        engines = _refusals(jobs, {"ranks": ranks, "machine": machine}, Path(folder))
-    specs = stage_specs()
-    return [
-        CheckedStage(name, ranks if specs[name].distributed else 1, tuple(engines[name]))
-        for name in jobs
-    ]
+    hardware = None if gpu is None and gpus is None else named(gpu, gpus)
+    parameters, nodes = loader["parameters"], pipelines[pipeline]
+    with TemporaryDirectory(prefix="rlhf-check-") as name, environment_of(hardware):
+        folder = Path(name)
+        jobs, ranks = dry_run(parameters, hardware, nodes, folder, loader.origin)
+        machine = {"hidden_size": _hidden_size(parameters), "on_gpu": gpu_count() > 0}
+        engines = _accepted(jobs, {"ranks": ranks, "machine": machine}, folder)
+    for stage in jobs:
+        where = f"{ranks} ranks" if stage_specs()[stage].distributed else "1 process"
+        accepted = f"; DeepSpeed accepts {', '.join(engines[stage])}" if engines[stage] else ""
+        console.out(f"{stage:<14} {where:<10} job.json is valid{accepted}", highlight=False)
 
 
 def dry_run(
@@ -156,7 +111,15 @@ def dry_run(
 ) -> tuple[dict[str, Path], int]:
     """Write the job of each stage below a folder; return them by stage, and the number of ranks.
 
-    Call it in `environment_of(hardware)`. Arguments and errors are those of `checked_stages`.
+    Call it in `environment_of(hardware)`. Raises ConfigError if the parameters fit neither each
+    other nor the hardware.
+
+    Args:
+        parameters: all blocks as plain values, from all layers.
+        hardware: what the run is for; None: this machine.
+        pipeline: the nodes.
+        folder: for work directories.
+        origin: the file that sets a parameter; None: no file.
     """
     gpus = gpu_count()
     preflight(parameters, gpus=gpus, origin=origin, elsewhere=hardware is not None)
@@ -232,7 +195,18 @@ def _sources_at_commits(config: SplitConfig) -> SplitConfig:
     return config.model_copy(update=update)
 
 
-def _refusals(
+def _hidden_size(parameters: Mapping[str, Any]) -> int:
+    """The width of the base model's layers."""
+    config = BaseModelConfig.model_validate(parameters["base_model"])
+    if (shape := base_model_shape(config)) is None:
+        raise ConfigError(
+            f"base_model.path: found {config.path}, whose sizes are not known on this machine. "
+            "Fix: name a model of about its size, such as --model opt-1.3b"
+        )
+    return shape.hidden
+
+
+def _accepted(
     jobs: Mapping[str, Path], request: dict[str, Any], folder: Path
 ) -> dict[str, dict[str, str | None]]:
     """The engines of each stage, by a program that imports DeepSpeed.

@@ -27,7 +27,7 @@ def show(plan: Plan, hours: Mapping[str, float], console: Console) -> None:
     hardware = plan.hardware
     nodes = f"{hardware.nodes} nodes of " if hardware.nodes > 1 else ""
     each = f", {size_text(hardware.rank_memory)} each" if hardware.rank_memory else ""
-    kind = hardware.name if hardware.on_gpu else "CPU ranks"
+    kind = hardware.name if hardware.on_gpu else "CPU rank"
     console.print(
         f"[bold]{plan.model}[/]: {_count(plan.shape.parameters)} parameters, on "
         f"{nodes}{hardware.ranks} x {kind}{each}"
@@ -79,7 +79,8 @@ def _work_table(plan: Plan, hours: Mapping[str, float]) -> Table:
         table.add_row(
             f"[bold]{stage}",
             *map(str, (work.batch, work.rows_per_rank, work.micro_batches)),
-            *map(_count, (work.steps, work.tokens, work.flops)),
+            "" if stage == "evaluate" else _count(work.steps),
+            *map(_count, (work.tokens, work.flops)),
             size_text(work.checkpoints),
             size_text(work.saved_models),
             size_text(main),

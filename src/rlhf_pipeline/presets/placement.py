@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from rlhf_pipeline.presets.hyperparameters import Method
-from rlhf_pipeline.sizing.fit import fits
+from rlhf_pipeline.sizing.fit import changed, fits
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
@@ -45,32 +45,11 @@ def place(
     return None
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name as nested blocks."""
-    blocks: dict[str, Any] = {}
-    for name, value in settings.items():
-        *places, last = name.split(".")
-        block = blocks
-        for each in places:
-            block = block.setdefault(each, {})
-        block[last] = value
-    return blocks
-
-
-def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two nested blocks as one; the other one wins."""
-    values = dict(one)
-    for name, value in other.items():
-        both = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
-        values[name] = merged(values[name], value) if both else value
-    return values
-
-
 def _planned(
     stage: str, parameters: Mapping[str, Any], settings: Settings, shape: Shape, hardware: Hardware
 ) -> StageMemory:
-    block = merged(parameters[stage], nested(settings))
-    return plan_stage(stage, {**parameters, stage: block}, shape, hardware)
+    changes = {f"{stage}.{name}": value for name, value in settings.items()}
+    return plan_stage(stage, changed(parameters, changes), shape, hardware)
 
 
 def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:

@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.presets.hyperparameters import ADAPTERS, Method, Value, hyperparameters
-from rlhf_pipeline.presets.placement import STAGES, nested, place
+from rlhf_pipeline.presets.placement import STAGES, place
+from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import find_model
 from rlhf_pipeline.sizing.stages import StageMemory
@@ -62,7 +63,7 @@ class Preset:
     @property
     def parameters(self) -> dict[str, Any]:
         """The blocks as plain values."""
-        return nested({name: value for name, (value, _) in self.settings.items()})
+        return changed({}, {name: value for name, (value, _) in self.settings.items()})
 
 
 def make_preset(model: str, gpus: str, method: Method) -> Preset:
@@ -98,7 +99,7 @@ def find_preset(model: str, gpus: str, method: Method) -> Preset | None:
     }
     if method in ADAPTERS:
         settings |= {f"{name}.lora": Value(*ADAPTERS[method]) for name in TRAINED}
-    parameters = nested({name: value for name, (value, _) in settings.items()})
+    parameters = changed({}, {name: value for name, (value, _) in settings.items()})
     memory = {}
     for stage in STAGES:
         placed = place(stage, parameters, published.shape, hardware, method)
@@ -157,7 +158,8 @@ def _block(values: Mapping[str, Any], place: str, settings: Mapping[str, Value])
 
 def _header(preset: Preset, name: str) -> Iterator[str]:
     hardware = preset.hardware
-    machines = f"{hardware.ranks} GPU{'s' * (hardware.ranks > 1)} of {hardware.name}"
+    size = (hardware.gpu_memory or 0) // GIB
+    machines = f"{hardware.ranks} GPU{'s' * (hardware.ranks > 1)} of {size} GB"
     machines += f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     trained = {"full": "all weights train", "lora": "LoRA", "qlora": "QLoRA"}[preset.method]
     method = "" if preset.method == "full" else f" --method {preset.method}"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
 from rlhf_pipeline.sizing.lengths import Lengths
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.stages import USABLE, StageMemory, plan_stage
+from rlhf_pipeline.sizing.stages import BLOCKS, USABLE, StageMemory, plan_stage
 
 Changes = dict[str, Any]
 """Values by dotted parameter name."""
@@ -124,9 +124,9 @@ def changed(parameters: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
 
 def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Iterator[Changes]:
     """Changes in the order of their cost."""
-    block = parameters[stage]
+    block = BLOCKS[stage].model_validate(parameters[stage]).model_dump()
     for name in ("micro_batch_tokens", "sampling.batch_size_per_gpu"):
-        yield from _halves(f"{stage}.{name}", parameters)
+        yield from _halves(f"{stage}.{name}", {stage: block})
     if stage == "evaluate":
         if hardware.world > 1:
             yield {"evaluate.zero_stage": 3}
@@ -150,7 +150,7 @@ def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Ite
 
 
 def _halves(name: str, parameters: Mapping[str, Any]) -> Iterator[Changes]:
-    """A half, a quarter and so on of a parameter; nothing if it has its default."""
+    """A half, a quarter and so on of a parameter; nothing if the stage has no such parameter."""
     value: Any = parameters
     for place in name.split("."):
         value = value.get(place) or {}

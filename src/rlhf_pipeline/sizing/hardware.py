@@ -51,6 +51,7 @@ class Hardware:
     main_memory: int | None = None
     """Bytes of each node; None: not known."""
     name: str = "CPU"
+    """Name of the GPU if it is known."""
 
     @property
     def world(self) -> int:
@@ -136,7 +137,7 @@ def named(gpu: str | None, gpus: str | None) -> Hardware:
     else:
         nodes, ranks, size = 1, 1, "80"
     memory = _memory(gpu or size)
-    return Hardware(ranks, nodes, memory, name=gpu if gpu in GPUS else f"{memory // GIB} GB")
+    return Hardware(ranks, nodes, memory, name=gpu if gpu in GPUS else "GPU")
 
 
 def _memory(gpu: str) -> int:

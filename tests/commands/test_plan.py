@@ -1,0 +1,111 @@
+"""`kedro rlhf plan`: the stages of a pipeline, what fits, and what would."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+
+
+def plan(root, *options, python=(), params=()):
+    """Run the command; return its exit code and its output."""
+    done = subprocess.run(
+        [
+            *(sys.executable, *python, "-m", "kedro", "rlhf", "plan"),
+            f"--params={','.join([f'root={root}', *params])}",
+            *options,
+        ],
+        cwd=PROJECT,
+        env=os.environ | {"PYTHONPATH": str(PROJECT / "src"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_hardware_at_hand_and_no_torch_in_the_driver(tmp_path):
+    code, printed, log = plan(tmp_path, "--env=tiny", "--json", python=("-X", "importtime"))
+    assert code == 0, printed + log
+    found = json.loads(printed)
+    assert found["hardware"]["ranks"] == 2
+    assert found["lengths"] == "limits"
+    stages = {stage["stage"]: stage for stage in found["stages"]}
+    assert list(stages) == ["sft", "reward_model", "ppo", "evaluate"]
+    assert all(stage["fits"] for stage in stages.values())
+    assert stages["ppo"]["steps"] == 3
+    # conf/tiny: a Llama with 512 * 32 embeddings, twice 4 * 32 * 32 + 3 * 32 * 64 weights, 5 norms.
+    assert found["parameters"] == 512 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64) + 5 * 32
+    imported = {line.rpartition("|")[2].strip() for line in log.splitlines()}
+    assert "rlhf_pipeline.sizing.fit" in imported
+    assert imported & {"torch", "transformers", "deepspeed"} == set()
+
+
+def test_a_published_model_on_a_named_gpu_with_the_fix(tmp_path):
+    """OPT-1.3B in fp32: 4 + 4 + 8 bytes for each of 1.316e9 weights, on 24 GB with 4 of gradients."""
+    code, printed, log = plan(tmp_path, "--model=opt-1.3b", "--gpus=1x24")
+    assert code == 0, printed + log
+    lines = printed.splitlines()
+    assert lines[0] == "opt-1.3b: 1.32 B parameters, on 1 x GPU, 24.0 GiB each"
+    assert max(map(len, lines)) <= 100
+    text = " ".join(printed.split())
+    assert "sft does not fit: found" in text
+    assert "Fix: --params=sft.deepspeed." in text
+
+
+def test_parameters_that_this_machine_refuses_are_planned(tmp_path):
+    """4-bit weights need a GPU, and two nodes need a scheduler; a plan needs neither."""
+    code, printed, log = plan(
+        tmp_path,
+        "--model=opt-6.7b",
+        "--gpus=2x8x80",
+        "--json",
+        params=["sft.lora.quantize=nf4", "sft.deepspeed.precision=bf16", "launch.mode=rank_env"],
+    )
+    assert code == 0, printed + log
+    found = json.loads(printed)
+    assert (found["hardware"]["nodes"], found["hardware"]["ranks"]) == (2, 8)
+    (sft,) = (stage for stage in found["stages"] if stage["stage"] == "sft")
+    assert sft["models"]["sft"]["weights"] < 5e9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--params=base_model.path=someone/model"],
+            "base_model.path: found someone/model, whose sizes are not known on this machine. Fix: "
+            "set it to a local folder with a config.json, or name a model of about its size, such "
+            "as --model opt-1.3b",
+        ),
+        (["--model=opt-1.3"], "model: found 'opt-1.3' (did you mean opt-1.3b?)"),
+        (["--gpu=a1000"], "--gpu: found 'a1000'"),
+        (["--pipeline=fulll"], "did you mean full"),
+        (["--params=sft.epochs=none"], "sft.epochs: "),
+    ],
+)
+def test_mistakes(tmp_path, options, message):
+    code, _, log = plan(tmp_path, *options)
+    assert code != 0
+    assert message in " ".join(log.split())
+
+
+def test_the_largest_models(tmp_path):
+    code, printed, log = plan(tmp_path, "--largest")
+    assert code == 0, printed + log
+    rows = {line.split()[0]: line.split()[2:] for line in printed.splitlines() if "GiB" in line}
+    assert {"16", "24", "80"} < rows.keys()
+    assert all(len(models) == 4 for models in rows.values())
+
+
+@pytest.mark.long
+def test_a_probe_measures_hours_and_leaves_nothing(tmp_path):
+    code, printed, log = plan(tmp_path, "--env=tiny", "--probe", "--json")
+    assert code == 0, printed + log
+    hours = {stage["stage"]: stage["hours"] for stage in json.loads(printed)["stages"]}
+    assert all(0 < hours[stage] < 1 for stage in ("sft", "reward_model", "ppo"))
+    assert hours["evaluate"] is None
+    assert list(tmp_path.iterdir()) == []
