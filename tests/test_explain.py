@@ -29,6 +29,12 @@ def test_a_system_error_names_the_path_and_a_fix(number, fix):
     assert fix in message
 
 
+def test_mlflow_without_boto3_names_the_extra():
+    message = str(explain(ModuleNotFoundError("No module named 'boto3'", name="boto3")))
+    assert message.startswith("MLflow's artifacts are on S3: found no package boto3. Fix: ")
+    assert message.endswith(".venv/bin/pip install --constraint constraints.txt --editable '.[s3]'")
+
+
 def test_an_unexpected_error_is_one_message_and_its_stack_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
