@@ -1,0 +1,256 @@
+"""What ZeRO sends: measured over a simulated network beside the formula, then 64 GPUs on paper.
+
+    python benchmarks/communication.py measured     # 2, 4 and 8 processes; needs root, see below
+    python benchmarks/communication.py model        # tables for GPUs, and the plot; no process
+
+`measured` trains a small Llama with this project's engines, one process on each node of
+`simulated_network.py`, and compares bytes and seconds of an optimizer step with
+`rlhf_pipeline.sizing.communication`. Bytes are those of the interface, with all headers. Seconds
+are predicted as those without a limit of the network, plus those of the formula. The settings
+(buckets, live weights) are scaled to the model, so it communicates as a large model does; rows "as
+set" have the project's own. Nothing in `model` was measured: PARTS states every assumption.
+Results: benchmarks/results/communication/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import communication_paper
+from rich.console import Console
+from rich.table import Table
+from simulated_network import Network
+
+from rlhf_pipeline.sizing.communication import (
+    Collectives,
+    Link,
+    gathered,
+    total_seconds,
+    total_sent,
+    training_step,
+)
+
+PROJECT = Path(__file__).parents[1]
+RESULTS = PROJECT / "benchmarks" / "results" / "communication"
+RANK = Path(__file__).with_name("communication_rank.py")
+PATIENCE = 300
+"""Seconds that one answer may take."""
+WIDTH = 4
+"""Bytes of a number: everything is in fp32."""
+BUCKET, LIVE, LAYER = 100_000, 200_000, 655_872
+"""Elements in a collective, weights that stay whole, weights of a layer."""
+AS_LARGE = {"stage3_max_reuse_distance": LIVE, "stage3_max_live_parameters": LIVE}
+NETWORKS = {"200 Mbit/s, 1 ms": (200, 0.001), "100 Mbit/s, 1 ms": (100, 0.001),
+            "100 Mbit/s, 5 ms": (100, 0.005)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    stage: int
+    micro_batches: int = 1
+    as_set: bool = False
+    """With the project's own settings, which suit models of many billions."""
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        extras = ("as set" * self.as_set, "checkpointing" * self.checkpointing)
+        return ", ".join([f"ZeRO-{self.stage}", *filter(None, extras)])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `Rank.build`."""
+        own = {"bucket": 50_000_000} if self.as_set else {"bucket": BUCKET, **AS_LARGE}
+        return {"stage": self.stage, "checkpointing": self.checkpointing, **own}
+
+    def step(self, parameters: int) -> list[Collectives]:
+        """What the formula says that it sends."""
+        limits = {} if self.as_set else {"bucket": BUCKET, "live": LIVE}
+        return training_step(
+            parameters, self.stage, micro_batches=self.micro_batches, width=WIDTH,
+            layer=LAYER if self.checkpointing else 0, reduce_rounds=2, **limits,
+        )  # fmt: skip
+
+
+CASES = [
+    *(Case(stage, count) for stage in range(4) for count in (1, 2)),
+    Case(3, checkpointing=True),
+    Case(3, as_set=True),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement beside the formula; bytes are those that a rank sends, mean of the ranks."""
+
+    ranks: int
+    case: str
+    micro_batches: int
+    network: str
+    sent: float
+    predicted_sent: float
+    seconds: float
+    predicted_seconds: float
+    unlimited_seconds: float
+    """Without a limit of the network."""
+    collectives: dict[str, int]
+
+
+def main() -> None:
+    """Measure, or compute."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=["measured", "model"])
+    parser.add_argument("--ranks", default="2,4,8")
+    options = parser.parse_args()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    stored = RESULTS / "measured.json"
+    if options.part == "measured":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed
+        counts = [int(count) for count in options.ranks.split(",")]
+        rows = [row for ranks in counts for row in measured(ranks)]
+        stored.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+        show(rows)
+        return
+    rows = [Row(**row) for row in json.loads(stored.read_text())] if stored.exists() else []
+    communication_paper.show()
+    points = [(row.predicted_seconds, row.seconds, row.ranks) for row in rows]
+    communication_paper.plot(points, RESULTS / "scaling-out.png")
+
+
+class Ranks:
+    """Processes that obey together."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+        self._processes = processes
+
+    def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call a method of `Rank` on all; of its numbers, means, but the slowest rank's seconds."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([method, arguments]) + "\n")
+            process.stdin.flush()
+        answers = [self._answer(process) for process in self._processes]
+        found = dict(answers[0])
+        if "seconds" in found:
+            found["seconds"] = max(answer["seconds"] for answer in answers)
+            found["sent"] = sum(answer["sent"] for answer in answers) / len(answers)
+        return found
+
+    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        if not select.select([process.stdout], [], [], PATIENCE)[0]:
+            raise TimeoutError(
+                f"a rank: found no answer in {PATIENCE} s. Fix: read {RESULTS}/rank*"
+            )
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a rank: found an early end. Fix: read {RESULTS}/rank*.log")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def started(network: Network) -> Iterator[Ranks]:
+    """One rank on each node; ended at the end."""
+    plain = os.environ | {
+        "WORLD_SIZE": str(len(network.names)), "MASTER_ADDR": network.addresses[0],
+        "MASTER_PORT": "29500", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for number, name in enumerate(network.names):
+            with (RESULTS / f"rank{number}.log").open("w") as log:
+                command = ["ip", "netns", "exec", name, sys.executable, str(RANK)]
+                processes.append(
+                    subprocess.Popen(
+                        command, env=plain | {"RANK": str(number)}, text=True,
+                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                    )
+                )  # fmt: skip
+        yield Ranks(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def measured(count: int) -> Iterator[Row]:
+    """All cases on all networks, with this number of ranks."""
+    with Network(count) as network, started(network) as ranks:
+        for case in CASES:
+            network.shape(None, 0)
+            parameters = ranks.ask("build", **case.settings)["parameters"]
+            step = {"method": "step", "micro_batches": case.micro_batches}
+            yield from compared(case, step, case.step(parameters), network, ranks)
+            if case.as_set:
+                sends = [gathered(parameters, width=WIDTH)]
+                yield from compared(case, {"method": "generate"}, sends, network, ranks)
+
+
+def compared(
+    case: Case, call: dict[str, Any], sends: list[Collectives], network: Network, ranks: Ranks
+) -> Iterator[Row]:
+    """One call on all networks."""
+    count = len(network.names)
+    name = case.name if call["method"] == "step" else "gathering for a rollout"
+    network.shape(None, 0)
+    free = ranks.ask(**call, count=4, first=True)
+    networks = list(NETWORKS.items())
+    for label, (megabits, delay) in networks if case.micro_batches == 1 else networks[:1]:
+        network.shape(megabits, delay)
+        found = ranks.ask(**call, count=3)
+        # Gloo sends a message when the receiver has announced that it waits: a round trip.
+        link = Link(megabits * 1e6 / 8, 2 * delay)
+        row = Row(
+            count, name, case.micro_batches, label, found["sent"], total_sent(sends, count),
+            found["seconds"], free["seconds"] + total_seconds(sends, count, link),
+            free["seconds"], free["collectives"],
+        )  # fmt: skip
+        print(json.dumps(asdict(row)), flush=True)
+        yield row
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table, and the errors."""
+    table = Table("ranks", "case", "micro batches", "network", "MB", "formula", "error", "seconds",
+                  "formula", "error", title="One optimizer step, each rank")  # fmt: skip
+    for row in rows:
+        table.add_row(
+            str(row.ranks), row.case, str(row.micro_batches), row.network,
+            f"{row.sent / 1e6:.2f}", f"{row.predicted_sent / 1e6:.2f}",
+            f"{row.predicted_sent / row.sent - 1:+.1%}", f"{row.seconds:.2f}",
+            f"{row.predicted_seconds:.2f}", f"{row.predicted_seconds / row.seconds - 1:+.0%}",
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    for what in ("sent", "seconds"):
+        errors = [getattr(row, f"predicted_{what}") / getattr(row, what) - 1 for row in rows]
+        sizes = sorted(map(abs, errors))
+        console.print(
+            f"{what}: median error {sizes[len(sizes) // 2]:.1%}, 9 of 10 below "
+            f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}, largest {max(errors, key=abs):+.1%}"
+        )
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    main()
+    print(f"{time.monotonic() - began:.0f} s")
