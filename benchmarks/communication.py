@@ -1,15 +1,16 @@
 """What ZeRO sends: measured over a simulated network beside the formula, then 64 GPUs on paper.
 
-    python benchmarks/communication.py measured     # 2, 4 and 8 processes; needs root, see below
-    python benchmarks/communication.py model        # tables for GPUs, and the plot; no process
+    python benchmarks/communication.py measured     # 2, 4 and 8 processes; needs root
+    python benchmarks/communication.py collectives  # bytes of each collective of Gloo; needs root
+    python benchmarks/communication.py model        # the tables for GPUs, and the plot
 
 `measured` trains a small Llama with this project's engines, one process on each node of
 `simulated_network.py`, and compares bytes and seconds of an optimizer step with
-`rlhf_pipeline.sizing.communication`. Bytes are those of the interface, with all headers. Seconds
-are predicted as those without a limit of the network, plus those of the formula. The settings
+`rlhf_pipeline.sizing.communication`. Bytes are those of the interface, with all headers. The
+predicted seconds are those without a limit of the network, plus those of the formula. The settings
 (buckets, live weights) are scaled to the model, so it communicates as a large model does; rows "as
-set" have the project's own. Nothing in `model` was measured: PARTS states every assumption.
-Results: benchmarks/results/communication/.
+set" have the project's own. Nothing in `model` was measured: `communication_paper.py` states every
+assumption. Results: benchmarks/results/communication/.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import communication_paper
@@ -53,8 +55,7 @@ WIDTH = 4
 BUCKET, LIVE, LAYER = 100_000, 200_000, 655_872
 """Elements in a collective, weights that stay whole, weights of a layer."""
 AS_LARGE = {"stage3_max_reuse_distance": LIVE, "stage3_max_live_parameters": LIVE}
-NETWORKS = {"200 Mbit/s, 1 ms": (200, 0.001), "100 Mbit/s, 1 ms": (100, 0.001),
-            "100 Mbit/s, 5 ms": (100, 0.005)}  # fmt: skip
+NETWORKS = {"200 Mbit/s, 1 ms": (200, 0.001), "100 Mbit/s, 5 ms": (100, 0.005)}
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,14 @@ class Row:
     sent: float
     predicted_sent: float
     seconds: float
-    predicted_seconds: float
+    """Median of the steps; of each step, that of the slowest rank."""
+    fastest: float
+    """The fastest step: other processes may share the cores."""
     unlimited_seconds: float
-    """Without a limit of the network."""
+    """Median without a limit of the network."""
+    unlimited_fastest: float
+    network_seconds: float
+    """What the formula adds."""
     collectives: dict[str, int]
 
 
@@ -117,21 +123,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["measured", "model"])
+    parser.add_argument("part", choices=["measured", "collectives", "model"])
     parser.add_argument("--ranks", default="2,4,8")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed
     RESULTS.mkdir(parents=True, exist_ok=True)
     stored = RESULTS / "measured.json"
-    if options.part == "measured":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed
-        counts = [int(count) for count in options.ranks.split(",")]
-        rows = [row for ranks in counts for row in measured(ranks)]
-        stored.write_text(json.dumps([asdict(row) for row in rows], indent=2))
-        show(rows)
+    counts = [int(count) for count in options.ranks.split(",")]
+    if options.part == "collectives":
+        collectives(counts)
         return
     rows = [Row(**row) for row in json.loads(stored.read_text())] if stored.exists() else []
+    if options.part == "measured":
+        for ranks in counts:
+            rows = [*(row for row in rows if row.ranks != ranks), *measured(ranks)]
+            stored.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+        show(rows)
+        return
     communication_paper.show()
-    points = [(row.predicted_seconds, row.seconds, row.ranks) for row in rows]
+    points = [(row.unlimited_fastest + row.network_seconds, row.fastest, row.ranks) for row in rows]
     communication_paper.plot(points, RESULTS / "scaling-out.png")
 
 
@@ -142,7 +152,7 @@ class Ranks:
         self._processes = processes
 
     def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Call a method of `Rank` on all; of its numbers, means, but the slowest rank's seconds."""
+        """Call a method of `Rank` on all: the mean bytes, and of each step the slowest rank."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps([method, arguments]) + "\n")
@@ -150,7 +160,8 @@ class Ranks:
         answers = [self._answer(process) for process in self._processes]
         found = dict(answers[0])
         if "seconds" in found:
-            found["seconds"] = max(answer["seconds"] for answer in answers)
+            steps = zip(*(answer["seconds"] for answer in answers), strict=True)
+            found["seconds"] = [max(step) for step in steps]
             found["sent"] = sum(answer["sent"] for answer in answers) / len(answers)
         return found
 
@@ -192,16 +203,32 @@ def started(network: Network) -> Iterator[Ranks]:
             process.wait()
 
 
+def collectives(counts: list[int]) -> None:
+    """Print the bytes that a rank sends, in units of those of one pass around the ring."""
+    table = Table("collective", *(f"{count} ranks" for count in counts))
+    found: dict[str, list[str]] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
+    for count in counts:
+        with Network(count) as network, started(network) as ranks:
+            for name, cells in found.items():
+                sent = ranks.ask("collective", name=name, elements=10**6, count=3)["sent"]
+                cells.append(f"{sent / Collectives(1, 10**6 * WIDTH).sent(count):.2f}")
+    for name, cells in found.items():
+        table.add_row(name, *cells)
+    Console().print(table)
+
+
 def measured(count: int) -> Iterator[Row]:
     """All cases on all networks, with this number of ranks."""
     with Network(count) as network, started(network) as ranks:
         for case in CASES:
             network.shape(None, 0)
-            parameters = ranks.ask("build", **case.settings)["parameters"]
+            built = ranks.ask("build", **case.settings)
+            parameters = built["parameters"]
             step = {"method": "step", "micro_batches": case.micro_batches}
             yield from compared(case, step, case.step(parameters), network, ranks)
             if case.as_set:
-                sends = [gathered(parameters, width=WIDTH)]
+                weights = math.ceil(parameters / built["weights"])  # DeepSpeed gathers each alone
+                sends = [gathered(parameters, width=WIDTH, bucket=weights)]
                 yield from compared(case, {"method": "generate"}, sends, network, ranks)
 
 
@@ -212,7 +239,7 @@ def compared(
     count = len(network.names)
     name = case.name if call["method"] == "step" else "gathering for a rollout"
     network.shape(None, 0)
-    free = ranks.ask(**call, count=4, first=True)
+    free = ranks.ask(**call, count=3, first=True)
     networks = list(NETWORKS.items())
     for label, (megabits, delay) in networks if case.micro_batches == 1 else networks[:1]:
         network.shape(megabits, delay)
@@ -221,8 +248,9 @@ def compared(
         link = Link(megabits * 1e6 / 8, 2 * delay)
         row = Row(
             count, name, case.micro_batches, label, found["sent"], total_sent(sends, count),
-            found["seconds"], free["seconds"] + total_seconds(sends, count, link),
-            free["seconds"], free["collectives"],
+            median(found["seconds"]), min(found["seconds"]),
+            median(free["seconds"]), min(free["seconds"]),
+            total_seconds(sends, count, link), free["collectives"],
         )  # fmt: skip
         print(json.dumps(asdict(row)), flush=True)
         yield row
@@ -230,23 +258,31 @@ def compared(
 
 def show(rows: list[Row]) -> None:
     """Print the table, and the errors."""
-    table = Table("ranks", "case", "micro batches", "network", "MB", "formula", "error", "seconds",
-                  "formula", "error", title="One optimizer step, each rank")  # fmt: skip
+    titles = ("ranks", "case", "micro batches", "network", "collectives")
+    compared = [
+        name for what in ("MB", "seconds", "fastest") for name in (what, "formula", "error")
+    ]
+    table = Table(*titles, *compared, title="One optimizer step, each rank")
+    errors: dict[str, list[float]] = {"MB": [], "seconds": [], "fastest": []}
     for row in rows:
-        table.add_row(
-            str(row.ranks), row.case, str(row.micro_batches), row.network,
-            f"{row.sent / 1e6:.2f}", f"{row.predicted_sent / 1e6:.2f}",
-            f"{row.predicted_sent / row.sent - 1:+.1%}", f"{row.seconds:.2f}",
-            f"{row.predicted_seconds:.2f}", f"{row.predicted_seconds / row.seconds - 1:+.0%}",
-        )  # fmt: skip
-    console = Console()
+        pairs = {
+            "MB": (row.sent / 1e6, row.predicted_sent / 1e6),
+            "seconds": (row.seconds, row.unlimited_seconds + row.network_seconds),
+            "fastest": (row.fastest, row.unlimited_fastest + row.network_seconds),
+        }
+        cells = []
+        for name, (found, predicted) in pairs.items():
+            errors[name].append(predicted / found - 1)
+            cells += [f"{found:.2f}", f"{predicted:.2f}", f"{errors[name][-1]:+.1%}"]
+        calls = str(sum(row.collectives.values()))
+        table.add_row(str(row.ranks), row.case, str(row.micro_batches), row.network, calls, *cells)
+    console = Console(width=150)
     console.print(table)
-    for what in ("sent", "seconds"):
-        errors = [getattr(row, f"predicted_{what}") / getattr(row, what) - 1 for row in rows]
-        sizes = sorted(map(abs, errors))
+    for name, own in errors.items():
+        sizes = sorted(map(abs, own))
         console.print(
-            f"{what}: median error {sizes[len(sizes) // 2]:.1%}, 9 of 10 below "
-            f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}, largest {max(errors, key=abs):+.1%}"
+            f"{name}: median error {median(sizes):.1%}, 9 of 10 at most "
+            f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}, largest {max(own, key=abs):+.1%}"
         )
 
 

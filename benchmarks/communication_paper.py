@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from matplotlib import pyplot as plt
@@ -71,14 +72,16 @@ class Model:
 
     parameters: int
     layer: int
+    splits: bool = False
+    """Whether transformers has a plan to generate by tensor parallelism; it has none for OPT."""
 
 
 MODELS = {
     "OPT-1.3B": Model(1_315_758_080, 50_331_648),
-    "Llama-3 8B": Model(8_030_261_248, 218_103_808),
+    "Llama-3 8B": Model(8_030_261_248, 218_103_808, splits=True),
     "OPT-13B": Model(12_853_473_280, 314_572_800),
     "OPT-66B": Model(65_719_443_456, 1_019_215_872),
-    "Llama-3 70B": Model(70_553_706_496, 855_638_016),
+    "Llama-3 70B": Model(70_553_706_496, 855_638_016, splits=True),
     "OPT-175B": Model(174_604_455_936, 1_811_939_328),
 }
 CRITIC = Model(6_658_473_984, 201_326_592)
@@ -169,13 +172,14 @@ def ppo(actor: Model, gpu: GPU, node: float, ranks: int) -> Iteration | None:
     stage, parallel, offload = fit
     tokens, weights = ROWS * (PROMPT + RESPONSE) / ranks, actor.parameters + critic.parameters
     passes = (6 + 2 * 2) * weights * tokens / gpu.speed
-    reading = 2 * actor.parameters / parallel / (OF_HBM * gpu.hbm)
+    reading = 2 * actor.parameters / max(1, parallel) / (OF_HBM * gpu.hbm)
     computing = 2 * actor.parameters * ROWS / ranks / gpu.speed
     sent = sends(actor, stage, ranks) + sends(critic, stage, ranks)
     if stage == 3:
-        sent += [gathered(actor.parameters)]
+        sent += [gathered(actor.parameters, passes=1 if parallel else RESPONSE)]
         sent += [gathered(m.parameters, passes=2 * micro_batches(ranks)) for m in (actor, critic)]
-    extras = (f"TP {parallel}" * (parallel > 1), "offload" * offload)
+    generates = {0: "at each token", 1: ""}.get(parallel, f"TP {parallel}")
+    extras = (generates, "offload" * offload)
     how = ", ".join([f"ZeRO-{stage}", *filter(None, extras)])
     return Iteration(
         how, RESPONSE * max(reading, computing), passes,
@@ -184,18 +188,24 @@ def ppo(actor: Model, gpu: GPU, node: float, ranks: int) -> Iteration | None:
 
 
 def _fit(actor: Model, critic: Model, ranks: int) -> tuple[int, int, bool] | None:
-    """ZeRO stage, tensor parallelism of generation, and whether the optimizers are offloaded."""
+    """ZeRO stage, tensor parallelism of generation, and whether the optimizers are offloaded.
+
+    Parallelism 0: the weights are gathered at each token, since a whole copy does not fit.
+    """
     weights = actor.parameters + critic.parameters
-    for offload in (False, True):
-        saved = 12 * weights / ranks * offload
-        for stage in (1, 2, 3):
-            trained = states(actor, stage, ranks) + states(critic, stage, ranks)
-            frozen = 2 * weights / (ranks if stage == 3 else 1)
-            for parallel in (1, 2, 4, 8) if stage == 3 else (1,):
-                states_now = trained + frozen - saved
-                copy = 2 * actor.parameters / parallel if stage == 3 else 0
-                if states_now <= FOR_STATES and states_now + copy <= IN_ROLLOUT:
-                    return stage, parallel, offload
+    for at_each_token, offload, stage in product((False, True), (False, True), (1, 2, 3)):
+        trained = states(actor, stage, ranks) + states(critic, stage, ranks)
+        frozen = 2 * weights / (ranks if stage == 3 else 1)
+        own = trained + frozen - 12 * weights / ranks * offload
+        if own > FOR_STATES:
+            continue
+        if stage < 3:
+            return stage, 1, offload
+        if at_each_token:
+            return stage, 0, offload
+        for parallel in (1, 2, 4, 8) if actor.splits else (1,):
+            if own + 2 * actor.parameters / parallel <= IN_ROLLOUT:
+                return stage, parallel, offload
     return None
 
 
@@ -210,8 +220,10 @@ def break_even(gpu: GPU, node: float, ranks: int, stage: int) -> float:
 def show() -> None:
     """Print all tables."""
     console, many = Console(width=140), COUNTS[-1]
-    volumes = Table("model", "ZeRO-0, fp32", "ZeRO-1", "ZeRO-2", "ZeRO-3", "rollout",
-                    title=f"GB that each of {many} GPUs sends: a step of one micro batch")  # fmt: skip
+    volumes = Table(
+        *("model", "ZeRO-0, fp32", "ZeRO-1", "ZeRO-2", "ZeRO-3", "rollout"),
+        title=f"GB that each of {many} GPUs sends: a step of one micro batch",
+    )
     for name, model in MODELS.items():
         own = [
             training_step(model.parameters, s, layer=model.layer, width=2 if s else 4)
@@ -219,8 +231,10 @@ def show() -> None:
         ] + [[gathered(model.parameters)]]  # fmt: skip
         volumes.add_row(name, *(f"{total_sent(each, many) / 1e9:,.1f}" for each in own))
     console.print(volumes)
-    even = Table("GPU", "network", "GPUs", "ZeRO-1", "ZeRO-2", "ZeRO-3",
-                 title="Tokens per GPU and step of one micro batch: sending = computing")  # fmt: skip
+    even = Table(
+        *("GPU", "network", "GPUs", "ZeRO-1", "ZeRO-2", "ZeRO-3"),
+        title="Tokens per GPU and step of one micro batch: sending = computing",
+    )
     links = {"NVLink": (NETWORKS["400 Gbit/s a GPU"], PER_NODE)}
     links |= {network: (node, many) for network, node in NETWORKS.items()}
     for kind, gpu in (("H100", H100), ("A100", A100)):
@@ -228,10 +242,10 @@ def show() -> None:
             own_tokens = [f"{break_even(gpu, node, ranks, stage):,.0f}" for stage in (1, 2, 3)]
             even.add_row(kind, network, str(ranks), *own_tokens)
     console.print(even)
-    training = Table("model", "network", *map(str, COUNTS),
-                     title="Seconds of a training step on H100s (stage; share of computing)")  # fmt: skip
-    iterations = Table("actor", "network", *map(str, COUNTS),
-                       title="Seconds of an iteration of PPO on H100s (share of sending)")  # fmt: skip
+    title = "Seconds of a training step on H100s (ZeRO stage; share of computing)"
+    training = Table("model", "network", *map(str, COUNTS), title=title)
+    title = "Seconds of an iteration of PPO on H100s (how it fits; share of sending)"
+    iterations = Table("actor", "network", *map(str, COUNTS), title=title)
     for name, model in MODELS.items():
         for network, node in NETWORKS.items():
             steps = [best_step(model, H100, node, ranks) for ranks in COUNTS]
@@ -246,13 +260,6 @@ def show() -> None:
             ))  # fmt: skip
     console.print(training)
     console.print(iterations)
-    token = Table("actor", *NETWORKS, title=f"Seconds to gather the weights at each of {RESPONSE} "
-                  f"tokens, {many} GPUs")  # fmt: skip
-    for name, model in MODELS.items():
-        every = [gathered(model.parameters, passes=RESPONSE)]
-        slowest = [link(H100, node, many) for node in NETWORKS.values()]
-        token.add_row(name, *(f"{total_seconds(every, many, each):,.0f}" for each in slowest))
-    console.print(token)
 
 
 def plot(points: Sequence[tuple[float, float, int]], file: Path) -> None:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed import deepspeed_config, engine
-from rlhf_pipeline.distributed.lean_deepspeed import deepspeed
 from rlhf_pipeline.distributed.optimizer_step import Loss, optimizer_step
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import for_generation, whole_shape
@@ -62,8 +59,7 @@ class Rank:
         ):
             self.engine = engine.train_engine(_model, config, total_steps=10**6)
         sizes = [whole_shape(parameter).numel() for parameter in self.engine.module.parameters()]
-        large = [size for size in sizes if size > 10 * self.engine.module.config.hidden_size]
-        return {"parameters": sum(sizes), "sharded": sum(large)}
+        return {"parameters": sum(sizes), "weights": len(sizes)}
 
     def step(self, micro_batches: int, count: int, *, first: bool = False) -> dict[str, Any]:
         """Take optimizer steps, each with some micro batches; `first`: warm up and count calls."""
@@ -98,7 +94,7 @@ class Rank:
     def _measured(self, work: Callable[[], Any], count: int, first: bool) -> dict[str, Any]:
         calls: Counter[str] = Counter()
         if first:
-            for _ in range(3):  # ZeRO-3 records the order of the layers in the first step
+            for _ in range(2):  # ZeRO-3 records the order of the layers in the first step
                 with torch.profiler.profile() as profile:
                     work()
             calls.update(event.name for event in profile.events() or ())
@@ -114,7 +110,7 @@ class Rank:
             (after - first) / count for after, first in zip(_counters(), before, strict=True)
         )
         return {
-            "seconds": statistics.median(seconds),
+            "seconds": seconds,
             "sent": sent,
             "received": received,
             "collectives": {n: c for n in COLLECTIVES if (c := calls[f"c10d::{n}"])},
