@@ -18,15 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import select
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +31,7 @@ from typing import Any
 import communication_paper
 from rich.console import Console
 from rich.table import Table
-from simulated_network import Network
+from simulated_network import Network, Ranks, started
 
 from rlhf_pipeline.sizing.communication import (
     Collectives,
@@ -48,8 +45,10 @@ from rlhf_pipeline.sizing.communication import (
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results" / "communication"
 RANK = Path(__file__).with_name("communication_rank.py")
-PATIENCE = 300
-"""Seconds that one answer may take."""
+ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2}
+"""Passes around the ring of Gloo's collectives."""
+SIZES = (400_000, 4_000_000)
+"""Bytes of the tensors of single collectives."""
 WIDTH = 4
 """Bytes of a number: everything is in fp32."""
 BUCKET, LIVE, LAYER = 100_000, 200_000, 655_872
@@ -125,123 +124,97 @@ def main() -> None:
     )
     parser.add_argument("part", choices=["measured", "collectives", "model"])
     parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--quick", action="store_true", help="one network, one micro batch")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed
     RESULTS.mkdir(parents=True, exist_ok=True)
     stored = RESULTS / "measured.json"
     counts = [int(count) for count in options.ranks.split(",")]
+    single = RESULTS / "collectives.json"
     if options.part == "collectives":
-        collectives(counts)
+        found = json.loads(single.read_text()) if single.exists() else []
+        found = [row for row in found if row["ranks"] not in counts] + collectives(counts)
+        single.write_text(json.dumps(found, indent=2))
+        table = Table(*found[0])
+        for row in found:
+            table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+        Console().print(table)
+        show_errors("seconds", [row["formula"] / row["seconds"] - 1 for row in found])
         return
     rows = [Row(**row) for row in json.loads(stored.read_text())] if stored.exists() else []
     if options.part == "measured":
         for ranks in counts:
-            rows = [*(row for row in rows if row.ranks != ranks), *measured(ranks)]
+            rows = [
+                *(row for row in rows if row.ranks != ranks),
+                *measured(ranks, quick=options.quick),
+            ]
             stored.write_text(json.dumps([asdict(row) for row in rows], indent=2))
         show(rows)
         return
     communication_paper.show()
-    points = [(row.unlimited_fastest + row.network_seconds, row.fastest, row.ranks) for row in rows]
+    points = {"a step": [(r.unlimited_fastest + r.network_seconds, r.fastest) for r in rows]}
+    if single.exists():
+        found = json.loads(single.read_text())
+        points["a collective"] = [(row["formula"], row["seconds"]) for row in found]
     communication_paper.plot(points, RESULTS / "scaling-out.png")
 
 
-class Ranks:
-    """Processes that obey together."""
-
-    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
-        self._processes = processes
-
-    def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Call a method of `Rank` on all: the mean bytes, and of each step the slowest rank."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps([method, arguments]) + "\n")
-            process.stdin.flush()
-        answers = [self._answer(process) for process in self._processes]
-        found = dict(answers[0])
-        if "seconds" in found:
-            steps = zip(*(answer["seconds"] for answer in answers), strict=True)
-            found["seconds"] = [max(step) for step in steps]
-            found["sent"] = sum(answer["sent"] for answer in answers) / len(answers)
-        return found
-
-    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        assert process.stdout is not None
-        if not select.select([process.stdout], [], [], PATIENCE)[0]:
-            raise TimeoutError(
-                f"a rank: found no answer in {PATIENCE} s. Fix: read {RESULTS}/rank*"
-            )
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a rank: found an early end. Fix: read {RESULTS}/rank*.log")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-@contextmanager
-def started(network: Network) -> Iterator[Ranks]:
-    """One rank on each node; ended at the end."""
-    plain = os.environ | {
-        "WORLD_SIZE": str(len(network.names)), "MASTER_ADDR": network.addresses[0],
-        "MASTER_PORT": "29500", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        for number, name in enumerate(network.names):
-            with (RESULTS / f"rank{number}.log").open("w") as log:
-                command = ["ip", "netns", "exec", name, sys.executable, str(RANK)]
-                processes.append(
-                    subprocess.Popen(
-                        command, env=plain | {"RANK": str(number)}, text=True,
-                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                    )
-                )  # fmt: skip
-        yield Ranks(processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def collectives(counts: list[int]) -> None:
-    """Print the bytes that a rank sends, in units of those of one pass around the ring."""
-    table = Table("collective", *(f"{count} ranks" for count in counts))
-    found: dict[str, list[str]] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
+def collectives(counts: list[int]) -> list[dict[str, Any]]:
+    """Measure single collectives, of a small and a large tensor."""
+    found = []
     for count in counts:
-        with Network(count) as network, started(network) as ranks:
-            for name, cells in found.items():
-                sent = ranks.ask("collective", name=name, elements=10**6, count=3)["sent"]
-                cells.append(f"{sent / Collectives(1, 10**6 * WIDTH).sent(count):.2f}")
-    for name, cells in found.items():
-        table.add_row(name, *cells)
-    Console().print(table)
+        with Network(count) as network, started(network, RANK, RESULTS) as ranks:
+            for name, rounds in ROUNDS.items():
+                for (label, (megabits, delay)), size in product(NETWORKS.items(), SIZES):
+                    network.shape(megabits, delay)
+                    answer = ranks.ask("collective", name=name, elements=size // WIDTH, count=5)
+                    expected = Collectives(rounds, size)
+                    link = Link(megabits * 1e6 / 8, 2 * delay)
+                    row = {
+                        "ranks": count, "collective": name, "network": label, "KB": size / 1e3,
+                        "passes": answer["sent"] / Collectives(1, size).sent(count),
+                        "seconds": median(answer["seconds"]),
+                        "formula": expected.seconds(count, link),
+                    }  # fmt: skip
+                    print(json.dumps(row), flush=True)
+                    found.append(row)
+    return found
 
 
-def measured(count: int) -> Iterator[Row]:
+def measured(count: int, *, quick: bool) -> Iterator[Row]:
     """All cases on all networks, with this number of ranks."""
-    with Network(count) as network, started(network) as ranks:
+    networks = dict(list(NETWORKS.items())[:1]) if quick else NETWORKS
+    with Network(count) as network, started(network, RANK, RESULTS) as ranks:
         for case in CASES:
+            if quick and case.micro_batches > 1:
+                continue
             network.shape(None, 0)
             built = ranks.ask("build", **case.settings)
             parameters = built["parameters"]
             step = {"method": "step", "micro_batches": case.micro_batches}
-            yield from compared(case, step, case.step(parameters), network, ranks)
+            yield from compared(case, step, case.step(parameters), network, ranks, networks)
             if case.as_set:
                 weights = math.ceil(parameters / built["weights"])  # DeepSpeed gathers each alone
                 sends = [gathered(parameters, width=WIDTH, bucket=weights)]
-                yield from compared(case, {"method": "generate"}, sends, network, ranks)
+                yield from compared(case, {"method": "generate"}, sends, network, ranks, networks)
 
 
 def compared(
-    case: Case, call: dict[str, Any], sends: list[Collectives], network: Network, ranks: Ranks
+    case: Case,
+    call: dict[str, Any],
+    sends: list[Collectives],
+    network: Network,
+    ranks: Ranks,
+    networks: Mapping[str, tuple[int, float]],
 ) -> Iterator[Row]:
     """One call on all networks."""
     count = len(network.names)
     name = case.name if call["method"] == "step" else "gathering for a rollout"
     network.shape(None, 0)
     free = ranks.ask(**call, count=3, first=True)
-    networks = list(NETWORKS.items())
-    for label, (megabits, delay) in networks if case.micro_batches == 1 else networks[:1]:
+    for label, (megabits, delay) in networks.items():
+        if case.micro_batches > 1 and label != next(iter(networks)):
+            continue
         network.shape(megabits, delay)
         found = ranks.ask(**call, count=3)
         # Gloo sends a message when the receiver has announced that it waits: a round trip.
@@ -279,11 +252,16 @@ def show(rows: list[Row]) -> None:
     console = Console(width=150)
     console.print(table)
     for name, own in errors.items():
-        sizes = sorted(map(abs, own))
-        console.print(
-            f"{name}: median error {median(sizes):.1%}, 9 of 10 at most "
-            f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}, largest {max(own, key=abs):+.1%}"
-        )
+        show_errors(name, own)
+
+
+def show_errors(name: str, errors: list[float]) -> None:
+    """Print a line with their median, 90% quantile and maximum."""
+    sizes = sorted(map(abs, errors))
+    Console().print(
+        f"{name}: median error {median(sizes):.1%}, 9 of 10 at most "
+        f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}, largest {max(errors, key=abs):+.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ the H100 SXM and the A100 80GB SXM; the networks are line rates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -262,18 +262,17 @@ def show() -> None:
     console.print(iterations)
 
 
-def plot(points: Sequence[tuple[float, float, int]], file: Path) -> None:
+def plot(points: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
     """Left: predicted and measured seconds. Right: efficiency by tokens between reductions."""
     figure, (checked, paper) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for ranks in sorted({count for _, _, count in points}):
-        own = [(predicted, found) for predicted, found, count in points if count == ranks]
-        checked.plot(*zip(*own, strict=True), "o", markersize=4, label=f"{ranks} processes")
-    if points:
-        ends = [f(f(p, m) for p, m, _ in points) for f in (min, max)]
+    for name, own in points.items():
+        checked.plot(*zip(*own, strict=True), "o", markersize=3, label=name)
+    if together := [pair for own in points.values() for pair in own]:
+        ends = [f(f(pair) for pair in together) for f in (min, max)]
         checked.plot(ends, ends, color="grey", linewidth=0.8)
         checked.legend()
     checked.set(xscale="log", yscale="log", xlabel="seconds, formula", ylabel="seconds, measured")
-    checked.set_title("a step on the simulated network", fontsize=10)
+    checked.set_title("2 to 8 processes, simulated network", fontsize=10)
     tokens = [2**power for power in range(9, 19)]
     for network, node in NETWORKS.items():
         even = break_even(H100, node, COUNTS[-1], 3)
@@ -282,6 +281,6 @@ def plot(points: Sequence[tuple[float, float, int]], file: Path) -> None:
     paper.set_ylabel("share of computing")
     paper.set_xticks([1e3, 1e4, 1e5])
     paper.set_title("64 H100s on paper, without overlap", fontsize=10)
-    paper.legend()
+    paper.legend(loc="upper left", fontsize=8)
     paper.grid(alpha=0.3)
     figure.savefig(file, dpi=100)

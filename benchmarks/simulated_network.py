@@ -8,21 +8,28 @@ each one for the delay: unlike netem, which some kernels lack, it needs no kerne
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import select
 import struct
 import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 TUNSETIFF = 0x400454CA
 IFF_TUN_NO_PI = 0x1001
 MTU = 16_000
 """Bytes of a packet. Large packets leave the cores to the processes under test."""
+PATIENCE = 300
+"""Seconds that one answer of a rank may take."""
 
 
 class Network:
@@ -96,6 +103,65 @@ class Network:
             while on_the_way and on_the_way[0][0] <= now:
                 _, to, packet = on_the_way.popleft()
                 os.write(to, packet)
+
+
+class Ranks:
+    """Processes that obey together: each reads a JSON line and answers with one."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]], logs: Path) -> None:
+        self._processes = processes
+        self._logs = logs
+
+    def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call a method on all: the mean bytes, and of each step the slowest rank."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([method, arguments]) + "\n")
+            process.stdin.flush()
+        answers = [self._answer(process) for process in self._processes]
+        found = dict(answers[0])
+        if "seconds" in found:
+            steps = zip(*(answer["seconds"] for answer in answers), strict=True)
+            found["seconds"] = [max(step) for step in steps]
+            found["sent"] = sum(answer["sent"] for answer in answers) / len(answers)
+        return found
+
+    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        if not select.select([process.stdout], [], [], PATIENCE)[0]:
+            raise TimeoutError(
+                f"a rank: found no answer in {PATIENCE} s. Fix: read {self._logs}/rank*"
+            )
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a rank: found an early end. Fix: read {self._logs}/rank*.log")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def started(network: Network, program: Path, logs: Path) -> Iterator[Ranks]:
+    """Run a Python program as a rank on each node; the ranks are killed at the end."""
+    plain = os.environ | {
+        "WORLD_SIZE": str(len(network.names)), "MASTER_ADDR": network.addresses[0],
+        "MASTER_PORT": "29500", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for number, name in enumerate(network.names):
+            with (logs / f"rank{number}.log").open("w") as log:
+                command = ["ip", "netns", "exec", name, sys.executable, str(program)]
+                processes.append(
+                    subprocess.Popen(
+                        command, env=plain | {"RANK": str(number)}, text=True,
+                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                    )
+                )  # fmt: skip
+        yield Ranks(processes, logs)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _run(*command: str) -> None:
