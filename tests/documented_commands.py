@@ -8,25 +8,29 @@ from pathlib import Path
 
 SHELL = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+READ_RESULTS = tuple(
+    f"kedro rlhf {name}" for name in ("clean", "compare", "export", "lineage", "report", "runs")
+)
+"""Commands that read the results of a run."""
+
 NOT_RUN = {
     "#SBATCH": "needs a SLURM cluster",
     ".venv-vllm/bin/kedro": "needs vLLM: make vllm",
-    ".venv/bin/pytest": "tests that run by themselves",
+    ".venv/bin/pytest": "tests/data/sources, tests/models and tests/training run by themselves",
     ".venv/bin/python benchmarks/": "minutes to hours; tests/test_gpu_benchmark.py rehearses",
-    ".venv/bin/python tests/data/sources/test_docs_table.py": "writes docs/data.md",
-    "cat data/tiny/": "the file is tested in tests/data/test_split_report.py",
+    ".venv/bin/python tests/data/sources/test_docs_table.py": "tests/data/sources compares it",
+    "cat data/tiny/": "tests/test_tutorials.py",
     "code=$?": "part of a script that tests/stages/launch/test_two_nodes.py submits",
     "curl 127.0.0.1:5001": "tests/test_serving.py asks the same server",
-    "kedro run --pipeline=full --params=store": "tests/test_storage.py",
-    "deepspeed --num_gpus": "launched by every training test in this form",
-    "exit $code": "part of the same script",
+    "deepspeed --num_gpus": "tests/stages/launch starts programs in this form",
+    "exit $code": "part of a script that tests/stages/launch/test_two_nodes.py submits",
     "kedro airflow create": "tests/test_airflow.py",
     "kedro new": "tests/test_starter.py",
     "kedro package": "tests/test_package.py",
     "kedro rlhf chat": "waits at a terminal; tests/commands/test_chat.py",
-    "kedro rlhf clean --yes": "removes results; tests/stages/cache has tests of clean",
     "kedro rlhf doctor": "tests/commands/test_doctor.py",
-    "kedro rlhf export": "tests/commands/test_export.py",
+    "kedro rlhf export candidate ~/models/adapter": "needs LoRA; tests/commands/test_export.py",
+    "kedro rlhf export s3:": "needs an S3 server; tests/commands/test_export.py",
     "kedro rlhf label": "serves until Ctrl-C; tests/labelling",
     "kedro rlhf plan": "tests/commands/test_plan.py and test_check.py",
     "kedro rlhf preset": "writes an environment; tests/commands/test_preset.py",
@@ -39,22 +43,24 @@ NOT_RUN = {
     "kedro run --env=tiny --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
     "kedro run --pipeline=full --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
     "kedro run --pipeline=simpo": "tests/pipelines/test_new_algorithm.py adds the algorithm",
+    "kedro run --pipeline=full --params=store": "tests/test_storage.py",
     "make": "a target of the Makefile",
-    "mkdir -p data/01_raw": "makes a folder in the project",
+    "mkdir -p data/01_raw": "tests/test_tutorials.py",
     "mlflow models serve": "tests/test_serving.py",
     "mlflow server": "tests/tracking/test_model_registry.py",
     "pip install --constraint constraints.txt dist/": "tests/test_package.py",
+    "pip install rlhf_pipeline-": "tests/test_package.py",
     "python -m rlhf_pipeline": "tests/test_package.py",
-    "python make_pairs.py": "compiled by tests/test_docs.py",
+    "python make_pairs.py": "tests/test_tutorials.py",
     "rlhf-pipeline": "the commands of kedro; tests/test_package.py",
     "sbatch": "tests/stages/launch/test_two_nodes.py",
     "srun": "needs a SLURM cluster; tests/stages/launch/test_two_nodes.py",
     "ssh worker-1": "needs another machine",
-    "sudo apt-get": "installs on the machine",
-    "test $code": "part of the same script",
+    "sudo apt-get": "needs root",
+    "test $code": "part of a script that tests/stages/launch/test_two_nodes.py submits",
     "torchrun": "tests/stages/launch/test_two_nodes.py",
 }
-"""Beginnings of commands, with the reason why the tests of the documentation do not run them."""
+"""Beginnings of commands, with what they need, or the test that runs them in another place."""
 
 
 def commands(page: Path) -> list[str]:

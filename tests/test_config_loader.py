@@ -3,7 +3,7 @@
 import pytest
 from kedro.config import MissingConfigException
 
-from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.config_loader import PACKAGED, LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
@@ -44,6 +44,24 @@ def test_without_anything_of_the_users_the_embedded_default_applies(conf):
     assert parameters["sft"] == {"epochs": 9, "batch_size": 32}
     assert parameters["split"] == {"sources": [{"name": "synthetic"}], "test_fraction": 0.5}
     assert parameters["register"]["model"] == "policy-embedded"
+
+
+def test_local_may_be_missing(conf, tmp_path):
+    """A wheel does not have it."""
+    loader = conf()
+    (tmp_path / "local").rmdir()
+    assert loader["globals"] == {"root": "data"}
+    assert loader["parameters"]["sft"] == {"epochs": 9, "batch_size": 32}
+
+
+def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "local").mkdir(parents=True)
+    (tmp_path / "conf" / "local" / "parameters.yml").write_text("seed: 77\n")
+    loader = LayeredConfigLoader(str(PACKAGED), **CONFIG_LOADER_ARGS)
+    assert loader["parameters"]["seed"] == 77
+    assert loader.origin("seed") == "conf/local/parameters.yml"
+    assert loader["globals"] == {"root": "data"}
 
 
 @pytest.mark.parametrize("origin", ["local", "params"])

@@ -1,24 +1,28 @@
 """Every command of the documentation runs, or is listed with the reason why not.
 
 `kedro run` is planned instead, which checks its pipeline and its parameters; the tests of
-`tests/pipelines` train.
+`tests/pipelines` train. Commands that read results run on those of the environment `tiny`.
 """
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
-from documented_commands import NOT_RUN, SHELL, as_status, commands
+from documented_commands import NOT_RUN, READ_RESULTS, SHELL, as_status, commands
+from mlflow import MlflowClient
 from test_docs import PAGES, PROJECT
 
 from rlhf_pipeline.cli import cli
 
-EACH = sorted({command for page in PAGES for command in commands(page)})
+STARTER = PROJECT / "starter" / "{{ cookiecutter.repo_name }}" / "README.md"
+EACH = sorted({command for page in [*PAGES, STARTER] for command in commands(page)})
 
 
 def is_listed(command: str) -> bool:
@@ -26,17 +30,35 @@ def is_listed(command: str) -> bool:
 
 
 PLANNED = [each for each in EACH if as_status(each) is not None and not is_listed(each)]
-PLANS = """
+RUN = [each for each in EACH if each.startswith(READ_RESULTS) and not is_listed(each)]
+COMMANDS = """
 import json, sys
 from pathlib import Path
 from kedro.framework.cli.cli import KedroCLI
 
 cli = KedroCLI(project_path=Path.cwd())
 for arguments in json.load(sys.stdin):
-    print("PLAN", arguments, flush=True)
-    cli.main(["rlhf", "status", *arguments], standalone_mode=False)
+    print("COMMAND", arguments, flush=True)
+    cli.main(["rlhf", *arguments], standalone_mode=False)
 """
-"""Plans many runs in one process: a process for each would take half a minute more."""
+"""Runs many commands in one process: a process for each would take half a minute more."""
+
+
+def run_all(arguments: list[list[str]], **variables: str) -> list[str]:
+    """What each of some `kedro rlhf` commands prints; the test fails if one of them fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS],
+        input=json.dumps(arguments),
+        cwd=PROJECT,
+        env=os.environ | {"COLUMNS": "200"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    printed = done.stdout.split("COMMAND ")[1:]
+    assert len(printed) == len(arguments)
+    return printed
 
 
 @pytest.mark.parametrize("command", [each for each in EACH if each.startswith("kedro rlhf ")])
@@ -55,19 +77,56 @@ def test_targets_exist(command):
 
 def test_documented_runs_are_planned(tmp_path):
     """Their pipelines and parameters exist and fit each other; nothing is launched."""
-    planned = [planned_with(as_status(command), tmp_path) for command in PLANNED]
-    done = subprocess.run(
-        [sys.executable, "-c", PLANS],
-        input=json.dumps(planned),
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    plans = done.stdout.split("PLAN ")[1:]
-    assert len(plans) == len(planned) > 10
+    plans = run_all([["status", *planned_with(as_status(each), tmp_path)] for each in PLANNED])
+    assert len(plans) > 10
     assert all(re.search(r"^(sft|ppo|source)", plan, re.M) for plan in plans)
+
+
+SHOWN = {
+    "clean": "emove",
+    "compare": "gold judge prefers",
+    "export": "verified; SHA256SUMS has every digest",
+    "lineage": "every byte is as it was recorded",
+    "report": "page: file://",
+    "runs": "win rate against SFT",
+}
+"""What a command prints of the results."""
+
+
+@pytest.fixture
+def results(project, tmp_path):
+    """A copy of the results of `tiny`, whose policy is the champion, and its tracking store."""
+    root = tmp_path / "results"
+    shutil.copytree(project.root, root, symlinks=True)
+    uri = f"sqlite:///{root}/mlflow.db"
+    client = MlflowClient(uri)
+    model = client.get_registered_model("rlhf-policy-tiny")
+    client.set_registered_model_alias(model.name, "champion", model.aliases["candidate"])
+    return root, uri
+
+
+@pytest.mark.slow
+def test_documented_commands_run_on_results(results, tmp_path):
+    """A folder of the reader is one of the test; `clean --yes` comes last."""
+    root, uri = results
+    places = {"~": str(tmp_path), "data/tiny": str(root), "comparison.html": f"{tmp_path}/c.html"}
+    given = [f"--params=root={json.dumps(str(root))}"]
+    commands = []
+    for command in sorted(RUN, key=lambda each: ("--yes" in each, each)):
+        words = [word for word in shlex.split(command)[2:] if word != "--env=tiny"]
+        for written, used in places.items():
+            words = [re.sub(rf"^{re.escape(written)}(?=/|$)", used, word) for word in words]
+        commands.append([*words, "--env=tiny", *given])
+    printed = run_all(commands, MLFLOW_TRACKING_URI=uri, BROWSER="true")
+    assert len(printed) > 12
+    missing = [
+        (words, text)
+        for words, text in zip(commands, printed, strict=True)
+        if SHOWN[words[0]] not in text
+    ]
+    assert missing == []
+    assert (tmp_path / "models" / "mine" / "SHA256SUMS").is_file()
+    assert (tmp_path / "c.html").is_file()
 
 
 def planned_with(options: list[str], root: Path) -> list[str]:
@@ -79,16 +138,15 @@ def planned_with(options: list[str], root: Path) -> list[str]:
 
 
 def test_other_commands_are_listed_with_a_reason():
-    run = {"runs", "report", "compare", "lineage", "clean"}
-    missing = [
-        command
-        for command in EACH
-        if command not in PLANNED
-        and not is_listed(command)
-        and not (command.startswith("kedro rlhf") and command.split()[2] in run)
-    ]
-    assert missing == []
+    assert [each for each in EACH if each not in PLANNED + RUN and not is_listed(each)] == []
     assert [each for each in NOT_RUN if not any(c.startswith(each) for c in EACH)] == []
+
+
+def test_the_reasons_name_tests_that_exist():
+    named = {path for reason in NOT_RUN.values() for path in re.findall(r"tests/[\w/.]+", reason)}
+    assert [path for path in sorted(named) if not (PROJECT / path).exists()] == []
+    unnamed = [each for each, reason in NOT_RUN.items() if "tests/" not in reason]
+    assert all(NOT_RUN[each].startswith(("needs ", "a target")) for each in unnamed), unnamed
 
 
 def test_shell_blocks_are_marked():

@@ -103,7 +103,19 @@ def test_without_conf_the_commands_use_that_of_the_package(installed, tmp_path):
     printed = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY)
     assert re.search(r"^ppo +run +[0-9a-f]{8} +downstream of split, sft", printed, re.M), printed
     assert "INFO" not in printed  # the logging of the package, not Kedro's
+    default = installed(tmp_path, "rlhf-pipeline", "rlhf", "status")
+    assert re.search(r"^ppo +run", default, re.M), default
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_parameters_in_conf_local_count_without_other_configuration(installed, tmp_path):
+    before = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY).splitlines()
+    (tmp_path / "conf" / "local").mkdir(parents=True)
+    (tmp_path / "conf" / "local" / "parameters.yml").write_text("ppo: {steps: 2}\n")
+    after = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY).splitlines()
+    changed = {new.split()[0] for old, new in zip(before, after, strict=True) if old != new}
+    assert changed == {"ppo", "evaluate"}
 
 
 @pytest.mark.long

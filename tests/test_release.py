@@ -1,40 +1,48 @@
-"""One version: of the package, of the changelog, and of the citation."""
+"""A release: one version and date everywhere, its licence, and the versions it was tested with."""
 
 import re
 import tomllib
-from itertools import chain
 from pathlib import Path
 
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).parents[1]
-PACKAGE = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_changelog_begins_with_the_version_and_its_date():
-    headings = re.findall(r"^## (.+)$", (PROJECT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    released = [heading for heading in headings if heading != "Unreleased"]
-    assert re.fullmatch(rf"{re.escape(PACKAGE['version'])} - \d{{4}}-\d\d-\d\d", released[0])
-
-
-def test_the_citation_names_the_version_and_the_day_of_the_changelog():
+def test_the_version_is_that_of_the_changelog_and_of_the_citation():
+    heading = re.search(r"^## (\S+) - (\S+)$", (PROJECT / "CHANGELOG.md").read_text(), re.M)
     citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
-    heading = f"## {citation['version']} - {citation['date-released']}"
-    assert citation["version"] == PACKAGE["version"]
-    assert heading in (PROJECT / "CHANGELOG.md").read_text().splitlines()
+    assert heading[1] == METADATA["version"] == citation["version"]
+    assert heading[2] == str(citation["date-released"])
 
 
-def test_every_upper_bound_has_its_reason_beside_it():
-    lines = (PROJECT / "pyproject.toml").read_text().splitlines()
-    extras = chain.from_iterable(PACKAGE["optional-dependencies"].values())
-    required = [*PACKAGE["dependencies"], *extras]
-    bounded = {each for each in required if _has_upper_bound(Requirement(each))}
-    assert bounded
-    for each in bounded:
-        reasons = [line.partition("#")[2] for line in lines if line.strip().startswith(f'"{each}"')]
-        assert any(reasons), f"{each}: no line says why"
+def test_the_licence_is_in_the_wheel_and_in_the_citation():
+    assert METADATA["license-files"] == ["LICENSE"]
+    assert "Apache License" in (PROJECT / "LICENSE").read_text()
+    assert yaml.safe_load((PROJECT / "CITATION.cff").read_text())["license"] == "Apache-2.0"
 
 
-def _has_upper_bound(requirement: Requirement) -> bool:
-    return any(each.operator in ("<", "<=", "==", "~=") for each in requirement.specifier)
+def test_every_upper_bound_has_a_reason():
+    """A comment on its line says what is beyond it."""
+    bare = [
+        line.strip()
+        for line in (PROJECT / "pyproject.toml").read_text().splitlines()
+        if re.match(r'    "[\w-]+[^"]*(<|==)', line) and "#" not in line
+    ]
+    assert bare == []
+
+
+def test_the_tested_versions_are_within_the_bounds():
+    """Every requirement has a pin, except bitsandbytes, which needs a GPU."""
+    lines = (PROJECT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = METADATA["optional-dependencies"].values()
+    given = [line for lines in [METADATA["dependencies"], *extras] for line in lines]
+    required = [Requirement(line) for line in given]
+    assert {each.name for each in required} - set(pinned) == {"bitsandbytes"}
+    tested = [each for each in required if each.name in pinned]
+    assert [str(each) for each in tested if pinned[each.name] not in each.specifier] == []

@@ -1,44 +1,52 @@
 """The tutorials: their files and commands, in the order of the page, in a copy of the project."""
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
-from documented_commands import as_status, commands
+from documented_commands import SHELL, as_status, commands
+from ports import reserved_port
 
 PROJECT = Path(__file__).parents[1]
 TUTORIALS = PROJECT / "docs" / "tutorials"
 FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SERVES = ("kedro rlhf label",)
-"""Until Ctrl-C."""
-
 tutorials = pytest.mark.parametrize("name", ["own-data", "own-reward", "grpo", "human-feedback"])
 
 
-def copy_with_files(name: str, root: Path) -> None:
-    """A copy of the project with the files that a tutorial asks for."""
+def copy_of_the_project(root: Path) -> None:
+    """The code and the configuration, without the reader's own."""
     for part in ("src", "conf"):
         ignored = shutil.ignore_patterns("__pycache__", "local")
         shutil.copytree(PROJECT / part, root / part, ignore=ignored)
     shutil.copy(PROJECT / "pyproject.toml", root)
-    for path, text in FILE.findall((TUTORIALS / f"{name}.md").read_text()):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
     (root / "conf" / "local").mkdir(exist_ok=True)
+
+
+def write(path: str, text: str, root: Path) -> None:
+    """A file that a tutorial asks for."""
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def environment(root: Path) -> dict[str, str]:
+    """The variables of a shell in the copy."""
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"PATH": places, "PYTHONPATH": str(root / "src"), "COLUMNS": "200"}
 
 
 def run(command: str, root: Path) -> str:
     """Run a command in the copy; return its output."""
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {"PATH": places, "PYTHONPATH": str(root / "src"), "COLUMNS": "200"}
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=root,
-        env=os.environ | environment,
+        env=environment(root),
         capture_output=True,
         text=True,
         check=False,
@@ -50,7 +58,9 @@ def run(command: str, root: Path) -> str:
 @tutorials
 def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
     """Its parameters fit each other and its files exist; nothing trains."""
-    copy_with_files(name, tmp_path)
+    copy_of_the_project(tmp_path)
+    for path, text in FILE.findall((TUTORIALS / f"{name}.md").read_text()):
+        write(path, text, tmp_path)
     planned = 0
     for command in commands(TUTORIALS / f"{name}.md"):
         if command.startswith(("mkdir", "python")):
@@ -64,3 +74,56 @@ def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
             assert "ppo" in run(f"kedro rlhf status {options}", tmp_path)
             planned += 1
     assert planned > 0
+
+
+def vote_on_every_pair(command: str, root: Path) -> None:
+    """Start the server of the page, choose answer A of each pair, and end it by Ctrl-C."""
+    with reserved_port() as port:
+        started = [*command.split(), f"--port={port}"]
+        with subprocess.Popen(
+            started, cwd=root, env=environment(root), stdout=subprocess.PIPE, text=True
+        ) as server:
+            assert f"http://127.0.0.1:{port}" in server.stdout.readline()
+            address = f"http://127.0.0.1:{port}"
+            pair = answer(f"{address}/state?annotator=Ann")["pair"]
+            while pair is not None:
+                given = {"annotator": "Ann", "pair": pair["id"], "choice": "a"}
+                pair = answer(f"{address}/vote", given)["pair"]
+            server.send_signal(signal.SIGINT)
+
+
+def answer(address: str, body: dict[str, str] | None = None) -> dict:
+    """The answer to a GET request, or to a POST request with a body."""
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as response:
+        return json.load(response)
+
+
+SHOWN = {
+    "own-data": ("reward_model: finished", "page: file://"),
+    "own-reward": ("evaluate: finished", "brief", "page: file://"),
+    "grpo": ("ppo: finished", "registry"),
+    "human-feedback": ("reward_model: finished", "registry"),
+}
+"""What the commands of a tutorial print, among other things."""
+
+
+@pytest.mark.long
+@tutorials
+def test_a_tutorial_runs(name, tmp_path):
+    """Its files are written and its commands run in the order of the page."""
+    copy_of_the_project(tmp_path)
+    page = (TUTORIALS / f"{name}.md").read_text()
+    steps = [*FILE.finditer(page), *SHELL.finditer(page)]
+    printed = ""
+    for step in sorted(steps, key=re.Match.start):
+        if step.re is FILE:
+            write(*step.groups(), tmp_path)
+            continue
+        for command in re.sub(r"  +#.*", "", step[1]).splitlines():
+            if command.startswith("kedro rlhf label"):
+                vote_on_every_pair(command, tmp_path)
+            else:
+                printed += run(command, tmp_path)
+    assert [text for text in SHOWN[name] if text not in printed] == []

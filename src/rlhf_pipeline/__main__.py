@@ -1,7 +1,7 @@
 """The installed package without its repository: `rlhf-pipeline`, and `python -m rlhf_pipeline`.
 
-The current folder is the project: results are written below it. Without a folder `conf/` there, the
-configuration is that of the package.
+The current folder is the project: results are written below it. Without a folder `conf/base` there,
+the configuration is that of the package, with the layer `conf/local` of the current folder.
 """
 
 import os
@@ -44,7 +44,7 @@ def main(*args: Any, **kwargs: Any) -> Any:
 
 
 def _configure() -> None:
-    has_conf = Path("conf").is_dir()
+    has_conf = Path("conf", "base").is_dir()
     if not has_conf:  # Kedro reads the variable when it is imported
         os.environ.setdefault("KEDRO_LOGGING_CONFIG", str(CONF / "logging.yml"))
     from kedro.framework.project import configure_project, settings

@@ -11,6 +11,8 @@ from rlhf_pipeline.errors import ConfigError, short_path
 
 LOCAL = "local"
 RUNTIME = "--params"
+PACKAGED = Path(__file__).parent / "conf"
+"""The configuration of the package."""
 
 EMBEDDED = {"base_model.path": "embedded/model", "split.sources": "embedded/data"}
 """Layers of parameters that suit only the embedded model, or only the embedded data. A layer is
@@ -59,6 +61,19 @@ class LayeredConfigLoader(OmegaConfigLoader):
         for layer in order:
             config |= self._merge_and_resolve(key, self._files(layer, key))
         return config
+
+    def _get_conf_env_path(self, env: str) -> str:
+        """The folder of a layer. With the configuration of the package, `local` is the user's."""
+        if env == LOCAL and Path(self.conf_source) == PACKAGED:
+            return str(Path("conf", LOCAL).absolute())
+        return str(super()._get_conf_env_path(env))
+
+    def _read_dir_configs(self, conf_path: str, *args: Any) -> dict[Path, DictConfig]:
+        """The files of a folder; only base and the environment must exist."""
+        optional = [self._get_conf_env_path(layer) for layer in (LOCAL, *EMBEDDED.values())]
+        if conf_path in optional and not self._fs.isdir(conf_path):
+            return {}
+        return cast(dict[Path, DictConfig], super()._read_dir_configs(conf_path, *args))
 
     def origin(self, name: str) -> str | None:
         """The file that sets a parameter, or "--params"; None: nothing sets it."""
@@ -115,10 +130,8 @@ class LayeredConfigLoader(OmegaConfigLoader):
         super()._check_duplicates(key, config_per_file)
 
     def _files(self, layer: str, key: str) -> dict[str, DictConfig]:
-        """The files of a layer, sorted by name; only base and the environment must exist."""
+        """The files of a layer, sorted by name."""
         folder = self._get_conf_env_path(layer)
-        if layer in (LOCAL, *EMBEDDED.values()) and not self._fs.isdir(folder):
-            return {}
         found = self._read_dir_configs(folder, self.config_patterns[key], key, set())
         return {str(path): found[path] for path in sorted(found)}
 

@@ -108,3 +108,15 @@ def test_a_page_is_text_that_is_loaded_as_the_path_of_its_own_version(tmp_path):
     assert mine.load().read_text(encoding="utf-8") == "<p>\N{CHECK MARK}"
     assert [path.parent.name[:10] for path in mine.versions()] == ["2026-01-01", "2026-01-02"]
     assert page("2026-01-03T00.00.00.000Z").load() == theirs.load()
+
+
+def test_the_preview_is_a_table_of_the_metrics_by_name(finished, tmp_path):
+    metrics = {"win_rate/gold": 0.75, "kl/policy": 12.34567}
+    Manifest("sft", "f", 1, {}, {}, {}, metrics, file_entries(finished)).write(finished)
+    catalog = dataset(tmp_path, "2026-01-01T00.00.00.000Z")
+    catalog.save(finished)
+    assert catalog.preview() == {
+        "index": [0, 1],
+        "columns": ["metric", "value"],
+        "data": [["kl/policy", "12.35"], ["win_rate/gold", "0.75"]],
+    }

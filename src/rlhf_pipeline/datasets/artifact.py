@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 from kedro.io import AbstractVersionedDataset, Version
 from kedro.io.core import DatasetError, get_protocol_and_path
+from kedro_datasets._typing import TablePreview  # what Kedro-Viz knows
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.files import write_atomically
@@ -169,6 +170,14 @@ class ArtifactDataset(PathDataset):
                 shutil.rmtree(partial, ignore_errors=True)  # free the space
                 raise
         self._read_back(target)
+
+    def preview(self) -> TablePreview:
+        """The final metrics of the stage, which Kedro-Viz shows beside the graph."""
+        metrics = Manifest.read(self.load()).metrics
+        rows = [[name, f"{value:.4g}"] for name, value in sorted(metrics.items())]
+        return TablePreview(
+            {"index": [*range(len(rows))], "columns": ["metric", "value"], "data": rows}
+        )
 
     def _link_latest(self, target: Path) -> None:
         """Let `latest`, beside the versions, refer to a version.
