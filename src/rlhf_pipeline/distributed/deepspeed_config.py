@@ -9,12 +9,10 @@ import json
 import os
 from typing import Any
 
+from rlhf_pipeline.config.buckets import BUCKET, LIVE
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
 from rlhf_pipeline.runtime.job import LaunchedJob
-
-BUCKET = 50_000_000
-"""Elements in one collective: of gradients to reduce, or of weights to gather."""
 
 
 def training_settings(
@@ -90,8 +88,8 @@ def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, A
             "stage3_prefetch_bucket_size": BUCKET,
             # Biases and norms stay whole, matrices are sharded.
             "stage3_param_persistence_threshold": 10 * hidden_size,
-            "stage3_max_live_parameters": 10**9,
-            "stage3_max_reuse_distance": 10**9,
+            "stage3_max_live_parameters": LIVE,
+            "stage3_max_reuse_distance": LIVE,
         },
     }
 

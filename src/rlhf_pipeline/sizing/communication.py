@@ -9,11 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
-BUCKET = 50_000_000
-"""Elements in one collective: `distributed/deepspeed_config.py`."""
-LIVE = 10**9
-"""Weights that a rank keeps whole at stage 3 because they are used again soon: `stage3_max_live_\
-parameters` and `stage3_max_reuse_distance`."""
+from rlhf_pipeline.config.buckets import BUCKET, LIVE
 
 
 @dataclass(frozen=True)

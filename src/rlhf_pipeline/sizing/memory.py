@@ -7,6 +7,7 @@ has the comparison with measured peaks.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlhf_pipeline.config.buckets import BUCKET, LIVE
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
 from rlhf_pipeline.sizing import activations
@@ -14,10 +15,6 @@ from rlhf_pipeline.sizing.activations import Numbers
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.shape import Shape
 
-BUCKET = 50_000_000
-"""Elements of DeepSpeed's buckets: `distributed.deepspeed_config`."""
-LIVE = 1_000_000_000
-"""Elements that ZeRO-3 keeps gathered: `stage3_max_live_parameters`."""
 BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 NF4 = 0.5 + 4 / 64
 """Bytes of a 4-bit weight of bitsandbytes: half a byte, and a float32 scale for 64 weights."""
