@@ -50,6 +50,8 @@ def main(job):
     job.export.mkdir(exist_ok=True)
     return {}
 
+if (Path(__file__).parent / "late").exists() and os.environ["RANK"] == "1":
+    time.sleep(5)
 if (Path(__file__).parent / "broken").exists() and os.environ["RANK"] == "1":
     sys.exit("no such library")
 if __name__ == "__main__":
@@ -132,9 +134,13 @@ def test_the_agents_serve_all_stages_of_a_run(toy):
 
 
 @pytest.mark.slow
-def test_a_failing_rank_of_another_node_is_reported(toy):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failing_rank_of_another_node_is_reported(toy, late):
+    """Also after rank 0 has finished, and DeepSpeed's launcher on its node."""
     stage = toy()
     (stage.folder / "fail-1").touch()
+    if late:
+        (stage.folder / "late").touch()
     with pytest.raises(StageError) as failure:
         stage.run()
     assert "rank1: ordered to fail" in str(failure.value)

@@ -98,6 +98,8 @@ def _supervise(attempt: Attempt, program: NodeProgram, listener: StageListener) 
         try:
             stuck = _follow(process, ranks, tail, attempt.config)
             code = 0 if ranks.finished else process.poll()
+            if code == 0 and ranks.nodes and not ranks.finished:
+                code = None  # the launcher here knows nothing of the ranks on other nodes
             orphaned = code is not None and bool(ranks.alive)
             lost = ranks.lost
         except BaseException:  # a signal to this process, or an error of a listener
@@ -156,7 +158,7 @@ def _ended(process: subprocess.Popen[bytes], ranks: Ranks) -> bool:
     if ranks.finished or ranks.lost is not None or ranks.failed_node is not None:
         return True
     code = process.poll()
-    return code is not None and (code != 0 or not ranks.nodes or not ranks.alive)
+    return code is not None and (code != 0 or not ranks.nodes)
 
 
 def _settle_s(run: StageRun, ranks: Ranks, config: LaunchConfig) -> float:
