@@ -534,10 +534,12 @@ def test_a_refusal_can_be_a_warning(large):
 
 
 def test_activations_alone_never_refuse(large):
-    """On 16 GPUs the states fit; the logits of a large micro batch may not."""
+    """On 16 GPUs the states fit; the activations of 32 rows with 2,000 tokens do not."""
     sft = large["sft"] | {"micro_batch_tokens": 2**17, "batch_size": 512}
     sixteen = Hardware(8, nodes=2, gpu_memory=80 * GIB, main_memory=500 * GIB)
-    (warning,) = check_memory(large | {"sft": sft}, {"sft"}, sixteen, refuses=True)
+    split = large["split"] | {"max_prompt_tokens": 1500, "max_response_tokens": 500}
+    long = large | {"sft": sft, "split": split}
+    (warning,) = check_memory(long, {"sft"}, sixteen, refuses=True)
     assert warning.startswith("sft: a rank may need ")
     assert "Fix: --params=sft.micro_batch_tokens=" in warning
 

@@ -97,13 +97,13 @@ def test_the_jobs_are_those_of_the_nodes(checked):
 
 
 def test_an_environment_for_two_nodes_is_checked_on_this_machine(plan, without_deepspeed):
-    code, lines = plan("--env=opt-66b-8x8x80", "--gpus=8x8x80", "--pipeline=dpo")
+    code, lines = plan("--env=opt-30b-2x8x80", "--gpus=2x8x80", "--pipeline=dpo")
     assert code == 0
-    assert [line for line in lines if "64 ranks" in line] == [
-        "sft            64 ranks   job.json is valid",
-        "dpo            64 ranks   job.json is valid",
-        "reward_model   64 ranks   job.json is valid",
-        "evaluate_dpo   64 ranks   job.json is valid",
+    assert [line for line in lines if "16 ranks" in line] == [
+        "sft            16 ranks   job.json is valid",
+        "dpo            16 ranks   job.json is valid",
+        "reward_model   16 ranks   job.json is valid",
+        "evaluate_dpo   16 ranks   job.json is valid",
     ]
 
 

@@ -71,8 +71,9 @@ def refusals(settings):
     return {refusal(json.loads(text), ranks) for text, ranks in settings}
 
 
-@pytest.mark.parametrize("preset", [make_preset(*each) for each in COMMON], ids=lambda p: p.name)
-def test_an_environment_in_conf_is_what_the_table_gives(preset, settings_of):
+@pytest.mark.parametrize("chosen", COMMON, ids="-".join)
+def test_an_environment_in_conf_is_what_the_table_gives(chosen, settings_of):
+    preset = make_preset(*chosen)
     for name, text in files(preset, preset.name).items():
         assert (CONF / preset.name / name).read_text() == text, (
             "write it again: kedro rlhf preset --common --overwrite"

@@ -148,3 +148,13 @@ def test_the_peak_is_the_largest_phase_above_what_is_held():
     assert memory.held == 28 * WEIGHTS + 10 * 100 + 4 * 100
     largest = max(sum(phase.parts.values()) for phase in memory.phases)
     assert memory.peak == 2**30 + memory.held + largest
+
+
+def test_one_rank_reads_the_whole_model_that_zero_3_shards():
+    """In main memory: libraries of two ranks, and all weights in bf16 once."""
+    trained = {"optimizer": {"learning_rate": 1e-3}}
+    trained["deepspeed"] = {"zero_stage": 3, "precision": "bf16"}
+    block = trained | {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
+    parameters = PPO().parameters() | {"sft": block}
+    memory = plan_stage("sft", parameters, SHAPE, GPUS)
+    assert memory.main_of_node(2) == 2 * 300 * 2**20 + 2 * WEIGHTS

@@ -169,7 +169,7 @@ def _stage(plan: Plan, stage: str, hours: float | None) -> dict[str, Any]:
         "changes": fit.changes,
         "libraries": memory.libraries,
         "models": {model.name: memory.parts_of(model) for model in memory.models},
-        "main_memory": memory.main * plan.hardware.ranks,
+        "main_memory": memory.main_of_node(plan.hardware.ranks),
         "hours": hours,
         **asdict(plan.works[stage]),
     }

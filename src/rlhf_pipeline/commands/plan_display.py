@@ -75,7 +75,7 @@ def _work_table(plan: Plan, hours: Mapping[str, float]) -> Table:
     if hours:
         table.add_column("hours", justify="right")
     for stage, work in plan.works.items():
-        main = plan.fits[stage].memory.main * plan.hardware.ranks
+        main = plan.fits[stage].memory.main_of_node(plan.hardware.ranks)
         table.add_row(
             f"[bold]{stage}",
             *map(str, (work.batch, work.rows_per_rank, work.micro_batches)),

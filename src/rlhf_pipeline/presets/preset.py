@@ -24,11 +24,12 @@ COMMON = (
     ("opt-1.3b", "1x24", "full"),
     ("opt-6.7b", "8x40", "full"),
     ("opt-13b", "8x80", "full"),
-    ("opt-66b", "8x8x80", "full"),
+    ("opt-30b", "2x8x80", "full"),
+    ("opt-66b", "8x141", "full"),
     ("llama-2-7b", "1x24", "qlora"),
+    ("llama-2-70b", "8x141", "full"),
     ("llama-3-8b", "1x80", "lora"),
     ("llama-3-8b", "8x80", "full"),
-    ("llama-3-70b", "8x8x80", "full"),
     ("mistral-7b", "1x24", "qlora"),
     ("qwen2.5-0.5b", "1x16", "full"),
     ("qwen2.5-7b", "8x80", "full"),
@@ -164,7 +165,7 @@ def _header(preset: Preset, name: str) -> Iterator[str]:
     trained = {"full": "all weights train", "lora": "LoRA", "qlora": "QLoRA"}[preset.method]
     method = "" if preset.method == "full" else f" --method {preset.method}"
     peaks = ", ".join(f"{s} {ceil(m.peak / GIB)}" for s, m in preset.memory.items())
-    main = max(memory.main for memory in preset.memory.values()) * hardware.ranks
+    main = max(memory.main_of_node(hardware.ranks) for memory in preset.memory.values())
     yield f"{preset.model} on {machines}; {trained}."
     yield f"Written by `kedro rlhf preset {preset.model} --gpus {preset.gpus}{method}`."
     yield ""

@@ -62,7 +62,7 @@ def fits(memory: StageMemory, hardware: Hardware) -> bool:
     if limit is not None and memory.peak > limit:
         return False
     main = hardware.main_memory
-    return main is None or memory.main * hardware.ranks <= USABLE * main
+    return main is None or memory.main_of_node(hardware.ranks) <= USABLE * main
 
 
 def find_fit(

@@ -35,6 +35,8 @@ class ModelMemory:
     """In main memory beside a GPU (offload)."""
     gradients: int = 0
     """While it trains."""
+    loading: int = 0
+    """In main memory of the first rank alone: ZeRO-3 shards what that rank has read."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def trained_model(
         backward["gathered weights"] = min(weights, LIVE * size)
     # The optimizer step converts this rank's gradients to one tensor in float32.
     flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + size * (size < 4))
-    memory = ModelMemory(name, held, main, gradients)
+    memory = ModelMemory(name, held, main, gradients, weights if stage == 3 and on_gpu else 0)
     if not on_gpu:  # the heap keeps what the backward pass has freed
         backward["gradients"] += flat
         return memory, [Phase("update", name, backward)]
@@ -173,12 +175,13 @@ def frozen_model(
     size = BYTES[config.precision]
     weights = size * (shape.body + shape.hidden if scalar else shape.parameters)
     is_sharded = config.zero_stage == 3
+    loading = weights if is_sharded and hardware.on_gpu else 0
     held = {"weights": weights // hardware.world if is_sharded else weights}
     main: Parts = {}
     if config.offload_parameters and hardware.on_gpu:
         main, held = held, {}
     numbers = Numbers(size, hardware.on_gpu)
-    return ModelMemory(name, held, main), [
+    return ModelMemory(name, held, main, loading=loading), [
         forward(name, shape, numbers, rows, scalar=scalar, sharded=is_sharded)
     ]
 
@@ -192,7 +195,7 @@ def forward(
         parts["logits"] = activations.of_logits(shape, numbers, rows.answers, trains=False)
     if sharded:
         layer = shape.matrices // shape.layers + shape.vocab * shape.embedding
-        parts["gathered weights"] = numbers.size * (BUCKET + layer)
+        parts["gathered weights"] = numbers.size * min(BUCKET + layer, shape.parameters)
     return Phase("scoring", name, parts)
 
 

@@ -87,6 +87,10 @@ class StageMemory:
         offloaded = sum(sum(model.main.values()) for model in self.models)
         return LIBRARIES + offloaded if self.on_gpu else self.peak
 
+    def main_of_node(self, ranks: int) -> int:
+        """Bytes of main memory of a node with so many ranks."""
+        return ranks * self.main + max((model.loading for model in self.models), default=0)
+
     def parts_of(self, model: ModelMemory) -> Parts:
         """The components of a model at the peak."""
         extra = self.largest.parts if self.largest.model == model.name else {}
