@@ -89,7 +89,7 @@ def test_other_machines_reuse_stages_and_versions_in_seconds(machine, conf, buck
     assert "lower end" in three.kedro(conf, command="rlhf compare sft-baseline candidate")
     assert "08_reporting/evaluation.html" in three.kedro("--no-open", conf, command="rlhf report")
     assert "Nothing to remove" in three.kedro(conf, command="rlhf clean --versions")
-    assert len(list(bucket.glob("published/*/*/*/*/manifest.json"))) == 13
+    assert len(list(bucket.glob("published/*/*/*/*/manifest.json"))) == 14
 
 
 @pytest.mark.slow
