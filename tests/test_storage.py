@@ -84,6 +84,7 @@ def test_other_machines_reuse_stages_and_versions_in_seconds(machine, conf, buck
     assert finished_in(two.kedro("--pipeline=full", conf)) == []
     print(f"everything from the store in {time.monotonic() - start:.0f} s")
     three = machine("three")  # starts from published versions, with an empty workspace
+    three.uri = two.uri  # a registration needs the runs that trained the policies
     assert three.kedro(conf, command="rlhf runs").count("gold") == 1  # both have one recipe
     assert finished_in(three.kedro("--from-nodes=ppo", conf)) == []
     assert "lower end" in three.kedro(conf, command="rlhf compare sft-baseline candidate")
