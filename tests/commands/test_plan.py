@@ -45,7 +45,7 @@ def test_the_hardware_at_hand_and_no_torch_in_the_driver(tmp_path):
 
 
 def test_a_published_model_on_a_named_gpu_with_the_fix(tmp_path):
-    """OPT-1.3B in fp32: 4 + 4 + 8 bytes for each of 1.316e9 weights, on 24 GB with 4 of gradients."""
+    """OPT-1.3B in fp32: 20 bytes for each of 1.316e9 weights, gradients included, on 24 GB."""
     code, printed, log = plan(tmp_path, "--model=opt-1.3b", "--gpus=1x24")
     assert code == 0, printed + log
     lines = printed.splitlines()

@@ -158,3 +158,11 @@ def test_one_rank_reads_the_whole_model_that_zero_3_shards():
     parameters = PPO().parameters() | {"sft": block}
     memory = plan_stage("sft", parameters, SHAPE, GPUS)
     assert memory.main_of_node(2) == 2 * 300 * 2**20 + 2 * WEIGHTS
+
+
+def test_a_single_pass_on_the_cpu_frees_activations_for_gradients():
+    """In fp32, 4 bytes for each weight; several passes need both at once."""
+    config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-3}})
+    rows = [Rows(tokens=5000, passes=passes, computed=5000, answers=5) for passes in (1, 2)]
+    ((one,), (two,)) = (trained_model("sft", config, SHAPE, Hardware(1), each)[1] for each in rows)
+    assert two.total - one.total == 4 * WEIGHTS

@@ -10,7 +10,7 @@ from rlhf_pipeline.sizing.shape import Shape
 
 CHUNK = 2**25
 """Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
-HEAP = 1.65
+HEAP = 1.6
 """On a CPU, the activations of a rank take this many times their size. glibc's heap keeps the holes
 that one micro batch leaves, and the tensors of the next one have other sizes. Measured: see
 docs/planning.md. Larger tensors (from 32 MiB) go back to the system at once."""

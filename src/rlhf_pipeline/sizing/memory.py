@@ -145,6 +145,8 @@ def trained_model(
     flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + size * (size < 4))
     memory = ModelMemory(name, held, main, gradients, weights if stage == 3 and on_gpu else 0)
     if not on_gpu:  # the heap keeps what the backward pass has freed
+        if rows.passes == 1:  # gradients take the place of the activations that are done
+            backward["activations"] -= min(backward["activations"], backward["gradients"])
         backward["gradients"] += flat
         return memory, [Phase("update", name, backward)]
     step: Parts = {"gradients": backward["gradients"] and size * share}
