@@ -50,7 +50,7 @@ def test_local_may_be_missing(conf, tmp_path):
     """A wheel does not have it."""
     loader = conf()
     (tmp_path / "local").rmdir()
-    assert loader["globals"] == {"root": "data"}
+    assert loader["globals"]["root"] == "data"
     assert loader["parameters"]["sft"] == {"epochs": 9, "batch_size": 32}
 
 
@@ -61,7 +61,7 @@ def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypa
     loader = LayeredConfigLoader(str(PACKAGED), **CONFIG_LOADER_ARGS)
     assert loader["parameters"]["seed"] == 77
     assert loader.origin("seed") == "conf/local/parameters.yml"
-    assert loader["globals"] == {"root": "data"}
+    assert loader["globals"]["root"] == "data"
 
 
 @pytest.mark.parametrize("origin", ["local", "params"])

@@ -115,7 +115,7 @@ def test_parameters_in_conf_local_count_without_other_configuration(installed, t
     (tmp_path / "conf" / "local" / "parameters.yml").write_text("ppo: {steps: 2}\n")
     after = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY).splitlines()
     changed = {new.split()[0] for old, new in zip(before, after, strict=True) if old != new}
-    assert changed == {"ppo", "evaluate"}
+    assert changed == {"ppo"}  # what follows has no fingerprint before PPO has finished
 
 
 @pytest.mark.long
