@@ -7,6 +7,7 @@ import pytest
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import Rows, frozen_model, trained_model
+from rlhf_pipeline.sizing.models import find_model
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import plan_stage
 
@@ -139,6 +140,40 @@ def test_the_cache_has_room_for_prompts_and_responses():
     (sampling,) = (phase for phase in memory.phases if phase.name == "generation")
     # 4 rows of a rank, 16 + 8 tokens, keys and values of 4 layers and 100 numbers in fp32.
     assert sampling.parts["KV cache"] == 4 * 24 * 2 * 4 * 100 * 4
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_sharded_copy_answers_for_all_its_ranks(pinned):
+    """Half of 640,000 weights and of the output layer, all embeddings; 4 layers are gathered."""
+    parameters = PPO().parameters()
+    hybrid = {"inference_tp_size": 2, "pin_parameters": pinned}
+    parameters["ppo"] |= {"generator": "hybrid", "hybrid": hybrid}
+    memory = plan_stage("ppo", parameters, SHAPE, GPUS)
+    (sampling,) = (phase for phase in memory.phases if phase.name == "generation")
+    copy, gathered = 4 * (320_000 + 50_000 + 100_000), 4 * 640_000
+    assert memory.models[0].held.get("sharded copy", 0) == (copy if pinned else 0)
+    assert sampling.parts["gathered weights"] == gathered + (0 if pinned else copy)
+    # 8 rows, of which a rank has half of the keys; a logit has 4 bytes, and 32 while it is sampled.
+    assert sampling.parts["KV cache"] == 4 * 24 * 2 * 4 * 100 * 4
+    assert sampling.parts["logits"] == 8 * 1000 * 36
+
+
+@pytest.mark.parametrize("stage", ["ppo", "evaluate"])
+def test_weights_are_gathered_whole_or_a_layer_at_a_time(stage):
+    """Llama-2-7B in bf16: a layer, the embeddings, and a bucket that is fetched ahead."""
+    parameters = PPO().parameters()
+    sharded = {"optimizer": {"learning_rate": 1e-3}}
+    sharded["deepspeed"] = {"zero_stage": 3, "precision": "bf16"}
+    parameters["ppo"] |= {"actor": sharded, "critic": sharded}
+    sampling = {"max_response_tokens": 8}
+    parameters |= {"sft": sharded, "evaluate": {"prompts": 8, "sampling": sampling}}
+    found = {}
+    for whole in (True, False):
+        parameters[stage] = parameters[stage] | {"gather_for_generation": whole}
+        memory = plan_stage(stage, parameters, find_model("llama-2-7b").shape, GPUS)
+        phase = next(each for each in memory.phases if each.name == "generation")
+        found[whole] = phase.parts["gathered weights"]
+    assert found == {True: 2 * 6_738_415_616, False: 2 * (202_375_168 + 131_072_000 + 50_000_000)}
 
 
 def test_the_peak_is_the_largest_phase_above_what_is_held():

@@ -196,9 +196,20 @@ def forward(
     if not scalar:
         parts["logits"] = activations.of_logits(shape, numbers, rows.answers, trains=False)
     if sharded:
-        layer = shape.matrices // shape.layers + shape.vocab * shape.embedding
-        parts["gathered weights"] = numbers.size * min(BUCKET + layer, shape.parameters)
+        parts["gathered weights"] = one_layer(shape, numbers)
     return Phase("scoring", name, parts)
+
+
+def one_layer(shape: Shape, numbers: Numbers) -> int:
+    """Bytes of the weights that are whole while ZeRO-3 gathers one layer after another."""
+    layer = shape.matrices // shape.layers + shape.vocab * shape.embedding
+    return numbers.size * min(BUCKET + layer, shape.parameters)
+
+
+def sharded_copy(shape: Shape, numbers: Numbers, ranks: int) -> int:
+    """Bytes of a rank's part of `rollout.sharded_copy`: each rank keeps all input embeddings."""
+    head = shape.vocab * shape.embedding
+    return numbers.size * ((shape.matrices + head) // ranks + shape.embeddings)
 
 
 def generation(
@@ -210,14 +221,29 @@ def generation(
     prompt: int,
     response: int,
     gathered: int,
+    together: int = 1,
 ) -> Phase:
-    """Sampling of `rows` responses at a time; `gathered` bytes of weights are whole for it."""
+    """Sampling of responses.
+
+    Args:
+        name: the parameter block of the model.
+        shape: its sizes.
+        numbers: its precision, and where it is.
+        rows: responses at a time and rank.
+        prompt: tokens of the longest prompt.
+        response: tokens of the longest response.
+        gathered: bytes of weights that exist for it alone.
+        together: ranks that share the key-value heads and answer the prompts of all of them.
+    """
     cache_size = numbers.size if numbers.on_gpu else 4
     room = rows * (prompt + response)
     parts = {
         "KV cache": 2 * shape.layers * shape.keys * cache_size * room,
-        "activations": rows * prompt * activations.passing(shape, numbers),
-        "logits": rows * shape.vocab * (numbers.size + 4 * 8),  # the distribution is in float64
+        "activations": together * rows * prompt * activations.passing(shape, numbers),
+        "logits": together
+        * rows
+        * shape.vocab
+        * (numbers.size + 4 * 8),  # the distribution is in float64
     }
     if gathered:
         parts["gathered weights"] = gathered

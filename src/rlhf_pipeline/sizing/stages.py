@@ -27,6 +27,8 @@ from rlhf_pipeline.sizing.memory import (
     forward,
     frozen_model,
     generation,
+    one_layer,
+    sharded_copy,
     trained_model,
     weight_bytes,
 )
@@ -172,8 +174,7 @@ def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) 
     average = config.ema is not None
     actor, phases = trained_model("ppo.actor", config.actor, shape, hardware, rows, average=average)
     numbers = Numbers(BYTES[config.actor.deepspeed.precision], hardware.on_gpu)
-    weights = weight_bytes(config.actor, shape, scalar=False)
-    is_whole = config.actor.deepspeed.zero_stage == 3 and config.gather_for_generation
+    copy = _for_generation(config, actor, shape, numbers, ranks)
     phases.append(
         generation(
             "ppo.actor",
@@ -182,7 +183,8 @@ def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) 
             rows=min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks)),
             prompt=lengths.longest_prompt,
             response=response,
-            gathered=weights if is_whole and ranks > 1 else 0,
+            gathered=copy,
+            together=config.hybrid.inference_tp_size if config.generator == "hybrid" else 1,
         )
     )
     found = [(actor, phases)]
@@ -201,6 +203,27 @@ def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) 
     return found
 
 
+def _for_generation(
+    config: PPOConfig, actor: ModelMemory, shape: Shape, numbers: Numbers, ranks: int
+) -> int:
+    """Bytes of weights that exist for a rollout alone; `actor` holds a copy that remains."""
+    weights = weight_bytes(config.actor, shape, scalar=False)
+    deepspeed = config.actor.deepspeed
+    if config.generator == "vllm":
+        return weights
+    if config.generator == "hybrid":
+        layers = min(config.hybrid.tp_gather_partition_size, shape.layers)
+        gathered = layers * shape.matrices // shape.layers
+        copy = sharded_copy(shape, numbers, config.hybrid.inference_tp_size)
+        if not config.hybrid.pin_parameters:
+            return numbers.size * gathered + copy
+        actor.held["sharded copy"] = copy
+        return numbers.size * gathered
+    if deepspeed.zero_stage < 3 or (ranks == 1 and not deepspeed.offload_parameters):
+        return 0
+    return weights if config.gather_for_generation else one_layer(shape, numbers)
+
+
 def _evaluate(
     config: EvaluateConfig,
     trained: list[DeepSpeedConfig],
@@ -216,6 +239,7 @@ def _evaluate(
     lengths = lengths.sampled(config.sampling.max_response_tokens)
     scored = rows_of_step(config.prompts, lengths, config.micro_batch_tokens, hardware.world)
     weights = numbers.size * shape.parameters
+    gathered = weights if config.gather_for_generation else one_layer(shape, numbers)
     sampling = generation(
         "evaluate",
         shape,
@@ -223,7 +247,7 @@ def _evaluate(
         rows=min(config.sampling.batch_size_per_gpu, config.prompts),
         prompt=lengths.longest_prompt,
         response=lengths.longest_response,
-        gathered=weights if is_sharded and hardware.world > 1 else 0,
+        gathered=gathered if is_sharded and hardware.world > 1 else 0,
     )
     scoring = forward("evaluate", shape, numbers, scored, scalar=True, sharded=is_sharded)
     held = {"weights": weights // hardware.world if is_sharded else weights}
