@@ -54,7 +54,10 @@ def test_local_may_be_missing(conf, tmp_path):
     assert loader["parameters"]["sft"] == {"epochs": 9, "batch_size": 32}
 
 
-def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch):
+@pytest.mark.parametrize("folder", ["project", ".hidden"])
+def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch, folder):
+    tmp_path = tmp_path / folder
+    tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "local").mkdir(parents=True)
     (tmp_path / "conf" / "local" / "parameters.yml").write_text("seed: 77\n")

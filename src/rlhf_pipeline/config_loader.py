@@ -68,6 +68,13 @@ class LayeredConfigLoader(OmegaConfigLoader):
             return str(Path("conf", LOCAL).absolute())
         return str(super()._get_conf_env_path(env))
 
+    def _is_hidden(self, path_str: str) -> bool:
+        """Whether a file is hidden. A folder above conf/local may be: Kedro knows only its own."""
+        path, local = Path(path_str), self._get_conf_env_path(LOCAL)
+        if path.is_relative_to(local):
+            return any(part.startswith(".") for part in path.relative_to(local).parts)
+        return bool(super()._is_hidden(path_str))
+
     def _read_dir_configs(self, conf_path: str, *args: Any) -> dict[Path, DictConfig]:
         """The files of a folder; only base and the environment must exist."""
         optional = [self._get_conf_env_path(layer) for layer in (LOCAL, *EMBEDDED.values())]
