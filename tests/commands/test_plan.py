@@ -16,7 +16,7 @@ def plan(root, *options, python=(), params=()):
     done = subprocess.run(
         [
             *(sys.executable, *python, "-m", "kedro", "rlhf", "plan"),
-            f"--params={','.join([f'root={root}', *params])}",
+            f"--params={','.join([f'root={json.dumps(str(root))}', *params])}",
             *options,
         ],
         cwd=PROJECT,
@@ -99,6 +99,13 @@ def test_the_largest_models(tmp_path):
     rows = {line.split()[0]: line.split()[2:] for line in printed.splitlines() if "GiB" in line}
     assert {"16", "24", "80"} < rows.keys()
     assert all(len(models) == 4 for models in rows.values())
+
+
+@pytest.mark.slow
+def test_rows_and_lengths_are_those_of_the_published_split(project):
+    code, printed, log = plan(project.root, "--env=tiny", "--json")
+    assert code == 0, printed + log
+    assert json.loads(printed)["lengths"] == "published split"
 
 
 @pytest.mark.long

@@ -42,7 +42,7 @@ def settings_of(tmp_path, monkeypatch):
 
     def run(preset, parameters):
         model = find_model(preset.model)
-        plan = make_plan({**parameters, "root": str(tmp_path)}, STAGES, gpus=preset.gpus)
+        plan = make_plan(parameters, STAGES, gpus=preset.gpus)
         assert {name: fit.fits for name, fit in plan.fits.items()} == dict.fromkeys(PLANNED, True)
         for name, fit in plan.fits.items():
             assert fit.memory.peak == preset.memory[name].peak

@@ -65,9 +65,9 @@ def plan(
     conf = Path(conf_source or project / "conf")
     if options["model"]:  # else the parameters would be those of the embedded model
         params = params | {"base_model": {"path": find_model(options["model"]).path}}
-    parameters = read_parameters(conf, env, params)
+    parameters, split = read(conf, env, params)
     nodes = {node.name for node in pipelines[pipeline].nodes}
-    found = make_plan(parameters, nodes, **options)
+    found = make_plan(parameters, nodes, split, **options)
     hours: dict[str, float] = {}
     if probe:
         hours = measured_hours(project, conf, env, parameters, pipeline, found.works)
@@ -77,8 +77,8 @@ def plan(
         show(found, hours, console)
 
 
-def read_parameters(conf: Path, env: str | None, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of `kedro run` with these options, and the folder `root`.
+def read(conf: Path, env: str | None, params: dict[str, Any]) -> tuple[dict[str, Any], Path]:
+    """The parameters of `kedro run` with these options, and the folder of published splits.
 
     Unlike `kedro run`, it accepts those that only other machines can run. Raises ConfigError with
     the faults that every machine refuses.
@@ -90,12 +90,13 @@ def read_parameters(conf: Path, env: str | None, params: dict[str, Any]) -> dict
     faults = [*unknown_names(parameters), *invalid_values(parameters)]
     if faults:
         raise ConfigError("\n".join(faults))
-    return {**parameters, "root": params.get("root") or loader["globals"]["root"]}
+    return parameters, Path(loader["catalog"]["split"]["filepath"])
 
 
 def make_plan(
     parameters: Mapping[str, Any],
     nodes: Collection[str],
+    published: Path | None = None,
     *,
     model: str | None = None,
     gpu: str | None = None,
@@ -104,8 +105,9 @@ def make_plan(
     """Plan the stages among the nodes of a pipeline.
 
     Args:
-        parameters: the blocks as plain values, by name, and `root`.
+        parameters: the blocks as plain values, by name.
         nodes: names of the nodes.
+        published: folder of the published splits, whose rows count if the parameters are theirs.
         model: short name of a published model in place of `base_model`.
         gpu: name or gibibytes of a GPU.
         gpus: such as 8x80. Neither: the hardware at hand.
@@ -116,7 +118,7 @@ def make_plan(
     else:
         hardware = named(gpu, gpus)
     split = SplitConfig.model_validate(parameters["split"])
-    lengths = measured(Path(parameters["root"]) / "03_split" / "split", split)
+    lengths = None if published is None else measured(published, split)
     known = limits(split) if lengths is None else lengths
     stages = [stage for stage in BLOCKS if any(node.startswith(stage) for node in nodes)]
     return Plan(

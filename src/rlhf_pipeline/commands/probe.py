@@ -37,7 +37,7 @@ def measured_hours(
     trained = [stage for stage, work in works.items() if work.steps is not None or work.updates]
     with tempfile.TemporaryDirectory(prefix="rlhf-plan-") as folder:
         uri = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
-        params = {"root": folder, **short(parameters, trained)}
+        params = {**short(parameters, trained), "root": folder}
         with (
             patch.dict(os.environ, uri),
             redirect_stdout(sys.stderr),
@@ -60,7 +60,6 @@ def short(parameters: Mapping[str, Any], trained: list[str]) -> dict[str, Any]:
     blocks = {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in parameters.items()
-        if name != "root"
     }
     split = SplitConfig.model_validate(blocks["split"])
     shares = zip(PHASES, split.weights, strict=True)
