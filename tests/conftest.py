@@ -232,6 +232,8 @@ class Project:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.secrets = SECRETS
+        """Variables of the environment of a run."""
         self.uri = f"sqlite:///{root}/mlflow.db"
 
     def kedro(
@@ -252,7 +254,7 @@ class Project:
         command.append(
             f"--params=root={json.dumps(str(self.root))}" + (f",{params}" if params else "")
         )
-        environment = os.environ | SECRETS | {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
+        environment = os.environ | self.secrets | {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
         result = subprocess.run(
             command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False
         )

@@ -23,6 +23,7 @@ EXTERNAL = {
     "kedro.org",
     "keepachangelog.com",
     "mlflow.org",
+    "semver.org",
 }
 """Hosts that pages link to. The tests do not fetch them: check such a link when you add it."""
 

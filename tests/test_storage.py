@@ -28,12 +28,13 @@ def finished_in(output: str) -> list[str]:
 def machine(bucket, tmp_path, monkeypatch):
     """Makes machines with empty disks that share the store."""
     keys = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
-    monkeypatch.setattr("conftest.SECRETS", keys)
 
     def make(name):
         (tmp_path / name).mkdir()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
-        return Project(tmp_path / name)
+        made = Project(tmp_path / name)
+        made.secrets = keys
+        return made
 
     return make
 
@@ -96,12 +97,11 @@ def test_other_machines_reuse_stages_and_versions_in_seconds(machine, conf, buck
 
 
 @pytest.mark.slow
-def test_a_missing_bucket_or_a_wrong_key_ends_the_run_before_it_trains(machine, monkeypatch):
+def test_a_missing_bucket_or_a_wrong_key_ends_the_run_before_it_trains(machine):
     one = machine("one")
     output = one.kedro(params="store=s3://nowhere/x", check=False)
     assert "Error: s3://nowhere/x: found FileNotFoundError: The specified bucket does" in output
-    keys = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "canary-wrong"}
-    monkeypatch.setattr("conftest.SECRETS", keys)
+    one.secrets = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "canary-wrong"}
     output = one.kedro(params=STORE, check=False)
     assert "Error: s3://bucket/project: found PermissionError: The request signature" in output
     assert "canary" not in output
