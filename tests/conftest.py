@@ -254,7 +254,8 @@ class Project:
         command.append(
             f"--params=root={json.dumps(str(self.root))}" + (f",{params}" if params else "")
         )
-        environment = os.environ | self.secrets | {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
+        environment = os.environ | self.secrets
+        environment |= {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
         result = subprocess.run(
             command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False
         )
