@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from abc import abstractmethod
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -94,9 +95,9 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
         pointers = self.store.names(f"*/{self.folder.name}{self.POINTER}")
         return [pointer.partition("/")[0] for pointer in pointers]
 
+    @abstractmethod
     def _fetch(self, version: str, *, outline: bool = False) -> Path:
         """Copy a version from the store unless it is here; return its path."""
-        raise NotImplementedError
 
     def _target(self) -> Path:
         """Local path of this run's version."""

@@ -105,11 +105,7 @@ def trained_model(
     weights = weight_bytes(config, shape, scalar=scalar)
     share = -(-trained // ranks) if stage else trained
     held: Parts = {"weights": weights // ranks if stage == 3 else weights}
-    states: Parts = {"optimizer": 8 * share}
-    if stage in (1, 2) or (stage == 3 and (size < 4 or deepspeed.offload_parameters)):
-        states["master copies"] = 4 * share
-    if average:
-        states["average"] = 4 * share
+    states = _optimizer_states(config, share, average=average)
     main: Parts = {}
     if deepspeed.offload_parameters and on_gpu:
         main["weights"] = held.pop("weights")
@@ -146,9 +142,20 @@ def trained_model(
             backward["activations"] -= min(backward["activations"], backward["gradients"])
         backward["gradients"] += flat
         return memory, [Phase("update", name, backward)]
-    step: Parts = {"gradients": backward["gradients"] and size * share}
-    step["gradients"] += flat
+    step: Parts = {"gradients": (size * share if backward["gradients"] else 0) + flat}
     return memory, [Phase("backward", name, backward), Phase("step", name, step)]
+
+
+def _optimizer_states(config: TrainedModelConfig, share: int, *, average: bool) -> Parts:
+    """Bytes that this rank's share of the trained weights needs for optimizer steps."""
+    deepspeed, size = config.deepspeed, BYTES[config.deepspeed.precision]
+    states: Parts = {"optimizer": 8 * share}
+    stage = deepspeed.zero_stage
+    if stage in (1, 2) or (stage == 3 and (size < 4 or deepspeed.offload_parameters)):
+        states["master copies"] = 4 * share
+    if average:
+        states["average"] = 4 * share
+    return states
 
 
 def weight_bytes(config: TrainedModelConfig, shape: Shape, *, scalar: bool) -> int:
