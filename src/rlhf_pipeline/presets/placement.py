@@ -32,7 +32,7 @@ def place(
 ) -> tuple[Settings, StageMemory] | None:
     """The first settings that fit, in the order of their costs, and the memory that they need.
 
-    None: none of them fits.
+    Returns None if no setting fits.
     """
     for tokens, strategy in product(TOKENS, [*_strategies(stage, shape, hardware, method)]):
         sizes = [*_sizes(stage, tokens)]
