@@ -13,7 +13,7 @@ from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.frozen_model import frozen_model
-from rlhf_pipeline.distributed.zero import for_generation, is_sharded
+from rlhf_pipeline.distributed.zero import for_generation, fp32_shards, is_sharded
 from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rollout.generation import row_seeds
@@ -51,6 +51,16 @@ def test_a_frozen_model_has_an_engine_only_if_it_is_sharded(policy, world):
     assert not any(
         parameter.requires_grad for model in (whole, sharded) for parameter in model.parameters()
     )
+
+
+def test_stage_3_copies_weights_in_float32_once_more(policy, world):
+    """DeepSpeed 0.19 compares a device with its name, so it never shares them (`sizing.memory`)."""
+    engine = train_engine(partial(load_policy, policy), block(deepspeed={"zero_stage": 3}), 1)
+    (masters,) = fp32_shards(engine)
+    weights = [parameter.ds_tensor for parameter in engine.module.parameters()]
+    assert masters.untyped_storage().data_ptr() not in {
+        weight.untyped_storage().data_ptr() for weight in weights
+    }
 
 
 def test_a_frozen_model_has_the_precision_of_the_model_it_accompanies():

@@ -45,9 +45,8 @@ def test_weights():
                      "master copies": 2 * WEIGHTS}),
         (3, "bf16", {"weights": WEIGHTS, "optimizer": 4 * WEIGHTS, "master copies": 2 * WEIGHTS,
                      "gradients": WEIGHTS, "buckets": 2 * BUCKET}),
-        # In fp32, the shards of ZeRO-3 are their own master copies.
-        (3, "fp32", {"weights": 2 * WEIGHTS, "optimizer": 4 * WEIGHTS, "gradients": 2 * WEIGHTS,
-                     "buckets": 4 * BUCKET}),
+        (3, "fp32", {"weights": 2 * WEIGHTS, "optimizer": 4 * WEIGHTS, "master copies": 2 * WEIGHTS,
+                     "gradients": 2 * WEIGHTS, "buckets": 4 * BUCKET}),
     ],
 )  # fmt: skip
 def test_two_ranks_share_what_the_stage_says(stage, precision, expected):

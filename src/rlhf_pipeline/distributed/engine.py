@@ -19,6 +19,7 @@ from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.heap import release_freed
 
 
 def train_engine(
@@ -48,6 +49,7 @@ def train_engine(
     _reduce_lean(engine)
     engine.train()
     form_of(engine)
+    release_freed()  # copies that DeepSpeed has made of the weights
     heartbeat.tick()
     return engine
 

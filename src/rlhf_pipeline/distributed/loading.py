@@ -10,6 +10,7 @@ from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.distributed.world import on_gpu, own_device
 from rlhf_pipeline.distributed.zero import sharded_loading
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.heap import release_freed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -22,6 +23,7 @@ def loaded(
     is_sharded = before["zero_optimization"]["stage"] == 3
     with sharded_loading(before):
         model = load(precision, **({} if is_sharded else placement(own_device())))
+    release_freed()  # weights that were whole until they were sharded
     heartbeat.tick()
     return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu())
 

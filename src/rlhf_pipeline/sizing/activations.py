@@ -10,10 +10,11 @@ from rlhf_pipeline.sizing.shape import Shape
 
 CHUNK = 2**25
 """Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
-HEAP = 1.6
-"""On a CPU, the activations of a rank take this many times their size. glibc's heap keeps the holes
-that one micro batch leaves, and the tensors of the next one have other sizes. Measured: see
-docs/planning.md. Larger tensors (from 32 MiB) go back to the system at once."""
+HEAP, HEAP_WITH_ADAPTERS = 1.6, 2.4
+"""On a CPU, what a training pass allocates and frees takes this many times its size. Measured: see
+docs/planning.md. glibc's heap keeps the gaps that one tensor leaves, and the next ones have other
+sizes; adapters add short-lived tensors between those that are kept. Tensors from 32 MiB on go back
+to the system at once."""
 FEED_FORWARD = {"opt": 1, "bloom": 2, "gpt_neox": 2, "gpt2": 5, "gpt_neo": 5, "gptj": 5, "phi": 5}
 """Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU,
 two for GELU, five for its approximation by tanh, which transformers computes in steps. Others: four
@@ -29,6 +30,13 @@ class Numbers:
     on_gpu: bool
     norms_train: bool = True
     """False with LoRA: a norm whose weight is frozen keeps less."""
+
+    @property
+    def heap(self) -> float:
+        """Memory for each byte that a training pass allocates."""
+        if self.on_gpu:
+            return 1.0
+        return HEAP if self.norms_train else HEAP_WITH_ADAPTERS
 
 
 def of_layer(shape: Shape, numbers: Numbers) -> int:
@@ -58,8 +66,8 @@ def kept(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) ->
     layer = of_layer(shape, numbers)
     inputs = numbers.size * shape.hidden
     layers = layer + shape.layers * inputs if checkpointing else shape.layers * layer
-    found = tokens * (layers + of_norm(shape, numbers) + passing(shape, numbers))
-    return found if numbers.on_gpu else int(HEAP * found)
+    rest = of_norm(shape, numbers) + passing(shape, numbers)
+    return int(numbers.heap * tokens * (layers + rest))
 
 
 def passing(shape: Shape, numbers: Numbers) -> int:

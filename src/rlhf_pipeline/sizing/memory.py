@@ -133,7 +133,7 @@ def trained_model(
             shape, numbers, rows.answers, trains=numbers.norms_train
         )
     if stage == 3 and (ranks > 1 or deepspeed.offload_parameters):
-        backward["gathered weights"] = min(weights, LIVE * size)
+        backward["gathered weights"] = int(numbers.heap * min(weights, LIVE * size))
     # The optimizer step converts this rank's gradients to one tensor in float32.
     flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + size * (size < 4))
     memory = ModelMemory(name, held, main, gradients, weights if stage == 3 and on_gpu else 0)
@@ -148,10 +148,8 @@ def trained_model(
 
 def _optimizer_states(config: TrainedModelConfig, share: int, *, average: bool) -> Parts:
     """Bytes that this rank's share of the trained weights needs for optimizer steps."""
-    deepspeed, size = config.deepspeed, BYTES[config.deepspeed.precision]
     states: Parts = {"optimizer": 8 * share}
-    stage = deepspeed.zero_stage
-    if stage in (1, 2) or (stage == 3 and (size < 4 or deepspeed.offload_parameters)):
+    if config.deepspeed.zero_stage:  # also of weights in float32
         states["master copies"] = 4 * share
     if average:
         states["average"] = 4 * share

@@ -27,6 +27,7 @@ from rlhf_pipeline.rl.kl import adapted_kl_coef
 from rlhf_pipeline.rollout.generation import Rollout, Seed, row_seeds
 from rlhf_pipeline.rollout.scoring import Scored, score_sequences
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.heap import release_freed
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.experience import Experience, make_experience, value_offset
@@ -102,7 +103,9 @@ def training_prompts(setup: Setup, step: int) -> tuple[Columns, list[Seed]]:
 def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
     """Sample a response to each prompt. None: held-out prompts, part of the evaluation."""
     heartbeat.at("evaluation" if step is None else "rollout", step)
-    return setup.models.generator.generate(rows["prompt_ids"], setup.config.sampling, seeds)
+    rollout = setup.models.generator.generate(rows["prompt_ids"], setup.config.sampling, seeds)
+    release_freed()  # the update needs as much memory, in blocks of other sizes
+    return rollout
 
 
 def score(
