@@ -115,7 +115,9 @@ def _row(name: str) -> tuple[str, list[float], float]:
     stage, changes = CONFIGURATIONS[name]
     root = PROJECT / "data" / "memory_plan"
     parameters = {"root": str(root), "force": stage} | WIDE | SHORT | changes
-    options = ["--env=tiny", "--params=" + ",".join(f"{k}={v}" for k, v in parameters.items())]
+    pipeline = "dpo" if stage == "dpo" else "full"
+    options = [f"--pipeline={pipeline}", "--env=tiny"]
+    options += ["--params=" + ",".join(f"{k}={v}" for k, v in parameters.items())]
     peaks = measured(stage, options)
     planned = plan(stage, options)
     (RESULTS / f"{name}.json").write_text(json.dumps({"measured": peaks, "planned": planned}))
@@ -124,8 +126,7 @@ def _row(name: str) -> tuple[str, list[float], float]:
 
 def measured(stage: str, options: list[str]) -> list[float]:
     """Run the pipeline up to a stage; the peak of each of its ranks, in MiB."""
-    pipeline = ["--pipeline=dpo"] if stage == "dpo" else []
-    command = [f"{sys.prefix}/bin/kedro", "run", f"--to-nodes={stage}", *pipeline, *options]
+    command = [f"{sys.prefix}/bin/kedro", "run", f"--to-nodes={stage}", *options]
     peaks: dict[int, float] = {}
     with (RESULTS / "run.log").open("w") as log:
         process = subprocess.Popen(command, cwd=PROJECT, stdout=log, stderr=subprocess.STDOUT)

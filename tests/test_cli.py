@@ -128,6 +128,13 @@ def test_status_force_and_clean_on_stages_that_have_run(kedro):
 
 
 @pytest.mark.slow
+def test_a_pipe_gets_rows_in_one_line():
+    """Of 80 characters, `runs` would cut the interval of a win rate."""
+    script = "from rlhf_pipeline.cli import console; console().print('win rate ' * 20)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert ended.stdout.count(b"\n") == 1
+
+
 def test_ui_prints_the_page_with_the_runs_and_serves_it(tmp_path):
     with reserved_port() as port:
         pass

@@ -20,6 +20,13 @@ _GGUF = click.Choice(("f32", "f16", "bf16", "q8_0"))
 _PRECISION = click.Choice(["fp32", "bf16", "fp16"])
 
 
+def console(width: int = 500) -> Any:
+    """The terminal; or a pipe, which has no width: `width` characters, so that no row wraps."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+
+
 class Command(click.Command):
     """A command whose errors are one message each; `--traceback` shows the stack as well."""
 
@@ -97,16 +104,13 @@ def rlhf() -> None:
 def status(catalog: CatalogProtocol, _: Path, pipeline: str) -> None:
     """Show what each stage would do (reuse its result, resume, or run), and why."""
     from kedro.framework.project import pipelines
-    from rich.console import Console
 
     from rlhf_pipeline.commands.names import check_names
     from rlhf_pipeline.commands.status import show
     from rlhf_pipeline.commands.status import status as plan
 
     check_names([pipeline], {})
-    # A pipe has no width: one line for each stage.
-    console = Console(width=None if sys.stdout.isatty() else 500)
-    show(plan(pipelines[pipeline], catalog), console)
+    show(plan(pipelines[pipeline], catalog), console())
 
 
 @rlhf.command(cls=Command)
@@ -117,13 +121,11 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 
     The exit code is 1 if a check fails, and 0 after warnings.
     """
-    from rich.console import Console
-
     from rlhf_pipeline.commands.doctor import doctor as examine
     from rlhf_pipeline.commands.doctor import show
 
     findings = examine(catalog, project)
-    show(findings, Console(width=None if sys.stdout.isatty() else 500), as_json=as_json)
+    show(findings, console(), as_json=as_json)
     if any(finding.state == "failure" for finding in findings):
         raise click.exceptions.Exit(1)
 
@@ -145,16 +147,13 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 @click.pass_obj
 def plan(metadata: ProjectMetadata, check: bool, **options: Any) -> None:
     """Show memory, steps and disk of each stage before anything is loaded, and whether it fits."""
-    from rich.console import Console
-
     from rlhf_pipeline.commands.check import check as dry_run
     from rlhf_pipeline.commands.plan import plan as show
 
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     if check:
         for name in ("probe", "largest", "as_json"):
             options.pop(name)
-    (dry_run if check else show)(Path(metadata.project_path), console, **options)
+    (dry_run if check else show)(Path(metadata.project_path), console(width=100), **options)
 
 
 @rlhf.command(cls=Command)
@@ -170,11 +169,9 @@ def plan(metadata: ProjectMetadata, check: bool, **options: Any) -> None:
 @on_catalog
 def clean(catalog: CatalogProtocol, project: Path, **options: bool) -> None:
     """Remove work directories that no published version needs, and interrupted publications."""
-    from rich.console import Console
-
     from rlhf_pipeline.commands.clean import clean as clean_up
 
-    clean_up(catalog, Console(), project, **options)
+    clean_up(catalog, console(), project, **options)
 
 
 @rlhf.command(cls=Command)
@@ -186,22 +183,18 @@ def lineage(catalog: CatalogProtocol, project: Path, policy: str) -> None:
     POLICY is a version or an alias of the registered model, or the folder of an artifact; the
     default is the champion.
     """
-    from rich.console import Console
-
     from rlhf_pipeline.commands.lineage import lineage as walk
 
-    walk(policy, catalog, Console(), project)
+    walk(policy, catalog, console(), project)
 
 
 @rlhf.command(cls=Command)
 @on_catalog
 def runs(catalog: CatalogProtocol, _: Path) -> None:
     """List the published evaluations, newest last."""
-    from rich.console import Console
-
     from rlhf_pipeline.commands.runs import runs as show
 
-    show(catalog, Console())
+    show(catalog, console())
 
 
 @rlhf.command(cls=Command)
@@ -216,11 +209,9 @@ def compare(
     POLICIES are versions or aliases of the registered model, or folders of artifacts. The first
     ones are the baselines of those that follow.
     """
-    from rich.console import Console
-
     from rlhf_pipeline.commands.compare import compare as compare_all
 
-    compare_all(policies, catalog, Console(), project, page)
+    compare_all(policies, catalog, console(), project, page)
 
 
 @rlhf.command(cls=Command)
@@ -233,11 +224,9 @@ def report(catalog: CatalogProtocol, project: Path, evaluation: str | None, show
     EVALUATION is a version of `kedro rlhf runs`, a folder, or a policy as for `kedro rlhf compare`;
     the default is the newest one.
     """
-    from rich.console import Console
-
     from rlhf_pipeline.commands.report import report as make
 
-    make(evaluation, catalog, Console(), project, show=show)
+    make(evaluation, catalog, console(), project, show=show)
 
 
 @rlhf.command(cls=Command)
@@ -264,11 +253,9 @@ def label(catalog: CatalogProtocol, project: Path, **given: Any) -> None:
 @click.pass_obj
 def ui(metadata: ProjectMetadata, port: int) -> None:
     """Show runs, metrics and registered models in MLflow, on this machine alone."""
-    from rich.console import Console
-
     from rlhf_pipeline.commands.ui import serve
 
-    serve(metadata.project_path, port, Console())
+    serve(metadata.project_path, port, console())
 
 
 @rlhf.command(cls=Command)
@@ -286,14 +273,12 @@ def export(catalog: CatalogProtocol, project: Path, names: tuple[str, ...], **op
     DESTINATION is a folder or any fsspec URL (s3://...). The last file, SHA256SUMS, has the digest
     of every other file.
     """
-    from rich.console import Console
-
     from rlhf_pipeline.commands.export import export as write
 
     if len(names) > 2:
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
     policy, destination = ("champion", *names)[-2:]
-    write(policy, destination, catalog, Console(highlight=False), project, **options)
+    write(policy, destination, catalog, console(), project, **options)
 
 
 @rlhf.command(cls=Command)
@@ -322,15 +307,13 @@ def chat(
     catalog: CatalogProtocol, project: Path, policy: str, compare: str | None, **settings: Any
 ) -> None:
     """Talk to POLICY in the terminal."""
-    from rich.console import Console
-
     from rlhf_pipeline.commands.artifacts import policy_of
     from rlhf_pipeline.commands.chat import chat as talk
 
     def find(name: str) -> Path:
         return policy_of(name, catalog, project)
 
-    talk([policy, *([compare] if compare else [])], find, Console(highlight=False), **settings)
+    talk([policy, *([compare] if compare else [])], find, console(), **settings)
 
 
 @rlhf.command(cls=Command)
@@ -357,18 +340,15 @@ def preset(
 
     Its hyper-parameters are published ones, and its memory settings the cheapest that fit.
     """
-    from rich.console import Console
-
     from rlhf_pipeline.commands.preset import show_table, write
     from rlhf_pipeline.presets.preset import COMMON
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
     if listing:
-        show_table(console, model)
+        show_table(console(), model)
         return
     if not common and (model is None or gpus is None):
         raise click.UsageError("use MODEL and --gpus, or --list")
     project = Path(metadata.project_path)
     chosen: Any = COMMON if common else ((model, gpus, method),)
     for name, size, way in chosen:
-        write(name, size, way, project, console, **options)
+        write(name, size, way, project, console(), **options)

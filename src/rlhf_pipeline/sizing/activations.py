@@ -10,11 +10,11 @@ from rlhf_pipeline.sizing.shape import Shape
 
 CHUNK = 2**25
 """Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
-HEAP, HEAP_WITH_ADAPTERS = 1.6, 2.4
-"""On a CPU, what a training pass allocates and frees takes this many times its size. Measured: see
-docs/planning.md. glibc's heap keeps the gaps that one tensor leaves, and the next ones have other
-sizes; adapters add short-lived tensors between those that are kept. Tensors from 32 MiB on go back
-to the system at once."""
+HEAP, CHURNED_HEAP = 1.6, 2.6
+"""On a CPU, what a training pass allocates and frees takes this many times its size. glibc's heap
+keeps the gaps that one tensor leaves, and the next ones have other sizes. The second factor is for
+activations with adapters, whose short-lived tensors lie between those that are kept, and for the
+weights that ZeRO-3 gathers layer by layer. Both are measured: see docs/planning.md."""
 FEED_FORWARD = {"opt": 1, "bloom": 2, "gpt_neox": 2, "gpt2": 5, "gpt_neo": 5, "gptj": 5, "phi": 5}
 """Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU,
 two for GELU, five for its approximation by tanh, which transformers computes in steps. Others: four
@@ -36,7 +36,7 @@ class Numbers:
         """Memory for each byte that a training pass allocates."""
         if self.on_gpu:
             return 1.0
-        return HEAP if self.norms_train else HEAP_WITH_ADAPTERS
+        return HEAP if self.norms_train else CHURNED_HEAP
 
 
 def of_layer(shape: Shape, numbers: Numbers) -> int:

@@ -133,7 +133,8 @@ def trained_model(
             shape, numbers, rows.answers, trains=numbers.norms_train
         )
     if stage == 3 and (ranks > 1 or deepspeed.offload_parameters):
-        backward["gathered weights"] = int(numbers.heap * min(weights, LIVE * size))
+        gaps = 1.0 if on_gpu else activations.CHURNED_HEAP
+        backward["gathered weights"] = int(gaps * min(weights, LIVE * size))
     # The optimizer step converts this rank's gradients to one tensor in float32.
     flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + size * (size < 4))
     memory = ModelMemory(name, held, main, gradients, weights if stage == 3 and on_gpu else 0)
