@@ -318,7 +318,7 @@ def chat(
 
 @rlhf.command(cls=Command)
 @click.argument("model", required=False)
-@click.option("--gpus", help="GPUs x GB of each, such as 1x24, or nodes x GPUs x GB: 2x8x80.")
+@click.option("--gpus", help="GPUs x GiB of each, such as 1x24, or nodes x GPUs x GiB: 2x8x80.")
 @click.option(
     "--method", type=click.Choice(["full", "lora", "qlora"]), default="full", show_default=True
 )
