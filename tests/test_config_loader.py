@@ -5,6 +5,7 @@ from kedro.config import MissingConfigException
 
 from rlhf_pipeline.config_loader import PACKAGED, LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.preflight import check_environment
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 
@@ -65,6 +66,22 @@ def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypa
     assert loader["parameters"]["seed"] == 77
     assert loader.origin("seed") == "conf/local/parameters.yml"
     assert loader["globals"]["root"] == "data"
+
+
+def test_an_environment_in_the_current_folder_wins_over_that_of_the_package(tmp_path, monkeypatch):
+    """A preset that `rlhf-pipeline rlhf preset` has written, below a hidden folder."""
+    here = tmp_path / ".hidden"
+    (here / "conf" / "tiny").mkdir(parents=True)
+    (here / "conf" / "tiny" / "parameters.yml").write_text("seed: 77\n")
+    monkeypatch.chdir(here)
+    loader = LayeredConfigLoader(str(PACKAGED), env="tiny", **CONFIG_LOADER_ARGS)
+    assert loader["parameters"]["seed"] == 77
+    assert loader["globals"]["root"] == "data"  # the folder has no globals.yml
+    check_environment(PACKAGED, "tiny")
+    with pytest.raises(ConfigError, match="--env: found 'mine'; the environments"):
+        check_environment(PACKAGED, "mine")
+    (here / "conf" / "mine").mkdir()
+    check_environment(PACKAGED, "mine")
 
 
 @pytest.mark.parametrize("origin", ["local", "params"])

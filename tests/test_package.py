@@ -118,6 +118,16 @@ def test_parameters_in_conf_local_count_without_other_configuration(installed, t
     assert changed == {"ppo"}  # what follows has no fingerprint before PPO has finished
 
 
+@pytest.mark.slow
+def test_a_preset_is_written_planned_and_known_to_status(installed, tmp_path):
+    installed(tmp_path, "rlhf-pipeline", "rlhf", "preset", "qwen2.5-0.5b", "--gpus=1x24")
+    env = "--env=qwen2.5-0.5b-1x24"
+    planned = installed(tmp_path, "rlhf-pipeline", "rlhf", "plan", env, "--gpus=1x24")
+    assert "ppo fits: " in planned
+    checked = installed(tmp_path, "rlhf-pipeline", "rlhf", "plan", env, "--gpus=1x24", "--check")
+    assert "DeepSpeed accepts actor, critic" in checked
+
+
 @pytest.mark.long
 def test_the_whole_pipeline_runs_with_an_archive(dist, installed, tmp_path):
     """Another root in the archive shows that it counts, and not the package's configuration."""

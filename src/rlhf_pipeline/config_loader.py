@@ -63,16 +63,18 @@ class LayeredConfigLoader(OmegaConfigLoader):
         return config
 
     def _get_conf_env_path(self, env: str) -> str:
-        """The folder of a layer. With the configuration of the package, `local` is the user's."""
-        if env == LOCAL and Path(self.conf_source) == PACKAGED:
-            return str(Path("conf", LOCAL).absolute())
-        return str(super()._get_conf_env_path(env))
+        """The folder of a layer."""
+        own = own_layer(self.conf_source, env)
+        return str(super()._get_conf_env_path(env) if own is None else own)
 
     def _is_hidden(self, path_str: str) -> bool:
-        """Whether a file is hidden. A folder above conf/local may be: Kedro knows only its own."""
-        path, local = Path(path_str), self._get_conf_env_path(LOCAL)
-        if path.is_relative_to(local):
-            return any(part.startswith(".") for part in path.relative_to(local).parts)
+        """Whether a file is hidden. A folder above one's own layers may be: Kedro knows only its
+        own."""
+        path = Path(path_str)
+        for layer in (LOCAL, self._environment):
+            own = own_layer(self.conf_source, layer)
+            if own is not None and path.is_relative_to(own):
+                return any(part.startswith(".") for part in path.relative_to(own).parts)
         return bool(super()._is_hidden(path_str))
 
     def _read_dir_configs(self, conf_path: str, *args: Any) -> dict[Path, DictConfig]:
@@ -141,6 +143,16 @@ class LayeredConfigLoader(OmegaConfigLoader):
         folder = self._get_conf_env_path(layer)
         found = self._read_dir_configs(folder, self.config_patterns[key], key, set())
         return {str(path): found[path] for path in sorted(found)}
+
+
+def own_layer(conf: str, layer: str) -> Path | None:
+    """The user's folder of a layer beside the configuration of the package; None: not the user's.
+
+    `local` is always the user's. An environment in conf/ of the current folder, for example a
+    preset, takes the place of one in the package.
+    """
+    own = Path("conf", layer).absolute()
+    return own if Path(conf) == PACKAGED and (layer == LOCAL or own.is_dir()) else None
 
 
 def _let_built_models_give_way(configs: list[DictConfig]) -> None:

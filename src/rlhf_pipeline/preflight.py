@@ -10,6 +10,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward
 from rlhf_pipeline.config.split import PHASES, SplitConfig
+from rlhf_pipeline.config_loader import own_layer
 from rlhf_pipeline.errors import ConfigError, StageError, suggestion
 from rlhf_pipeline.parameter_faults import invalid_values, length_faults, misfits, unknown_names
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -27,7 +28,9 @@ def check_environment(conf: Path, name: str | None) -> None:
 
     Raises ConfigError if the configuration has no such folder.
     """
-    if name is not None and conf.is_dir() and not (conf / name).is_dir():
+    if name is None or own_layer(str(conf), name) is not None:
+        return
+    if conf.is_dir() and not (conf / name).is_dir():
         known = sorted(
             path.name for path in conf.iterdir() if path.is_dir() and path.name not in LAYERS
         )
@@ -150,8 +153,8 @@ def check_memory(
             )
         elif not fit.fits:
             warnings.append(
-                f"{stage}: a rank may need {size_text(memory.peak)} of the {size_text(limit)} of "
-                f"its {kind}, more than is safe (kedro rlhf plan). Fix: {fit.fix}"
+                f"{stage}: the plan needs more memory than is safe: {fit.before} (kedro rlhf plan). "
+                f"Fix: {fit.fix}"
             )
     if refuses:
         _refuse(faults)

@@ -40,7 +40,7 @@ def test_smaller_micro_batches_come_first():
 
 def test_zero_needs_several_ranks_and_offload_does_not():
     small = sft(micro_batch_tokens=512)
-    two = find_fit("sft", small, SHAPE, gpus(2, 16)).changes
+    two = find_fit("sft", small, SHAPE, gpus(2, 17)).changes
     assert two == {"sft.deepspeed.zero_stage": 2} or two == {"sft.deepspeed.zero_stage": 3}
     one = find_fit("sft", small, SHAPE, gpus(1, 16)).changes
     assert one == {"sft.deepspeed.offload_optimizer": True}
@@ -51,6 +51,20 @@ def test_main_memory_limits_offload():
     hardware = Hardware(1, gpu_memory=16 * GIB, main_memory=10 * GIB)
     changes = find_fit("sft", sft(micro_batch_tokens=512), SHAPE, hardware).changes
     assert changes == {"sft.lora.rank": 16}
+
+
+def test_what_does_not_suffice_is_named():
+    """Offload of 13 B weights fits the GPU, and not 64 GiB of main memory."""
+    hardware = Hardware(1, gpu_memory=80 * GIB, main_memory=64 * GIB)
+    settings = sft(
+        micro_batch_tokens=512, deepspeed={"precision": "bf16", "offload_optimizer": True}
+    )
+    fit = find_fit("sft", settings, find_model("opt-13b").shape, hardware)
+    assert str(fit.before).startswith("found ") and fit.before.found > 150 * GIB
+    assert " of main memory on each node, expected at most 58.9 GiB" in str(fit.before)
+    assert fit.after.kind == fit.before.kind and fit.after.is_met
+    rank = find_fit("sft", sft(micro_batch_tokens=512), SHAPE, gpus(1, 16)).before
+    assert str(rank).endswith(" GiB, expected at most 14.7 GiB")
 
 
 def test_a_sum_of_changes_has_none_that_is_not_needed():

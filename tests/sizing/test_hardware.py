@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.sizing.hardware import GIB, at_hand, named
+from rlhf_pipeline.sizing.hardware import GIB, at_hand, main_memory, named
 
 LISTING = """#!/bin/sh
 echo "81559, NVIDIA H100 80GB HBM3"
@@ -45,11 +45,41 @@ def test_the_smallest_gpu_at_hand_counts(tmp_path, monkeypatch):
     program.write_text(LISTING)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = at_hand(2, 1, ["0", "1"])
+    found = at_hand([2], ["0", "1"])
     assert (found.gpu_memory, found.name) == (40960 * 2**20, "NVIDIA A100-SXM4-40GB")
 
 
 def test_without_gpus_ranks_share_main_memory():
-    found = at_hand(2, 1, [])
+    found = at_hand([2], [])
     assert not found.on_gpu
     assert found.rank_memory == found.main_memory // 2 > 2**28
+
+
+def test_nodes_with_unequally_many_ranks():
+    """ZeRO divides by all ranks; the memory of a node is shared by the most."""
+    found = at_hand([8, 4], [])
+    assert (found.ranks, found.nodes, found.world) == (8, 2, 12)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/", {"memory.max": "max"}, 64 * GIB),
+        ("0::/", {"memory.max": f"{8 * GIB}"}, 8 * GIB),  # a container
+        # SLURM's --mem limits the job; the step and the task below it have no limit.
+        ("0::/slurm/job_7/step_0/task_0", {"slurm/job_7/memory.max": f"{32 * GIB}",
+                                           "slurm/job_7/step_0/memory.max": "max"}, 32 * GIB),
+        ("3:cpu:/x\n4:memory:/slurm/job_7", {
+            "memory/memory.limit_in_bytes": f"{2**63}",
+            "memory/slurm/job_7/memory.limit_in_bytes": f"{16 * GIB}"}, 16 * GIB),
+    ],
+)  # fmt: skip
+def test_a_control_group_limits_main_memory(tmp_path, groups, limits, expected):
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(groups + "\n")
+    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: {64 * 2**20} kB\n")
+    for name, text in limits.items():
+        file = tmp_path / "sys" / "fs" / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert main_memory(tmp_path) == expected

@@ -57,6 +57,19 @@ def test_a_published_split_says_its_own(tmp_path):
     assert found["ppo"] == Lengths(100, 20, 0, 30, 0)
 
 
+def test_a_phase_without_rows_has_the_limits_of_its_parameters(tmp_path):
+    """Weight 0, for example without PPO: the report has neither rows nor tokens."""
+    folder = tmp_path / "split"
+    publish(folder, SPLIT)
+    (report,) = folder.rglob("report.json")
+    found = json.loads(report.read_text())
+    found["files"]["ppo/train.arrow"] = {"rows": 0, "tokens": {}}
+    report.write_text(json.dumps(found))
+    lengths = measured(folder, SPLIT)
+    assert lengths["sft"] == Lengths(100, 20, 15, 30, 40)
+    assert lengths["ppo"] == limits(SPLIT)["ppo"]
+
+
 def test_a_split_of_other_parameters_does_not_count(tmp_path):
     publish(tmp_path / "split", SPLIT)
     other = SPLIT.model_copy(update={"max_prompt_tokens": 32})

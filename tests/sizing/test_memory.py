@@ -83,6 +83,16 @@ def test_lora_trains_adapters_alone():
     assert memory.held == {"weights": 4 * (WEIGHTS + adapters), "optimizer": 8 * adapters}
 
 
+def test_adapters_are_there_beside_the_rest_that_trains():
+    adapters = 4 * 16 * (4 * 200 + 3 * 500)
+    rest = WEIGHTS - 4 * (4 * 100 * 100 + 3 * 100 * 400)
+    memory, _ = held(0, lora={"rank": 16, "train_rest": True})
+    assert memory.held == {
+        "weights": 4 * (WEIGHTS + adapters),
+        "optimizer": 8 * (rest + adapters),
+    }
+
+
 def test_quantized_matrices_have_half_a_byte_and_their_scales():
     matrices = 4 * (4 * 100 * 100 + 3 * 100 * 400)
     adapters = 4 * 16 * (4 * 200 + 3 * 500)

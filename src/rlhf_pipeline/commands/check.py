@@ -12,22 +12,22 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-from kedro.framework.project import pipelines, settings
+from kedro.framework.project import pipelines
 from kedro.pipeline import Pipeline
 from rich.console import Console
 
 from rlhf_pipeline.commands.names import check_names
+from rlhf_pipeline.commands.plan import loader_of
 from rlhf_pipeline.config.architecture import positions
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
-from rlhf_pipeline.preflight import check_environment, check_lengths, preflight
+from rlhf_pipeline.preflight import check_lengths, preflight
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.sizing.hardware import Hardware, named
-from rlhf_pipeline.sizing.models import base_model_shape, find_model, published
+from rlhf_pipeline.sizing.models import base_model_shape, published
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
@@ -82,13 +82,7 @@ def check(
         StageError: DeepSpeed refuses the settings of an engine.
     """
     check_names([pipeline], {})
-    conf = Path(conf_source or project / "conf")
-    check_environment(conf, env)
-    if model is not None:
-        params = params | {"base_model": {"path": find_model(model).path}}
-    loader = LayeredConfigLoader(
-        conf, env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
-    )
+    loader = loader_of(project, env, conf_source, params, model)
     hardware = None if gpu is None and gpus is None else named(gpu, gpus)
     parameters, nodes = loader["parameters"], pipelines[pipeline]
     with TemporaryDirectory(prefix="rlhf-check-") as name, environment_of(hardware):
@@ -97,7 +91,7 @@ def check(
         machine = {"hidden_size": _hidden_size(parameters), "on_gpu": gpu_count() > 0}
         engines = _accepted(jobs, {"ranks": ranks, "machine": machine}, folder)
     for stage in jobs:
-        where = f"{ranks} ranks" if stage_specs()[stage].distributed else "1 process"
+        where = f"{ranks} rank{'s' * (ranks > 1)}" if stage_specs()[stage].distributed else "1 process"
         accepted = f"; DeepSpeed accepts {', '.join(engines[stage])}" if engines[stage] else ""
         console.out(f"{stage:<14} {where:<10} job.json is valid{accepted}", highlight=False)
 

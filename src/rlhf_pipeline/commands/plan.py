@@ -16,7 +16,8 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.parameter_faults import invalid_values, unknown_names
-from rlhf_pipeline.sizing.fit import Fit, find_fit
+from rlhf_pipeline.preflight import check_environment
+from rlhf_pipeline.sizing.fit import Fit, find_fit, needs
 from rlhf_pipeline.sizing.hardware import Hardware, named
 from rlhf_pipeline.sizing.lengths import limits, measured
 from rlhf_pipeline.sizing.models import base_model_shape, find_model
@@ -62,14 +63,13 @@ def plan(
         show_largest(console)
         return
     check_names([pipeline], {})
-    conf = Path(conf_source or project / "conf")
-    if options["model"]:  # else the parameters would be those of the embedded model
-        params = params | {"base_model": {"path": find_model(options["model"]).path}}
-    parameters, split = read(conf, env, params)
+    loader = loader_of(project, env, conf_source, params, options["model"])
+    parameters, split = read(loader)
     nodes = {node.name for node in pipelines[pipeline].nodes}
     found = make_plan(parameters, nodes, split, **options)
     hours: dict[str, float] = {}
     if probe:
+        conf = Path(loader.conf_source)
         hours = measured_hours(project, conf, env, parameters, pipeline, found.works)
     if as_json:
         print(to_json(found, hours))
@@ -77,15 +77,33 @@ def plan(
         show(found, hours, console)
 
 
-def read(conf: Path, env: str | None, params: dict[str, Any]) -> tuple[dict[str, Any], Path]:
-    """The parameters of `kedro run` with these options, and the folder of published splits.
+def loader_of(
+    project: Path,
+    env: str | None,
+    conf_source: str | None,
+    params: dict[str, Any],
+    model: str | None,
+) -> LayeredConfigLoader:
+    """The configuration of `kedro run` with these options.
+
+    `model` is the short name of a published model; the parameters are then not those of the
+    embedded model. Raises ConfigError if there is no such environment or model.
+    """
+    conf = Path(conf_source or project / settings.CONF_SOURCE)
+    check_environment(conf, env)
+    if model is not None:
+        params = params | {"base_model": {"path": find_model(model).path}}
+    return LayeredConfigLoader(
+        str(conf), env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
+    )
+
+
+def read(loader: LayeredConfigLoader) -> tuple[dict[str, Any], Path]:
+    """The parameters, and the folder of published splits.
 
     Unlike `kedro run`, it accepts those that only other machines can run. Raises ConfigError with
     the faults that every machine refuses.
     """
-    loader = LayeredConfigLoader(
-        conf, env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
-    )
     parameters = loader["parameters"]
     faults = [*unknown_names(parameters), *invalid_values(parameters)]
     if faults:
@@ -166,7 +184,7 @@ def _stage(plan: Plan, stage: str, hours: float | None) -> dict[str, Any]:
         "peak": memory.peak,
         "phase": memory.largest.name,
         "certain": memory.certain,
-        "available": fit.available,
+        "available": needs(memory, plan.hardware)[0].available,
         "fits": fit.fits,
         "changes": fit.changes,
         "libraries": memory.libraries,

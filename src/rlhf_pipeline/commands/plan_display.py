@@ -91,16 +91,13 @@ def _work_table(plan: Plan, hours: Mapping[str, float]) -> Table:
 
 def verdict(stage: str, fit: Fit) -> str:
     """Whether a stage fits, and the change that makes it fit."""
-    peak, limit = fit.memory.peak, fit.available
-    if limit is None:
-        return f"{stage}: needs {size_text(peak)}; the memory of this machine is not known"
+    need = fit.before
+    if need.available is None:
+        return f"{stage}: needs {size_text(need.found)}; the memory of this machine is not known"
     if fit.fits:
-        return f"[green]{stage} fits[/]: {size_text(peak)} of {size_text(limit)}"
-    text = (
-        f"[red]{stage} does not fit[/]: found {size_text(peak)}, expected at most "
-        f"{size_text(limit)}. "
-    )
-    after = size_text(fit.memory_after.peak)
+        return f"[green]{stage} fits[/]: {size_text(need.found)} of {size_text(need.available)}"
+    text = f"[red]{stage} does not fit[/]: {need}. "
+    after = f"{size_text(fit.after.found)}{need.kind}"
     if fit.changes is None:
         return f"{text}No change of its parameters is enough ({after} at least). Fix: {fit.fix}"
     return f"{text}Fix: {fit.fix} ({after})"

@@ -18,12 +18,31 @@ Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a stage needs of one kind of memory, in bytes."""
+
+    kind: str
+    """Empty for a rank's own memory, else words that follow the size."""
+    found: int
+    available: int | None
+    """None if it is not known."""
+
+    @property
+    def is_met(self) -> bool:
+        """What is not known suffices."""
+        return self.available is None or self.found <= self.available
+
+    def __str__(self) -> str:
+        expected = "?" if self.available is None else size_text(self.available)
+        return f"found {size_text(self.found)}{self.kind}, expected at most {expected}"
+
+
+@dataclass(frozen=True)
 class Fit:
     """The answer for one stage."""
 
     memory: StageMemory
-    available: int | None
-    """Bytes that a rank may use; None if they are not known."""
+    hardware: Hardware
     changes: Changes | None
     """Empty: it fits as it is. None: no known change makes it fit."""
     memory_after: StageMemory
@@ -33,6 +52,18 @@ class Fit:
     def fits(self) -> bool:
         """Whether the stage fits without a change."""
         return self.changes == {}
+
+    @property
+    def before(self) -> Need:
+        """What does not suffice; if the stage fits, what a rank needs."""
+        rank, main = needs(self.memory, self.hardware)
+        return rank if main.is_met or not rank.is_met else main
+
+    @property
+    def after(self) -> Need:
+        """The same kind of memory with the changes."""
+        found = needs(self.memory_after, self.hardware)
+        return next(need for need in found if need.kind == self.before.kind)
 
     @property
     def fix(self) -> str:
@@ -50,19 +81,22 @@ def size_text(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
-def available(hardware: Hardware) -> int | None:
-    """Bytes that a rank may use; None if they are not known."""
-    memory = hardware.rank_memory
-    return None if memory is None else int(USABLE * memory)
+def needs(memory: StageMemory, hardware: Hardware) -> tuple[Need, Need]:
+    """What a stage needs of a rank's own memory, and of the main memory of a node."""
+
+    def usable(size: int | None) -> int | None:
+        return None if size is None else int(USABLE * size)
+
+    main = memory.main_of_node(hardware.ranks)
+    return (
+        Need("", memory.peak, usable(hardware.rank_memory)),
+        Need(" of main memory on each node", main, usable(hardware.main_memory)),
+    )
 
 
 def fits(memory: StageMemory, hardware: Hardware) -> bool:
-    """Whether GPU and main memory suffice; what is not known suffices."""
-    limit = available(hardware)
-    if limit is not None and memory.peak > limit:
-        return False
-    main = hardware.main_memory
-    return main is None or memory.main_of_node(hardware.ranks) <= USABLE * main
+    """Whether GPU and main memory suffice."""
+    return all(need.is_met for need in needs(memory, hardware))
 
 
 def find_fit(
@@ -77,9 +111,9 @@ def find_fit(
     The changes are in the order of what they cost: smaller micro batches cost nothing but time;
     LoRA comes last, since it changes the result.
     """
-    memory, limit = plan_stage(stage, parameters, shape, hardware, lengths), available(hardware)
+    memory = plan_stage(stage, parameters, shape, hardware, lengths)
     if fits(memory, hardware):
-        return Fit(memory, limit, {}, memory)
+        return Fit(memory, hardware, {}, memory)
 
     def after(changes: Changes) -> StageMemory | None:
         try:
@@ -96,12 +130,18 @@ def find_fit(
     chosen = next((trial for trial in trials if suffices(trial)), None)
     if chosen is None:
         tried = [memory, *filter(None, map(after, map(_merged, trials)))]
-        return Fit(memory, limit, None, min(tried, key=lambda each: each.peak))
+        return Fit(memory, hardware, None, min(tried, key=lambda each: _excess(each, hardware)))
     for step in reversed(chosen):
         rest = [each for each in chosen if each is not step]
         chosen = rest if suffices(rest) else chosen
     changes = _merged(chosen)
-    return Fit(memory, limit, changes, after(changes) or memory)
+    return Fit(memory, hardware, changes, after(changes) or memory)
+
+
+def _excess(memory: StageMemory, hardware: Hardware) -> float:
+    """The largest need as a multiple of what is available."""
+    known = [need for need in needs(memory, hardware) if need.available]
+    return max((need.found / (need.available or 1) for need in known), default=0.0)
 
 
 def _merged(steps: Sequence[Changes]) -> Changes:

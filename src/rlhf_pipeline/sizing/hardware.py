@@ -1,8 +1,10 @@
 """The machines that a plan is for: GPUs by name, and the ones at hand."""
 
+import itertools
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,11 +54,13 @@ class Hardware:
     """Bytes of each node; None: not known."""
     name: str = "CPU"
     """Name of the GPU if it is known."""
+    total: int | None = None
+    """All ranks, if not every node has as many as `ranks`, the most."""
 
     @property
     def world(self) -> int:
         """All ranks."""
-        return self.ranks * self.nodes
+        return self.total or self.ranks * self.nodes
 
     @property
     def on_gpu(self) -> bool:
@@ -76,14 +80,14 @@ class Hardware:
         return GPUS[self.name].flops if self.name in GPUS else None
 
 
-def at_hand(ranks: int, nodes: int, gpus: list[str]) -> Hardware:
+def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
     """The hardware of this machine, which stands for all nodes.
 
-    `gpus` are the numbers or UUIDs of its GPUs, as for nvidia-smi; without any, the ranks are on
+    `ranks` are those of each node. `gpus` are the numbers or UUIDs of its GPUs, as for nvidia-smi; without any, the ranks are on
     the CPU. The memory of the smallest GPU counts. If nvidia-smi does not list them, no memory is
     known.
     """
-    here = Hardware(ranks, nodes, main_memory=main_memory())
+    here = Hardware(max(ranks), len(ranks), main_memory=main_memory(), total=sum(ranks))
     unknown = replace(here, main_memory=None)
     if not gpus:
         return here
@@ -99,14 +103,22 @@ def at_hand(ranks: int, nodes: int, gpus: list[str]) -> Hardware:
     return replace(here, gpu_memory=mebibytes * 2**20, name=name)
 
 
-def main_memory() -> int | None:
-    """Bytes of main memory that this machine, or this container, may use; None if not known."""
-    limits = [
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-    ]
+def main_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of main memory that this process may use; None if they are not known.
+
+    A container or a scheduler (SLURM's `--mem`) limits the process by its control group, or by one
+    above it. `root` contains `proc` and `sys`.
+    """
+    limits = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):  # version 2, version 1
+            mount = root / "sys/fs/cgroup" / controllers
+            file = "memory.limit_in_bytes" if controllers else "memory.max"
+            groups = itertools.accumulate((mount, *Path(group).parts[1:]), Path.joinpath)
+            limits += [folder / file for folder in groups]
     found = [int(text) for text in map(_text, limits) if text.isdigit()]
-    total = re.search(r"MemTotal:\s+(\d+) kB", _text(Path("/proc/meminfo")))
+    total = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
     if total is not None:
         found.append(int(total[1]) * 1024)
     return min(found, default=None)

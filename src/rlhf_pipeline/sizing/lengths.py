@@ -68,13 +68,16 @@ def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
 
     `folder` contains its versions.
     """
-    for manifest in sorted(folder.glob(f"*/{folder.name}/{NAME}"), reverse=True):
-        made = SplitConfig.model_validate(Manifest.read(manifest.parent).config["split"])
-        if made.recipe() == split.recipe():
-            report = json.loads((manifest.parent / "report.json").read_text())
-            return {phase: _of_file(report["files"][f"{phase}/train.arrow"]) for phase in PHASES}
+    newest = max(folder.glob(f"*/{folder.name}/{NAME}"), default=None)
+    if newest is None:
         return None
-    return None
+    made = SplitConfig.model_validate(Manifest.read(newest.parent).config["split"])
+    if made.recipe() != split.recipe():
+        return None
+    files = json.loads((newest.parent / "report.json").read_text())["files"]
+    rows = {phase: files[f"{phase}/train.arrow"] for phase in PHASES}
+    # A phase of weight 0 has no rows, and so no lengths.
+    return limits(split) | {name: _of_file(file) for name, file in rows.items() if file["rows"]}
 
 
 def _of_file(file: Mapping[str, Any]) -> Lengths:

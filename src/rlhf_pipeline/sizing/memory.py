@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlhf_pipeline.config.buckets import BUCKET, LIVE
 from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, LoRAConfig, TrainedModelConfig
 from rlhf_pipeline.sizing import activations
 from rlhf_pipeline.sizing.activations import Numbers
 from rlhf_pipeline.sizing.hardware import Hardware
@@ -72,10 +72,14 @@ def trained_parameters(config: TrainedModelConfig, shape: Shape, *, scalar: bool
     whole = shape.body + shape.hidden if scalar else shape.parameters
     if config.lora is None:
         return whole
-    targets = config.lora.target_modules
-    count = None if targets == "all-linear" else len(targets)
     rest = whole - shape.matrices if config.lora.train_rest else shape.hidden * scalar
-    return shape.adapters(config.lora.rank, count) + rest
+    return _adapters(config.lora, shape) + rest
+
+
+def _adapters(lora: LoRAConfig, shape: Shape) -> int:
+    """Weights of all adapters."""
+    targets = lora.target_modules
+    return shape.adapters(lora.rank, None if targets == "all-linear" else len(targets))
 
 
 def trained_model(
@@ -163,7 +167,7 @@ def weight_bytes(config: TrainedModelConfig, shape: Shape, *, scalar: bool) -> i
     whole = shape.body + shape.hidden if scalar else shape.parameters
     if config.lora is None:
         return size * whole
-    adapters = trained_parameters(config, shape, scalar=False) if not config.lora.train_rest else 0
+    adapters = _adapters(config.lora, shape)
     if config.lora.quantize is None:
         return size * (whole + adapters)
     return int(NF4 * shape.matrices) + size * (whole - shape.matrices + adapters)

@@ -111,7 +111,7 @@ def hardware_at_hand(config: LaunchConfig) -> Hardware:
     """The GPUs, or the main memory, that the ranks of a launch have."""
     gpus = visible_gpus()
     layout = node_layout(config, len(gpus))
-    return at_hand(max(layout.ranks), len(layout.ranks), gpus)
+    return at_hand(layout.ranks, gpus)
 
 
 def _of_hostfile(config: LaunchConfig) -> Layout:
