@@ -3,9 +3,8 @@
 import pytest
 from kedro.config import MissingConfigException
 
-from rlhf_pipeline.config_loader import PACKAGED, LayeredConfigLoader
+from rlhf_pipeline.config_loader import PACKAGED, LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.preflight import check_environment
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 

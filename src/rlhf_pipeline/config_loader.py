@@ -7,7 +7,7 @@ from kedro.config import MissingConfigException, OmegaConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.errors import ConfigError, short_path
+from rlhf_pipeline.errors import ConfigError, short_path, suggestion
 
 LOCAL = "local"
 RUNTIME = "--params"
@@ -18,6 +18,8 @@ EMBEDDED = {"base_model.path": "embedded/model", "split.sources": "embedded/data
 """Layers of parameters that suit only the embedded model, or only the embedded data. A layer is
 left out if another layer sets the parameter."""
 
+LAYERS = ("base", "embedded", "local")
+"""Folders of conf/ that are no environments: each is read by itself."""
 BUILT_MODEL = ("architecture", "vocab_size")
 """Parameters of `base_model` that give way to a later `base_model.path`."""
 
@@ -143,6 +145,23 @@ class LayeredConfigLoader(OmegaConfigLoader):
         folder = self._get_conf_env_path(layer)
         found = self._read_dir_configs(folder, self.config_patterns[key], key, set())
         return {str(path): found[path] for path in sorted(found)}
+
+
+def check_environment(conf: Path, name: str | None) -> None:
+    """Check the name of the environment, the option `--env`.
+
+    Raises ConfigError if the configuration has no such folder.
+    """
+    if name is None or own_layer(str(conf), name) is not None:
+        return
+    if conf.is_dir() and not (conf / name).is_dir():
+        known = sorted(
+            path.name for path in conf.iterdir() if path.is_dir() and path.name not in LAYERS
+        )
+        raise ConfigError(
+            f"--env: found {name!r}{suggestion(name, known)}; the environments, which are folders "
+            f"of {conf.name}/, are {', '.join(known)}"
+        )
 
 
 def own_layer(conf: str, layer: str) -> Path | None:

@@ -20,12 +20,12 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
+from rlhf_pipeline.config_loader import check_environment
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.preflight import (
-    check_environment,
     check_gate,
     check_lengths,
     check_memory,

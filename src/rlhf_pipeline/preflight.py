@@ -10,34 +10,13 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.config_loader import own_layer
-from rlhf_pipeline.errors import ConfigError, StageError, suggestion
+from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.parameter_faults import invalid_values, length_faults, misfits, unknown_names
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.fit import find_fit, size_text
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import base_model_shape
 from rlhf_pipeline.sizing.stages import BLOCKS
-
-LAYERS = ("base", "embedded", "local")
-"""Folders of conf/ that are no environments: each is read by itself."""
-
-
-def check_environment(conf: Path, name: str | None) -> None:
-    """Check the name of the environment, the option `--env`.
-
-    Raises ConfigError if the configuration has no such folder.
-    """
-    if name is None or own_layer(str(conf), name) is not None:
-        return
-    if conf.is_dir() and not (conf / name).is_dir():
-        known = sorted(
-            path.name for path in conf.iterdir() if path.is_dir() and path.name not in LAYERS
-        )
-        raise ConfigError(
-            f"--env: found {name!r}{suggestion(name, known)}; the environments, which are folders "
-            f"of {conf.name}/, are {', '.join(known)}"
-        )
 
 
 def check_root(root: str) -> None:
@@ -153,8 +132,8 @@ def check_memory(
             )
         elif not fit.fits:
             warnings.append(
-                f"{stage}: the plan needs more memory than is safe: {fit.before} (kedro rlhf plan). "
-                f"Fix: {fit.fix}"
+                f"{stage}: the plan needs more memory than is safe: {fit.before}. Fix: {fit.fix} "
+                "(kedro rlhf plan shows all of it)"
             )
     if refuses:
         _refuse(faults)

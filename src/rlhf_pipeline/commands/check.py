@@ -90,8 +90,9 @@ def check(
         jobs, ranks = dry_run(parameters, hardware, nodes, folder, loader.origin)
         machine = {"hidden_size": _hidden_size(parameters), "on_gpu": gpu_count() > 0}
         engines = _accepted(jobs, {"ranks": ranks, "machine": machine}, folder)
+    launched = "1 rank" if ranks == 1 else f"{ranks} ranks"
     for stage in jobs:
-        where = f"{ranks} rank{'s' * (ranks > 1)}" if stage_specs()[stage].distributed else "1 process"
+        where = launched if stage_specs()[stage].distributed else "1 process"
         accepted = f"; DeepSpeed accepts {', '.join(engines[stage])}" if engines[stage] else ""
         console.out(f"{stage:<14} {where:<10} job.json is valid{accepted}", highlight=False)
 

@@ -13,10 +13,9 @@ from rlhf_pipeline.commands.names import check_names
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.parameter_faults import invalid_values, unknown_names
-from rlhf_pipeline.preflight import check_environment
 from rlhf_pipeline.sizing.fit import Fit, find_fit, needs
 from rlhf_pipeline.sizing.hardware import Hardware, named
 from rlhf_pipeline.sizing.lengths import limits, measured

@@ -1,6 +1,5 @@
 """The machines that a plan is for: GPUs by name, and the ones at hand."""
 
-import itertools
 import re
 import shutil
 import subprocess
@@ -83,9 +82,11 @@ class Hardware:
 def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
     """The hardware of this machine, which stands for all nodes.
 
-    `ranks` are those of each node. `gpus` are the numbers or UUIDs of its GPUs, as for nvidia-smi; without any, the ranks are on
-    the CPU. The memory of the smallest GPU counts. If nvidia-smi does not list them, no memory is
-    known.
+    Args:
+        ranks: those of each node.
+        gpus: numbers or UUIDs of this machine's GPUs, as for nvidia-smi. Without any, the ranks are
+            on the CPU. The memory of the smallest GPU counts. If nvidia-smi does not list them, no
+            memory is known.
     """
     here = Hardware(max(ranks), len(ranks), main_memory=main_memory(), total=sum(ranks))
     unknown = replace(here, main_memory=None)
@@ -115,8 +116,8 @@ def main_memory(root: Path = Path("/")) -> int | None:
         if controllers in ("", "memory"):  # version 2, version 1
             mount = root / "sys/fs/cgroup" / controllers
             file = "memory.limit_in_bytes" if controllers else "memory.max"
-            groups = itertools.accumulate((mount, *Path(group).parts[1:]), Path.joinpath)
-            limits += [folder / file for folder in groups]
+            place = mount.joinpath(*Path(group).parts[1:])
+            limits += [folder / file for folder in (place, *place.parents)]
     found = [int(text) for text in map(_text, limits) if text.isdigit()]
     total = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
     if total is not None:

@@ -39,8 +39,8 @@ LIBRARIES = 300 * 2**20
 CUDA = 1024 * 2**20
 """Bytes of a GPU for CUDA's context and the libraries' own buffers."""
 USABLE = 0.92
-"""Share of the memory that tensors can fill. The allocator leaves gaps, and GPUs with ECC have up to
-8% less than their data sheets say: a T4 14.8 of 16 GiB, an L4 22.5 of 24."""
+"""Share of the memory that tensors can fill. The allocator leaves gaps. And GPUs with ECC have
+up to 8% less than their data sheets say: a T4 has 14.8 of 16 GiB, an L4 22.5 of 24."""
 
 BLOCKS: Mapping[str, type[SFTConfig | RewardModelConfig | PPOConfig | DPOConfig | EvaluateConfig]]
 BLOCKS = {
