@@ -60,7 +60,7 @@ class RemoteNode:
     def prepare(self, run: StageRun) -> bool:
         """Bring the files of a stage to the node; return whether it has a file system of its own.
 
-        Raises StageError if the node is lost meanwhile.
+        Raises StageError if the node is lost meanwhile, or asks for a file that was not offered.
         """
         probe = run.directory / f".probe-{secrets.token_hex(8)}"
         probe.touch()
@@ -74,6 +74,8 @@ class RemoteNode:
         self._order("copy", files=entries)
         wanted = self._expect("wanted")["files"]
         for name in wanted:
+            if name not in entries:  # an agent must not read what it likes
+                raise StageError(f"{self} asked for {name}, which is no file of the stage")
             for piece in read_pieces(Path(name)):
                 self._send_piece(piece)
         if wanted:

@@ -1,0 +1,56 @@
+"""A node as the driver sees it, and the node's agent, at the ends of a real connection."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.stages.launch.agent import _connect
+from rlhf_pipeline.stages.launch.link import Link
+from rlhf_pipeline.stages.launch.remote_node import RemoteNode
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(1) as found:
+        yield found
+
+
+@pytest.fixture
+def ends(pool):
+    """The node for the driver, and the link of its agent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connecting = pool.submit(_connect, server.getsockname(), "secret", 30.0, 30.0)
+        driver = Link(server.accept()[0], "secret", driver=True, timeout_s=30.0)
+    agent = connecting.result()
+    yield RemoteNode(driver, 1, range(1, 2), "other"), agent
+    driver.close()
+    agent.close()
+
+
+def test_an_agent_gets_the_files_of_the_stage_only(ends, pool, tmp_path):
+    node, agent = ends
+    private = tmp_path / "private"
+    private.write_text("key")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "job.json").write_text("{}")
+
+    def ask_for_another():
+        agent.expect("prepare")
+        agent.send("prepared", separate=True)
+        agent.expect("copy")
+        agent.send("wanted", files=[str(work / "job.json"), str(private)])
+        pieces = [agent.receive_piece() for _ in range(2)]
+        agent.send("received")
+        return pieces
+
+    asking = pool.submit(ask_for_another)
+    run = SimpleNamespace(directory=work, inputs={}, resume_from=None)
+    with pytest.raises(StageError, match=rf"node 1 \(other, rank 1\) asked for {private}, "):
+        node.prepare(run)
+    node.link.close()
+    with pytest.raises(StageError, match="the connection was closed"):
+        asking.result()
