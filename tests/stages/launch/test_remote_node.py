@@ -5,10 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from waiting import wait_until
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.launch.agent import _connect
 from rlhf_pipeline.stages.launch.link import Link
+from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.launch.remote_node import RemoteNode
 
 
@@ -54,3 +56,16 @@ def test_an_agent_gets_the_files_of_the_stage_only(ends, pool, tmp_path):
     node.link.close()
     with pytest.raises(StageError, match="the connection was closed"):
         asking.result()
+
+
+def test_the_ranks_of_a_lost_node_are_not_waited_for(ends, tmp_path):
+    node, agent = ends
+    ranks = Ranks(tmp_path, range(0), None, [node])
+    beat = {"rank": 1, "pid": 7, "since": 1.0, "progressed": 1.0}
+    agent.send(
+        "report", heartbeats=[beat], statuses={1: "running"}, errors={}, code=None, kernel_kills=0
+    )
+    wait_until(lambda: ranks.read() == [1])
+    agent.close()
+    wait_until(lambda: node.lost)
+    assert ranks.read() == []

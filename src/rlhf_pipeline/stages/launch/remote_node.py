@@ -110,8 +110,11 @@ class RemoteNode:
             self._take(report)
 
     def status(self, rank: int) -> int | str:
-        """The last known exit status of a rank, else "running", "stopped" or "gone"."""
-        return self._statuses.get(rank, "running")
+        """The last known exit status of a rank, else "running", "stopped" or "gone".
+
+        The ranks of a lost node are "gone": nothing more is known of them.
+        """
+        return "gone" if self.link.lost is not None else self._statuses.get(rank, "running")
 
     def send(self, rank: int, number: Signals) -> None:
         """Send a signal to a rank."""
