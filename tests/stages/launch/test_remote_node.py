@@ -8,8 +8,9 @@ import pytest
 from waiting import wait_until
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.stages.launch.agent import _connect
+from rlhf_pipeline.stages.launch.agent import _connect, obey_and_report
 from rlhf_pipeline.stages.launch.link import Link
+from rlhf_pipeline.stages.launch.node_program import NodeProgram
 from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.launch.remote_node import RemoteNode
 
@@ -69,3 +70,15 @@ def test_the_ranks_of_a_lost_node_are_not_waited_for(ends, tmp_path):
     agent.close()
     wait_until(lambda: node.lost)
     assert ranks.read() == []
+
+
+def test_a_node_whose_gpus_cannot_be_counted_is_reported(ends, pool, tmp_path, monkeypatch):
+    node, agent = ends
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    obeying = pool.submit(obey_and_report, agent)
+    node.start(NodeProgram("program", str(tmp_path), ranks=(1, 1), node=1))
+    wait_until(lambda: node.lost or obeying.done())
+    with pytest.raises(StageError, match="CUDA_VISIBLE_DEVICES: found '0,0'"):
+        obeying.result()
+    wait_until(lambda: node.lost)
+    assert "is lost: CUDA_VISIBLE_DEVICES: found '0,0'" in str(node.lost)

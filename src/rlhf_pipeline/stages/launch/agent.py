@@ -81,8 +81,9 @@ def obey_and_report(link: Link) -> int:
     """Obey the driver; if this node cannot, report why and raise StageError."""
     try:
         return _obey(link)
-    except OSError as error:
-        reason = str(error) if link.lost is None else f"the driver is lost: {link.lost}"
+    except (OSError, PipelineError) as error:
+        is_lost = isinstance(error, OSError) and link.lost is not None
+        reason = f"the driver is lost: {link.lost}" if is_lost else str(error)
         _try_to_send(link, FAULT, reason=reason)
         raise StageError(reason) from error
 
