@@ -82,3 +82,11 @@ def test_a_node_whose_gpus_cannot_be_counted_is_reported(ends, pool, tmp_path, m
         obeying.result()
     wait_until(lambda: node.lost)
     assert "is lost: CUDA_VISIBLE_DEVICES: found '0,0'" in str(node.lost)
+
+
+def test_a_goodbye_counts_although_the_driver_has_left(ends):
+    node, agent = ends
+    node.link.send("goodbye", code=0)
+    node.link.close()
+    wait_until(lambda: agent.lost)
+    assert obey_and_report(agent) == 0

@@ -90,8 +90,11 @@ def obey_and_report(link: Link) -> int:
 
 def _obey(link: Link) -> int:
     """Do what the driver orders until it says goodbye; return the exit code that it gives."""
-    while link.lost is None:
+    while True:
+        lost = link.lost  # read first: an order may arrive just before the driver leaves
         order = link.receive(1.0)
+        if order is None and lost is not None:
+            raise StageError(f"the driver is lost: {lost}")
         if order is None:
             continue
         if order["kind"] == "refused":
@@ -107,7 +110,6 @@ def _obey(link: Link) -> int:
             link.send("measured")
         if order["kind"] == "start":
             _run(link, NodeProgram.from_json(order["program"]))
-    raise StageError(f"the driver is lost: {link.lost}")
 
 
 def _try_to_send(link: Link, kind: str, **fields: Any) -> None:
