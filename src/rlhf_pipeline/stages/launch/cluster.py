@@ -84,8 +84,10 @@ class Cluster:
             with suppress(StageError):
                 self._await(min(CLOSE_S, self._config.start_timeout_s))
         self._closed = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._server.close()
-        for node in self._nodes.values():
+        for node in list(self._nodes.values()):  # one may be added meanwhile
             with suppress(OSError):
                 node.link.send("goodbye", code=code)
         for _, starter in self._starters:
