@@ -1,6 +1,7 @@
 """The end of a run comes soon, and leaves neither a server nor a file behind."""
 
 import socket
+import tempfile
 import time
 
 import pytest
@@ -30,3 +31,16 @@ def test_a_second_run_of_the_same_process_can_listen(launch):
         time.sleep(0.2)  # the thread waits for the next connection
         first.close(0)
     Cluster(config).close(0)
+
+
+def test_the_list_of_hosts_is_removed(launch, monkeypatch, tmp_path):
+    """DeepSpeed's launcher fails here: it can reach no host."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("127.0.0.1 slots=1\nno-such-host.invalid slots=1\n")
+    cluster = Cluster(launch(mode="hostfile", hostfile=str(hostfile)))
+    cluster._start()
+    (hosts,) = tmp_path.glob("hosts-*")
+    assert hosts.read_text() == "no-such-host.invalid slots=1\n"
+    cluster.close(0)
+    assert not hosts.exists()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
@@ -56,6 +56,7 @@ class Cluster:
         if len(self._layout.ranks) > 1:
             self._token = _token(self._config)
             self._server = _listen(self._config, self._layout)
+            self._hosts = tempfile.NamedTemporaryFile("w", prefix="hosts-")  # noqa: SIM115
             self.address = self._server.getsockname()[0]
             threading.Thread(target=self._accept, daemon=True).start()
 
@@ -94,10 +95,13 @@ class Cluster:
             with suppress(subprocess.TimeoutExpired):
                 starter.wait(GOODBYE_S if self._nodes else 0)
             kill_group(starter)
+        self._hosts.close()
 
     def _start(self) -> None:
         self._started = True
-        for command, environment in starting_commands(self._config, self._layout, self._agent()):
+        for command, environment in starting_commands(
+            self._config, self._layout, self._agent(), self._hosts
+        ):
             process = start(
                 command,
                 environment,
@@ -220,15 +224,18 @@ def serve_other_node(config: LaunchConfig) -> None:
 
 
 def starting_commands(
-    config: LaunchConfig, layout: Layout, agent: list[str]
+    config: LaunchConfig, layout: Layout, agent: list[str], hosts: IO[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """The commands that start the agents, each with its environment. `agent` is their module."""
+    """The commands that start the agents, each with its environment.
+
+    `agent` is their module; `hosts` is an empty file for the names of their hosts.
+    """
     # DeepSpeed writes variables with PYTHON or MLFLOW in their names on the command lines.
     environment = {name: value for name, value in os.environ.items() if "MLFLOW" not in name}
     if config.mode == "hostfile":
-        with tempfile.NamedTemporaryFile("w", prefix="hosts-", delete=False) as file:
-            file.writelines(f"{host} slots=1\n" for host in layout.hosts[1:])
-        runner = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={file.name}"]
+        hosts.writelines(f"{host} slots=1\n" for host in layout.hosts[1:])
+        hosts.flush()
+        runner = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={hosts.name}"]
         options = [
             "--force_multi",  # even for a single other node
             f"--launcher={config.launcher}",
