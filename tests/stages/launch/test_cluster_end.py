@@ -6,9 +6,13 @@ import time
 
 import pytest
 from ports import reserved_port
+from waiting import wait_until
 
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.stages.launch import cluster as module
+from rlhf_pipeline.stages.launch.agent import description
 from rlhf_pipeline.stages.launch.cluster import Cluster
+from rlhf_pipeline.stages.launch.link import TOKEN, Link
 
 
 @pytest.fixture
@@ -44,3 +48,20 @@ def test_the_list_of_hosts_is_removed(launch, monkeypatch, tmp_path):
     assert hosts.read_text() == "no-such-host.invalid slots=1\n"
     cluster.close(0)
     assert not hosts.exists()
+
+
+def test_the_commands_that_start_nodes_share_the_time_to_end(launch, monkeypatch):
+    """One of four nodes has come; the commands of the others hang."""
+    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setattr(module, "GOODBYE_S", 1.0)
+    config = launch(mode="command", nodes=5, command="sh -c 'exec sleep 600' {command} {node}")
+    cluster = Cluster(config)
+    cluster._start()
+    connection = socket.create_connection(("127.0.0.1", config.port))
+    agent = Link(connection, "secret", driver=False, timeout_s=30.0)
+    agent.send("hello", number=1, **description())
+    wait_until(lambda: cluster._nodes)
+    start = time.monotonic()
+    cluster.close(0)
+    assert time.monotonic() - start < 3
+    agent.close()

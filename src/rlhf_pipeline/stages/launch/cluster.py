@@ -91,9 +91,10 @@ class Cluster:
         for node in list(self._nodes.values()):  # one may be added meanwhile
             with suppress(OSError):
                 node.link.send("goodbye", code=code)
+        deadline = time.monotonic() + (GOODBYE_S if self._nodes else 0)
         for _, starter in self._starters:
             with suppress(subprocess.TimeoutExpired):
-                starter.wait(GOODBYE_S if self._nodes else 0)
+                starter.wait(max(0, deadline - time.monotonic()))
             kill_group(starter)
         self._hosts.close()
 
@@ -136,9 +137,11 @@ class Cluster:
                     )
             if time.monotonic() > deadline:
                 expected = len(self._layout.ranks) - 1
+                tail = self._tail()
+                output = f"; the output of the command ends with\n{tail}" if tail else ""
                 raise StageError(
                     f"launch.start_timeout_s: found {len(self._nodes)} of {expected} other nodes "
-                    f"connected after {seconds:g} s{self._tail()}. Fix: check that they start, and "
+                    f"connected after {seconds:g} s{output}. Fix: check that they start, and "
                     f"that they reach {self.address}:{self._server.getsockname()[1]}"
                 )
             time.sleep(POLL_S)
