@@ -93,6 +93,15 @@ def test_two_gpus_need_nccl(setup, nvidia_smi, torch):
     assert machine.gpu(setup()).state == "ok"
 
 
+def test_torch_is_imported_once_for_both_checks(setup, nvidia_smi, torch, tmp_path):
+    nvidia_smi(2)
+    seen = tmp_path / "seen"
+    torch(2, compute=f"open({str(seen)!r}, 'a').write('.')")
+    found = run_checks([machine.gpu, machine.nccl], setup())
+    assert [each.state for each in found] == ["ok", "ok"]
+    assert seen.read_text() == ".."  # one for each GPU
+
+
 @pytest.mark.parametrize(
     ("free", "gpus", "state"),
     [

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
@@ -31,11 +32,16 @@ print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
 """Runs in a process of its own: the driver never imports torch."""
 
 
+_probing = Lock()
+"""Two checks need the answer at once, and the cache alone would run the program twice."""
+
+
 def gpu(setup: Setup) -> Finding:
     """Torch can compute on every GPU that the ranks would use."""
     if setup.gpus == 0:
         return Finding("gpu", "ok", f"none; {setup.ranks} ranks train on the CPU")
-    answer = _probe()
+    with _probing:
+        answer = _probe()
     if isinstance(answer, str):
         fix = "install the torch that fits the driver and the GPU"
         return Finding("gpu", "failure", f"torch fails: {answer}", fix)
@@ -59,7 +65,8 @@ def nccl(setup: Setup) -> Finding:
     """Torch has NCCL if several ranks train on GPUs."""
     if setup.gpus < 2:
         return Finding("nccl", "ok", "not needed with fewer than two GPUs")
-    answer = _probe()
+    with _probing:
+        answer = _probe()
     version = None if isinstance(answer, str) else answer[3]
     if version is None:
         return Finding("nccl", "failure", "torch has no NCCL", "install torch with CUDA for Linux")
