@@ -9,8 +9,9 @@ import pytest
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.diagnosis import machine
 from rlhf_pipeline.diagnosis.finding import run_checks
+from rlhf_pipeline.sizing.fit import size_text
+from rlhf_pipeline.sizing.hardware import GIB
 
-GIB = 2**30
 Usage = namedtuple("Usage", "total used free")
 TORCH = """
 import sys, types
@@ -93,6 +94,15 @@ def test_two_gpus_need_nccl(setup, nvidia_smi, torch):
     assert machine.gpu(setup()).state == "ok"
 
 
+def test_torch_is_imported_once_for_both_checks(setup, nvidia_smi, torch, tmp_path):
+    nvidia_smi(2)
+    seen = tmp_path / "seen"
+    torch(2, compute=f"open({str(seen)!r}, 'a').write('.')")
+    found = run_checks([machine.gpu, machine.nccl], setup())
+    assert [each.state for each in found] == ["ok", "ok"]
+    assert seen.read_text() == ".."  # one for each GPU
+
+
 @pytest.mark.parametrize(
     ("free", "gpus", "state"),
     [
@@ -119,7 +129,7 @@ def test_a_disk_that_is_almost_full(setup, monkeypatch, free, state):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 * GIB, 0, free))
     found = machine.disk(setup())
     assert found.state == state
-    assert found.found.startswith(f"{free / GIB:.1f} GiB free for")
+    assert found.found.startswith(f"{size_text(free)} free for")
 
 
 def test_the_ranks_can_meet(setup):

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from ports import reserved_port
 
@@ -42,3 +43,15 @@ def test_a_node_that_cannot_be_started_is_a_failure(setup, launch):
     (found,) = run_checks([module.nodes], setup(launch=launch("sh -c 'exit 3' {command}")))
     assert (found.check, found.state) == ("nodes", "failure")
     assert "found exit code 3 of the command" in found.found
+
+
+def test_agents_that_do_not_come_are_reported_in_time_and_ended(setup, launch, monkeypatch):
+    """With the output of the command that should have started them."""
+    monkeypatch.setattr(module, "START_S", 0.5)
+    hanging = "sh -c 'echo cannot resolve worker-1; exec sleep 600' {command}"
+    (found,) = run_checks([module.nodes], setup(launch=launch(hanging)), budget_s=8)
+    assert "found 0 of 1 other nodes connected after 0.5 s; " in found.found
+    assert "cannot resolve worker-1" in found.found
+    assert found.fix.startswith("check that they start")
+    commands = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    assert ["sleep", "600"] not in commands

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
+from rlhf_pipeline.sizing.fit import size_text
+from rlhf_pipeline.sizing.hardware import GIB
 from rlhf_pipeline.stages.launch.resources import free_port
 
-GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system, not a file
 SHARED_BYTES = GIB
 """Below this size ranks on GPUs may fail: containers have 64 MiB by default."""
@@ -31,11 +33,16 @@ print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
 """Runs in a process of its own: the driver never imports torch."""
 
 
+_probing = Lock()
+"""Two checks need the answer at once, and the cache alone would run the program twice."""
+
+
 def gpu(setup: Setup) -> Finding:
     """Torch can compute on every GPU that the ranks would use."""
     if setup.gpus == 0:
         return Finding("gpu", "ok", f"none; {setup.ranks} ranks train on the CPU")
-    answer = _probe()
+    with _probing:
+        answer = _probe()
     if isinstance(answer, str):
         fix = "install the torch that fits the driver and the GPU"
         return Finding("gpu", "failure", f"torch fails: {answer}", fix)
@@ -59,7 +66,8 @@ def nccl(setup: Setup) -> Finding:
     """Torch has NCCL if several ranks train on GPUs."""
     if setup.gpus < 2:
         return Finding("nccl", "ok", "not needed with fewer than two GPUs")
-    answer = _probe()
+    with _probing:
+        answer = _probe()
     version = None if isinstance(answer, str) else answer[3]
     if version is None:
         return Finding("nccl", "failure", "torch has no NCCL", "install torch with CUDA for Linux")
@@ -89,7 +97,7 @@ def shared_memory(setup: Setup) -> Finding:
         fix = "mount a tmpfs at /dev/shm"
         return Finding("shared memory", "failure", f"{SHARED_MEMORY} does not exist", fix)
     space = shutil.disk_usage(SHARED_MEMORY)
-    found = f"{_gib(space.free)} free of {_gib(space.total)}"
+    found = f"{size_text(space.free)} free of {size_text(space.total)}"
     if space.free >= SHARED_BYTES or (setup.gpus < 2 and space.free >= SHARED_BYTES / 16):
         return Finding("shared memory", "ok", found)
     fix = "start the container with --shm-size=8g, or remove files that ended programs left there"
@@ -100,7 +108,7 @@ def disk(setup: Setup) -> Finding:
     """Space for results where they are written; stages check the exact need before they write."""
     folder = next(path for path in (setup.root, *setup.root.parents) if path.exists())
     free = shutil.disk_usage(folder).free
-    found = f"{_gib(free)} free for {setup.root}"
+    found = f"{size_text(free)} free for {setup.root}"
     if free >= DISK_BYTES:
         return Finding("disk", "ok", found)
     fix = "`kedro rlhf clean`, or another folder with --params=root=FOLDER"
@@ -120,7 +128,3 @@ def rendezvous(setup: Setup) -> Finding:
         fix = f"add the line `127.0.0.1 {name}` to /etc/hosts"
         return Finding("rendezvous", "failure", f"the name {name!r} has no address", fix)
     return Finding("rendezvous", "ok", f"port {port} accepts; {name} is {address}")
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

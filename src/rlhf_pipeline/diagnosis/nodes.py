@@ -1,8 +1,10 @@
 """The check of the other machines: their agents start, connect, fit, and answer fast."""
 
-from rlhf_pipeline.diagnosis.finding import Finding, Setup
+from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
 from rlhf_pipeline.stages.launch.cluster import Cluster
 
+START_S = BUDGET_S / 2
+"""Seconds that the agents have to connect. Those that do not are ended before the check is."""
 SLOW_GBIT = 1.0
 """Below this bandwidth a warning: a model of 7 billion parameters takes two minutes."""
 
@@ -14,7 +16,8 @@ def nodes(setup: Setup) -> Finding:
         return Finding("nodes", "ok", "this machine trains alone")
     if mode == "rank_env":
         return Finding("nodes", "ok", "the scheduler starts them; each is checked as it connects")
-    cluster = Cluster(setup.launch)
+    start_s = min(START_S, setup.launch.start_timeout_s)
+    cluster = Cluster(setup.launch.model_copy(update={"start_timeout_s": start_s}))
     try:
         measured = [(node, *node.measure()) for node in cluster.nodes()]
     finally:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 
 import psutil
@@ -333,23 +334,24 @@ def test_a_scheduler_needs_a_secret(monkeypatch, port):
 def test_commands_start_each_node_or_all_at_once():
     layout = Layout((8, 8, 8), "node-0", hosts=("node-0", "node-1", "node-2"))
     one = LaunchConfig(mode="command", nodes=3, command="srun --nodes=2 {command}")
-    ((command, _),) = starting_commands(one, layout, [AGENT, "--driver=node-0:29511"])
+    ((command, _),) = starting_commands(one, layout, [AGENT, "--driver=node-0:29511"], StringIO())
     assert command == [
         "srun", "--nodes=2", sys.executable, "-m", AGENT, "--driver=node-0:29511"
     ]  # fmt: skip
     each = LaunchConfig(mode="command", nodes=3, command="kubectl exec pod-{node} -- {command}")
-    commands = [command for command, _ in starting_commands(each, layout, [AGENT])]
+    commands = [command for command, _ in starting_commands(each, layout, [AGENT], StringIO())]
     assert [command[2] for command in commands] == ["pod-1", "pod-2"]
     assert [command[-1] for command in commands] == ["--node=1", "--node=2"]
 
 
-def test_deepspeed_starts_one_agent_on_each_other_host(monkeypatch):
+def test_deepspeed_starts_one_agent_on_each_other_host(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hidden")
     layout = Layout((8, 8, 8), "node-0", hosts=("node-0", "node-1", "node-2"))
     config = LaunchConfig(mode="hostfile", hostfile="hosts", launcher="openmpi")
-    ((command, environment),) = starting_commands(config, layout, [AGENT])
-    (hosts,) = [each for each in command if each.startswith("--hostfile=")]
-    assert Path(hosts.partition("=")[2]).read_text() == "node-1 slots=1\nnode-2 slots=1\n"
+    with (tmp_path / "hosts").open("w") as hosts:
+        ((command, environment),) = starting_commands(config, layout, [AGENT], hosts)
+        assert Path(hosts.name).read_text() == "node-1 slots=1\nnode-2 slots=1\n"
+    assert f"--hostfile={hosts.name}" in command
     assert "--launcher=openmpi" in command and "--force_multi" in command
     assert "MLFLOW_TRACKING_PASSWORD" not in environment
 

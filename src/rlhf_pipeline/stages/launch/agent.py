@@ -81,16 +81,20 @@ def obey_and_report(link: Link) -> int:
     """Obey the driver; if this node cannot, report why and raise StageError."""
     try:
         return _obey(link)
-    except OSError as error:
-        reason = str(error) if link.lost is None else f"the driver is lost: {link.lost}"
+    except (OSError, PipelineError) as error:
+        is_lost = isinstance(error, OSError) and link.lost is not None
+        reason = f"the driver is lost: {link.lost}" if is_lost else str(error)
         _try_to_send(link, FAULT, reason=reason)
         raise StageError(reason) from error
 
 
 def _obey(link: Link) -> int:
     """Do what the driver orders until it says goodbye; return the exit code that it gives."""
-    while link.lost is None:
+    while True:
+        lost = link.lost  # read first: an order may arrive just before the driver leaves
         order = link.receive(1.0)
+        if order is None and lost is not None:
+            raise StageError(f"the driver is lost: {lost}")
         if order is None:
             continue
         if order["kind"] == "refused":
@@ -106,7 +110,6 @@ def _obey(link: Link) -> int:
             link.send("measured")
         if order["kind"] == "start":
             _run(link, NodeProgram.from_json(order["program"]))
-    raise StageError(f"the driver is lost: {link.lost}")
 
 
 def _try_to_send(link: Link, kind: str, **fields: Any) -> None:

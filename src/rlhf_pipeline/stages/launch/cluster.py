@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
@@ -56,6 +56,7 @@ class Cluster:
         if len(self._layout.ranks) > 1:
             self._token = _token(self._config)
             self._server = _listen(self._config, self._layout)
+            self._hosts = tempfile.NamedTemporaryFile("w", prefix="hosts-")  # noqa: SIM115
             self.address = self._server.getsockname()[0]
             threading.Thread(target=self._accept, daemon=True).start()
 
@@ -84,18 +85,24 @@ class Cluster:
             with suppress(StageError):
                 self._await(min(CLOSE_S, self._config.start_timeout_s))
         self._closed = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._server.close()
-        for node in self._nodes.values():
+        for node in list(self._nodes.values()):  # one may be added meanwhile
             with suppress(OSError):
                 node.link.send("goodbye", code=code)
+        deadline = time.monotonic() + (GOODBYE_S if self._nodes else 0)
         for _, starter in self._starters:
             with suppress(subprocess.TimeoutExpired):
-                starter.wait(GOODBYE_S if self._nodes else 0)
+                starter.wait(max(0, deadline - time.monotonic()))
             kill_group(starter)
+        self._hosts.close()
 
     def _start(self) -> None:
         self._started = True
-        for command, environment in starting_commands(self._config, self._layout, self._agent()):
+        for command, environment in starting_commands(
+            self._config, self._layout, self._agent(), self._hosts
+        ):
             process = start(
                 command,
                 environment,
@@ -130,9 +137,11 @@ class Cluster:
                     )
             if time.monotonic() > deadline:
                 expected = len(self._layout.ranks) - 1
+                tail = self._tail()
+                output = f"; the output of the command ends with\n{tail}" if tail else ""
                 raise StageError(
                     f"launch.start_timeout_s: found {len(self._nodes)} of {expected} other nodes "
-                    f"connected after {seconds:g} s{self._tail()}. Fix: check that they start, and "
+                    f"connected after {seconds:g} s{output}. Fix: check that they start, and "
                     f"that they reach {self.address}:{self._server.getsockname()[1]}"
                 )
             time.sleep(POLL_S)
@@ -218,15 +227,18 @@ def serve_other_node(config: LaunchConfig) -> None:
 
 
 def starting_commands(
-    config: LaunchConfig, layout: Layout, agent: list[str]
+    config: LaunchConfig, layout: Layout, agent: list[str], hosts: IO[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """The commands that start the agents, each with its environment. `agent` is their module."""
+    """The commands that start the agents, each with its environment.
+
+    `agent` is their module; `hosts` is an empty file for the names of their hosts.
+    """
     # DeepSpeed writes variables with PYTHON or MLFLOW in their names on the command lines.
     environment = {name: value for name, value in os.environ.items() if "MLFLOW" not in name}
     if config.mode == "hostfile":
-        with tempfile.NamedTemporaryFile("w", prefix="hosts-", delete=False) as file:
-            file.writelines(f"{host} slots=1\n" for host in layout.hosts[1:])
-        runner = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={file.name}"]
+        hosts.writelines(f"{host} slots=1\n" for host in layout.hosts[1:])
+        hosts.flush()
+        runner = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={hosts.name}"]
         options = [
             "--force_multi",  # even for a single other node
             f"--launcher={config.launcher}",

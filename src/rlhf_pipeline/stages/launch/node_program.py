@@ -16,7 +16,7 @@ from typing import Any, Self
 import rlhf_pipeline
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.program import SEPARATE_FILES
-from rlhf_pipeline.stages.launch.layout import LOOPBACK
+from rlhf_pipeline.stages.launch.layout import LOOPBACK, Layout
 from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
 
@@ -53,8 +53,7 @@ class NodeProgram:
     @property
     def own_ranks(self) -> range:
         """The ranks on this node."""
-        first = sum(self.ranks[: self.node])
-        return range(first, first + self.ranks[self.node])
+        return Layout(self.ranks).ranks_of(self.node)
 
     @property
     def command(self) -> list[str]:

@@ -60,7 +60,7 @@ class RemoteNode:
     def prepare(self, run: StageRun) -> bool:
         """Bring the files of a stage to the node; return whether it has a file system of its own.
 
-        Raises StageError if the node is lost meanwhile.
+        Raises StageError if the node is lost meanwhile, or asks for a file that was not offered.
         """
         probe = run.directory / f".probe-{secrets.token_hex(8)}"
         probe.touch()
@@ -74,6 +74,8 @@ class RemoteNode:
         self._order("copy", files=entries)
         wanted = self._expect("wanted")["files"]
         for name in wanted:
+            if name not in entries:  # an agent must not read what it likes
+                raise StageError(f"{self} asked for {name}, which is no file of the stage")
             for piece in read_pieces(Path(name)):
                 self._send_piece(piece)
         if wanted:
@@ -108,8 +110,11 @@ class RemoteNode:
             self._take(report)
 
     def status(self, rank: int) -> int | str:
-        """The last known exit status of a rank, else "running", "stopped" or "gone"."""
-        return self._statuses.get(rank, "running")
+        """The last known exit status of a rank, else "running", "stopped" or "gone".
+
+        The ranks of a lost node are "gone": nothing more is known of them.
+        """
+        return "gone" if self.link.lost is not None else self._statuses.get(rank, "running")
 
     def send(self, rank: int, number: Signals) -> None:
         """Send a signal to a rank."""
