@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pexpect
@@ -25,6 +27,8 @@ def start(tmp_path):
         chat = pexpect.spawn(
             sys.executable, command, cwd=str(PROJECT), env=environment, encoding="utf-8",
             timeout=600, dimensions=(40, 100),
+            # A shell lets its background jobs ignore Ctrl-C, and what they start inherits that.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         started.append(chat)
         chat.expect_exact(PROMPT)
