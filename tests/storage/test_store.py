@@ -1,7 +1,9 @@
 """A store, also on a real S3 server: whole or not at all, verified, resumed after a cut."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import fsspec
 import pytest
@@ -13,6 +15,7 @@ from waiting import once
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.storage import store as module
 from rlhf_pipeline.storage.files import explained, open_store, upload
 from rlhf_pipeline.storage.store import Store
 
@@ -210,6 +213,25 @@ def test_a_store_that_cannot_be_used_is_explained_before_anything_is_uploaded(bu
     assert "canary" not in str(it.value)
     with pytest.raises(StageError, match=r"found ValueError: .*nothing. Fix: check path"):
         Store("nothing://x").check()
+
+
+class Meeting(LocalFileSystem):
+    """A store whose users all write before one of them removes anything."""
+
+    cachable = False
+    all_have_written = Barrier(2, timeout=60)
+
+    def pipe_file(self, path, value, **options):
+        super().pipe_file(path, value, **options)
+        self.all_have_written.wait()
+
+
+def test_two_runs_may_check_a_store_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "open_store", lambda url: (Meeting(auto_mkdir=True), url))
+    with ThreadPoolExecutor() as pool:
+        for check in [pool.submit(Store(str(tmp_path / "store")).check) for _ in range(2)]:
+            check.result()
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 def test_a_secret_of_the_url_is_not_shown():

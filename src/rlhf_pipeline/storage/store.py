@@ -8,6 +8,7 @@ push that was cut off leaves no artifact, and its repetition uploads only the re
 the digest of every file before the folder gets its name.
 """
 
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,8 +82,9 @@ class Store:
                 "as `credentials` of the catalog entry, or in the environment"
             )
         with self._open() as (store, root):
-            store.pipe_file(f"{root}/{PROBE}", b"may be removed")
-            store.rm_file(f"{root}/{PROBE}")
+            probe = f"{root}/{PROBE}-{secrets.token_hex(4)}"  # another run may do the same
+            store.pipe_file(probe, b"may be removed")
+            store.rm_file(probe)
 
     def read(self, name: str) -> str | None:
         """A text of the store, such as a pointer; None if there is none."""
