@@ -235,6 +235,26 @@ def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
     assert [path.name for path in list_checkpoints(training.checkpoints)] == ["step-00000003"]
 
 
+def test_two_machines_may_upload_checkpoints_of_one_recipe(store, training, tmp_path):
+    """The other one has sent its objects, and its manifest follows."""
+    theirs, shelf = stage_run(tmp_path / "two"), f"checkpoints/sft/{training.fingerprint}"
+    upload(StoredStages(Store(str(tmp_path / "sent")), tmp_path / "two"), theirs, (8, None))
+    sent, here = tmp_path / "sent" / shelf, tmp_path / "store" / shelf
+    shutil.copytree(sent / "objects", here / "objects")
+    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
+    shutil.copy(sent / "step-00000008.json", here)
+    assert "state 2" not in {path.read_text() for path in here.glob("objects/*")}
+    third = stage_run(tmp_path / "three")
+    assert StoredStages(store, tmp_path / "three").fetch_checkpoint(third, None) == 8
+
+
+def test_a_damaged_manifest_does_not_keep_checkpoints_from_leaving(store, training, tmp_path):
+    upload(StoredStages(store, tmp_path / "one"), training, (2, None), (4, None))
+    store.write(f"checkpoints/sft/{training.fingerprint}/step-00000002.json", "{")
+    upload(StoredStages(store, tmp_path / "one"), training, (6, None))
+    assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
+
+
 def test_a_damaged_checkpoint_in_the_store_is_skipped(store, training, tmp_path, caplog):
     upload(StoredStages(store, tmp_path / "one"), training, (2, None), (4, None))
     for path in (tmp_path / "store").rglob("objects/*"):

@@ -177,6 +177,13 @@ def test_an_artifact_that_is_here_is_not_downloaded_again(artifact, tmp_path):
     assert (here / "sub" / "more").read_text() == "d"
 
 
+def test_what_another_machine_has_removed_is_no_fault(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    store.write("here", "x")
+    store.remove(["gone", "here"])
+    assert store.names("*") == []
+
+
 def test_an_outline_has_manifest_folders_and_json_files(artifact, tmp_path):
     (artifact / "report.json").write_text("{}")
     store = Store(str(tmp_path / "store"))

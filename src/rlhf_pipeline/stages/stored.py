@@ -12,7 +12,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -208,10 +209,10 @@ class StoredStages(StageListener):
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
         names = shelf.names("step-*.json")
+        # Objects that no manifest names may be another machine's upload, whose manifest follows.
+        old, kept = _objects(shelf, names[:-KEPT]), _objects(shelf, names[-KEPT:])
         shelf.remove(names[:-KEPT])
-        manifests = filter(None, map(shelf.manifest, names[-KEPT:]))
-        kept = {f"{OBJECTS}/{file.sha256}" for each in manifests for file in each.files.values()}
-        shelf.remove(name for name in shelf.names(f"{OBJECTS}/*") if name not in kept)
+        shelf.remove(sorted(old - kept))
 
     def _shelf(self, run: StageRun) -> Store:
         return self._store.below(f"checkpoints/{run.stage}/{run.fingerprint}")
@@ -219,6 +220,17 @@ class StoredStages(StageListener):
 
 def _pointer(run: StageRun) -> str:
     return f"stages/{run.stage}/{run.fingerprint}.json"
+
+
+def _objects(shelf: Store, pointers: Iterable[str]) -> set[str]:
+    """The objects that manifests name; a damaged manifest names none."""
+    found = set()
+    for pointer in pointers:
+        with suppress(ArtifactError):
+            manifest = shelf.manifest(pointer)
+            files = manifest.files.values() if manifest else ()
+            found |= {f"{OBJECTS}/{file.sha256}" for file in files}
+    return found
 
 
 def _snapshot(run: StageRun, step: int, folder: Path) -> bool:

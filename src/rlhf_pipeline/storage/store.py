@@ -11,7 +11,7 @@ the digest of every file before the folder gets its name.
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -111,9 +111,9 @@ class Store:
         )
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files."""
+        """Remove files. Another machine may have removed some of them."""
         for name in names:
-            with self._open() as (store, root):
+            with self._open() as (store, root), suppress(FileNotFoundError):
                 store.rm_file(f"{root}/{name}")
 
     def push(self, artifact: Path, pointer: str) -> int:
