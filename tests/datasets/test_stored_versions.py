@@ -1,6 +1,7 @@
 """Catalog entries in a store: published whole or not at all, listed there, copied here."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,17 @@ def test_a_page_is_a_file_in_the_store(tmp_path):
     page = dataset(url, tmp_path / "two", kind=PageDataset)
     assert page.load().read_text(encoding="utf-8") == "<p>é</p>"
     assert page.versions() == [page.load()]
+
+
+@pytest.mark.parametrize("kind", [ArtifactDataset, PageDataset])
+def test_several_readers_may_load_a_version_at_the_same_time(finished, tmp_path, kind):
+    url = f"local://{tmp_path}/store/thing"
+    dataset(url, tmp_path / "one", kind=kind).save(finished if kind == ArtifactDataset else "<p>")
+    readers = [dataset(url, tmp_path / "two", V2, kind=kind) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        loaded = set(pool.map(lambda reader: reader.load(), readers * 100))
+    assert loaded == {tmp_path / "two" / "local" / str(tmp_path)[1:] / f"store/thing/{V1}/thing"}
+    assert [path.parent.name for path in readers[0].versions()] == [V1]
 
 
 def test_a_url_needs_versions(tmp_path):

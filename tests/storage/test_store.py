@@ -3,7 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 
 import fsspec
 import pytest
@@ -138,6 +138,34 @@ def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, mo
             server.kill()
             server.communicate()
     assert verify(tmp_path / "here") == verify(source)
+
+
+class Slow(Store):
+    """A store with half of a file here when the other reader begins, until that one is done."""
+
+    def __init__(self, url, half, other):
+        super().__init__(url)
+        self.half, self.other = half, other
+
+    def _download(self, entry, path, name):
+        path.write_text("half")
+        self.half.set()
+        self.other.wait(1)  # longer than the other one takes, unless it waits for this one
+        super()._download(entry, path, name)
+
+
+def test_two_readers_of_one_artifact_do_not_disturb_each_other(artifact, tmp_path):
+    store, half, other = Store(str(tmp_path / "store")), Event(), Event()
+    store.push(artifact, "it.json")
+    slow = Slow(store.url, half, other)
+    here = tmp_path / "cache" / "version" / "here"
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(slow.pull, "it.json", here)
+        assert half.wait(60)
+        second = store.pull("it.json", here)
+        other.set()
+        assert first.result() == second == verify(here)
+    assert [path for path in here.parent.iterdir() if path.is_dir()] == [here]
 
 
 def test_a_download_that_was_cut_off_keeps_its_files(artifact, tmp_path):

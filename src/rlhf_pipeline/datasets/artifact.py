@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psutil
+from filelock import FileLock
 from kedro.io import AbstractVersionedDataset, Version
 from kedro.io.core import DatasetError, get_protocol_and_path
 from kedro_datasets._typing import TablePreview  # what Kedro-Viz knows
@@ -136,7 +137,8 @@ class PageDataset(PathDataset):
         )
         if text is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target, text)
+            with FileLock(target.with_name(f"{target.name}.lock")):
+                write_atomically(target, text)
         return target
 
 

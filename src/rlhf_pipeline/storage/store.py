@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import fsspec
+from filelock import FileLock
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
 from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
@@ -155,8 +156,8 @@ class Store:
     ) -> Manifest | None:
         """Download an artifact unless the folder contains it; None if the store does not have it.
 
-        The folder gets its name when all files are verified. A file that one of the artifacts
-        `near` contains is linked. An `outline` is the manifest, the folders, the curves and the
+        The folder gets its name when all files are verified; a second process waits for that, by a
+        lock beside the folder. A file that one of the artifacts `near` contains is linked. An `outline` is the manifest, the folders, the curves and the
         small JSON files: what an artifact was made from and what it measured. Raises ArtifactError
         if the artifact is damaged in the store.
         """
@@ -169,14 +170,18 @@ class Store:
             or name == CURVES
             or (name.endswith(".json") and entry.size <= SMALL)
         }  # fmt: skip
-        if not _is_current(folder, manifest, files):
-            partial = folder.with_name(f"{folder.name}.partial")
-            self._download_all(files, partial, near)
-            for name in manifest.files:
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            manifest.write(partial)
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+        if _is_current(folder, manifest, files):
+            return manifest
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not _is_current(folder, manifest, files):  # another process may have loaded it
+                partial = folder.with_name(f"{folder.name}.partial")
+                self._download_all(files, partial, near)
+                for name in manifest.files:
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                manifest.write(partial)
+                shutil.rmtree(folder, ignore_errors=True)
+                partial.rename(folder)
         return manifest
 
     def _download_all(
