@@ -3,6 +3,7 @@
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from kedro.io import DataCatalog, Version
@@ -13,6 +14,8 @@ from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.datasets.store import StoreDataset
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.storage import store
+from rlhf_pipeline.storage.files import StoreError
 
 V1, V2 = "2026-01-01T00.00.00.000Z", "2026-01-02T00.00.00.000Z"
 
@@ -121,6 +124,19 @@ def test_damage_in_the_store_is_found_when_the_version_is_loaded(url, finished, 
         dataset(url, tmp_path / "two").load()
     assert isinstance(error.value.__cause__, ArtifactError)
     assert "(weights): found other bytes" in str(error.value.__cause__)
+
+
+def test_a_disk_that_fills_up_during_a_download_is_named(url, finished, tmp_path, disk):
+    """As by another program, after the space was found to be enough."""
+    dataset(url, tmp_path / "one").save(finished)
+    mine = dataset(url, disk.path / "two")
+    (disk.path / "two").mkdir()
+    filling = patch.object(store, "require_space", lambda *_: disk.leave(0))
+    with filling, pytest.raises(DatasetError) as error:
+        mine.load()
+    assert isinstance(error.value.__cause__, StageError)
+    assert not isinstance(error.value.__cause__, StoreError)
+    assert "manifest.json is not copied: [Errno 28] No space left" in str(error.value.__cause__)
 
 
 def test_a_page_is_a_file_in_the_store(tmp_path):

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ports import reserved_port
+from s3_fixtures import serve_s3
 from waiting import wait_until
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
 from rlhf_pipeline.runtime.digests import FileEntry
-from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import stored as module
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory
@@ -154,6 +156,48 @@ def test_an_upload_is_tried_again_during_the_run(drill, store, caplog, tmp_path)
     assert warnings(caplog)[1] == f"{tmp_path}/store: uploads work again"
     assert pointer(tmp_path).is_file()
     context.stored.close()
+
+
+def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_path):
+    (tmp_path / "s3" / "bucket").mkdir(parents=True)
+    with reserved_port() as port:
+        remote = Store(
+            "s3://bucket/x",
+            key="access",
+            secret="secret",
+            client_kwargs={"endpoint_url": f"http://127.0.0.1:{port}"},
+            config_kwargs={"retries": {"max_attempts": 0}},
+        )
+        server = serve_s3(tmp_path / "s3", port)
+        run(drill, remote, "one")
+        server.kill()
+        server.communicate()
+        context = machine(drill, remote, "two")
+        made = StageRunner(context).run(drill.job())
+        assert (made / "result").read_text() == "launch 2"
+        assert context.stored.fetch_checkpoint(stage_run(tmp_path / "two"), 3) == 3
+        with pytest.raises(StageError, match="s3://bucket/x does not have drill, which this"):
+            context.stored.close()
+        (warning,) = [text for text in warnings(caplog) if "training continues" not in text]
+        assert warning.startswith("stage drill runs without the store: s3://bucket/x: found ")
+        server = serve_s3(tmp_path / "s3", port)
+        try:
+            run(drill, remote, "three")
+        finally:
+            server.kill()
+            server.communicate()
+    assert drill.launches == 2
+
+
+def test_a_full_disk_is_no_failure_of_the_store(store, disk, tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "weights").write_bytes(bytes(2**24))
+    files = file_entries(tmp_path / "big")
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, files).write(tmp_path / "big")
+    store.push(tmp_path / "big", f"stages/sft/{'f' * 64}.json")
+    here = stage_run(disk.path / "two")
+    with pytest.raises(StageError, match=r"store: the download needs 16 MiB, .* MiB free"):
+        StoredStages(store, disk.path / "two").fetch(here)
 
 
 @pytest.fixture

@@ -209,7 +209,9 @@ class ArtifactDataset(PathDataset):
             return whole
         copies = [path.parent for path in self.folder.glob(f"*/{name}{self.POINTER}")]
         target = self.folder / OUTLINES / version / name if outline else whole
-        if self.store.pull(pointer, target, copies, outline=outline) is None:
+        with explain_full_disk(f"{self.store.name}/{pointer} is not copied", target):
+            found = self.store.pull(pointer, target, copies, outline=outline)
+        if found is None:
             raise DatasetError(f"{self.store.name}/{pointer}: found nothing, expected a manifest")
         return target
 
