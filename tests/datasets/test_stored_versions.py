@@ -1,7 +1,9 @@
 """Catalog entries in a store: published whole or not at all, listed there, copied here."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from kedro.io import DataCatalog, Version
@@ -12,6 +14,8 @@ from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.datasets.store import StoreDataset
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.storage import store
+from rlhf_pipeline.storage.files import StoreError
 
 V1, V2 = "2026-01-01T00.00.00.000Z", "2026-01-02T00.00.00.000Z"
 
@@ -122,6 +126,19 @@ def test_damage_in_the_store_is_found_when_the_version_is_loaded(url, finished, 
     assert "(weights): found other bytes" in str(error.value.__cause__)
 
 
+def test_a_disk_that_fills_up_during_a_download_is_named(url, finished, tmp_path, disk):
+    """As by another program, after the space was found to be enough."""
+    dataset(url, tmp_path / "one").save(finished)
+    mine = dataset(url, disk.path / "two")
+    (disk.path / "two").mkdir()
+    filling = patch.object(store, "require_space", lambda *_: disk.leave(0))
+    with filling, pytest.raises(DatasetError) as error:
+        mine.load()
+    assert isinstance(error.value.__cause__, StageError)
+    assert not isinstance(error.value.__cause__, StoreError)
+    assert "manifest.json is not copied: [Errno 28] No space left" in str(error.value.__cause__)
+
+
 def test_a_page_is_a_file_in_the_store(tmp_path):
     url = f"local://{tmp_path}/store/evaluation.html"
     dataset(url, tmp_path / "one", kind=PageDataset).save("<p>é</p>")
@@ -130,6 +147,17 @@ def test_a_page_is_a_file_in_the_store(tmp_path):
     page = dataset(url, tmp_path / "two", kind=PageDataset)
     assert page.load().read_text(encoding="utf-8") == "<p>é</p>"
     assert page.versions() == [page.load()]
+
+
+@pytest.mark.parametrize("kind", [ArtifactDataset, PageDataset])
+def test_several_readers_may_load_a_version_at_the_same_time(finished, tmp_path, kind):
+    url = f"local://{tmp_path}/store/thing"
+    dataset(url, tmp_path / "one", kind=kind).save(finished if kind == ArtifactDataset else "<p>")
+    readers = [dataset(url, tmp_path / "two", V2, kind=kind) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        loaded = set(pool.map(lambda reader: reader.load(), readers * 100))
+    assert loaded == {tmp_path / "two" / "local" / str(tmp_path)[1:] / f"store/thing/{V1}/thing"}
+    assert [path.parent.name for path in readers[0].versions()] == [V1]
 
 
 def test_a_url_needs_versions(tmp_path):

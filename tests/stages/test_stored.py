@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ports import reserved_port
+from s3_fixtures import serve_s3
 from waiting import wait_until
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
 from rlhf_pipeline.runtime.digests import FileEntry
-from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import stored as module
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory
@@ -156,6 +158,48 @@ def test_an_upload_is_tried_again_during_the_run(drill, store, caplog, tmp_path)
     context.stored.close()
 
 
+def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_path):
+    (tmp_path / "s3" / "bucket").mkdir(parents=True)
+    with reserved_port() as port:
+        remote = Store(
+            "s3://bucket/x",
+            key="access",
+            secret="secret",
+            client_kwargs={"endpoint_url": f"http://127.0.0.1:{port}"},
+            config_kwargs={"retries": {"max_attempts": 0}},
+        )
+        server = serve_s3(tmp_path / "s3", port)
+        run(drill, remote, "one")
+        server.kill()
+        server.communicate()
+        context = machine(drill, remote, "two")
+        made = StageRunner(context).run(drill.job())
+        assert (made / "result").read_text() == "launch 2"
+        assert context.stored.fetch_checkpoint(stage_run(tmp_path / "two"), 3) == 3
+        with pytest.raises(StageError, match="s3://bucket/x does not have drill, which this"):
+            context.stored.close()
+        (warning,) = [text for text in warnings(caplog) if "training continues" not in text]
+        assert warning.startswith("stage drill runs without the store: s3://bucket/x: found ")
+        server = serve_s3(tmp_path / "s3", port)
+        try:
+            run(drill, remote, "three")
+        finally:
+            server.kill()
+            server.communicate()
+    assert drill.launches == 2
+
+
+def test_a_full_disk_is_no_failure_of_the_store(store, disk, tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "weights").write_bytes(bytes(2**24))
+    files = file_entries(tmp_path / "big")
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, files).write(tmp_path / "big")
+    store.push(tmp_path / "big", f"stages/sft/{'f' * 64}.json")
+    here = stage_run(disk.path / "two")
+    with pytest.raises(StageError, match=r"store: the download needs 16 MiB, .* MiB free"):
+        StoredStages(store, disk.path / "two").fetch(here)
+
+
 @pytest.fixture
 def training(tmp_path):
     """A running stage `sft` in the workspace `one`."""
@@ -233,6 +277,26 @@ def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
     save(training, 3)
     assert stored.fetch_checkpoint(training, 3) == 3
     assert [path.name for path in list_checkpoints(training.checkpoints)] == ["step-00000003"]
+
+
+def test_two_machines_may_upload_checkpoints_of_one_recipe(store, training, tmp_path):
+    """The other one has sent its objects, and its manifest follows."""
+    theirs, shelf = stage_run(tmp_path / "two"), f"checkpoints/sft/{training.fingerprint}"
+    upload(StoredStages(Store(str(tmp_path / "sent")), tmp_path / "two"), theirs, (8, None))
+    sent, here = tmp_path / "sent" / shelf, tmp_path / "store" / shelf
+    shutil.copytree(sent / "objects", here / "objects")
+    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
+    shutil.copy(sent / "step-00000008.json", here)
+    assert "state 2" not in {path.read_text() for path in here.glob("objects/*")}
+    third = stage_run(tmp_path / "three")
+    assert StoredStages(store, tmp_path / "three").fetch_checkpoint(third, None) == 8
+
+
+def test_a_damaged_manifest_does_not_keep_checkpoints_from_leaving(store, training, tmp_path):
+    upload(StoredStages(store, tmp_path / "one"), training, (2, None), (4, None))
+    store.write(f"checkpoints/sft/{training.fingerprint}/step-00000002.json", "{")
+    upload(StoredStages(store, tmp_path / "one"), training, (6, None))
+    assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
 
 
 def test_a_damaged_checkpoint_in_the_store_is_skipped(store, training, tmp_path, caplog):

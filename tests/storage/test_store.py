@@ -1,7 +1,9 @@
 """A store, also on a real S3 server: whole or not at all, verified, resumed after a cut."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Event
 
 import fsspec
 import pytest
@@ -13,6 +15,7 @@ from waiting import once
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.storage import store as module
 from rlhf_pipeline.storage.files import explained, open_store, upload
 from rlhf_pipeline.storage.store import Store
 
@@ -137,6 +140,34 @@ def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, mo
     assert verify(tmp_path / "here") == verify(source)
 
 
+class Slow(Store):
+    """A store with half of a file here when the other reader begins, until that one is done."""
+
+    def __init__(self, url, half, other):
+        super().__init__(url)
+        self.half, self.other = half, other
+
+    def _download(self, entry, path, name):
+        path.write_text("half")
+        self.half.set()
+        self.other.wait(1)  # longer than the other one takes, unless it waits for this one
+        super()._download(entry, path, name)
+
+
+def test_two_readers_of_one_artifact_do_not_disturb_each_other(artifact, tmp_path):
+    store, half, other = Store(str(tmp_path / "store")), Event(), Event()
+    store.push(artifact, "it.json")
+    slow = Slow(store.url, half, other)
+    here = tmp_path / "cache" / "version" / "here"
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(slow.pull, "it.json", here)
+        assert half.wait(60)
+        second = store.pull("it.json", here)
+        other.set()
+        assert first.result() == second == verify(here)
+    assert [path for path in here.parent.iterdir() if path.is_dir()] == [here]
+
+
 def test_a_download_that_was_cut_off_keeps_its_files(artifact, tmp_path):
     store = Store(str(tmp_path / "store"))
     store.push(artifact, "it.json")
@@ -172,6 +203,13 @@ def test_an_artifact_that_is_here_is_not_downloaded_again(artifact, tmp_path):
     (here / "sub" / "more").unlink()
     store.pull("it.json", here)
     assert (here / "sub" / "more").read_text() == "d"
+
+
+def test_what_another_machine_has_removed_is_no_fault(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    store.write("here", "x")
+    store.remove(["gone", "here"])
+    assert store.names("*") == []
 
 
 def test_an_outline_has_manifest_folders_and_json_files(artifact, tmp_path):
@@ -210,6 +248,25 @@ def test_a_store_that_cannot_be_used_is_explained_before_anything_is_uploaded(bu
     assert "canary" not in str(it.value)
     with pytest.raises(StageError, match=r"found ValueError: .*nothing. Fix: check path"):
         Store("nothing://x").check()
+
+
+class Meeting(LocalFileSystem):
+    """A store whose users all write before one of them removes anything."""
+
+    cachable = False
+    all_have_written = Barrier(2, timeout=60)
+
+    def pipe_file(self, path, value, **options):
+        super().pipe_file(path, value, **options)
+        self.all_have_written.wait()
+
+
+def test_two_runs_may_check_a_store_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "open_store", lambda url: (Meeting(auto_mkdir=True), url))
+    with ThreadPoolExecutor() as pool:
+        for check in [pool.submit(Store(str(tmp_path / "store")).check) for _ in range(2)]:
+            check.result()
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 def test_a_secret_of_the_url_is_not_shown():

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psutil
+from filelock import FileLock
 from kedro.io import AbstractVersionedDataset, Version
 from kedro.io.core import DatasetError, get_protocol_and_path
 from kedro_datasets._typing import TablePreview  # what Kedro-Viz knows
@@ -136,7 +137,8 @@ class PageDataset(PathDataset):
         )
         if text is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target, text)
+            with FileLock(target.with_name(f"{target.name}.lock")):
+                write_atomically(target, text)
         return target
 
 
@@ -207,7 +209,9 @@ class ArtifactDataset(PathDataset):
             return whole
         copies = [path.parent for path in self.folder.glob(f"*/{name}{self.POINTER}")]
         target = self.folder / OUTLINES / version / name if outline else whole
-        if self.store.pull(pointer, target, copies, outline=outline) is None:
+        with explain_full_disk(f"{self.store.name}/{pointer} is not copied", target):
+            found = self.store.pull(pointer, target, copies, outline=outline)
+        if found is None:
             raise DatasetError(f"{self.store.name}/{pointer}: found nothing, expected a manifest")
         return target
 

@@ -4,7 +4,8 @@
     checkpoints/<stage>/<fingerprint>/step-00000012.json  checkpoint of an unfinished one
 
 A thread of the driver uploads, so training never waits. A store that fails costs one warning for
-each outage, and the upload is tried again.
+each outage, of uploads and of downloads. The upload is tried again, and a stage that finds no store
+runs here.
 """
 
 import json
@@ -12,7 +13,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.job import write_job
-from rlhf_pipeline.storage.files import link_or_copy
+from rlhf_pipeline.storage.files import StoreError, link_or_copy
 from rlhf_pipeline.storage.store import OBJECTS, Store
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class StoredStages(StageListener):
         """Uploads to do, by what they are in words."""
         self._failed_at: float | None = None
         self._reason = ""
+        self._unreachable = False
+        """Whether the last download failed because the store did."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -73,6 +77,31 @@ class StoredStages(StageListener):
 
     def fetch(self, run: StageRun) -> bool:
         """Download the finished artifact of a recipe into its work directory, if there is one."""
+        with self._without_the_store(run):
+            return self._fetch(run)
+        return False
+
+    def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
+        """Download the newest checkpoint if it is newer than step `local`, the newest one here.
+
+        Returns the step to resume from.
+        """
+        with self._without_the_store(run):
+            return self._fetch_checkpoint(run, local)
+        return local
+
+    @contextmanager
+    def _without_the_store(self, run: StageRun) -> Iterator[None]:
+        """Go on if the store fails; the first failure of an outage is a warning."""
+        try:
+            yield
+            self._unreachable = False
+        except StoreError as error:
+            if not self._unreachable:
+                logger.warning("stage %s runs without the store: %s", run.stage, error)
+            self._unreachable = True
+
+    def _fetch(self, run: StageRun) -> bool:
         near = (path.parent for path in self._workspace.glob(f"*/*/export/{NAME}"))
         near = (path for path in near if is_finished(path.parent))
         try:
@@ -91,11 +120,7 @@ class StoredStages(StageListener):
         logger.info("stage %s: downloaded from %s", run.stage, self._store.name)
         return True
 
-    def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
-        """Download the newest checkpoint if it is newer than step `local`, the newest one here.
-
-        Returns the step to resume from.
-        """
+    def _fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
         shelf = self._shelf(run)
         for name in reversed(shelf.names("step-*.json")):
             if int(name[5:-5]) <= (local or 0):
@@ -208,10 +233,10 @@ class StoredStages(StageListener):
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
         names = shelf.names("step-*.json")
+        # Objects that no manifest names may be another machine's upload, whose manifest follows.
+        old, kept = _objects(shelf, names[:-KEPT]), _objects(shelf, names[-KEPT:])
         shelf.remove(names[:-KEPT])
-        manifests = filter(None, map(shelf.manifest, names[-KEPT:]))
-        kept = {f"{OBJECTS}/{file.sha256}" for each in manifests for file in each.files.values()}
-        shelf.remove(name for name in shelf.names(f"{OBJECTS}/*") if name not in kept)
+        shelf.remove(sorted(old - kept))
 
     def _shelf(self, run: StageRun) -> Store:
         return self._store.below(f"checkpoints/{run.stage}/{run.fingerprint}")
@@ -219,6 +244,17 @@ class StoredStages(StageListener):
 
 def _pointer(run: StageRun) -> str:
     return f"stages/{run.stage}/{run.fingerprint}.json"
+
+
+def _objects(shelf: Store, pointers: Iterable[str]) -> set[str]:
+    """The objects that manifests name; a damaged manifest names none."""
+    found = set()
+    for pointer in pointers:
+        with suppress(ArtifactError):
+            manifest = shelf.manifest(pointer)
+            files = manifest.files.values() if manifest else ()
+            found |= {f"{OBJECTS}/{file.sha256}" for file in files}
+    return found
 
 
 def _snapshot(run: StageRun, step: int, folder: Path) -> bool:

@@ -21,6 +21,10 @@ INSTALL = (
 )
 
 
+class StoreError(StageError):
+    """The store failed. A full disk here is another StageError, or an error of the system."""
+
+
 def size_of(store: fsspec.AbstractFileSystem, path: str) -> int | None:
     """The size of a file in bytes; None if it does not exist."""
     try:
@@ -64,7 +68,7 @@ def upload(store: fsspec.AbstractFileSystem, source: Path, target: str, digest: 
 
 @contextmanager
 def explained(url: str, fix: str = CHECK) -> Iterator[None]:
-    """Turn any error of a store into a StageError; stores raise exceptions of all types."""
+    """Turn any error of a store into a StoreError; stores raise exceptions of all types."""
     try:
         yield
     except PipelineError:
@@ -72,7 +76,7 @@ def explained(url: str, fix: str = CHECK) -> Iterator[None]:
     except Exception as error:
         shown = without_secrets(url)
         details = f": {error}" if shown == url else ""  # it may repeat a secret of the URL
-        raise StageError(
+        raise StoreError(
             f"{shown}: found {type(error).__name__}{without_secrets(details)}. Fix: "
             f"{INSTALL if isinstance(error, ImportError) else fix}"
         ) from None

@@ -8,9 +8,10 @@ push that was cut off leaves no artifact, and its repetition uploads only the re
 the digest of every file before the folder gets its name.
 """
 
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import fsspec
+from filelock import FileLock
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
 from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
@@ -41,7 +43,7 @@ SMALL = 2**20
 class Store:
     """Artifacts in a store, and single texts.
 
-    Each method raises StageError, with URL, reason and fix, if the store fails.
+    Each method raises StoreError, with URL, reason and fix, if the store fails.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -81,8 +83,9 @@ class Store:
                 "as `credentials` of the catalog entry, or in the environment"
             )
         with self._open() as (store, root):
-            store.pipe_file(f"{root}/{PROBE}", b"may be removed")
-            store.rm_file(f"{root}/{PROBE}")
+            probe = f"{root}/{PROBE}-{secrets.token_hex(4)}"  # another run may do the same
+            store.pipe_file(probe, b"may be removed")
+            store.rm_file(probe)
 
     def read(self, name: str) -> str | None:
         """A text of the store, such as a pointer; None if there is none."""
@@ -109,9 +112,9 @@ class Store:
         )
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files."""
+        """Remove files. Another machine may have removed some of them."""
         for name in names:
-            with self._open() as (store, root):
+            with self._open() as (store, root), suppress(FileNotFoundError):
                 store.rm_file(f"{root}/{name}")
 
     def push(self, artifact: Path, pointer: str) -> int:
@@ -153,10 +156,11 @@ class Store:
     ) -> Manifest | None:
         """Download an artifact unless the folder contains it; None if the store does not have it.
 
-        The folder gets its name when all files are verified. A file that one of the artifacts
-        `near` contains is linked. An `outline` is the manifest, the folders, the curves and the
-        small JSON files: what an artifact was made from and what it measured. Raises ArtifactError
-        if the artifact is damaged in the store.
+        The folder gets its name when all files are verified; a second process waits for that, by a
+        lock beside the folder. A file that one of the artifacts `near` contains is linked. An
+        `outline` is the manifest, the folders, the curves and the small JSON files: what an
+        artifact was made from and what it measured. Raises ArtifactError if the artifact is damaged
+        in the store.
         """
         manifest = self.manifest(pointer)
         if manifest is None:
@@ -167,14 +171,18 @@ class Store:
             or name == CURVES
             or (name.endswith(".json") and entry.size <= SMALL)
         }  # fmt: skip
-        if not _is_current(folder, manifest, files):
-            partial = folder.with_name(f"{folder.name}.partial")
-            self._download_all(files, partial, near)
-            for name in manifest.files:
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            manifest.write(partial)
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+        if _is_current(folder, manifest, files):
+            return manifest
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not _is_current(folder, manifest, files):  # another process may have loaded it
+                partial = folder.with_name(f"{folder.name}.partial")
+                self._download_all(files, partial, near)
+                for name in manifest.files:
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                manifest.write(partial)
+                shutil.rmtree(folder, ignore_errors=True)
+                partial.rename(folder)
         return manifest
 
     def _download_all(
@@ -212,8 +220,7 @@ class Store:
         with self._open() as (store, root):
             source = f"{root}/{OBJECTS}/{entry.sha256}"
             size = size_of(store, source)
-            right = size == entry.size and write_pieces(path, pieces(store, source)) == entry
-        if not right:
+        if size != entry.size or write_pieces(path, self._pieces(source)) != entry:
             self._damaged.add(entry.sha256)
             path.unlink(missing_ok=True)
             found = {None: "no object", entry.size: "other bytes"}.get(size, f"{size} bytes")
@@ -221,6 +228,11 @@ class Store:
                 f"{self.name}/{OBJECTS}/{entry.sha256} ({name}): found {found}, expected "
                 f"{entry.size} bytes with the SHA-256 in its name. Fix: restore it in the store"
             )
+
+    def _pieces(self, source: str) -> Iterator[bytes]:
+        """The bytes of a file. A disk that cannot take them is no failure of the store."""
+        with self._open() as (store, _):
+            yield from pieces(store, source)
 
 
 def _is_inside(name: str, entry: FileEntry) -> bool:
