@@ -72,6 +72,15 @@ def test_the_ranks_of_a_lost_node_are_not_waited_for(ends, tmp_path):
     assert ranks.read() == []
 
 
+def test_a_node_reports_its_own_ranks_only(ends):
+    """The driver would signal the process of rank 0 that a node names."""
+    node, agent = ends
+    beats = [{"rank": rank, "pid": 1, "since": 1.0, "progressed": 1.0} for rank in (0, 1)]
+    agent.send("report", heartbeats=beats, statuses={}, errors={}, code=None, kernel_kills=0)
+    wait_until(lambda: node.update() or node.heartbeats)
+    assert list(node.heartbeats) == [1]
+
+
 def test_a_node_whose_gpus_cannot_be_counted_is_reported(ends, pool, tmp_path, monkeypatch):
     node, agent = ends
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")

@@ -162,7 +162,9 @@ class RemoteNode:
             self.interrupted = f"{self} received {report['signal']}"
         if report["kind"] != "report":
             return
-        self.heartbeats = {h["rank"]: Heartbeat(**h) for h in report["heartbeats"]}
+        # Only its own ranks: the driver signals the processes that its heartbeats name.
+        own = [h for h in report["heartbeats"] if h["rank"] in self.ranks]
+        self.heartbeats = {h["rank"]: Heartbeat(**h) for h in own}
         self._statuses = {int(rank): status for rank, status in report["statuses"].items()}
         self.code, self.kernel_kills = report["code"], report["kernel_kills"]
         for name, text in report["errors"].items():
