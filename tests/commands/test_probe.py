@@ -9,7 +9,7 @@ from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
-from rlhf_pipeline.commands.plan import make_plan, read
+from rlhf_pipeline.commands.plan import loader_of, make_plan, read
 from rlhf_pipeline.commands.probe import measured_hours, short
 from rlhf_pipeline.errors import ConfigError
 
@@ -44,7 +44,7 @@ def catalogs(monkeypatch):
 def probe(conf, pipeline="full", params=()):
     """The hours, and the stages of the plan."""
     bootstrap_project(PROJECT)
-    parameters, _ = read(conf, "tiny", dict(params))
+    parameters, _ = read(loader_of(PROJECT, "tiny", str(conf), dict(params), None))
     nodes = {node.name for node in pipelines[pipeline].nodes}
     works = make_plan(parameters, nodes).works
     return measured_hours(PROJECT, conf, "tiny", parameters, pipeline, works), works
@@ -106,7 +106,7 @@ def test_a_pipeline_without_training_has_no_hours(conf, catalogs):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_all_stages_are_shortened_although_their_rows_are_not_known(count):
-    parameters, _ = read(PROJECT / "conf", "tiny", {})
+    parameters, _ = read(loader_of(PROJECT, "tiny", None, {}, None))
     sources = [{"name": "files", "path": f"{n}.jsonl", "fraction": 0.5} for n in range(count)]
     parameters["split"]["sources"] = sources
     blocks = short(parameters, ["sft", "reward_model", "dpo", "ppo"])
