@@ -69,6 +69,7 @@ def test_numbers_have_their_intervals_and_the_verdict_its_conditions(evaluated):
     assert "| gold score | 1.00 \\[0.50, 1.50\\] | 2.00 \\[1.75, 2.25\\] | +1.00 |" in text
     assert "The promotion gate passed it at try 2" in text
     assert "| KL from SFT | 0.5 nats | at most 10 | yes |" in text
+    assert "| | sft | ppo | ppo minus sft |\n|:---|---:|---:|---:|\n" in text  # a table
 
 
 def test_lineage_and_training(hub):
