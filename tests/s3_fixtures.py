@@ -13,6 +13,19 @@ from pathlib import Path
 import pytest
 from ports import reserved_port
 
+from rlhf_pipeline.storage.store import Store
+
+
+def store_at(port: int) -> Store:
+    """A store of the server at a port, which does not repeat a request that fails."""
+    return Store(
+        "s3://bucket/x",
+        key="access",
+        secret="secret",
+        client_kwargs={"endpoint_url": f"http://127.0.0.1:{port}"},
+        config_kwargs={"retries": {"max_attempts": 0}},
+    )
+
 
 def serve_s3(folder: Path, port: int) -> subprocess.Popen[bytes]:
     """Start a real S3 server with key "access" and secret "secret".

@@ -21,7 +21,8 @@ _PRECISION = click.Choice(["fp32", "bf16", "fp16"])
 
 
 def console(width: int = 500) -> Any:
-    """The terminal; or a pipe, which has no width: `width` characters, so that no row wraps."""
+    """A console for the output. A pipe has no width of its own: its rows have up to `width`
+    characters, so that none is cut."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else width, highlight=False)

@@ -70,8 +70,7 @@ class LayeredConfigLoader(OmegaConfigLoader):
         return str(super()._get_conf_env_path(env) if own is None else own)
 
     def _is_hidden(self, path_str: str) -> bool:
-        """Whether a file is hidden. A folder above one's own layers may be: Kedro knows only its
-        own."""
+        """Whether Kedro skips a file. Hidden folders above the user's own layers do not count."""
         path = Path(path_str)
         for layer in (LOCAL, self._environment):
             own = own_layer(self.conf_source, layer)

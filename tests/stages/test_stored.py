@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ports import reserved_port
-from s3_fixtures import serve_s3
+from s3_fixtures import serve_s3, store_at
 from waiting import wait_until
 
 from rlhf_pipeline.errors import StageError
@@ -161,13 +161,7 @@ def test_an_upload_is_tried_again_during_the_run(drill, store, caplog, tmp_path)
 def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_path):
     (tmp_path / "s3" / "bucket").mkdir(parents=True)
     with reserved_port() as port:
-        remote = Store(
-            "s3://bucket/x",
-            key="access",
-            secret="secret",
-            client_kwargs={"endpoint_url": f"http://127.0.0.1:{port}"},
-            config_kwargs={"retries": {"max_attempts": 0}},
-        )
+        remote = store_at(port)
         server = serve_s3(tmp_path / "s3", port)
         run(drill, remote, "one")
         server.kill()

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from ports import reserved_port
-from s3_fixtures import serve_s3
+from s3_fixtures import serve_s3, store_at
 from waiting import once
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
@@ -117,13 +117,7 @@ def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, mo
     files = Manifest.read(seal(source)).files
     first = served / "bucket" / "x" / "objects" / files["a"].sha256
     with reserved_port() as port:
-        store = Store(
-            "s3://bucket/x",
-            key="access",
-            secret="secret",
-            client_kwargs={"endpoint_url": f"http://127.0.0.1:{port}"},
-            config_kwargs={"retries": {"max_attempts": 0}},
-        )
+        store = store_at(port)
         server = serve_s3(served, port)
         with once(first.exists, server.kill), pytest.raises(StageError, match="s3://bucket/x: "):
             store.push(source, "it.json")

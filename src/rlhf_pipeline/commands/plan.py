@@ -86,7 +86,7 @@ def loader_of(
     """The configuration of `kedro run` with these options.
 
     `model` is the short name of a published model; the parameters are then not those of the
-    embedded model. Raises ConfigError if there is no such environment or model.
+    embedded model. Raises ConfigError if the environment or the model is unknown.
     """
     conf = Path(conf_source or project / settings.CONF_SOURCE)
     check_environment(conf, env)

@@ -72,8 +72,7 @@ def run_checks(
 ) -> list[Finding]:
     """Run all checks at once; return their findings in order after at most `budget_s` seconds.
 
-    A check that takes longer is a failure, and does not delay the end of
-    the process.
+    A check that takes longer is a failure, and does not delay the end of the process.
     """
     waiting = [(_title(check), _start(check, setup)) for check in checks]
     wait([future for _, future in waiting], timeout=budget_s)

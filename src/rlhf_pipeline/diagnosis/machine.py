@@ -31,18 +31,14 @@ nccl = torch.distributed.is_nccl_available() and cuda and torch.cuda.nccl.versio
 print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
 """
 """Runs in a process of its own: the driver never imports torch."""
-
-
 _probing = Lock()
-"""Two checks need the answer at once, and the cache alone would run the program twice."""
 
 
 def gpu(setup: Setup) -> Finding:
     """Torch can compute on every GPU that the ranks would use."""
     if setup.gpus == 0:
         return Finding("gpu", "ok", f"none; {setup.ranks} ranks train on the CPU")
-    with _probing:
-        answer = _probe()
+    answer = _probe_once()
     if isinstance(answer, str):
         fix = "install the torch that fits the driver and the GPU"
         return Finding("gpu", "failure", f"torch fails: {answer}", fix)
@@ -66,12 +62,17 @@ def nccl(setup: Setup) -> Finding:
     """Torch has NCCL if several ranks train on GPUs."""
     if setup.gpus < 2:
         return Finding("nccl", "ok", "not needed with fewer than two GPUs")
-    with _probing:
-        answer = _probe()
+    answer = _probe_once()
     version = None if isinstance(answer, str) else answer[3]
     if version is None:
         return Finding("nccl", "failure", "torch has no NCCL", "install torch with CUDA for Linux")
     return Finding("nccl", "ok", ".".join(map(str, version)))
+
+
+def _probe_once() -> list[Any] | str:
+    """What `_probe` returns. Two checks ask at once; the cache alone would run it for both."""
+    with _probing:
+        return _probe()
 
 
 @cache

@@ -92,7 +92,7 @@ class StoredStages(StageListener):
 
     @contextmanager
     def _without_the_store(self, run: StageRun) -> Iterator[None]:
-        """Go on if the store fails; the first failure of an outage is a warning."""
+        """Continue without the store if it fails, and warn once for each outage."""
         try:
             yield
             self._unreachable = False

@@ -230,7 +230,8 @@ class Store:
             )
 
     def _pieces(self, source: str) -> Iterator[bytes]:
-        """The bytes of a file. A disk that cannot take them is no failure of the store."""
+        """The bytes of a file. A full disk of this machine does not count as an error of the store,
+        so only reading is inside `_open`."""
         with self._open() as (store, _):
             yield from pieces(store, source)
 

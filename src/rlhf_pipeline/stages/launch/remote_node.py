@@ -75,7 +75,7 @@ class RemoteNode:
         wanted = self._expect("wanted")["files"]
         for name in wanted:
             if name not in entries:  # an agent must not read what it likes
-                raise StageError(f"{self} asked for {name}, which is no file of the stage")
+                raise StageError(f"{self} asked for {name}, expected a file of the stage")
             for piece in read_pieces(Path(name)):
                 self._send_piece(piece)
         if wanted:
