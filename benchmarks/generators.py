@@ -43,7 +43,6 @@ from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rollout.generation import Generator, row_seeds
 from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
-from rlhf_pipeline.rollout.paged_generator import PagedGenerator
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
 
@@ -127,7 +126,6 @@ def generators(
     """Every generator that runs here."""
     found: dict[str, Callable[[], Generator]] = {
         "transformers": lambda: TransformersGenerator(actor, contract),
-        "paged": lambda: PagedGenerator(actor, contract),
         "hybrid": lambda: HybridGenerator(actor, contract, HybridConfig(), world),
     }
     if find_spec("vllm") is not None:

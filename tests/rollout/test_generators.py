@@ -7,7 +7,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from conftest import ARCHITECTURES
 
 from rlhf_pipeline.config.generation import HybridConfig
 from rlhf_pipeline.config.sampling import SamplingConfig
@@ -15,13 +14,10 @@ from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
-from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.loading import freeze, load_policy
-from rlhf_pipeline.rollout import paged_generator
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
-from rlhf_pipeline.rollout.paged_generator import PagedGenerator
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
 
@@ -29,17 +25,10 @@ WITH_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm: ma
 HEADS = {"hidden_size": 64, "num_attention_heads": 2}
 """Heads of 32 numbers, the smallest that vLLM has on a CPU."""
 
-# The first and the fourth one begin with the same page.
 PROMPTS = [[5, 6, 7, 8, 9, 10], [8], [9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 11, 12], [14, 15]]
 SAMPLING = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=3)
 GREEDY = SAMPLING.model_copy(update={"temperature": 1e-4})
 SEEDS = row_seeds(1, 1, np.arange(len(PROMPTS)))
-
-
-@pytest.fixture(autouse=True)
-def small_pages(monkeypatch):
-    """So small that prompts have several pages, and responses begin new ones."""
-    monkeypatch.setattr(paged_generator, "PAGE", 4)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +47,11 @@ def engine(folder, world):
     return train_engine(partial(load_policy, folder), config, 2)
 
 
-@pytest.fixture(params=["transformers", "paged", "hybrid", pytest.param("vllm", marks=WITH_VLLM)])
+@pytest.fixture(params=["transformers", "hybrid", pytest.param("vllm", marks=WITH_VLLM)])
 def make(request, engine, world):
     """Makes a generator for the engine."""
     return {
         "transformers": partial(TransformersGenerator, engine),
-        "paged": partial(PagedGenerator, engine),
         "hybrid": lambda contract: HybridGenerator(engine, contract, HybridConfig(), world),
         "vllm": partial(VLLMGenerator, engine, rows=3, longest=20),
     }[request.param]
@@ -143,26 +131,3 @@ def test_the_log_probabilities_are_those_of_the_policy(make, engine, contract):
         )
     mask = rollout.sequences.response_mask
     torch.testing.assert_close(rollout.logprobs[mask], expected[mask])
-
-
-@pytest.mark.parametrize("family", sorted(set(ARCHITECTURES) - {"bloom"}))
-def test_paged_responses_are_those_of_the_plain_generator(make_model, family):
-    folder = make_model(family, seed=3)
-    policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
-    attention = policy.config._attn_implementation
-    paged = PagedGenerator(policy, contract).generate(PROMPTS, SAMPLING, SEEDS)
-    plain = TransformersGenerator(policy, contract).generate(PROMPTS, SAMPLING, SEEDS)
-    assert responses(paged) == responses(plain)
-    assert policy.config._attn_implementation == attention
-
-
-def test_a_family_that_continuous_batching_computes_wrongly_is_refused(make_model):
-    """Its positions are a bias of the attention, which continuous batching leaves out."""
-    folder = make_model("bloom", seed=3)
-    policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
-    with pytest.raises(
-        ConfigError,
-        match=r"ppo\.generator: found paged, expected another generator for the family bloom.*"
-        r"Fix: set it to transformers",
-    ):
-        PagedGenerator(policy, contract)

@@ -28,9 +28,8 @@ STAGES = {
         "reward_model": {"zero_stage": 3, "offload_parameters": True},
     },
     "layer by layer": {"actor": {"zero_stage": 3}, "critic": {"zero_stage": 0}},
-    "paged": {"actor": {"zero_stage": 3}, "critic": {"zero_stage": 0}},
 }
-SHORT = ("0, short", "offloaded", "layer by layer", "paged")
+SHORT = ("0, short", "offloaded", "layer by layer")
 STEPS = {name: 3 if name in SHORT else 10 for name in STAGES}
 WHOLE = {name: "0, short" if name in SHORT else "0" for name in STAGES if not name.startswith("0")}
 """The unsharded run to compare each setting with."""
@@ -40,7 +39,6 @@ SHARDED = {  # the models that are sharded, by the rule if their stage is not gi
     "mixed": ["actor", "reference"],
     "offloaded": ["actor", "reference", "reward_model"],
     "layer by layer": ["actor", "reference"],
-    "paged": ["actor", "reference"],
 }  # fmt: skip
 
 
@@ -78,7 +76,6 @@ def main(inputs: dict[str, str], folder: Path) -> None:
                 "micro_batch_tokens": 64, "evaluations": 1,
                 "sampling": {"max_response_tokens": 6},
                 "gather_for_generation": name != "layer by layer",
-                "generator": "paged" if name == "paged" else "auto",
                 "actor": model | {"deepspeed": blocks["actor"]},
                 "critic": model | {"deepspeed": blocks["critic"]},
             } | frozen

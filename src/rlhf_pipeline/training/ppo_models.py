@@ -106,10 +106,6 @@ def load_generator(
     match config.generator:
         case "hybrid":
             return HybridGenerator(actor, contract, config.hybrid, world)
-        case "paged":
-            from rlhf_pipeline.rollout.paged_generator import PagedGenerator
-
-            return PagedGenerator(actor, contract)
         case "vllm":
             from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
 
