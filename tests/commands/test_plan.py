@@ -56,6 +56,15 @@ def test_a_published_model_on_a_named_gpu_with_the_fix(tmp_path):
     assert "Fix: --params=sft.deepspeed." in text
 
 
+def test_rates_that_cannot_move_the_policy_are_a_warning(tmp_path):
+    code, printed, log = plan(tmp_path, "--env=tiny", "--params=ppo.steps=2")
+    assert code == 0, printed + log
+    text = " ".join(printed.split())  # two updates with a cosine from 1.5e-4
+    assert "ppo hardly trains: the learning rates of its 2 updates sum to 1.5e-04" in text
+    assert "Fix: raise ppo.steps, ppo.ppo_epochs or ppo.actor.optimizer.learning_rate" in text
+    assert "hardly trains" not in plan(tmp_path, "--env=tiny")[1]
+
+
 def test_parameters_that_this_machine_refuses_are_planned(tmp_path):
     """4-bit weights need a GPU, and two nodes need a scheduler; a plan needs neither."""
     code, printed, log = plan(

@@ -19,19 +19,19 @@ def rates(model, method):
     [
         # InstructGPT's rates for 1.3B and 6B, and for 175B; PPO as in Huang et al. up to 7B.
         ("opt-1.3b", "full", [9.65e-6, 9e-6, 3e-6, 3e-6, 5e-7]),
-        ("opt-13b", "full", [9.65e-6, 9e-6, 1e-6, 5e-6, 5e-7]),
-        ("opt-66b", "full", [5.03e-6, 9e-6, 1e-6, 5e-6, 5e-7]),
-        ("bloom", "full", [5.03e-6, 9e-6, 1e-6, 5e-6, 5e-7]),
+        ("opt-13b", "full", [9.65e-6, 9e-6, 1e-6, 1e-6, 5e-7]),
+        ("opt-66b", "full", [5.03e-6, 9e-6, 1e-6, 1e-6, 5e-7]),
+        ("bloom", "full", [5.03e-6, 9e-6, 1e-6, 1e-6, 5e-7]),
         ("llama-2-7b", "full", [2e-5, 1e-5, 3e-6, 3e-6, 5e-7]),
-        ("llama-2-70b", "full", [2e-5, 5e-6, 1e-6, 5e-6, 5e-7]),
+        ("llama-2-70b", "full", [2e-5, 5e-6, 1e-6, 1e-6, 5e-7]),
         ("llama-3-8b", "full", [5e-6, 3e-6, 3e-6, 3e-6, 5e-7]),
-        ("llama-3-70b", "full", [2e-6, 3e-6, 1e-6, 5e-6, 2e-7]),
+        ("llama-3-70b", "full", [2e-6, 3e-6, 1e-6, 1e-6, 5e-7]),
         ("mistral-7b", "full", [2e-5, 9e-6, 3e-6, 3e-6, 5e-7]),
-        ("qwen3-8b", "full", [7e-6, 9e-6, 3e-6, 3e-6, 7e-7]),
+        ("qwen3-8b", "full", [7e-6, 9e-6, 3e-6, 3e-6, 5e-7]),
         # Adapters: SFT as in QLoRA, with half the rate above 13B; else ten times the rate.
         ("llama-3-8b", "lora", [2e-4, 3e-5, 3e-5, 3e-5, 5e-6]),
-        ("llama-2-13b", "qlora", [2e-4, 1e-4, 1e-5, 5e-5, 5e-6]),
-        ("llama-2-70b", "qlora", [1e-4, 5e-5, 1e-5, 5e-5, 5e-6]),
+        ("llama-2-13b", "qlora", [2e-4, 1e-4, 1e-5, 1e-5, 5e-6]),
+        ("llama-2-70b", "qlora", [1e-4, 5e-5, 1e-5, 1e-5, 5e-6]),
     ],
 )
 def test_learning_rates(model, method, expected):
@@ -43,6 +43,43 @@ def test_learning_rates(model, method, expected):
 def test_every_value_names_a_publication(model, method):
     for name, (_, source) in hyperparameters(model, method).items():
         assert any(known in source for known in SOURCES), name
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        # Steps, responses of a step and of an update, passes, KL coefficient, temperature.
+        ("llama-2-7b", (1953, 512, 512, 4, 0.05, 0.7)),  # Huang et al.
+        ("llama-2-13b", (400, 512, 64, 1, 0.01, None)),  # Llama 2
+        ("llama-2-70b", (400, 512, 64, 1, 0.005, None)),
+    ],
+)
+def test_ppo_follows_one_publication_as_a_whole(model, expected):
+    values = hyperparameters(model, "full")
+    names = (
+        "steps", "rollout_batch_size", "minibatch_size", "ppo_epochs", "kl.coef",
+        "sampling.temperature",
+    )  # fmt: skip
+    found = [values.get(f"ppo.{name}") for name in names]
+    assert tuple(value and value.value for value in found) == expected
+    sources = {v.source for n, v in values.items() if n.startswith("ppo.") and "tokens" not in n}
+    paper = "Huang 2024" if model == "llama-2-7b" else "Llama 2"
+    assert all(source.endswith(paper) for source in sources)
+
+
+def test_dpo_follows_one_publication_as_a_whole():
+    names = ("dpo.beta", "dpo.epochs", "dpo.batch_size", "dpo.optimizer.learning_rate")
+    plain = hyperparameters("llama-3-70b", "full")
+    assert [plain[name].value for name in names] == [0.1, 1, 64, 5e-7]  # Rafailov et al.
+    zephyr = hyperparameters("mistral-7b", "full")
+    assert [zephyr[name].value for name in names] == [0.01, 1, 128, 5e-7]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_preset_fine_tunes_an_instruct_model(model):
+    path = MODELS[model].path
+    assert "Instruct" not in path
+    assert path.endswith("-Base") == ("Qwen3" in path)  # Qwen3 without the ending has been tuned
 
 
 def test_weight_decay_is_for_whole_weights():

@@ -67,6 +67,30 @@ def test_ppo():
     assert found.saved_models == 2 * 3 * 4 * WEIGHTS
 
 
+PPO = {
+    "rollout_batch_size": 16,
+    "minibatch_size": 8,
+    "micro_batch_tokens": 1000,
+    "critic": OPTIMIZER,
+}
+
+
+@pytest.mark.parametrize(
+    ("steps", "optimizer", "lora", "rates", "cannot_move"),
+    [
+        (10, {"learning_rate": 1e-5}, None, 10 * 2 * 0.5e-5, True),  # 1e-4; a cosine has half
+        (10, {"learning_rate": 1e-5, "schedule": "constant"}, None, 10 * 2 * 1e-5, False),
+        (60, {"learning_rate": 2e-5}, None, 60 * 2 * 1e-5, False),
+        (10, {"learning_rate": 1e-5}, {"rank": 4}, None, False),
+    ],
+)
+def test_rates_that_cannot_move_a_policy(steps, optimizer, lora, rates, cannot_move):
+    actor = {"optimizer": optimizer, "lora": lora}
+    found = work("ppo", steps=steps, actor=actor, sampling={"max_response_tokens": 20}, **PPO)
+    assert found.rate_sum == (None if rates is None else pytest.approx(rates))
+    assert found.cannot_move is cannot_move
+
+
 def test_steps_are_not_known_without_rows():
     lengths = LENGTHS | {"sft": Lengths(None, 30, 20, 40, 60)}
     block = OPTIMIZER | {"epochs": 2, "batch_size": 32, "micro_batch_tokens": 300}

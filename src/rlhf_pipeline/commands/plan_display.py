@@ -9,6 +9,7 @@ from rlhf_pipeline.commands.plan import Plan
 from rlhf_pipeline.sizing.fit import Fit, size_text
 from rlhf_pipeline.sizing.hardware import GIB
 from rlhf_pipeline.sizing.largest import METHODS, largest_models
+from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work
 
 COLUMNS = {
     "weights": "weights",
@@ -40,6 +41,8 @@ def show(plan: Plan, hours: Mapping[str, float], console: Console) -> None:
     console.print(f"[dim]Rows and lengths: {source}.\n")
     for stage, fit in plan.fits.items():
         console.print(verdict(stage, fit), highlight=False)
+    if "ppo" in plan.works and plan.works["ppo"].cannot_move:
+        console.print(movement_warning(plan.works["ppo"]), highlight=False)
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -101,6 +104,15 @@ def verdict(stage: str, fit: Fit) -> str:
     if fit.changes is None:
         return f"{text}No change of its parameters is enough ({after} at least). Fix: {fit.fix}"
     return f"{text}Fix: {fit.fix} ({after})"
+
+
+def movement_warning(work: Work) -> str:
+    """What PPO's learning rate and number of updates are too small for."""
+    return (
+        f"[yellow]ppo hardly trains[/]: the learning rates of its {work.updates} updates sum to "
+        f"{work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: raise ppo.steps, "
+        "ppo.ppo_epochs or ppo.actor.optimizer.learning_rate"
+    )
 
 
 def show_largest(console: Console) -> None:

@@ -1,4 +1,8 @@
-"""Published hyper-parameters by model and method. Each value has the name of its source."""
+"""Published recipes by model and method. Each value has the name of its source.
+
+PPO and DPO follow one publication each as a whole: a learning rate means little without the number
+of updates, their batch and the strength of the KL penalty that it was published with.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -40,6 +44,7 @@ class Value(NamedTuple):
 
 
 RATE, DECAY = "optimizer.learning_rate", "optimizer.weight_decay"
+EPS, SCHEDULE = "optimizer.eps", "optimizer.schedule"
 
 COMMON = {
     "split.sources": Value([{"name": "Dahoas/rm-static"}], DEEPSPEED_CHAT),
@@ -53,12 +58,8 @@ COMMON = {
     "reward_model.epochs": Value(1, INSTRUCTGPT),
     "reward_model.batch_size": Value(64, INSTRUCTGPT),
     f"reward_model.{RATE}": Value(9e-6, INSTRUCTGPT),
-    "ppo.steps": Value(50, f"about one pass over the prompts: {DEEPSPEED_CHAT}"),
-    "ppo.rollout_batch_size": Value(512, INSTRUCTGPT),
-    "ppo.minibatch_size": Value(64, INSTRUCTGPT),
     "ppo.sampling.max_response_tokens": Value(256, DEEPSPEED_CHAT),
-    f"ppo.actor.{RATE}": Value(3e-6, HUANG),
-    f"ppo.critic.{RATE}": Value(3e-6, HUANG),
+    "dpo.beta": Value(0.1, RAFAILOV),
     "dpo.epochs": Value(1, RAFAILOV),
     "dpo.batch_size": Value(64, RAFAILOV),
     f"dpo.{RATE}": Value(5e-7, RAFAILOV),
@@ -69,14 +70,14 @@ COMMON = {
 _INSTRUCTGPT = {
     "sft.epochs": Value(2, DEEPSPEED_CHAT),
     "sft.batch_size": Value(32, INSTRUCTGPT),
-    f"sft.{RATE}": Value(9.65e-6, INSTRUCTGPT),
+    f"sft.{RATE}": Value(9.65e-6, f"rate only: {INSTRUCTGPT} has 16 epochs"),
     f"sft.{DECAY}": Value(0.0, DEEPSPEED_CHAT),
 }
 _QWEN = {
     "sft.epochs": Value(2, QWEN),
+    "sft.batch_size": Value(64, f"not in the report of {QWEN}; {LLAMA_2}"),
     f"sft.{RATE}": Value(7e-6, QWEN),
     f"sft.{DECAY}": Value(0.1, QWEN),
-    f"dpo.{RATE}": Value(7e-7, QWEN),
 }
 BY_FAMILY = {
     "opt": _INSTRUCTGPT,
@@ -92,14 +93,14 @@ BY_FAMILY = {
         f"sft.{DECAY}": Value(0.0, TULU_3),
         "reward_model.batch_size": Value(256, TULU_3),
         f"reward_model.{RATE}": Value(3e-6, TULU_3),
-        "dpo.batch_size": Value(128, TULU_3),
-        f"dpo.{RATE}": Value(5e-7, TULU_3),
     },
     "mistral": {
         "sft.epochs": Value(1, ZEPHYR),
         "sft.batch_size": Value(128, ZEPHYR),
         f"sft.{RATE}": Value(2e-5, ZEPHYR),
         f"sft.{DECAY}": Value(0.0, ZEPHYR),
+        "dpo.beta": Value(0.01, ZEPHYR),
+        "dpo.batch_size": Value(128, ZEPHYR),
         f"dpo.{RATE}": Value(5e-7, ZEPHYR),
     },
     "qwen2.5": _QWEN,
@@ -107,14 +108,39 @@ BY_FAMILY = {
 }
 """For the models whose names begin so."""
 
-ABOVE_8B = {
-    f"ppo.actor.{RATE}": Value(1e-6, LLAMA_2),
-    f"ppo.critic.{RATE}": Value(5e-6, DEEPSPEED_CHAT),
+PPO_UP_TO_8B = {
+    "ppo.steps": Value(1953, f"1,000,000 responses: {HUANG}"),
+    "ppo.rollout_batch_size": Value(512, HUANG),
+    "ppo.minibatch_size": Value(512, HUANG),
+    "ppo.ppo_epochs": Value(4, HUANG),
+    "ppo.whiten_rewards": Value(True, HUANG),
+    "ppo.kl.coef": Value(0.05, HUANG),
+    "ppo.sampling.temperature": Value(0.7, HUANG),
+    f"ppo.actor.{RATE}": Value(3e-6, HUANG),
+    f"ppo.actor.{EPS}": Value(1e-5, HUANG),
+    f"ppo.critic.{RATE}": Value(3e-6, HUANG),
+    f"ppo.critic.{EPS}": Value(1e-5, HUANG),
+    "evaluate.sampling.temperature": Value(0.7, f"as in PPO: {HUANG}"),
 }
+PPO_ABOVE = {
+    "ppo.steps": Value(400, LLAMA_2),
+    "ppo.rollout_batch_size": Value(512, LLAMA_2),
+    "ppo.minibatch_size": Value(64, LLAMA_2),
+    "ppo.ppo_epochs": Value(1, LLAMA_2),
+    "ppo.kl.coef": Value(0.01, LLAMA_2),
+} | {
+    f"ppo.{model}.{name}": Value(value, LLAMA_2)
+    for model in ("actor", "critic")
+    for name, value in ((RATE, 1e-6), (SCHEDULE, "constant"), (DECAY, 0.1), (EPS, 1e-5))
+}
+ABOVE_30B = {"ppo.kl.coef": Value(0.005, LLAMA_2)}
 ABOVE_60B = {
-    "opt": {f"sft.{RATE}": Value(5.03e-6, INSTRUCTGPT), "sft.batch_size": Value(8, INSTRUCTGPT)},
+    "opt": {
+        f"sft.{RATE}": Value(5.03e-6, f"rate only: {INSTRUCTGPT} has 16 epochs"),
+        "sft.batch_size": Value(8, INSTRUCTGPT),
+    },
     "llama-2": {f"reward_model.{RATE}": Value(5e-6, LLAMA_2)},
-    "llama-3": {f"sft.{RATE}": Value(2e-6, TULU_3), f"dpo.{RATE}": Value(2e-7, TULU_3)},
+    "llama-3": {f"sft.{RATE}": Value(2e-6, TULU_3)},
 }
 ABOVE_60B["bloom"] = ABOVE_60B["opt"]
 """For the largest models of a family."""
@@ -129,14 +155,14 @@ LORA_FACTOR = 10
 
 
 def hyperparameters(model: str, method: Method) -> dict[str, Value]:
-    """Values by dotted name: data, batch sizes, passes, learning rates.
+    """Values by dotted name: data, and the recipe of each stage.
 
     Raises ConfigError if the model is unknown.
     """
     size = find_model(model).shape.parameters
     family = next(name for name in BY_FAMILY if model.startswith(name))
-    values = COMMON | BY_FAMILY[family]
-    values |= ABOVE_8B if size > 8.5e9 else {}
+    values = COMMON | BY_FAMILY[family] | (PPO_ABOVE if size > 8.5e9 else PPO_UP_TO_8B)
+    values |= ABOVE_30B if size > 29e9 else {}
     values |= ABOVE_60B.get(family, {}) if size > 60e9 else {}
     if method == "full":
         return values

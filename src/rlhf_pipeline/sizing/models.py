@@ -1,4 +1,4 @@
-"""Published models by short name: where they are, and the fields of their config.json.
+"""Published base models by short name: where they are, and the fields of their config.json.
 
 Source: config.json of each repository on the Hugging Face hub; for OPT-175B and BLOOM also table 1
 of Zhang et al. 2022 and table 3 of Le Scao et al. 2022.
@@ -93,12 +93,11 @@ def _gated() -> Iterator[tuple[str, PublishedModel]]:
         ("qwen2.5-7b", "Qwen/Qwen2.5-7B", "qwen2", 3584, 18944, 28, 28, 4, 152064, 0, 32),
         ("qwen2.5-14b", "Qwen/Qwen2.5-14B", "qwen2", 5120, 13824, 48, 40, 8, 152064, 0, 32),
         ("qwen2.5-32b", "Qwen/Qwen2.5-32B", "qwen2", 5120, 27648, 64, 40, 8, 152064, 0, 32),
-        ("qwen3-0.6b", "Qwen/Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 151936, 1, 32),
-        ("qwen3-1.7b", "Qwen/Qwen3-1.7B", "qwen3", 2048, 6144, 28, 16, 8, 151936, 1, 32),
-        ("qwen3-4b", "Qwen/Qwen3-4B", "qwen3", 2560, 9728, 36, 32, 8, 151936, 1, 32),
-        ("qwen3-8b", "Qwen/Qwen3-8B", "qwen3", 4096, 12288, 36, 32, 8, 151936, 0, 32),
-        ("qwen3-14b", "Qwen/Qwen3-14B", "qwen3", 5120, 17408, 40, 40, 8, 151936, 0, 32),
-        ("qwen3-32b", "Qwen/Qwen3-32B", "qwen3", 5120, 25600, 64, 64, 8, 151936, 0, 32),
+        ("qwen3-0.6b", "Qwen/Qwen3-0.6B-Base", "qwen3", 1024, 3072, 28, 16, 8, 151936, 1, 32),
+        ("qwen3-1.7b", "Qwen/Qwen3-1.7B-Base", "qwen3", 2048, 6144, 28, 16, 8, 151936, 1, 32),
+        ("qwen3-4b", "Qwen/Qwen3-4B-Base", "qwen3", 2560, 9728, 36, 32, 8, 151936, 1, 32),
+        ("qwen3-8b", "Qwen/Qwen3-8B-Base", "qwen3", 4096, 12288, 36, 32, 8, 151936, 0, 32),
+        ("qwen3-14b", "Qwen/Qwen3-14B-Base", "qwen3", 5120, 17408, 40, 40, 8, 151936, 0, 32),
     ):  # fmt: skip
         config = {
             "model_type": family,
@@ -127,8 +126,9 @@ def find_model(name: str) -> PublishedModel:
 
 
 def published(path: str) -> PublishedModel | None:
-    """The model of an id on the hub; None if the table has none."""
-    return next((model for model in MODELS.values() if model.path == path), None)
+    """The model of an id on the hub, or its base model, of equal size; None if neither is known."""
+    base = path.removesuffix("-Base").removesuffix("-Instruct")
+    return next((m for m in MODELS.values() if m.path.removesuffix("-Base") == base), None)
 
 
 def base_model_shape(config: BaseModelConfig) -> Shape | None:
