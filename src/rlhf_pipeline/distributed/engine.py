@@ -37,10 +37,10 @@ def train_engine(
     if config.lora is not None:
         add_adapters(model, config.lora)
     if config.gradient_checkpointing:
+        network = pretrained(model)
+        older = network.gradient_checkpointing_enable  # its name up to transformers 5.20
         # The reentrant method breaks ZeRO-2 and 3 when two forward passes precede a backward pass.
-        pretrained(model).activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False}
-        )
+        getattr(network, "activation_checkpointing_enable", older)({"use_reentrant": False})
     optimizer = _optimizer(model, config)
     schedule = LambdaLR(optimizer, partial(schedule_factor, config.optimizer, total_steps))
     engine, *_ = deepspeed.initialize(

@@ -23,9 +23,23 @@ def loaded(
     is_sharded = before["zero_optimization"]["stage"] == 3
     with sharded_loading(before):
         model = load(precision, **({} if is_sharded else placement(own_device())))
+    _exact_frequencies(model)
     release_freed()  # weights that were whole until they were sharded
     heartbeat.tick()
     return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu())
+
+
+def _exact_frequencies(model: nn.Module) -> None:
+    """Compute rotary frequencies in float32.
+
+    Under DeepSpeed's `zero.Init`, transformers 5.17 to 5.20 round them to the precision of the
+    weights. Whoever loads the export would compute other logits than training did.
+    """
+    for module in model.modules():
+        rounded = getattr(module, "inv_freq", None)
+        if rounded is not None and rounded.dtype != torch.float32:
+            for name, exact in type(module)(module.config).named_buffers():
+                module.register_buffer(name, exact.to(rounded.device), persistent=False)
 
 
 def placement(device: torch.device) -> dict[str, torch.device]:
