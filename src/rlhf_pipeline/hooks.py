@@ -73,16 +73,14 @@ class PreflightHook:
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Check what the chosen nodes need: rows for each phase, a free port.
+        """Check what the chosen nodes need, and say what the user should know.
 
         On a machine that another one drives, this hook does its part of the run and ends it.
         """
         provide_default_blocks(catalog)
         serve_other_node(launch_config(catalog))
-        check_stores(pipeline, catalog)
+        check_pipeline(pipeline, catalog)
         nodes = {node.name for node in pipeline.nodes}
-        split = SplitConfig.model_validate(catalog.load("params:split"))
-        check_phases(split.weights, nodes)
         base_model = BaseModelConfig.model_validate(catalog.load("params:base_model"))
         if "base_model" in nodes and base_model.is_gguf:
             logger.warning(
@@ -98,8 +96,6 @@ class PreflightHook:
                 prompts,
                 100 * smallest_visible_win_rate(prompts),
             )
-        warn_of_memory(catalog, nodes)
-        free_port(launch_config(catalog).master_port)
 
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
@@ -125,6 +121,18 @@ def provide_default_blocks(catalog: CatalogProtocol) -> None:
     for name, block in parameter_blocks().items():
         if f"params:{name}" not in catalog:
             catalog[f"params:{name}"] = block()
+
+
+def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Check what the nodes of a run need: stores, prompts for each phase, memory, a free port.
+
+    Raises the errors with which a run ends before its first stage.
+    """
+    check_stores(pipeline, catalog)
+    nodes = {node.name for node in pipeline.nodes}
+    check_phases(SplitConfig.model_validate(catalog.load("params:split")).weights, nodes)
+    warn_of_memory(catalog, nodes)
+    free_port(launch_config(catalog).master_port)
 
 
 def warn_of_memory(catalog: CatalogProtocol, nodes: set[str]) -> None:

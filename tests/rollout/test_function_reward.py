@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.rollout.function_reward import FunctionSource
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored
 )
 def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
     with pytest.raises(
-        StageError,
+        ConfigError,
         match=r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as",
     ):
         function(f"def f({parameters}): ...")

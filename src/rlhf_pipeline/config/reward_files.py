@@ -1,6 +1,7 @@
 """Check the files of PPO's rewards without importing or loading them."""
 
 import ast
+import inspect
 import json
 import symtable
 import sys
@@ -58,8 +59,24 @@ def source_file(reward: CallableReward) -> Path:
     return Path(origin)
 
 
+def check_signature(reward: str, signature: inspect.Signature) -> None:
+    """Raise ConfigError if a reward function cannot be called as scoring calls it."""
+    references = {"references": []} if "references" in signature.parameters else {}
+    try:
+        signature.bind([], [], **references)
+    except TypeError as error:
+        raise ConfigError(
+            f"{reward} cannot be called with (prompts, responses): {error}. "
+            "Fix: define it as `def reward(prompts, responses)`; a third parameter "
+            "`references` gets the reference answers"
+        ) from None
+
+
 def _check_defined(reward: CallableReward) -> None:
-    """Raise ConfigError if the source cannot be parsed, or does not define the function."""
+    """Raise ConfigError if the source cannot be parsed, or does not define the function.
+
+    The signature is checked if the name is bound by one plain `def`; else it is known at import.
+    """
     path = source_file(reward)
     try:
         source = decode_source(path.read_bytes())
@@ -78,6 +95,41 @@ def _check_defined(reward: CallableReward) -> None:
             f"{reward.callable}: found functions {', '.join(functions) or 'none'} in {path}, "
             f"expected {reward.function}"
         )
+    found = [node for node in ast.walk(tree) if reward.function in _names(node)]
+    if len(found) == 1 and isinstance(found[0], ast.FunctionDef) and not found[0].decorator_list:
+        check_signature(reward.callable, _signature(found[0].args))
+
+
+def _names(node: ast.AST) -> tuple[str | None, ...]:
+    """The names that a node of a syntax tree may bind."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return (name,)
+        case ast.Name(id=name, ctx=ast.Store()):
+            return (name,)
+        case ast.alias(name=name, asname=other):
+            return (other or name,)
+    return ()
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    """The parameters of a function in source. The values of defaults do not matter."""
+    kind = inspect.Parameter
+    positional = [(each.arg, kind.POSITIONAL_ONLY) for each in arguments.posonlyargs]
+    positional += [(each.arg, kind.POSITIONAL_OR_KEYWORD) for each in arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    found = [
+        kind(name, how, default=kind.empty if index < required else None)
+        for index, (name, how) in enumerate(positional)
+    ]
+    if arguments.vararg is not None:
+        found.append(kind(arguments.vararg.arg, kind.VAR_POSITIONAL))
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        given = kind.empty if default is None else None
+        found.append(kind(each.arg, kind.KEYWORD_ONLY, default=given))
+    if arguments.kwarg is not None:
+        found.append(kind(arguments.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(found)
 
 
 def _check_model(reward: ModelReward) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.config.reward_files import check_signature
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import StageError
@@ -48,14 +49,7 @@ class FunctionSource:
     reads_texts: bool = True
 
     def __post_init__(self) -> None:
-        try:
-            inspect.signature(self.function).bind([], [], **self._references([]))
-        except TypeError as error:
-            raise StageError(
-                f"{self.place} cannot be called with (prompts, responses): {error}. "
-                "Fix: define it as `def reward(prompts, responses)`; a third parameter "
-                "`references` gets the reference answers"
-            ) from None
+        check_signature(self.place, inspect.signature(self.function))
 
     def __call__(self, _: Scored, answered: Answered) -> Tensor:
         """Call the function.
