@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,30 @@ def test_unknown_names_and_invalid_values_are_refused(kedro):
     refusal = "force (--params): no stage 'pppo' (did you mean ppo?)"
     assert refusal in kedro("rlhf", "status", params=",force=pppo", fails=True)
     assert refusal in kedro("run", params=",force=pppo", fails=True)
+
+
+def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(PROJECT / "conf", project / "conf")
+    shutil.copy(PROJECT / "pyproject.toml", project)
+    for folder in ("src", "docs"):
+        (project / folder).mkdir()
+    (project / "rewards.py").write_text("def f(prompts, responses): ...\n")
+    (project / "conf" / "local").mkdir(exist_ok=True)
+    (project / "conf" / "local" / "parameters.yml").write_text("ppo: {rewards: ['rewards.py:f']}\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "kedro", "rlhf", "status", "--env=tiny"],
+        cwd=project / "docs",
+        env=os.environ | {"PYTHONPATH": str(PROJECT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    printed = ended.stdout + ended.stderr
+    assert ended.returncode == 0, printed
+    assert "source synthetic  run " in printed
+    assert f"in {project}, where relative paths start\n" in printed
+    assert printed.count("INFO") <= 1  # Kedro says where its logging is configured, and no more
+    assert list((project / "docs").iterdir()) == []
 
 
 @pytest.mark.long
