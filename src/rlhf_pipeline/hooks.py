@@ -34,7 +34,7 @@ from rlhf_pipeline.preflight import (
     preflight,
 )
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
-from rlhf_pipeline.results import SplitSummary, print_results
+from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -131,13 +131,8 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
     check_phases(SplitConfig.model_validate(catalog.load("params:split")).weights, nodes)
-    warn_of_memory(catalog, nodes)
-    free_port(launch_config(catalog).master_port)
-
-
-def warn_of_memory(catalog: CatalogProtocol, nodes: set[str]) -> None:
-    """Warn of stages that may not fit into memory, and refuse those that cannot."""
     launch = launch_config(catalog)
+    free_port(launch.master_port)
     if launch.memory_check == "off":
         return
     refuses = launch.memory_check == "refuse"
@@ -217,7 +212,7 @@ class StagesHook:
     ) -> None:
         """Check the published inputs, start the parent run, and make the stage runner."""
         tracker = MlflowTracker(tracking_uri(self._project), self._project)
-        listeners = ProgressDisplay(self._console), SplitSummary(self._console), tracker
+        listeners = ProgressDisplay(self._console), StageSummary(self._console), tracker
         context = run_context(catalog, *listeners)
         chosen = {name: str(value) for name, value in self._chosen.items()}
         changes = changes_since(published_inputs(pipeline, catalog), catalog, context)
@@ -289,7 +284,9 @@ class ResultsHook:
         self._outputs |= outputs
 
     @hook_impl
-    def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    def after_pipeline_run(
+        self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
+    ) -> None:
         """Print the comparison, the registered versions, and the paths of all results."""
         results = {
             name: catalog.load(name)
@@ -297,4 +294,4 @@ class ResultsHook:
             else self._outputs[name]
             for name in sorted(pipeline.all_outputs())
         }
-        print_results(results, self._console)
+        print_results(results, self._console, run_params.get("env"))
