@@ -1,8 +1,10 @@
-"""Redaction removes secrets from a text and nothing else."""
+"""Redaction removes secrets from a text and nothing else; a fix exists where the reader is."""
+
+import sys
 
 import pytest
 
-from rlhf_pipeline.errors import without_secrets
+from rlhf_pipeline.errors import install, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,14 @@ from rlhf_pipeline.errors import without_secrets
 )
 def test_secrets_are_not_shown(text, shown):
     assert without_secrets(text) == shown
+
+
+def test_an_extra_is_installed_with_the_pins_of_a_clone_or_without_them(tmp_path, monkeypatch):
+    """A project of the starter has neither constraints nor the source of the package."""
+    monkeypatch.setattr(sys, "prefix", f"{tmp_path}/.venv")
+    monkeypatch.chdir(tmp_path)
+    assert install("tasks") == ".venv/bin/pip install 'rlhf-pipeline[tasks]'"
+    (tmp_path / "constraints.txt").write_text("")
+    assert install("tasks") == (
+        ".venv/bin/pip install --constraint constraints.txt 'rlhf-pipeline[tasks]'"
+    )

@@ -6,6 +6,7 @@ Messages and logs contain no secrets.
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -67,6 +68,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     folded = {each.casefold(): each for each in known}
     close = difflib.get_close_matches(name.casefold(), folded, 1)
     return f" (did you mean {folded[close[0]]}?)" if close else ""
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of this package into the present environment."""
+    pins = "--constraint constraints.txt " if Path("constraints.txt").is_file() else ""
+    return f"{short_path(sys.prefix)}/bin/pip install {pins}'rlhf-pipeline[{extra}]'"
 
 
 def short_path(path: Path | str) -> str:
