@@ -110,8 +110,9 @@ class LayeredConfigLoader(OmegaConfigLoader):
         base = Path(self._get_conf_env_path("base"))
         for layer in (self._environment, LOCAL):
             for file in sorted(Path(self._get_conf_env_path(layer)).glob("*.y*ml")):
+                # A plugin of Kedro reads a file that the base has, too.
                 is_read = any(fnmatch(file.name, pattern) for pattern in (".*", *patterns))
-                if not is_read and not (base / file.name).is_file():  # one for a plugin of Kedro
+                if not is_read and not (base / file.name).is_file():
                     hint = suggestion(file.name, (f"{key}.yml" for key in self.config_patterns))
                     raise ConfigError(
                         f"{short_path(file)} is not read{hint}. Fix: rename it to catalog*, "

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import decode_source
 from pathlib import Path
+from types import FunctionType
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward
@@ -95,41 +96,32 @@ def _check_defined(reward: CallableReward) -> None:
             f"{reward.callable}: found functions {', '.join(functions) or 'none'} in {path}, "
             f"expected {reward.function}"
         )
-    found = [node for node in ast.walk(tree) if reward.function in _names(node)]
+    found = [
+        node
+        for node in ast.walk(tree)
+        if reward.function in (getattr(node, "name", None), getattr(node, "asname", None))
+        or (
+            isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Store)
+            and node.id == reward.function
+        )
+    ]
     if len(found) == 1 and isinstance(found[0], ast.FunctionDef) and not found[0].decorator_list:
         check_signature(reward.callable, _signature(found[0].args))
 
 
-def _names(node: ast.AST) -> tuple[str | None, ...]:
-    """The names that a node of a syntax tree may bind."""
-    match node:
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-            return (name,)
-        case ast.Name(id=name, ctx=ast.Store()):
-            return (name,)
-        case ast.alias(name=name, asname=other):
-            return (other or name,)
-    return ()
-
-
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """The parameters of a function in source. The values of defaults do not matter."""
-    kind = inspect.Parameter
-    positional = [(each.arg, kind.POSITIONAL_ONLY) for each in arguments.posonlyargs]
-    positional += [(each.arg, kind.POSITIONAL_OR_KEYWORD) for each in arguments.args]
-    required = len(positional) - len(arguments.defaults)
-    found = [
-        kind(name, how, default=kind.empty if index < required else None)
-        for index, (name, how) in enumerate(positional)
-    ]
-    if arguments.vararg is not None:
-        found.append(kind(arguments.vararg.arg, kind.VAR_POSITIONAL))
-    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        given = kind.empty if default is None else None
-        found.append(kind(each.arg, kind.KEYWORD_ONLY, default=given))
-    if arguments.kwarg is not None:
-        found.append(kind(arguments.kwarg.arg, kind.VAR_KEYWORD))
-    return inspect.Signature(found)
+    """The signature of a function in source. Nothing of the source is executed."""
+    defaults, keywords = arguments.defaults, arguments.kw_defaults
+    arguments.defaults, arguments.kw_defaults = [], [None] * len(keywords)
+    stub = ast.Expression(ast.Lambda(arguments, ast.Constant(None)))
+    code = compile(ast.fix_missing_locations(stub), "signature", "eval").co_consts[0]
+    function = FunctionType(code, {}, argdefs=tuple(defaults))
+    names = (each.arg for each in arguments.kwonlyargs)
+    function.__kwdefaults__ = {
+        name: default for name, default in zip(names, keywords, strict=True) if default
+    }
+    return inspect.signature(function)
 
 
 def _check_model(reward: ModelReward) -> None:

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ class FunctionSource:
         except Exception as error:
             raise StageError(
                 f"{self.place} failed {self._where(answered)}: {type(error).__name__}: {error}"
+                f"{_line(error)}"
             ) from error
         if len(results) != len(answered.responses):
             raise StageError(
@@ -108,6 +110,16 @@ class FunctionSource:
             f"at {len(answered.prompts)} responses together, the first to the prompt "
             f"{answered.prompts[0]}"
         )
+
+
+def _line(error: Exception) -> str:
+    """The place of an error of a reward function: the innermost one outside of libraries."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)[2:]
+        if not frame.filename.startswith(("<", sys.prefix, sys.base_prefix))
+    ]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def import_function(reward: CallableReward, path: Path) -> Callable[..., Any]:
