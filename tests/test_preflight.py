@@ -356,7 +356,9 @@ def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeyp
     if installed:
         preflight(quantized, gpus=2)
     else:
-        message = r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .* 'rlhf-pipeline\[quantization\]'"
+        message = (
+            r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .*pipeline\[quantization\]'"
+        )
         with pytest.raises(ConfigError, match=message):
             preflight(quantized, gpus=2)
 

@@ -72,12 +72,10 @@ def test_the_tables_of_a_large_model_fit_80_columns():
     show(found, dict.fromkeys(found.fits, 123.0), Console(file=output, width=80))
     printed = output.getvalue()
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed
-    table = printed[printed.index("Work of all ranks") :].splitlines()[3:7]
+    table = printed[printed.index("Work of all ranks") :].splitlines()[3:8]
     rows = {line.split()[0]: line.split() for line in table}
-    assert list(rows) == ["sft", "reward_model", "ppo", "evaluate"]
-    assert all(
-        re.fullmatch(r"\d\.\de\d+", row[-5 if len(row) > 9 else -4]) for row in rows.values()
-    )
+    assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "evaluate"]
+    assert all(re.fullmatch(r"\d\.\de\d+", row[-5]) for row in rows.values())  # FLOP
     assert rows["ppo"][-3] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
 
 
