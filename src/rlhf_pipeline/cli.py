@@ -217,9 +217,10 @@ def runs(catalog: CatalogProtocol, _: Path) -> None:
 @rlhf.command(cls=Command)
 @click.argument("policies", nargs=-1, required=True)
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, too.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier page.")
 @on_catalog
 def compare(
-    catalog: CatalogProtocol, project: Path, policies: tuple[str, ...], page: Path | None
+    catalog: CatalogProtocol, project: Path, policies: tuple[str, ...], **options: Any
 ) -> None:
     """Show what differs between POLICIES, and whether one is better than another.
 
@@ -228,7 +229,7 @@ def compare(
     """
     from rlhf_pipeline.commands.compare import compare as compare_all
 
-    compare_all(policies, catalog, console(), project, page)
+    compare_all(policies, catalog, console(), project, **options)
 
 
 @rlhf.command(cls=Command)
