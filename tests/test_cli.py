@@ -10,6 +10,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from ports import reserved_port
 from waiting import wait_until
@@ -192,6 +193,8 @@ def test_ui_prints_the_page_with_the_runs_and_serves_it(tmp_path):
 
         wait_until(answers)
         assert "MLflow" in pages[0]
+        started = psutil.Process(server.pid).children(recursive=True)
+        assert started and not [p for p in started if "mlflow.db" in str(p.cmdline())]
         second = subprocess.run(command, cwd=PROJECT, env=settings, capture_output=True, text=True)
         assert f"Error: --port: another program answers at {port}" in second.stderr
         assert "Fix: open the link above, or use `kedro rlhf ui --port=" in second.stderr

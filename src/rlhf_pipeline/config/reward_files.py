@@ -62,7 +62,9 @@ def source_file(reward: CallableReward) -> Path:
 
 def check_signature(reward: str, signature: inspect.Signature) -> None:
     """Raise ConfigError if a reward function cannot be called as scoring calls it."""
-    references = {"references": []} if "references" in signature.parameters else {}
+    references: dict[str, list[str]] = (
+        {"references": []} if "references" in signature.parameters else {}
+    )
     try:
         signature.bind([], [], **references)
     except TypeError as error:
