@@ -6,7 +6,7 @@
 
 `measured` trains a small Llama with this project's engines, one process on each node of
 `simulated_network.py`, and compares bytes and seconds of an optimizer step with
-`rlhf_pipeline.sizing.communication`. Bytes are those of the interface, with all headers. The
+`communication_volume`. Bytes are those of the interface, with all headers. The
 predicted seconds are those without a limit of the network, plus those of the formula. The settings
 (buckets, live weights) are scaled to the model, so it communicates as a large model does; rows "as
 set" have the project's own. Nothing in `model` was measured: `communication_paper.py` states every
@@ -29,11 +29,7 @@ from statistics import median
 from typing import Any
 
 import communication_paper
-from rich.console import Console
-from rich.table import Table
-from simulated_network import Network, Ranks, started
-
-from rlhf_pipeline.sizing.communication import (
+from communication_volume import (
     Collectives,
     Link,
     gathered,
@@ -41,6 +37,9 @@ from rlhf_pipeline.sizing.communication import (
     total_sent,
     training_step,
 )
+from rich.console import Console
+from rich.table import Table
+from simulated_network import Network, Ranks, started
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results" / "communication"

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from matplotlib import pyplot as plt
-from rich.console import Console
-from rich.table import Table
-
-from rlhf_pipeline.sizing.communication import (
+from communication_volume import (
     LIVE,
     Collectives,
     Link,
@@ -25,6 +21,9 @@ from rlhf_pipeline.sizing.communication import (
     total_sent,
     training_step,
 )
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
 
 UTILISATION = 0.4
 """Of the peak, by 6 operations for each weight and token; 2 of them are the forward pass."""

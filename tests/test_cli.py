@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from ports import reserved_port
 from waiting import wait_until
@@ -97,6 +99,30 @@ def test_unknown_names_and_invalid_values_are_refused(kedro):
     assert refusal in kedro("run", params=",force=pppo", fails=True)
 
 
+def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(PROJECT / "conf", project / "conf")
+    shutil.copy(PROJECT / "pyproject.toml", project)
+    for folder in ("src", "docs"):
+        (project / folder).mkdir()
+    (project / "rewards.py").write_text("def f(prompts, responses): ...\n")
+    (project / "conf" / "local").mkdir(exist_ok=True)
+    (project / "conf" / "local" / "parameters.yml").write_text("ppo: {rewards: ['rewards.py:f']}\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "kedro", "rlhf", "status", "--env=tiny"],
+        cwd=project / "docs",
+        env=os.environ | {"PYTHONPATH": str(PROJECT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    printed = ended.stdout + ended.stderr
+    assert ended.returncode == 0, printed
+    assert "source synthetic  run " in printed
+    assert f"in {project}, where relative paths start\n" in printed
+    assert printed.count("INFO") <= 1  # Kedro says where its logging is configured, and no more
+    assert list((project / "docs").iterdir()) == []
+
+
 @pytest.mark.long
 def test_status_force_and_clean_on_stages_that_have_run(kedro):
     assert "base_model: finished in" in kedro("run", "--nodes=base_model")
@@ -167,6 +193,8 @@ def test_ui_prints_the_page_with_the_runs_and_serves_it(tmp_path):
 
         wait_until(answers)
         assert "MLflow" in pages[0]
+        started = psutil.Process(server.pid).children(recursive=True)
+        assert started and not [p for p in started if "mlflow.db" in str(p.cmdline())]
         second = subprocess.run(command, cwd=PROJECT, env=settings, capture_output=True, text=True)
         assert f"Error: --port: another program answers at {port}" in second.stderr
         assert "Fix: open the link above, or use `kedro rlhf ui --port=" in second.stderr

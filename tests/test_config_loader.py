@@ -46,6 +46,42 @@ def test_without_anything_of_the_users_the_embedded_default_applies(conf):
     assert parameters["register"]["model"] == "policy-embedded"
 
 
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("local/params.yml", " (did you mean parameters.yml?)"),
+        ("local/catlog.yaml", " (did you mean catalog.yml?)"),
+        ("tiny/paramters_ppo.yml", " (did you mean parameters.yml?)"),
+        ("tiny/settings.yml", ""),
+    ],
+)
+def test_a_file_that_is_not_read_is_refused(conf, tmp_path, file, hint):
+    """What it sets would silently be missing."""
+    loader = conf(env="tiny")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("seed: 2\n")
+    with pytest.raises(ConfigError) as refusal:
+        loader["parameters"]
+    assert refusal.value.message == (
+        f"{tmp_path}/{file} is not read{hint}. Fix: rename it to catalog*, parameters*, "
+        "credentials* or globals.yml, or remove it"
+    )
+
+
+def test_files_for_other_programs_are_no_configuration(conf, tmp_path):
+    loader = conf(env="tiny")
+    for file in (
+        "local/README.md",
+        "local/.old.yml",
+        "tiny/rewards.py",
+        "tiny/credentials.yml",
+        "tiny/tasks.d/sums.yaml",
+    ):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+    assert loader["parameters"]["seed"] == 1
+
+
 def test_local_may_be_missing(conf, tmp_path):
     """A wheel does not have it."""
     loader = conf()

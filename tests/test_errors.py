@@ -1,8 +1,11 @@
-"""Redaction removes secrets from a text and nothing else."""
+"""Redaction removes secrets from a text and nothing else; a fix exists where the reader is."""
+
+import sys
+import time
 
 import pytest
 
-from rlhf_pipeline.errors import without_secrets
+from rlhf_pipeline.errors import DataError, install, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -13,6 +16,9 @@ from rlhf_pipeline.errors import without_secrets
         ("s3://id:ke/y@bucket/a.jsonl", "s3://...@bucket/a.jsonl"),
         ("s3://bucket/me@home/a-?.jsonl", "s3://bucket/me@home/a-?.jsonl"),
         ("data/me@home/a-?.jsonl", "data/me@home/a-?.jsonl"),
+        ("postgresql://db/x?user=u&password=abc", "postgresql://db/x?..."),
+        ("HTTPS://host/x?sig", "HTTPS://host/x?..."),
+        ("https://h/x?next=https://y/z&sig=key, s3://b/a?.csv", "https://h/x?... s3://b/a?.csv"),
         ("mysql://me:k@y@host/db refused", "mysql://...@host/db refused"),
         (
             "kedro run '--params=a=https://h/x?sig=key' --env=b",
@@ -23,3 +29,30 @@ from rlhf_pipeline.errors import without_secrets
 )
 def test_secrets_are_not_shown(text, shown):
     assert without_secrets(text) == shown
+
+
+def test_an_extra_is_installed_with_the_pins_of_a_clone_or_without_them(tmp_path, monkeypatch):
+    """A project of the starter has neither constraints nor the source of the package."""
+    monkeypatch.setattr(sys, "prefix", f"{tmp_path}/.venv")
+    monkeypatch.chdir(tmp_path)
+    assert install("tasks") == ".venv/bin/pip install 'rlhf-pipeline[tasks]'"
+    (tmp_path / "constraints.txt").write_text("")
+    assert install("tasks") == (
+        ".venv/bin/pip install --constraint constraints.txt 'rlhf-pipeline[tasks]'"
+    )
+
+
+@pytest.mark.parametrize("text", ["http://a", "http://a:", "a@", "http://a?", "x:/", "http:// @"])
+def test_a_long_text_of_a_server_is_searched_in_linear_time(text):
+    """The pattern holds the interpreter: no other thread of the driver runs meanwhile."""
+    start = time.process_time()
+    without_secrets(text * (100_000 // len(text)))
+    assert time.process_time() - start < 0.1
+
+
+def test_a_terminal_does_not_obey_the_texts_of_others():
+    """Title, erasure, colour, and the direction of writing; lines and tabs stay."""
+    error = DataError("columns prompt, \x1b]0;owned\x1b\\\x1b[2K\x1b[31m\r\u202e\n\tend\x9b")
+    assert error.message == (
+        "columns prompt, \\x1b]0;owned\\x1b\\\\x1b[2K\\x1b[31m\\r\\u202e\n\tend\\x9b"
+    )

@@ -32,7 +32,7 @@ def test_a_system_error_names_the_path_and_a_fix(number, fix):
 def test_mlflow_without_boto3_names_the_extra():
     message = str(explain(ModuleNotFoundError("No module named 'boto3'", name="boto3")))
     assert message.startswith("MLflow's artifacts are on S3: found no package boto3. Fix: ")
-    assert message.endswith(".venv/bin/pip install --constraint constraints.txt --editable '.[s3]'")
+    assert message.endswith("/bin/pip install --constraint constraints.txt 'rlhf-pipeline[s3]'")
 
 
 def test_an_unexpected_error_is_one_message_and_its_stack_a_file(tmp_path, monkeypatch):
@@ -73,3 +73,11 @@ def test_usage_errors_of_click_pass_unchanged():
     with pytest.raises(click.UsageError) as caught, explained_errors(show_traceback=False):
         raise error
     assert caught.value is error
+
+
+def test_an_interruption_says_how_to_go_on():
+    with pytest.raises(Interrupted) as end, explained_errors(show_traceback=False):
+        raise KeyboardInterrupt
+    assert end.value.message == (
+        "interrupted. Run the same command again to go on; finished stages are kept"
+    )

@@ -16,8 +16,10 @@ from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.hooks import PreflightHook, ResultsHook
+from rlhf_pipeline.results import StageSummary
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.stages.events import StageRun
 
 
 def export(folder: Path, content: str) -> Path:
@@ -31,7 +33,6 @@ def registration(number: str) -> dict:
     verdict = {"judge": "gold", "independent": True, "tries": 1, "checks": [1, 2], "refusals": []}
     return {
         "model": "policy", "aliases": {"candidate": number}, "promoted": True, "verdict": verdict,
-        "compare": "/",
     }  # fmt: skip
 
 
@@ -56,8 +57,9 @@ def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(
     for name, result in made.items():
         mine.save(name, result)
         hook.after_node_run(outputs={name: result})
-    hook.after_pipeline_run(pipeline=Pipeline(nodes), catalog=mine)
+    hook.after_pipeline_run(run_params={"env": "tiny"}, pipeline=Pipeline(nodes), catalog=mine)
     shown = capsys.readouterr().out
+    assert "compare  kedro rlhf compare sft-baseline candidate --env=tiny\n" in shown
     assert "candidate = version 7" in shown
     assert "2026-01-01T00.00.00.000Z/ppo_model" in shown
     assert "version 8" not in shown and "2026-01-02" not in shown
@@ -72,7 +74,7 @@ def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
     hook = ResultsHook(Console())
     hook.after_node_run(outputs={"evaluation_page": "<p>"})
     node = Node(registration, inputs="number", outputs="evaluation_page", name="report")
-    hook.after_pipeline_run(pipeline=Pipeline([node]), catalog=catalog)
+    hook.after_pipeline_run(run_params={}, pipeline=Pipeline([node]), catalog=catalog)
     assert "page.html/2026-01-01T00.00.00.000Z/page.html" in capsys.readouterr().out
 
 
@@ -149,3 +151,13 @@ def test_a_run_that_converts_a_gguf_file_says_what_is_lost(nodes, warnings, capl
         "restored" in message
         for message in said
     )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "lines"), [({"base_model/has_chat_template": 0.0}, 1), ({}, 0)]
+)
+def test_a_model_without_a_chat_template_is_said_once(metrics, lines, capsys, tmp_path):
+    run = StageRun("base_model", "f", 1, {}, {}, {}, tmp_path, 60.0)
+    StageSummary(Console()).stage_ended(run, "FINISHED", metrics)
+    expected = "base_model: found no chat template; turns are written as Human: and Assistant:"
+    assert capsys.readouterr().out.splitlines() == [expected] * lines

@@ -180,6 +180,21 @@ MISTAKES = {
         command="rlhf status",
         env="tiny",
     ),
+    "a phase without rows, of status": Mistake(
+        ["split.weights: found [0.0, 4.0, 4.0], with 0 for sft, expected more than 0"],
+        yaml="split: {weights: [0, 4, 4]}\n",
+        command="rlhf status",
+    ),
+    "a reward that cannot be called, of status": Mistake(
+        ["{tmp}/rewards.py:kw cannot be called with (prompts, responses): too many positional"],
+        yaml="ppo: {rewards: ['{tmp}/rewards.py:kw']}\n",
+        command="rlhf status",
+    ),
+    "occupied port, of status": Mistake(
+        ["launch.master_port", "{port}", "Fix"],
+        params="launch.master_port={port}",
+        command="rlhf status",
+    ),
     "unknown pipeline of status": Mistake(
         ["found 'ful' (did you mean full?)"],
         options=["--pipeline=ful"],
@@ -194,6 +209,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     shutil.copytree(PROJECT / "conf", folder / "conf")
     (folder / "pairs.csv").write_text(CSV)
+    (folder / "rewards.py").write_text("def kw(*, prompts, responses): ...\n")
     return folder
 
 
@@ -213,7 +229,7 @@ def test_a_mistake_is_one_short_message_with_place_and_fix(mistake, folder, port
     (environment / "globals.yml").write_text(f"root: {folder}/data\n")
     (environment / "parameters.yml").write_text(filled(mistake.yaml) or "{}\n")
     options = [f"--env={mistake.env}", *mistake.options]
-    if mistake.command == "run":
+    if mistake.env == "mistake":
         options.append(f"--conf-source={folder / 'conf'}")
     if mistake.params:
         options.append(f"--params={filled(mistake.params)}")

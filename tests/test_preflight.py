@@ -11,6 +11,7 @@ from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.parameter_faults import path_faults
 from rlhf_pipeline.preflight import check_gate, check_memory, check_root, preflight
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -355,7 +356,9 @@ def test_4_bit_weights_need_bitsandbytes_on_a_gpu(parameters, installed, monkeyp
     if installed:
         preflight(quantized, gpus=2)
     else:
-        message = r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .* '\.\[quantization\]'"
+        message = (
+            r"sft\.lora\.quantize: 4-bit weights need bitsandbytes, .*pipeline\[quantization\]'"
+        )
         with pytest.raises(ConfigError, match=message):
             preflight(quantized, gpus=2)
 
@@ -382,7 +385,7 @@ def test_a_chat_model_as_a_judge_needs_its_client(parameters, installed, monkeyp
     if installed:
         preflight(judged, gpus=0)
     else:
-        message = r"evaluate\.judges\.0\.openai: needs openai, .* '\.\[judges\]'"
+        message = r"evaluate\.judges\.0\.openai: needs openai, .* 'rlhf-pipeline\[judges\]'"
         with pytest.raises(ConfigError, match=message):
             preflight(judged, gpus=0)
 
@@ -396,7 +399,9 @@ def test_tasks_need_the_harness(parameters, installed, monkeypatch, tmp_path):
     if installed:
         preflight(tasks, gpus=0)
     else:
-        message = r"evaluate\.tasks: needs lm_eval, which is not installed.* '\.\[tasks\]'"
+        message = (
+            r"evaluate\.tasks: needs lm_eval, which is not installed.* 'rlhf-pipeline\[tasks\]'"
+        )
         with pytest.raises(ConfigError, match=message):
             preflight(tasks, gpus=0)
 
@@ -410,7 +415,9 @@ def test_a_gguf_file_needs_its_reader(parameters, installed, monkeypatch, tmp_pa
     if installed:
         preflight(named, gpus=0)
     else:
-        with pytest.raises(ConfigError, match=r"a \.gguf file needs gguf, .* '\.\[gguf\]'"):
+        with pytest.raises(
+            ConfigError, match=r"a \.gguf file needs gguf, .* 'rlhf-pipeline\[gguf\]'"
+        ):
             preflight(named, gpus=0)
 
 
@@ -424,6 +431,7 @@ def test_validated_blocks_are_checked_too(parameters):
 def test_lengths_must_fit_the_positions_of_a_model_in_a_folder(parameters, tmp_path):
     config = {"model_type": "gpt2", "n_positions": 120}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
     parameters["base_model"] = {"path": str(tmp_path)}
     parameters = changed(parameters, "split.max_response_tokens", 56)
     parameters = changed(parameters, "ppo.sampling.max_response_tokens", 56)
@@ -558,3 +566,18 @@ def test_a_model_of_unknown_size_passes(large):
     unknown = large | {"base_model": {"path": "someone/model"}}
     tiny = Hardware(1, gpu_memory=GIB)
     assert check_memory(unknown, ALL, tiny, refuses=True) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "faults"),
+    [("tokenizer.json", 0), ("tokenizer.model", 0), ("vocab.json", 0), (None, 1)],
+)
+def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path, file, faults):
+    for name in ("config.json", "generation_config.json", *filter(None, [file])):
+        (tmp_path / name).write_text("{}")
+    found = list(path_faults(str(tmp_path)))
+    assert found == faults * [
+        f"base_model.path: found no tokenizer in the folder {str(tmp_path)!r}, expected "
+        "tokenizer.json or the files of its kind. Fix: save the model's tokenizer in the same "
+        "folder"
+    ]

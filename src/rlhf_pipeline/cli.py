@@ -3,6 +3,7 @@
 Each command imports what it needs when it is called: every `kedro` command loads this module.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import _split_params, validate_conf_source
+from kedro.framework.project import LOGGING
 from kedro.framework.startup import ProjectMetadata
 from kedro.io import CatalogProtocol
 
@@ -42,19 +45,36 @@ class Command(click.Command):
         from rlhf_pipeline.explain import explained_errors
 
         with explained_errors(show_traceback=ctx.params.pop("traceback")):
+            if isinstance(ctx.obj, ProjectMetadata):
+                enter(Path(ctx.obj.project_path))
             return super().invoke(ctx)
+
+
+def enter(project: Path) -> None:
+    """Work in the folder of the project, to which paths in its configuration are relative."""
+    if project == Path.cwd():
+        return
+    click.echo(f"in {project}, where relative paths start", err=True)
+    os.chdir(project)
+    logging_file = project / "conf" / "logging.yml"
+    if logging_file.is_file() and "KEDRO_LOGGING_CONFIG" not in os.environ:
+        LOGGING.configure(yaml.safe_load(logging_file.read_text(encoding="utf-8")))
+
+
+_ENV = click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
+_CONF = click.option("--conf-source", callback=validate_conf_source, help="In place of conf/.")
+_PARAMS = click.option("--params", default="", callback=_split_params, help="As for `kedro run`.")
+_PIPELINE = click.option(
+    "--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline."
+)
 
 
 def on_catalog(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `kedro run` that name a catalog, the catalog, the project."""
 
-    @click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
-    @click.option(
-        "--conf-source", callback=validate_conf_source, help="In place of conf/, as there."
-    )
-    @click.option(
-        "--params", default="", callback=_split_params, help="Parameters, as for `kedro run`."
-    )
+    @_ENV
+    @_CONF
+    @_PARAMS
     @click.pass_obj
     @wraps(function)
     def command(
@@ -98,9 +118,7 @@ def rlhf() -> None:
 
 
 @rlhf.command(cls=Command)
-@click.option(
-    "--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline."
-)
+@_PIPELINE
 @on_catalog
 def status(catalog: CatalogProtocol, _: Path, pipeline: str) -> None:
     """Show what each stage would do (reuse its result, resume, or run), and why."""
@@ -132,12 +150,10 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 
 
 @rlhf.command(cls=Command)
-@click.option("--env", "-e", help="Environment in conf/, as for `kedro run`.")
-@click.option("--conf-source", callback=validate_conf_source, help="In place of conf/, as there.")
-@click.option("--params", default="", callback=_split_params, help="Parameters, as for kedro run.")
-@click.option(
-    "--pipeline", "-p", default="__default__", show_default="full", help="Registered pipeline."
-)
+@_ENV
+@_CONF
+@_PARAMS
+@_PIPELINE
 @click.option("--model", metavar="NAME", help="A published model, such as opt-1.3b.")
 @click.option("--gpu", metavar="NAME", help="In place of the GPUs at hand: a100-80, or GiB.")
 @click.option("--gpus", metavar="8x80", help="GPUs x GiB, or nodes x GPUs x GiB (2x8x80).")
@@ -201,9 +217,10 @@ def runs(catalog: CatalogProtocol, _: Path) -> None:
 @rlhf.command(cls=Command)
 @click.argument("policies", nargs=-1, required=True)
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, too.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier page.")
 @on_catalog
 def compare(
-    catalog: CatalogProtocol, project: Path, policies: tuple[str, ...], page: Path | None
+    catalog: CatalogProtocol, project: Path, policies: tuple[str, ...], **options: Any
 ) -> None:
     """Show what differs between POLICIES, and whether one is better than another.
 
@@ -212,7 +229,7 @@ def compare(
     """
     from rlhf_pipeline.commands.compare import compare as compare_all
 
-    compare_all(policies, catalog, console(), project, page)
+    compare_all(policies, catalog, console(), project, **options)
 
 
 @rlhf.command(cls=Command)

@@ -1,5 +1,6 @@
 """The layers of the configuration: base, the embedded default, the environment, local, --params."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,7 +104,23 @@ class LayeredConfigLoader(OmegaConfigLoader):
     def _environment(self) -> str:
         return str(self.env or self.default_run_env)
 
+    def _refuse_unread(self) -> None:
+        """Raise ConfigError for a YAML file of the user's layers that nothing reads."""
+        patterns = [pattern for found in self.config_patterns.values() for pattern in found]
+        base = Path(self._get_conf_env_path("base"))
+        for layer in (self._environment, LOCAL):
+            for file in sorted(Path(self._get_conf_env_path(layer)).glob("*.y*ml")):
+                # A plugin of Kedro reads a file that the base has, too.
+                is_read = any(fnmatch(file.name, pattern) for pattern in (".*", *patterns))
+                if not is_read and not (base / file.name).is_file():
+                    hint = suggestion(file.name, (f"{key}.yml" for key in self.config_patterns))
+                    raise ConfigError(
+                        f"{short_path(file)} is not read{hint}. Fix: rename it to catalog*, "
+                        "parameters*, credentials* or globals.yml, or remove it"
+                    )
+
     def _parameters(self) -> dict[str, Any]:
+        self._refuse_unread()
         layers = {
             name: self._files(name, "parameters") for name in ("base", self._environment, LOCAL)
         }

@@ -6,16 +6,17 @@ Messages and logs contain no secrets.
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 import click
 
-# A password may contain slashes, although it should not.
-_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/]*|[^\s@]*:[^\s@]*)@")
-# Only HTTP: elsewhere a question mark belongs to a glob.
-_QUERY = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]+")
+# At the start of what follows "://". A password may contain slashes, although it should not.
+_CREDENTIALS = re.compile(r"\A(?:[^\s/]*|[^\s@:]*:[^\s@]*)@")
+_WORD = re.compile(r"[^\s'\"]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class PipelineError(click.ClickException):
@@ -23,6 +24,9 @@ class PipelineError(click.ClickException):
 
     Kedro's command line prints the message of a `ClickException` without a traceback.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class ConfigError(PipelineError):
@@ -69,6 +73,17 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {folded[close[0]]}?)" if close else ""
 
 
+def pip_install() -> str:
+    """The start of a command that installs into this environment, with the pins of a clone."""
+    pins = "--constraint constraints.txt " if Path("constraints.txt").is_file() else ""
+    return f"{short_path(sys.prefix)}/bin/pip install {pins}"
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of this package."""
+    return f"{pip_install()}'rlhf-pipeline[{extra}]'"
+
+
 def short_path(path: Path | str) -> str:
     """The path relative to the current folder if it is below it, else as it is."""
     here = Path(path).absolute().is_relative_to(Path.cwd())
@@ -83,6 +98,24 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
+def printable(text: str) -> str:
+    """The text of another with its control characters as escapes: a terminal would obey them."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def without_secrets(text: str) -> str:
-    """The text without users, passwords and HTTP queries in URLs; signed URLs have a key there."""
-    return _QUERY.sub(r"\1...", _CREDENTIALS.sub("...@", text))
+    """The text without users, passwords and queries in URLs; signed URLs have a key there.
+
+    The time is linear in the text, which a server may have sent.
+    """
+    start, *rest = text.split("://")
+    hidden = "://".join([start, *(_CREDENTIALS.sub("...@", each) for each in rest)])
+    return _WORD.sub(_without_query, hidden)
+
+
+def _without_query(word: re.Match[str]) -> str:
+    """A word without the query of a URL. Without `name=`, a question mark belongs to a glob,
+    except in HTTP."""
+    url, _, query = word[0].partition("?")
+    is_query = "=" in query or re.search("https?://", url, re.IGNORECASE)
+    return f"{url}?..." if query and "://" in url and is_query else word[0]

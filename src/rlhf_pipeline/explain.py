@@ -13,7 +13,14 @@ import click
 from omegaconf.errors import OmegaConfBaseException
 from yaml.parser import ParserError
 
-from rlhf_pipeline.errors import Interrupted, PipelineError, causes, short_path, without_secrets
+from rlhf_pipeline.errors import (
+    Interrupted,
+    PipelineError,
+    causes,
+    install,
+    short_path,
+    without_secrets,
+)
 
 TRACEBACKS = "tracebacks"
 """Folder in the project for the stacks of unexpected errors."""
@@ -39,7 +46,9 @@ def explained_errors(*, show_traceback: bool) -> Iterator[None]:
             traceback.print_exc()
         raise
     except KeyboardInterrupt:
-        raise Interrupted("interrupted before a stage was running") from None
+        raise Interrupted(
+            "interrupted. Run the same command again to go on; finished stages are kept"
+        ) from None
     except Exception as error:
         if show_traceback:
             raise
@@ -82,10 +91,8 @@ def _message(error: BaseException) -> str | None:
                 "Fix: remove or correct one of them"
             )
         case ModuleNotFoundError(name="boto3"):
-            return (
-                "MLflow's artifacts are on S3: found no package boto3. Fix: in the project folder, "
-                ".venv/bin/pip install --constraint constraints.txt --editable '.[s3]'"
-            )
+            fix = install("s3")
+            return f"MLflow's artifacts are on S3: found no package boto3. Fix: {fix}"
         case OSError(errno=int(number), filename=str(path)):
             return f"{path}: {os.strerror(number)}. Fix: {_FILE_FIXES.get(number, _OTHER_FILE_FIX)}"
     return None

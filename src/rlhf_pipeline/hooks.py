@@ -34,7 +34,7 @@ from rlhf_pipeline.preflight import (
     preflight,
 )
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
-from rlhf_pipeline.results import SplitSummary, print_results
+from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -73,16 +73,14 @@ class PreflightHook:
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Check what the chosen nodes need: rows for each phase, a free port.
+        """Check what the chosen nodes need, and say what the user should know.
 
         On a machine that another one drives, this hook does its part of the run and ends it.
         """
         provide_default_blocks(catalog)
         serve_other_node(launch_config(catalog))
-        check_stores(pipeline, catalog)
+        check_pipeline(pipeline, catalog)
         nodes = {node.name for node in pipeline.nodes}
-        split = SplitConfig.model_validate(catalog.load("params:split"))
-        check_phases(split.weights, nodes)
         base_model = BaseModelConfig.model_validate(catalog.load("params:base_model"))
         if "base_model" in nodes and base_model.is_gguf:
             logger.warning(
@@ -98,8 +96,6 @@ class PreflightHook:
                 prompts,
                 100 * smallest_visible_win_rate(prompts),
             )
-        warn_of_memory(catalog, nodes)
-        free_port(launch_config(catalog).master_port)
 
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
@@ -127,9 +123,16 @@ def provide_default_blocks(catalog: CatalogProtocol) -> None:
             catalog[f"params:{name}"] = block()
 
 
-def warn_of_memory(catalog: CatalogProtocol, nodes: set[str]) -> None:
-    """Warn of stages that may not fit into memory, and refuse those that cannot."""
+def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Check what the nodes of a run need: stores, prompts for each phase, memory, a free port.
+
+    Raises the errors with which a run ends before its first stage.
+    """
+    check_stores(pipeline, catalog)
+    nodes = {node.name for node in pipeline.nodes}
+    check_phases(SplitConfig.model_validate(catalog.load("params:split")).weights, nodes)
     launch = launch_config(catalog)
+    free_port(launch.master_port)
     if launch.memory_check == "off":
         return
     refuses = launch.memory_check == "refuse"
@@ -209,7 +212,7 @@ class StagesHook:
     ) -> None:
         """Check the published inputs, start the parent run, and make the stage runner."""
         tracker = MlflowTracker(tracking_uri(self._project), self._project)
-        listeners = ProgressDisplay(self._console), SplitSummary(self._console), tracker
+        listeners = ProgressDisplay(self._console), StageSummary(self._console), tracker
         context = run_context(catalog, *listeners)
         chosen = {name: str(value) for name, value in self._chosen.items()}
         changes = changes_since(published_inputs(pipeline, catalog), catalog, context)
@@ -281,7 +284,9 @@ class ResultsHook:
         self._outputs |= outputs
 
     @hook_impl
-    def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    def after_pipeline_run(
+        self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
+    ) -> None:
         """Print the comparison, the registered versions, and the paths of all results."""
         results = {
             name: catalog.load(name)
@@ -289,4 +294,4 @@ class ResultsHook:
             else self._outputs[name]
             for name in sorted(pipeline.all_outputs())
         }
-        print_results(results, self._console)
+        print_results(results, self._console, run_params.get("env"))

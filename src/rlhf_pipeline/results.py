@@ -17,23 +17,27 @@ from rlhf_pipeline.stage_registry import policy_stages
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
 
-class SplitSummary(StageListener):
-    """Prints the report of a split when it finishes."""
+class StageSummary(StageListener):
+    """Prints what a user should know of a finished split or base model."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Print the report's table."""
+        """Print the table of the split's report; say if the base model has no chat template."""
         if run.stage == "split" and status == "FINISHED" and not run.cached:
             report = json.loads((run.export / "report.json").read_text(encoding="utf-8"))
             print_split(report, self._console)
+        if metrics.get("base_model/has_chat_template") == 0:
+            text = "base_model: found no chat template; turns are written as Human: and Assistant:"
+            self._console.print(text, highlight=False, soft_wrap=True)
 
 
-def print_results(results: dict[str, Any], console: Console) -> None:
+def print_results(results: dict[str, Any], console: Console, env: str | None = None) -> None:
     """Print the verdict, the page or else the artifacts, and the registered versions.
 
-    `results` maps names of data sets to the path of an artifact or a page, or to the registration.
+    `results` maps names of data sets to the path of an artifact or a page, or to the registration;
+    `env` is the environment of the run.
     """
     show = partial(console.print, highlight=False, soft_wrap=True)
     show("")
@@ -53,7 +57,7 @@ def print_results(results: dict[str, Any], console: Console) -> None:
         show(f"{name:>12}  {_link(path)}")
     for name, result in results.items():
         if name.endswith("registration"):
-            show("\n".join(_registration(result, console)))
+            show("\n".join(_registration(result, env)))
 
 
 def _link(path: Path) -> str:
@@ -61,18 +65,16 @@ def _link(path: Path) -> str:
     return f"[link={path.as_uri()}]{escape(short_path(path))}[/link]"
 
 
-def _registration(registration: dict[str, Any], console: Console) -> list[str]:
-    """The aliases of the model, the verdict of the gate, and the page of the comparison."""
+def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
+    """The aliases of the model, the verdict of the gate, and how to compare the policies."""
     aliases = ", ".join(
         f"{alias} = version {version}" for alias, version in sorted(registration["aliases"].items())
     )
-    compare = f"http://127.0.0.1:5000{registration['compare']}"
-    # A log has no links.
-    page = f"[link={compare}]the page of both versions[/link]" if console.is_terminal else compare
+    option = "" if env is None else f" --env={env}"
     return [
         f"{'registry':>12}  {registration['model']}: {aliases}",
         *_verdict(registration),
-        f"{'compare':>12}  kedro rlhf ui, then {page}",
+        f"{'compare':>12}  kedro rlhf compare sft-baseline candidate{option}",
     ]
 
 

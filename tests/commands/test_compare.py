@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from made_by_hand import artifact
 from random_answers import policy as random_policy
+from rich.console import Console
 
 from rlhf_pipeline.commands.compare import (
     Policy,
+    compare,
     comparison_page,
     data_table,
     metric_table,
@@ -18,6 +20,7 @@ from rlhf_pipeline.commands.compare import (
     recipe_table,
     verdicts,
 )
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import summary, write_answers
 from rlhf_pipeline.runtime.manifest import Manifest
 
@@ -153,3 +156,12 @@ def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
     assert '"y": [0.1, 0.2]' in page and '"y": [0.3, 0.4]' in page
     alone = comparison_page([policies[0], replace(policies[1], evaluations=())], tables)
     assert "no comparison, because two has no evaluation here." in alone
+
+
+def test_a_page_replaces_no_file_unless_asked(tmp_path):
+    (tmp_path / "notes.html").write_text("mine")
+    with pytest.raises(ConfigError) as refusal:
+        compare(["1"], None, Console(), tmp_path, tmp_path / "notes.html")
+    assert refusal.value.message == (
+        f"--page: found {tmp_path}/notes.html. Fix: name another file, or add --overwrite"
+    )

@@ -1,12 +1,21 @@
 """`kedro rlhf plan`: the stages of a pipeline, what fits, and what would."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from rlhf_pipeline.commands.plan import make_plan
+from rlhf_pipeline.commands.plan_display import show
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.sizing.stages import BLOCKS
 
 PROJECT = Path(__file__).parents[2]
 
@@ -57,12 +66,26 @@ def test_a_published_model_on_a_named_gpu_with_the_fix(tmp_path):
 
 
 def test_rates_that_cannot_move_the_policy_are_a_warning(tmp_path):
-    code, printed, log = plan(tmp_path, "--env=tiny", "--params=ppo.steps=2")
+    code, printed, log = plan(tmp_path, "--env=tiny", params=["ppo.steps=2"])
     assert code == 0, printed + log
     text = " ".join(printed.split())  # two updates with a cosine from 1.5e-4
     assert "ppo hardly trains: the learning rates of its 2 updates sum to 1.5e-04" in text
     assert "Fix: raise ppo.steps, ppo.ppo_epochs or ppo.actor.optimizer.learning_rate" in text
     assert "hardly trains" not in plan(tmp_path, "--env=tiny")[1]
+
+
+def test_the_tables_of_a_large_model_fit_80_columns():
+    loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
+    found = make_plan(loader["parameters"], list(BLOCKS), model="opt-1.3b", gpus="2x8x80")
+    output = io.StringIO()
+    show(found, dict.fromkeys(found.fits, 123.0), Console(file=output, width=80))
+    printed = output.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+    table = printed[printed.index("Work of all ranks") :].splitlines()[3:8]
+    rows = {line.split()[0]: line.split() for line in table}
+    assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "evaluate"]
+    assert all(re.fullmatch(r"\d\.\de\d+", row[-5]) for row in rows.values())  # FLOP
+    assert rows["ppo"][-3] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
 
 
 def test_parameters_that_this_machine_refuses_are_planned(tmp_path):

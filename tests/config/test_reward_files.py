@@ -45,6 +45,43 @@ def test_a_missing_function_is_reported(tmp_path, source, message):
 
 
 @pytest.mark.parametrize(
+    "signature",
+    [
+        "prompts, responses",
+        "prompts, responses, references",
+        "*texts, **others",
+        "prompts, /, responses, weight=1.0, *, references=None",
+    ],
+)
+def test_a_function_that_scoring_can_call_passes(tmp_path, signature):
+    assert faults(tmp_path, f"def reward({signature}): ...") == []
+
+
+@pytest.mark.parametrize(
+    ("signature", "message"),
+    [
+        ("*, prompts, responses", "too many positional arguments"),
+        ("responses", "too many positional arguments"),
+        ("prompts, responses, answers", "missing a required argument: 'answers'"),
+        ("prompts, responses, *, answers", "missing a required argument: 'answers'"),
+        ("references, responses", "multiple values for argument 'references'"),
+    ],
+)
+def test_a_function_that_scoring_cannot_call_is_refused(tmp_path, signature, message):
+    """Scoring comes after SFT and the reward model."""
+    assert faults(tmp_path, f"def reward({signature}): ...") == [
+        f"ppo.rewards.0: {tmp_path}/my.py:reward cannot be called with (prompts, responses): "
+        f"{message}. Fix: define it as `def reward(prompts, responses)`; a third parameter "
+        "`references` gets the reference answers"
+    ]
+
+
+@pytest.mark.parametrize("change", ["@partial(f, 1)\n{}", "{}\nreward = partial(reward, 1)"])
+def test_a_signature_that_the_source_does_not_tell_is_left_to_the_program(tmp_path, change):
+    assert faults(tmp_path, change.format("def reward(weight, prompts, responses): ...")) == []
+
+
+@pytest.mark.parametrize(
     ("place", "message"),
     [
         ("nowhere/my.py:f", "found no file"),

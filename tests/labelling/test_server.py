@@ -170,6 +170,15 @@ def test_pages_of_other_origins_and_other_host_names_are_refused(pairs, votes, s
     assert request(f"{address}/vote", body, Origin=address)[0] == 200
 
 
+def test_a_large_body_is_not_read(pairs, votes, serve):
+    (pair,) = pairs(1)
+    address = serve([pair], votes)
+    body = {"annotator": "Ann", "pair": pair.pair, "choice": "a", "reason": "a" * 2**17}
+    assert request(f"{address}/vote", body)[0] == 413
+    assert request(f"{address}/vote", body, Origin="http://evil.example")[0] == 413
+    assert read_votes(votes) == []
+
+
 @pytest.mark.parametrize(
     "change",
     [{"choice": "c"}, {"annotator": " "}, {"annotator": "a" * 65}, {"reason": "a" * 2001}],

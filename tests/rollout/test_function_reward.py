@@ -2,8 +2,9 @@
 
 import pytest
 
-from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.rollout.function_reward import FunctionSource
+from rlhf_pipeline.config.rewards import CallableReward
+from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
 
 
 def function(source: str) -> FunctionSource:
@@ -88,7 +89,7 @@ def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored
 )
 def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
     with pytest.raises(
-        StageError,
+        ConfigError,
         match=r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as",
     ):
         function(f"def f({parameters}): ...")
@@ -119,3 +120,15 @@ def test_a_function_of_a_module_is_imported_by_name(
     monkeypatch.syspath_prepend(str(tmp_path))
     source = load_one("own_rewards:f", files={"rewards.0": module})
     assert source(scored, answered).tolist() == [2.0] * 3
+
+
+def test_a_failure_names_the_line_of_the_users_file(tmp_path, scored, answered):
+    (tmp_path / "my.py").write_text(
+        "import json\n\ndef parsed(text):\n    return json.loads(text)['score']\n\n"
+        "def f(prompts, responses):\n    return [parsed('{') for _ in responses]\n"
+    )
+    reward = CallableReward(callable=f"{tmp_path}/my.py:f")
+    source = FunctionSource("my.py:f", import_function(reward, tmp_path / "my.py"))
+    with pytest.raises(StageError) as failure:
+        source(scored, answered)
+    assert failure.value.message.endswith(f"({tmp_path}/my.py, line 4)")

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from waiting import HANGS_S
+from waiting import HANGS_S, wait_until
 
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heartbeat import Heartbeat, read_heartbeats
@@ -30,6 +30,8 @@ class Beating:
         monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None))
         monkeypatch.setattr(heartbeat, "_file", None)
         monkeypatch.setattr(heartbeat, "_write", count)
+        at_once = SimpleNamespace(wait=lambda _: None, set=lambda: None, clear=lambda: None)
+        monkeypatch.setattr(heartbeat, "_begun", at_once)
         clock = SimpleNamespace(**vars(time) | {"sleep": self._sleep})
         monkeypatch.setattr(heartbeat, "time", clock)
         monkeypatch.setenv(heartbeat.LAUNCH, "driver and directory")
@@ -96,7 +98,21 @@ def test_many_ticks_cost_one_write_a_second(beating):
         assert (beating.writes, beating.found.ticks) == (second + 1, second * 1000)
     beating.wake()
     assert beating.writes == 3  # nothing has changed
-    assert beating.sleeps == [1.0] * 4
+    assert beating.sleeps == [0.1] * 4
+
+
+def test_a_phase_is_written_when_it_begins(tmp_path, monkeypatch):
+    """A rank that is killed in step 7 is not reported in the step that it was in a second ago."""
+    monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None))
+    monkeypatch.setattr(heartbeat, "_file", None)
+    monkeypatch.setattr(heartbeat, "WRITE_EVERY_S", HANGS_S)
+    heartbeat.start(tmp_path, 0)
+    heartbeat.at("rollout", 1)
+    heartbeat.at("scoring")
+    wait_until(lambda: read_heartbeats(tmp_path)[0].step == 1)
+    heartbeat.at("rollout", 7)
+    heartbeat.at("scoring")
+    wait_until(lambda: str(read_heartbeats(tmp_path)[0]).startswith("scoring of step 7 since "))
 
 
 def test_a_file_that_a_library_writes_ticks_while_it_grows(tmp_path, monkeypatch):

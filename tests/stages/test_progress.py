@@ -1,17 +1,23 @@
 """The progress display on a terminal and in a log."""
 
 import io
+import logging
+import pydoc
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pyte
 import pytest
+import yaml
 from rich.console import Console
 
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.progress import ProgressDisplay, StageProgress
+
+PROJECT = Path(__file__).parents[2]
 
 
 def run(cached=False):
@@ -164,3 +170,21 @@ def test_the_live_line_is_gone_after_an_interruption():
         "sft: running as abcdef01 in ws/sft/abc",
         "sft: interrupted after 0 s  sft/loss 1.500",
     ]
+
+
+def test_a_warning_beside_the_live_line_has_a_line_of_its_own(monkeypatch):
+    """By the handler of conf/logging.yml, made before the live line."""
+    config = yaml.safe_load((PROJECT / "conf" / "logging.yml").read_text())
+    output = io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", output)
+    handler = pydoc.locate(config["handlers"]["console"]["class"])()
+    display = ProgressDisplay(Console(file=output, width=80, force_terminal=True))
+    display.stage_started(run())
+    display._live.refresh()
+    handler.handle(logging.makeLogRecord({"msg": "the ranks finish their step"}))
+    display.stage_ended(run(), "KILLED", {})
+    screen = pyte.Screen(80, 24)
+    pyte.Stream(screen).feed(output.getvalue().replace("\n", "\r\n"))
+    shown = [text.rstrip() for text in screen.display if text.strip()]
+    assert shown[:2] == ["sft: running as abcdef01 in ws/sft/abc", "the ranks finish their step"]

@@ -16,7 +16,7 @@ from random_answers import policy
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.register import RegisterConfig
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.evaluation.comparison import compare, write_answers
 from rlhf_pipeline.evaluation.gate import Check, Verdict
 from rlhf_pipeline.pipelines.register.nodes import register as register_node
@@ -24,14 +24,13 @@ from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entrie
 from rlhf_pipeline.statistics import win_rate
 from rlhf_pipeline.tracking.model_registry import (
     Policy,
-    compare_path,
     register,
 )
 from rlhf_pipeline.tracking.promotion import Champion, count_try
 from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import connect, experiment_id
-from rlhf_pipeline.tracking.versions import find_version, local_folder
+from rlhf_pipeline.tracking.versions import find_version, local_folder, registered_folder
 
 
 def refused(*reasons):
@@ -95,8 +94,6 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
             "checks": [],
             "refusals": [],
         },
-        "compare": "/#/compare-model-versions?name=%22rlhf-policy%22&runs=%7B"
-        f"%221%22%3A%22{trained['sft']}%22%2C%222%22%3A%22{trained['ppo']}%22%7D",
     }
     version = client.get_model_version("rlhf-policy", "2")
     assert version.source == str(ppo.folder)
@@ -475,7 +472,14 @@ def test_an_evaluation_of_an_earlier_version_is_named(client, sft, ppo, trained,
         )
 
 
-def test_a_model_name_survives_the_comparison_link():
-    # MLflow's page decodes the query, parses JSON, and decodes the name again. Backwards for "a b":
-    # encoded a%20b, as JSON "a%20b", encoded %22a%2520b%22
-    assert compare_path("a b", {}) == "/#/compare-model-versions?name=%22a%2520b%22&runs=%7B%7D"
+def test_without_a_champion_the_message_names_the_candidate(client, trained, sft, ppo, tmp_path):
+    """champion is the default of `kedro rlhf chat`, and no name that the user has typed."""
+    register(client, sft=sft, candidate=ppo, promote="never", **PASSED)
+    with pytest.raises(ArtifactError) as refusal:
+        registered_folder("champion", "rlhf-policy", tmp_path, tmp_path)
+    assert refusal.value.message == (
+        "no policy has been promoted yet, so rlhf-policy has no champion; candidate is version 2. "
+        "Fix: name it, as in `kedro rlhf chat candidate`"
+    )
+    with pytest.raises(ArtifactError, match="found 'champ', expected a version or an alias"):
+        registered_folder("champ", "rlhf-policy", tmp_path, tmp_path)

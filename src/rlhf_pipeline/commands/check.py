@@ -228,6 +228,6 @@ def _accepted(
             if refusal is not None:
                 raise StageError(
                     f"stage {stage}: DeepSpeed {version('deepspeed')} refuses the settings of "
-                    f"{name}: {refusal}. Fix: install the version in constraints.txt"
+                    f"{name}: {refusal}. Fix: change them, or install the version that was tested"
                 )
     return engines

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places, whole
 from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import (
     Answer,
     complete_judges,
@@ -77,13 +78,17 @@ def compare(
     console: Console,
     project: Path,
     page: Path | None = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Print the parameters and recipes that differ, the metrics, and every pair of policies.
 
     A name is a version or an alias of the registered model, or a folder. With `page`, also write
     all of it, the data and the curves of the trainings as a page. Raises ArtifactError if there is
-    no artifact of such a name.
+    no artifact of such a name, and ConfigError if the page exists, unless `overwrite`.
     """
+    if page is not None and page.exists() and not overwrite:
+        raise ConfigError(f"--page: found {page}. Fix: name another file, or add --overwrite")
     artifacts = all_artifacts(catalog, Path(catalog.load("workspace")))
     policies = [find(name, artifacts, catalog, project) for name in names]
     tables = [parameter_table(policies), recipe_table(policies), metric_table(policies)]

@@ -13,7 +13,7 @@ from kedro.io import CatalogProtocol
 from rlhf_pipeline.commands.artifacts import all_artifacts
 from rlhf_pipeline.commands.compare import find
 from rlhf_pipeline.data.files.rows import read_rows
-from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.errors import ArtifactError, ConfigError, printable
 from rlhf_pipeline.evaluation.comparison import ANSWERS
 from rlhf_pipeline.labelling.pairs import distinct_pairs, evaluation_rows
 from rlhf_pipeline.labelling.server import application
@@ -41,7 +41,7 @@ def label(
     address = f"http://{host}:{listener.getsockname()[1]}"
     click.echo(f"page   {address}\nvotes  {file}\npairs  {len(found)}")
     for reason, count in left_out.items():
-        click.echo(f"       {count} left out: {reason}")
+        click.echo(f"       {count} left out: {printable(reason)}")
     settings = uvicorn.Config(application(found, file, host), log_level="warning")
     with suppress(KeyboardInterrupt):
         uvicorn.Server(settings).run(sockets=[listener])

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from rlhf_pipeline.commands.artifacts import all_artifacts, folder_of, places, whole
-from rlhf_pipeline.errors import ArtifactError, short_path
+from rlhf_pipeline.errors import ArtifactError, printable, short_path
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import (
     NAME,
@@ -67,7 +67,7 @@ class Walk:
         folder = self.whole(folder)
         artifact = folder if (folder / NAME).is_file() else folder.parent
         manifest = Manifest.read(artifact)
-        label = f"{name}: {manifest.stage} {manifest.fingerprint[:8]}"
+        label = escape(printable(f"{name}: {manifest.stage} {manifest.fingerprint[:8]}"))
         if artifact in self._visited:
             branch.add(f"{label}, see above")
             return
@@ -76,7 +76,9 @@ class Walk:
         fault = self._check(artifact)
         label += f", {len(manifest.files)} files, {decimal(size)}"
         path = f"[link={folder.resolve().as_uri()}]{escape(short_path(folder))}[/link]"
-        below = branch.add(f"[red]{label}: {escape(fault)}" if fault else f"{label}\n[dim]{path}")
+        below = branch.add(
+            f"[red]{label}: {escape(printable(fault))}" if fault else f"{label}\n[dim]{path}"
+        )
         self.files += len(manifest.files)
         self.size += size
         outside = dict(self._outside(artifact))

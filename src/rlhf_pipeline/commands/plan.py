@@ -15,7 +15,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.parameter_faults import invalid_values, unknown_names
+from rlhf_pipeline.preflight import check_values
 from rlhf_pipeline.sizing.fit import Fit, find_fit, needs
 from rlhf_pipeline.sizing.hardware import Hardware, named
 from rlhf_pipeline.sizing.lengths import limits, measured
@@ -104,9 +104,7 @@ def read(loader: LayeredConfigLoader) -> tuple[dict[str, Any], Path]:
     the faults that every machine refuses.
     """
     parameters = loader["parameters"]
-    faults = [*unknown_names(parameters), *invalid_values(parameters)]
-    if faults:
-        raise ConfigError("\n".join(faults))
+    check_values(parameters, loader.origin)
     return parameters, Path(loader["catalog"]["split"]["filepath"])
 
 

@@ -13,14 +13,14 @@ from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work
 
 COLUMNS = {
     "weights": "weights",
-    "gradients": "gradients",
-    "master copies": "master",
-    "optimizer": "optimizer",
-    "activations": "activations",
+    "gradients": "gradi-\nents",
+    "master copies": "master\ncopies",
+    "optimizer": "opti-\nmizer",
+    "activations": "activa-\ntions",
     "logits": "logits",
-    "KV cache": "KV cache",
+    "KV cache": "KV\ncache",
 }
-"""Heads of the components with a column; the others are added up."""
+"""Heads of the components with a column, for 80 columns in all; the others are added up."""
 
 
 def show(plan: Plan, hours: Mapping[str, float], console: Console) -> None:
@@ -35,7 +35,7 @@ def show(plan: Plan, hours: Mapping[str, float], console: Console) -> None:
     )
     console.print("\n[bold]Memory of a rank at its peak, GiB")
     console.print(_memory_table(plan))
-    console.print("\n[bold]Work of all ranks, and disk")
+    console.print("\n[bold]Work of all ranks; disk and main memory of a node, GiB")
     console.print(_work_table(plan, hours))
     source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
     console.print(f"[dim]Rows and lengths: {source}.\n")
@@ -49,7 +49,7 @@ def _memory_table(plan: Plan) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("stage, model", no_wrap=True)
     for name in (*COLUMNS.values(), "other", "all"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for stage, fit in plan.fits.items():
         memory = fit.memory
         color = "green" if fit.fits else "red"
@@ -62,7 +62,8 @@ def _memory_table(plan: Plan) -> Table:
             shown = [parts.pop(name, 0) for name in COLUMNS]
             other = sum(parts.values())
             cells = [_gib(value) if value else "" for value in (*shown, other)]
-            table.add_row(f"  {model.name}", *cells, _gib(sum(shown) + other))
+            name = model.name.removeprefix(f"{stage}.")
+            table.add_row(f"  {name}", *cells, _gib(sum(shown) + other))
         table.add_row(
             "  [dim]libraries", *[""] * len(COLUMNS), "", f"[dim]{_gib(memory.libraries)}"
         )
@@ -70,23 +71,21 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _work_table(plan: Plan, hours: Mapping[str, float]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("stage", no_wrap=True)
-    for name in ("batch", "a rank", "passes", "steps", "tokens", "FLOP", "checkpoints", "models"):
-        table.add_column(name, justify="right")
-    table.add_column("main memory", justify="right")
-    if hours:
-        table.add_column("hours", justify="right")
+    counts = ("batch", "a\nrank", "passes", "steps", "tokens", "FLOP")
+    sizes = ("check-\npoints", "models", "main\nmemory")
+    for name in (*counts, *sizes, *(["hours"] if hours else [])):
+        table.add_column(name, justify="right", no_wrap=True)
     for stage, work in plan.works.items():
         main = plan.fits[stage].memory.main_of_node(plan.hardware.ranks)
         table.add_row(
             f"[bold]{stage}",
             *map(str, (work.batch, work.rows_per_rank, work.micro_batches)),
             "" if stage == "evaluate" else _count(work.steps),
-            *map(_count, (work.tokens, work.flops)),
-            size_text(work.checkpoints),
-            size_text(work.saved_models),
-            size_text(main),
+            _count(work.tokens),
+            "?" if work.flops is None else f"{work.flops:.1e}".replace("e+", "e"),
+            *map(_gib, (work.checkpoints, work.saved_models, main)),
             *([f"{hours[stage]:.2g}" if stage in hours else ""] if hours else []),
         )
     return table
@@ -128,15 +127,13 @@ def show_largest(console: Console) -> None:
 
 
 def _count(value: float | None) -> str:
-    """Such as 950, 1.2 M or 3.4e15; ? if it is not known."""
+    """Such as 950, 1.2 M or 3.4 B; ? if it is not known."""
     if value is None:
         return "?"
     if value < 10_000:
         return f"{value:.0f}"
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if unit <= value < 1000 * unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value:.1e}".replace("e+", "e")
+    unit, name = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if each[0] <= value)
+    return f"{value / unit:.3g} {name}"
 
 
 def _gib(value: float) -> str:

@@ -34,10 +34,12 @@ def serve(project: Path, port: int, console: Console) -> None:
     require_free(port, "ui", "open the link above")
     # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    options = ["--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(port)]
+    options = ["--host", "127.0.0.1", "--port", str(port)]
     command = [sys.executable, "-m", "mlflow", "ui", *options, "--workers", "1"]
+    # Every user of the machine can read a command line, and the store's address has a password.
+    own = {"PATH": path, "MLFLOW_BACKEND_STORE_URI": uri}
     with suppress(KeyboardInterrupt):
-        subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
+        subprocess.run(command, env=os.environ | own, check=True)
 
 
 def require_free(port: int, command: str, fix: str) -> None:

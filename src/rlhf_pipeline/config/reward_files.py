@@ -1,12 +1,14 @@
 """Check the files of PPO's rewards without importing or loading them."""
 
 import ast
+import inspect
 import json
 import symtable
 import sys
 from collections.abc import Sequence
 from importlib.util import decode_source
 from pathlib import Path
+from types import FunctionType
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward
@@ -58,8 +60,26 @@ def source_file(reward: CallableReward) -> Path:
     return Path(origin)
 
 
+def check_signature(reward: str, signature: inspect.Signature) -> None:
+    """Raise ConfigError if a reward function cannot be called as scoring calls it."""
+    references: dict[str, list[str]] = (
+        {"references": []} if "references" in signature.parameters else {}
+    )
+    try:
+        signature.bind([], [], **references)
+    except TypeError as error:
+        raise ConfigError(
+            f"{reward} cannot be called with (prompts, responses): {error}. "
+            "Fix: define it as `def reward(prompts, responses)`; a third parameter "
+            "`references` gets the reference answers"
+        ) from None
+
+
 def _check_defined(reward: CallableReward) -> None:
-    """Raise ConfigError if the source cannot be parsed, or does not define the function."""
+    """Raise ConfigError if the source cannot be parsed, or does not define the function.
+
+    The signature is checked if the name is bound by one plain `def`; else it is known at import.
+    """
     path = source_file(reward)
     try:
         source = decode_source(path.read_bytes())
@@ -78,6 +98,32 @@ def _check_defined(reward: CallableReward) -> None:
             f"{reward.callable}: found functions {', '.join(functions) or 'none'} in {path}, "
             f"expected {reward.function}"
         )
+    found = [
+        node
+        for node in ast.walk(tree)
+        if reward.function in (getattr(node, "name", None), getattr(node, "asname", None))
+        or (
+            isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Store)
+            and node.id == reward.function
+        )
+    ]
+    if len(found) == 1 and isinstance(found[0], ast.FunctionDef) and not found[0].decorator_list:
+        check_signature(reward.callable, _signature(found[0].args))
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    """The signature of a function in source. Nothing of the source is executed."""
+    defaults, keywords = arguments.defaults, arguments.kw_defaults
+    arguments.defaults, arguments.kw_defaults = [], [None] * len(keywords)
+    stub = ast.Expression(ast.Lambda(arguments, ast.Constant(None)))
+    code = compile(ast.fix_missing_locations(stub), "signature", "eval").co_consts[0]
+    function = FunctionType(code, {}, argdefs=tuple(defaults))
+    names = (each.arg for each in arguments.kwonlyargs)
+    function.__kwdefaults__ = {
+        name: default for name, default in zip(names, keywords, strict=True) if default
+    }
+    return inspect.signature(function)
 
 
 def _check_model(reward: ModelReward) -> None:

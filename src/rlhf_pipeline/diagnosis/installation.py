@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rlhf_pipeline.diagnosis.finding import Finding, Setup
+from rlhf_pipeline.errors import pip_install
 
 DISTRIBUTION = "rlhf-pipeline"
 SOURCE = "#include <vector>\n#include <Python.h>\nint main() { return 0; }\n"
@@ -34,7 +35,7 @@ def libraries(_: Setup) -> Finding:
     if not faults:
         return Finding("libraries", "ok", f"{len(needed)} in their tested ranges")
     names = " ".join(f"'{each.name}{each.specifier}'" for each in faults)
-    fix = f"pip install {names}; `make install` installs the tested versions"
+    fix = f"{pip_install()}{names}"
     return Finding("libraries", "failure", "; ".join(faults.values()), fix)
 
 

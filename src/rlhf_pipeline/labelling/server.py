@@ -1,12 +1,13 @@
 """The server of the page on which people compare answers. All state is in the file of votes."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, StringConstraints
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -17,6 +18,9 @@ from rlhf_pipeline.labelling.results import results
 from rlhf_pipeline.labelling.votes import Vote, add_vote, read_votes, remove_vote
 
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=64)]
+MAX_BODY = 2**16
+"""Bytes of a request, at most."""
+
 SCORES = {"a": (1, 0), "b": (0, 1), "tie": (1, 1), "bad": (0, 0)}
 """Scores of the answers that are shown as A and B, by what a person chose."""
 
@@ -33,7 +37,8 @@ class Choice(BaseModel):
 def application(pairs: Sequence[Pair], file: Path, host: str) -> FastAPI:
     """The page and its requests; only `host` and this machine are answered (DNS rebinding)."""
     by_id = {pair.pair: pair for pair in pairs}
-    app = FastAPI(openapi_url=None, dependencies=[Depends(check_origin)])
+    app = FastAPI(openapi_url=None, max_body_size=MAX_BODY)
+    app.middleware("http")(check_origin)
     hosts = ["127.0.0.1", "localhost", host]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
 
@@ -78,11 +83,14 @@ def application(pairs: Sequence[Pair], file: Path, host: str) -> FastAPI:
     return app
 
 
-def check_origin(request: Request) -> None:
-    """Refuse a request by a page of another origin."""
+async def check_origin(
+    request: Request, answer: Callable[[Request], Awaitable[Response]]
+) -> Response:
+    """Answer a request, unless a page of another origin sent it; its body is not read before."""
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
-        raise HTTPException(403, "the request came from a page of another origin")
+        return JSONResponse({"detail": "the request came from a page of another origin"}, 403)
+    return await answer(request)
 
 
 def order(pair: Pair, annotator: str) -> int:

@@ -63,6 +63,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
             model = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto", **how)
         tokenizer = load_tokenizer(config.path, revision=revision, trust_remote_code=trust)
         ensure_pad_token(tokenizer, model)
+    if config.path is not None:
+        metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
     fix_date(tokenizer, config.template_date)

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.config.reward_files import check_signature
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import StageError
@@ -48,14 +50,7 @@ class FunctionSource:
     reads_texts: bool = True
 
     def __post_init__(self) -> None:
-        try:
-            inspect.signature(self.function).bind([], [], **self._references([]))
-        except TypeError as error:
-            raise StageError(
-                f"{self.place} cannot be called with (prompts, responses): {error}. "
-                "Fix: define it as `def reward(prompts, responses)`; a third parameter "
-                "`references` gets the reference answers"
-            ) from None
+        check_signature(self.place, inspect.signature(self.function))
 
     def __call__(self, _: Scored, answered: Answered) -> Tensor:
         """Call the function.
@@ -68,6 +63,7 @@ class FunctionSource:
         except Exception as error:
             raise StageError(
                 f"{self.place} failed {self._where(answered)}: {type(error).__name__}: {error}"
+                f"{_line(error)}"
             ) from error
         if len(results) != len(answered.responses):
             raise StageError(
@@ -114,6 +110,16 @@ class FunctionSource:
             f"at {len(answered.prompts)} responses together, the first to the prompt "
             f"{answered.prompts[0]}"
         )
+
+
+def _line(error: Exception) -> str:
+    """The place of an error of a reward function: the innermost one outside of libraries."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)[2:]
+        if not frame.filename.startswith(("<", sys.prefix, sys.base_prefix))
+    ]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def import_function(reward: CallableReward, path: Path) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """The progress of each rank as a small file, so that the driver can name a stuck rank.
 
-    heartbeats/rank0.json   a `Heartbeat`; rewritten after a change, at most once a second
+    heartbeats/rank0.json   a `Heartbeat`; rewritten when a phase begins, or once a second
 
 A program calls `at` when a phase begins and `tick` when a piece of it is done. Both change memory
 only. A thread writes the file, so training never waits for a disk and no rank waits for another.
@@ -22,7 +22,8 @@ FOLDER = "heartbeats"
 LAUNCH = "RLHF_LAUNCH"
 """Environment variable with driver and work directory. All processes of a launch have it, even
 those that left its process group; programs started by hand or on another machine do not."""
-WRITE_EVERY_S = 1.0
+WRITE_EVERY_S, PAUSE_S = 1.0, 0.1
+"""Seconds between two writes: within a phase, and of two short phases."""
 
 Phase = Literal["loading", "rollout", "scoring", "update", "evaluation", "saving", "finished"]
 
@@ -56,6 +57,7 @@ class Heartbeat:
 _here = Heartbeat(rank=0, pid=None)
 _file: Path | None = None
 _writing = threading.Lock()
+_begun = threading.Event()
 
 
 def start(directory: Path, rank: int) -> None:
@@ -82,6 +84,7 @@ def at(phase: Phase, step: int | None = None) -> None:
         marks=_here.marks + 1,
         ticks=0,
     )
+    _begun.set()
     if phase == "finished":
         flush()
 
@@ -149,7 +152,9 @@ def _occupied(folder: Path) -> dict[str, int]:
 
 def _report(path: Path, written: Heartbeat) -> None:
     while True:
-        time.sleep(WRITE_EVERY_S)
+        time.sleep(PAUSE_S)
+        _begun.wait(WRITE_EVERY_S)  # a rank that is killed has left the phase that it was in
+        _begun.clear()
         newest = _here
         if newest is not written:
             with suppress(OSError):  # a full disk must fail where results are written, not here

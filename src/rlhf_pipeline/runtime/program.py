@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import PipelineError, without_secrets
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -52,7 +52,7 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
         with suppress(OSError):  # on a full disk, the driver explains the failure
             report = job.directory / ERRORS / f"{time.time_ns()}-rank{rank}.txt"
             report.parent.mkdir(exist_ok=True)
-            write_atomically(report, reason[-REASON_CHARACTERS:])
+            write_atomically(report, without_secrets(reason[-REASON_CHARACTERS:]))
             heartbeat.flush()
         raise
     _exit()

@@ -1,5 +1,6 @@
 """The progress display: one line for the running stage, also on a narrow terminal."""
 
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -171,6 +172,7 @@ class ProgressDisplay(StageListener):
                 console=self._console,
                 transient=True,
                 refresh_per_second=4,
+                redirect_stderr=sys.stderr.isatty(),  # a warning has a line of its own
             )
             self._live.start()
 

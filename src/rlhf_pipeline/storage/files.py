@@ -11,14 +11,10 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from rlhf_pipeline.errors import PipelineError, StageError, without_secrets
+from rlhf_pipeline.errors import PipelineError, StageError, install, without_secrets
 from rlhf_pipeline.runtime.digests import PIECE
 
 CHECK = "check path, permissions, credentials and network, and repeat the command"
-INSTALL = (
-    "install the package of the store; for S3, in the project folder: .venv/bin/pip install "
-    "--constraint constraints.txt --editable '.[s3]'"
-)
 
 
 class StoreError(StageError):
@@ -75,10 +71,11 @@ def explained(url: str, fix: str = CHECK) -> Iterator[None]:
         raise
     except Exception as error:
         shown = without_secrets(url)
+        install_fix = f"install the package of the store; for S3: {install('s3')}"
         details = f": {error}" if shown == url else ""  # it may repeat a secret of the URL
         raise StoreError(
             f"{shown}: found {type(error).__name__}{without_secrets(details)}. Fix: "
-            f"{INSTALL if isinstance(error, ImportError) else fix}"
+            f"{install_fix if isinstance(error, ImportError) else fix}"
         ) from None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode
 
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.config.register import Promote
@@ -59,8 +58,6 @@ class Registration:
     """Whether the candidate is the champion."""
     verdict: dict[str, Any]
     """Every condition of the gate, see `rlhf_pipeline.evaluation.gate.Verdict`."""
-    compare: str
-    """Path of the comparison of both versions in MLflow's UI."""
 
 
 def register(
@@ -122,9 +119,8 @@ def register(
             "policies are trained. Fix: when the store answers, repeat the `kedro run`; it reuses "
             "finished stages"
         ) from None  # the error itself can contain the store's password
-    compare = compare_path(model, {versions[stage]: runs[stage] for stage in policies})
     promoted = aliases.get(CHAMPION) == version
-    return Registration(model, versions, runs, aliases, promoted, verdict, compare)
+    return Registration(model, versions, runs, aliases, promoted, verdict)
 
 
 def registered_folders(uri: str, project: Path) -> set[Path]:
@@ -143,16 +139,6 @@ def registered_folders(uri: str, project: Path) -> set[Path]:
             f"{without_secrets(str(error))}. Fix: repeat the command when the store answers"
         ) from None
     return {Path(version.source).resolve() for version in versions if "://" not in version.source}
-
-
-def compare_path(model: str, runs: dict[str, str]) -> str:
-    """Path of MLflow's page that compares versions, for JSON {version: run id}.
-
-    Quotes and braces are percent-encoded, so a terminal detects one link.
-    """
-    query = {"name": quote(model, safe=""), "runs": runs}
-    texts = {key: json.dumps(value, separators=(",", ":")) for key, value in query.items()}
-    return f"/#/compare-model-versions?{urlencode(texts, quote_via=quote, safe='')}"
 
 
 def _create_model(client: MlflowClient, model: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
@@ -54,6 +55,12 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
         version = find_version(client, model, name)
         if version is not None:
             return local_folder(client, version, downloads)
+        candidate = find_version(client, model, "candidate") if name == CHAMPION else None
+    if candidate is not None:
+        raise ArtifactError(
+            f"no policy has been promoted yet, so {model} has no champion; candidate is version "
+            f"{candidate.version}. Fix: name it, as in `kedro rlhf chat candidate`"
+        )
     raise ArtifactError(
         f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "
         "Fix: `kedro rlhf ui` lists the versions"

@@ -116,7 +116,7 @@ def test_a_store_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         DataError,
         match=r"s3://bucket/a.jsonl: .* not installed .*pip install --constraint "
-        r"constraints\.txt --editable '\.\[s3\]'$",
+        r"constraints\.txt 'rlhf-pipeline\[s3\]'$",
     ):
         find_files("s3://bucket/a.jsonl")
 

@@ -39,7 +39,14 @@ def ppo(**changes):
         (new(trust_remote_code=True), ["base_model.trust_remote_code false -> true"]),
         (ppo(lora={"rank": 8}), ['ppo.lora null -> {"rank": 8}']),
         (ppo(rewards=[{"weight": 1.0}, {"weight": 3.0}]), ["ppo.rewards.1.weight 2.0 -> 3.0"]),
-        (ppo(rewards=[]), ['ppo.rewards [{"weight": 1.0}, {"weight": 2.0}] -> []']),
+        (
+            ppo(rewards=[{"weight": 1.0}, {"weight": 2.0}, {"weight": 1.0, "callable": "my.py:f"}]),
+            [
+                "ppo.rewards [weight 1.0, weight 2.0] -> "
+                "[weight 1.0, weight 2.0, weight 1.0 callable my.py:f]"
+            ],
+        ),
+        (ppo(rewards=[]), ["ppo.rewards [weight 1.0, weight 2.0] -> []"]),
         (ppo(steps=list(range(30))), ["ppo.steps 8 -> [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11..."]),
         (new(seed=7), ["seed 1 -> 7"]),
         (new(processes=4), ["processes 2 -> 4"]),
@@ -76,3 +83,13 @@ def test_recipes_of_different_forms_are_not_compared(form):
 
 def test_a_recipe_of_an_earlier_form_may_lack_every_field():
     assert recipe_changes({}, RECIPE, pending=()) == [EARLIER_FORM]
+
+
+def test_reward_sources_are_told_apart_by_what_they_do_not_share():
+    trained = {"weight": 1.0, "name": None, "model": "trained"}
+    mine = {"weight": 1.0, "name": None, "callable": "my_rewards.py:correct"}
+    old = new(config={"ppo": {"rewards": [trained]}})
+    changed = new(config={"ppo": {"rewards": [mine, trained]}})
+    assert recipe_changes(old, changed, pending=()) == [
+        "ppo.rewards [model trained] -> [callable my_rewards.py:correct, model trained]"
+    ]

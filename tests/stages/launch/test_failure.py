@@ -1,5 +1,6 @@
 """The message of a failed stage: the first cause, not its consequences."""
 
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -96,7 +97,7 @@ def test_the_exit_code_of_another_rank_is_not_that_of_a_dead_one(attempt):
     die(attempt, 1, None)
     assert "rank 1 ended with exit code 1" in text(attempt)
     report(attempt, 0, LOST_PEER, seconds=0.1)
-    assert "rank 1 was ended by an unknown signal" in text(attempt)
+    assert "rank 1 ended without a report" in text(attempt)
 
 
 def test_an_unseen_death_is_reported_from_the_launcher_s_log(attempt):
@@ -186,3 +187,19 @@ def test_the_command_to_resume_is_shown_without_secrets(attempt, monkeypatch):
     )
     assert "  again    kedro run '--params=a=https://...@host/x?... d'" in text(attempt)
     assert "canary" not in text(attempt)
+
+
+def test_a_known_cause_and_its_fix_come_before_a_long_report(attempt):
+    report(attempt, 0, "  File ...\n" * 30 + "HeaderTooLarge")
+    lines = text(attempt).splitlines()
+    assert lines[1].startswith("  cause    a file of weights is truncated")
+    assert lines[2].startswith("  fix      ")
+    assert lines[3] == "rank0: File ..."
+
+
+def test_a_removed_work_directory_is_the_cause(attempt):
+    shutil.rmtree(attempt.run.directory)
+    assert text(attempt) == (
+        f"stage sft: {attempt.run.directory} was removed while the stage was running. Fix: repeat "
+        "the command; the stage starts from its first step"
+    )

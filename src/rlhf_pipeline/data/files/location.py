@@ -22,7 +22,7 @@ from typing import Literal, cast, get_args
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from rlhf_pipeline.errors import DataError, PipelineError, without_secrets
+from rlhf_pipeline.errors import DataError, PipelineError, install, without_secrets
 
 Format = Literal["jsonl", "json", "csv", "parquet", "txt"]
 
@@ -170,10 +170,7 @@ def _explain(error: Exception, details: str) -> str:
     match error:
         case ImportError():
             reason = "the store needs a package that is not installed"
-            fix = (
-                "for S3, run in the project folder: .venv/bin/pip install --constraint "
-                "constraints.txt --editable '.[s3]'"
-            )
+            fix = f"for S3: {install('s3')}"
         case FileNotFoundError():
             reason = "not found"
             fix = "correct the source's `path`; a relative path starts at the current folder."

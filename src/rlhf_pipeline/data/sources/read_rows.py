@@ -10,7 +10,7 @@ from rlhf_pipeline.data.files.stream import is_utf8
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
 from rlhf_pipeline.data.sources.lookup import find_source
-from rlhf_pipeline.errors import ConfigError, DataError
+from rlhf_pipeline.errors import ConfigError, DataError, without_secrets
 from rlhf_pipeline.hub import commit_of, is_commit
 
 
@@ -104,8 +104,8 @@ def _hub_rows(
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"source {source.name!r} (revision {revision or 'newest'}) cannot be loaded from the "
-            f"hub: {error}. Fix: check subset, split, revision and the network, or download the "
-            "data and set the source's `path`."
+            f"hub: {without_secrets(str(error))}. Fix: check subset, split, revision and the "
+            "network, or download the data and set the source's `path`."
         ) from error
     columns = [column for column in source.columns if column in rows.column_names]
     for number, row in data_set_rows(rows, columns):

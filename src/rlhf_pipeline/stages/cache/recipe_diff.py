@@ -50,7 +50,21 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") ->
         elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
             yield from _changes(_numbered(before), _numbered(after), f"{place}{name}.")
         else:
-            yield f"{place}{name} {_value(before)} -> {_value(after)}"
+            yield f"{place}{name} {_shown(before, after)} -> {_shown(after, before)}"
+
+
+def _shown(value: Any, other: Any) -> str:
+    """A value. Of a list of blocks only the fields that the blocks of both lists do not share."""
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        return _value(value)
+    fields = [set(map(_field, block.items())) for block in (*value, *(other or ()))]
+    shared = set.intersection(*fields, *([{""}] if not fields else [])) | {""}
+    texts = [" ".join(t for t in map(_field, each.items()) if t not in shared) for each in value]
+    return f"[{', '.join(texts)}]"
+
+
+def _field(item: tuple[str, Any]) -> str:
+    return "" if item[1] is None else f"{item[0]} {_value(item[1])}"
 
 
 def _numbered(values: list[Any]) -> dict[str, Any]:

@@ -30,6 +30,9 @@ library that lost its peer."""
 EXPLAINED_IN_LOG = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
 """Exit statuses that a library explains on standard error, or Python by a stack."""
 
+LONG = 10
+"""Lines of a report that the cause and the fix precede."""
+
 POLLING_S = 1.0
 """The driver sees the death of a rank at most this many seconds after its peers first report it."""
 
@@ -60,15 +63,22 @@ class Attempt:
 def stage_error(attempt: Attempt) -> StageError:
     """The failure as an exception; its `cause` is the name of the known failure."""
     run = attempt.run
+    if not run.directory.is_dir():
+        return StageError(
+            f"stage {run.stage}: {run.directory} was removed while the stage was running. Fix: "
+            "repeat the command; the stage starts from its first step"
+        )
     reason, status = _cause(attempt)
     hint = find_hint(reason, status, attempt.kernel_kills)
-    lines = [f"stage {run.stage} failed after {attempt.seconds:.0f} s ({_end(attempt)})", reason]
+    lines = [f"stage {run.stage} failed after {attempt.seconds:.0f} s ({_end(attempt)})"]
     if hint is not None:
         launch = attempt.config.model_dump(mode="json") | {"processes": attempt.ranks.processes}
         fix = advice(hint, {**run.config, "launch": launch})
         lines += [f"  cause    {hint.cause}"]
         lines += [f"  space    {space_left(run.directory)}"] if hint.name == DISK_FULL else []
         lines += [f"  fix      {fix}"] if fix else []
+    # A long report would push the cause out of sight.
+    lines.insert(len(lines) if reason.count("\n") > LONG else 1, reason)
     lines += [
         f"  command  {shlex.join(attempt.command)}",
         f"  log      {run.directory / LOG}",
@@ -211,7 +221,7 @@ def _logged_status(log: Path) -> int | None:
 
 def _death(status: int | None) -> str:
     if status is None:
-        return "was ended by an unknown signal"
+        return "ended without a report"
     return f"was ended by {_signal(-status)}" if status < 0 else f"ended with exit code {status}"
 
 

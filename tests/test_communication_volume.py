@@ -1,8 +1,12 @@
 """Bytes and seconds of training by ZeRO stage, worked by hand."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from rlhf_pipeline.sizing.communication import (
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from communication_volume import (
     BUCKET,
     LIVE,
     Collectives,
