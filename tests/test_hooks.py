@@ -15,7 +15,7 @@ from rich.console import Console
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.hooks import PreflightHook, ResultsHook
+from rlhf_pipeline.hooks import PreflightHook, ResultsHook, check_stores
 from rlhf_pipeline.results import StageSummary
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -34,6 +34,19 @@ def registration(number: str) -> dict:
     return {
         "model": "policy", "aliases": {"candidate": number}, "promoted": True, "verdict": verdict,
     }  # fmt: skip
+
+
+def test_a_run_says_at_its_start_that_a_version_is_later_than_now(tmp_path, caplog):
+    entry = ArtifactDataset(
+        filepath=str(tmp_path / "ppo_model"), version=Version(None, "2931-01-01T00.00.00.000Z")
+    )
+    entry.save(export(tmp_path / "export", "of the future"))
+    catalog = DataCatalog({"ppo_model": entry})
+    check_stores(Pipeline([Node(lambda: None, None, "ppo_model")]), catalog)
+    assert [message for message in caplog.messages if "2931" in message] == [
+        f"{tmp_path}/ppo_model: found version 2931-01-01T00.00.00.000Z, expected none later than "
+        "now. Fix: correct the clock, or rename it"
+    ]
 
 
 def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(tmp_path, capsys):

@@ -156,11 +156,17 @@ def store_of(catalog: CatalogProtocol) -> Store | None:
 
 
 def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Write to the store, and to those of the pipeline's outputs. Raises StageError for a fault."""
+    """Write to the store and to those of the pipeline's outputs, and warn of a wrong clock.
+
+    Raises StageError if a store fails.
+    """
     entries = [catalog.get(name) for name in sorted(pipeline.all_outputs())]
-    stores = [entry.store for entry in entries if isinstance(entry, PathDataset)]
-    for store in filter(None, [store_of(catalog), *stores]):
+    published = [entry for entry in entries if isinstance(entry, PathDataset)]
+    for store in filter(None, [store_of(catalog), *(entry.store for entry in published)]):
         store.check()
+    for entry in published:
+        if fault := entry.clock_fault():
+            logger.warning("%s", fault)
 
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:

@@ -1,14 +1,18 @@
 """Artifacts in the catalog: published completely or not, and read back by the same run."""
 
+import os
 import re
+from urllib.parse import quote
 
 import pytest
 from kedro.io import Version
 from kedro.io.core import DatasetError
 
+from rlhf_pipeline.datasets import artifact
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.stages.processes import this_process
 
 
 @pytest.fixture
@@ -62,6 +66,66 @@ def test_an_interrupted_publication_leaves_no_version(finished, tmp_path, monkey
     assert (
         dataset(tmp_path, "2026-01-03T00.00.00.000Z").load().parent.name
         == "2026-01-01T00.00.00.000Z"
+    )
+
+
+def test_an_interrupted_publication_is_abandoned_when_its_process_is_gone(
+    finished, tmp_path, monkeypatch
+):
+    """Of another container, nobody here knows that."""
+    models = tmp_path / "models" / "sft_model"
+
+    def killed(*arguments):
+        os._exit(9)
+
+    for version in ("v1", "v2"):
+        pid = os.fork()
+        if pid == 0:
+            monkeypatch.setattr(os, "link", killed)
+            dataset(tmp_path, version).save(finished)
+        os.waitpid(pid, 0)
+    (first,), (second,) = (models.glob(f"{version}/*.partial") for version in ("v1", "v2"))
+    assert dataset(tmp_path, "v").abandoned() == [first, second]
+    first.rename(first.with_name(first.name.replace("%2F", "0%2F", 1)))
+    assert dataset(tmp_path, "v").abandoned() == [second]
+    second.rename(first.with_name(f"sft_model.{quote(this_process(), safe='@')}.partial"))
+    assert dataset(tmp_path, "v").abandoned() == []
+
+
+def test_a_version_is_on_the_disk_before_it_has_its_name(finished, tmp_path, monkeypatch):
+    happened, force, rename = [], artifact.force_to_disk, os.rename
+    monkeypatch.setattr(
+        artifact, "force_to_disk", lambda path: happened.append(("force", path)) or force(path)
+    )
+    monkeypatch.setattr(
+        os, "rename", lambda one, two: happened.append(("rename", one)) or rename(one, two)
+    )
+    dataset(tmp_path, "v1").save(finished)
+    (what, forced), (then, renamed) = happened
+    assert (what, then) == ("force", "rename") and forced == renamed
+
+
+def test_a_published_version_is_not_replaced(finished, tmp_path):
+    dataset(tmp_path, "v1").save(finished)
+    with pytest.raises(DatasetError):
+        dataset(tmp_path, "v1").save(finished)
+    verify(dataset(tmp_path, "v1").versions()[0])
+    assert dataset(tmp_path, "v1").abandoned() == []
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [("2931-01-01T00.00.00.000Z", True), ("2026-01-01T00.00.00.000Z", False), ("zero", False)],
+)
+def test_a_version_later_than_now_is_a_fault(finished, tmp_path, version, wrong):
+    assert dataset(tmp_path, "v").clock_fault() is None
+    dataset(tmp_path, version).save(finished)
+    fault = dataset(tmp_path, "v").clock_fault()
+    assert fault == (
+        f"{tmp_path}/models/sft_model: found version {version}, expected none later than now. "
+        "Fix: correct the clock, or rename it"
+        if wrong
+        else None
     )
 
 

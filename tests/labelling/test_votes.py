@@ -68,8 +68,9 @@ def test_a_vote_is_forced_to_disk_as_a_whole(votes, monkeypatch):
     on_disk = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(votes.read_text()))
     add_vote(votes, vote(0))
-    (text,) = on_disk
-    assert text.endswith("\n") and json.loads(text)["pair"] == "pair 0"
+    assert len(on_disk) == 2  # the file, and its folder, which has the name
+    for text in on_disk:
+        assert text.endswith("\n") and json.loads(text)["pair"] == "pair 0"
 
 
 def test_only_the_first_vote_of_a_person_on_a_pair_counts(votes):
@@ -93,8 +94,8 @@ def test_an_undone_vote_leaves_the_others_as_they_were(votes):
     assert {path.name for path in votes.parent.iterdir()} <= {"votes.jsonl", "votes.jsonl.lock"}
 
 
-@pytest.mark.parametrize("kept", [1, 20, -1])
-def test_half_a_vote_left_by_a_kill_is_reported_and_removed(votes, caplog, kept):
+@pytest.mark.parametrize("kept", [1, 20, -2])
+def test_half_a_vote_left_by_a_kill_is_reported_and_moved_beside_the_votes(votes, caplog, kept):
     add_vote(votes, vote(0))
     whole = votes.read_bytes()
     add_vote(votes, vote(1))
@@ -105,7 +106,8 @@ def test_half_a_vote_left_by_a_kill_is_reported_and_removed(votes, caplog, kept)
     add_vote(votes, vote(2))
     assert [v.pair for v in read_votes(votes)] == ["pair 0", "pair 2"]
     assert votes.read_bytes().startswith(whole + b"{")
-    assert "votes.jsonl: removed half a vote" in caplog.text
+    assert "votes.jsonl: moved half a vote to votes.jsonl.cut" in caplog.text
+    assert votes.with_name("votes.jsonl.cut").read_bytes() == second[:kept] + b"\n"
 
 
 def test_a_new_file_is_created_with_its_folder(tmp_path):
@@ -121,3 +123,57 @@ def test_a_file_with_other_lines_is_refused_and_not_changed(votes):
     with pytest.raises(DataError, match=r"votes\.jsonl:2: found no vote \(Field required\)\. Fix:"):
         add_vote(votes, vote(1))
     assert votes.read_text() == text
+
+
+def test_a_complete_last_vote_without_its_end_is_kept(votes):
+    """As an editor, or lines that were joined, leave it."""
+    for number in range(2):
+        add_vote(votes, vote(number))
+    whole = votes.read_bytes()
+    for content in (whole[:-1], whole.splitlines()[0]):
+        votes.write_bytes(content)
+        with locked(votes) as found:
+            assert [v.pair for v in found] == ["pair 0", "pair 1"][: content.count(b"\n") + 1]
+        assert votes.read_bytes() == content + b"\n"
+    assert {path.name for path in votes.parent.iterdir()} == {"votes.jsonl", "votes.jsonl.lock"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["remember the milk, and tea", '[{"prompt": "a", "first": "b"}]', "{}\n{", "notes\n\nmore"],
+)
+def test_a_file_of_something_else_is_refused_before_a_byte_changes(votes, content):
+    votes.write_text(content)
+    with pytest.raises(DataError, match=r"votes\.jsonl:1: found no vote"), locked(votes):
+        pass
+    with pytest.raises(DataError, match="found no vote"):
+        add_vote(votes, vote(0))
+    assert votes.read_text() == content
+    assert {path.name for path in votes.parent.iterdir()} == {"votes.jsonl", "votes.jsonl.lock"}
+
+
+def test_an_undone_vote_leaves_mode_and_owner_as_they_were(votes):
+    add_vote(votes, vote(0))
+    votes.chmod(0o660)
+    if os.geteuid() == 0:
+        os.chown(votes, 1000, 1000)
+    before = votes.stat()
+    remove_vote(votes, "Ann", "pair 0")
+    after = votes.stat()
+    assert after.st_ino != before.st_ino
+    assert after.st_mode & 0o777 == 0o660
+    assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
+
+
+def test_a_vote_that_does_not_fit_leaves_nothing(disk):
+    file = disk.path / "votes.jsonl"
+    with locked(file):
+        pass
+    disk.leave(4096)  # a page, which the first part of the line fills
+    long = vote(0).model_copy(update={"first": "long " * 2000})
+    with pytest.raises(OSError, match="No space left"):
+        add_vote(file, long)
+    assert file.read_bytes() == b""
+    disk.make_room()
+    add_vote(file, long)
+    assert read_votes(file)[0].first == long.first

@@ -1,9 +1,13 @@
 """Files are written completely or not at all, and only if they fit. The full disk is real."""
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.files import require_space, write_atomically
+from rlhf_pipeline.runtime.files import put_in_place, require_space, write_atomically
 
 PAGE = 4096
 
@@ -32,6 +36,61 @@ def test_a_write_to_a_full_disk_leaves_nothing(disk):
         write_atomically(file, "new")
     assert file.read_text() == "old"
     assert {path.name for path in disk.path.iterdir()} == {"filler", "job.json"}
+
+
+@pytest.fixture
+def happened(monkeypatch):
+    """The names that are forced to the disk, renamed and removed, in order."""
+    found = []
+
+    def record(module, name, shown):
+        real = getattr(module, name)
+
+        def call(*arguments, **options):
+            found.append(shown(arguments))
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    record(os, "fsync", lambda a: f"force {Path(f'/proc/self/fd/{a[0]}').readlink().name}")
+    record(os, "replace", lambda a: f"rename {Path(a[0]).name}")
+    record(shutil, "rmtree", lambda a: f"remove {Path(a[0]).name}")
+    return found
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_another_one(tmp_path, happened):
+    write_atomically(tmp_path / "job.json", "new")
+    assert happened[:2] == ["force job.json.partial", f"force {tmp_path.name}"]
+    assert happened[2:5] == ["rename job.json.partial", "force job.json", f"force {tmp_path.name}"]
+    happened.clear()
+    write_atomically(tmp_path / "rank0.json", "a heartbeat", force=False)
+    assert happened == ["rename rank0.json.partial"]
+
+
+def test_a_folder_is_on_the_disk_before_the_earlier_one_goes(tmp_path, happened):
+    for name in ("best", "best.partial"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "weights").write_text(name)
+    put_in_place(tmp_path / "best.partial", tmp_path / "best")
+    assert (tmp_path / "best" / "sub" / "weights").read_text() == "best.partial"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    renamed = happened.index("rename best.partial")
+    assert set(happened[:renamed]) == {
+        "force weights", "force sub", "force best.partial", f"force {tmp_path.name}",
+        "remove best.outgoing",  # left by an earlier end
+    }  # fmt: skip
+    assert happened[-1] == "remove best.outgoing"
+    assert f"force {tmp_path.name}" in happened[renamed:]
+
+
+def test_a_file_does_not_replace_a_folder(tmp_path):
+    for name in ("page", "page.outgoing"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("work")
+    with pytest.raises(IsADirectoryError):
+        write_atomically(tmp_path / "page", "<p>")
+    write_atomically(tmp_path / "page.outgoing" / "mine", "new")
+    assert (tmp_path / "page" / "mine").read_text() == "work"
 
 
 def test_a_write_that_does_not_fit_is_not_begun(disk):

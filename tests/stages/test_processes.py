@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from waiting import HANGS_S
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.stages import processes
-from rlhf_pipeline.stages.processes import kill_launch, process_identity
+from rlhf_pipeline.stages.processes import (
+    kill_launch,
+    may_run,
+    process_identity,
+    this_process,
+)
 
 
 @pytest.fixture
@@ -50,6 +56,22 @@ def test_a_process_that_ended_has_no_identity(start):
     assert process_identity(process.pid) is None
     process.wait()
     assert process_identity(process.pid) is None
+
+
+def test_a_process_of_another_container_or_machine_may_run_for_a_month(start):
+    process = start("one")
+    here, identity = this_process().rpartition(" ")[0], process_identity(process.pid)
+    host, namespace = here.split("/")
+    now, month = time.time(), 30 * 24 * 3600
+    foreign = [f"{host}/{int(namespace) + 1} {identity}", f"other/{namespace} {identity}"]
+    assert all(may_run(each, now - month + 60) for each in foreign)
+    assert not any(may_run(each, now - month - 60) for each in foreign)
+    for record in (f"{here} {identity}", identity):  # the latter by an earlier version
+        assert may_run(record, 0.0)
+    process.kill()
+    process.wait()
+    assert not may_run(f"{here} {identity}", now) and not may_run(identity, now)
+    assert may_run(foreign[0], now)
 
 
 def test_only_processes_of_the_launch_are_killed(start, tmp_path):

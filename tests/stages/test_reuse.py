@@ -1,15 +1,19 @@
 """A finished stage is reused if artifact and inputs are undamaged; one recipe is launched once."""
 
+import errno
 import json
 import logging
 import multiprocessing
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.errors import ArtifactError, ForeignFileError
+from rlhf_pipeline.errors import ArtifactError, ForeignFileError, StageError
+from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, seal
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.run import StageRunner
 
 
@@ -51,6 +55,104 @@ def test_a_damaged_artifact_is_made_again(drill, recorder, caplog, damage, named
     assert named in warning
     assert drill.run() == export
     assert drill.launches == 2
+    kept = list(export.parent.glob("export.damaged-*"))
+    assert len(kept) == (0 if damage is lose_the_manifest else 1)  # unfinished without a manifest
+    assert all((folder / "trusts").is_file() for folder in kept)
+
+
+class StaleDisk:
+    """Some files cannot be read for a while, as on a network disk."""
+
+    def __init__(self, monkeypatch, name) -> None:
+        self.failing = True
+        real = Path.open
+
+        def open_(path, mode="r", *arguments, **options):
+            if self.failing and path.name == name and "r" in mode:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return real(path, mode, *arguments, **options)
+
+        monkeypatch.setattr(Path, "open", open_)
+
+
+def test_a_read_error_is_no_damage_of_a_finished_artifact(drill, monkeypatch):
+    export = drill.run()
+    disk = StaleDisk(monkeypatch, "result")
+    with pytest.raises(OSError, match="Stale file handle"):
+        drill.run()
+    disk.failing = False
+    assert drill.run() == export
+    assert drill.launches == 1
+
+
+def interrupted(drill):
+    """A work directory with two checkpoints, a best model and metrics."""
+    drill.order("fail")
+    with pytest.raises(StageError):
+        drill.run()
+    drill.order("fail", given=False)
+    (directory,) = (drill.root / "workspace" / "drill").iterdir()
+    for step in (900, 1000):
+        checkpoint = checkpoint_path(directory / "checkpoints", step)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "rank0.safetensors").write_text(f"state {step}")
+        seal(checkpoint, file_entries(checkpoint))
+    (directory / "checkpoints" / "best-00000900").mkdir()
+    (directory / "checkpoints" / "best-00000900" / "weights").write_text("best")
+    (directory / "metrics.jsonl").write_text('{"step": 1000}\n')
+    return directory
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_read_error_at_resume_stops_the_stage_and_removes_nothing(drill, monkeypatch):
+    directory = interrupted(drill)
+    before, metrics = contents(directory / "checkpoints"), directory / "metrics.jsonl"
+    disk = StaleDisk(monkeypatch, "rank0.safetensors")
+    with pytest.raises(
+        StageError, match=r"step-00001000: found .*Stale file handle.* Fix: repeat the command"
+    ):
+        drill.run()
+    disk.failing = False
+    assert drill.launches == 1  # that of `interrupted`
+    assert contents(directory / "checkpoints") == before
+    assert metrics.read_text() == '{"step": 1000}\n'
+
+
+def test_checkpoints_of_which_none_is_valid_are_set_aside_with_the_best_models(drill, caplog):
+    directory = interrupted(drill)
+    before = contents(directory / "checkpoints")
+    for step in (900, 1000):
+        file = checkpoint_path(directory / "checkpoints", step) / "rank0.safetensors"
+        file.write_text(f"stat3 {step}")
+    with caplog.at_level(logging.WARNING):
+        verify(drill.run())
+    (kept,) = directory.glob("checkpoints.damaged-*")
+    assert f"stage drill: found no valid checkpoint; all are in {kept}" in caplog.messages
+    found = contents(kept)
+    assert found.pop("metrics.jsonl") == '{"step": 1000}\n'
+    assert found["best-00000900/weights"] == "best"
+    assert found.keys() == before.keys()
+    assert found["step-00000900/rank0.safetensors"] == "stat3 900"
+
+
+def test_the_export_is_on_the_disk_before_its_checkpoints_go(drill, monkeypatch):
+    directory, happened = interrupted(drill), []
+    force, remove = run.force_to_disk, shutil.rmtree
+    monkeypatch.setattr(run, "force_to_disk", lambda path: happened.append(path) or force(path))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, *a, **o: happened.append(path) or remove(path, *a, **o)
+    )
+    export = drill.run()
+    checkpoints = [checkpoint_path(directory / "checkpoints", step) for step in (900, 1000)]
+    order = [path for path in happened if path in (export, *checkpoints)]
+    assert order[-3:] == [export, *checkpoints]
 
 
 def test_an_added_file_stops_the_stage_before_it_is_launched(drill):

@@ -1,7 +1,9 @@
 """Stages and a store: another workspace reuses and resumes, the store may fail."""
 
+import errno
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,12 @@ from s3_fixtures import serve_s3, store_at
 from waiting import wait_until
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
+from rlhf_pipeline.runtime.checkpoint_files import (
+    checkpoint_path,
+    list_checkpoints,
+    newest_valid_step,
+    seal,
+)
 from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import stored as module
@@ -234,6 +241,44 @@ def upload(stored, run, *made):
         wait_until(lambda: stored.newest_step(run) == step)  # noqa: B023 - used at once
     stored.stage_ended(run, "KILLED", {})
     stored.close()
+
+
+def test_two_sources_of_one_name_are_both_uploaded(store, tmp_path):
+    """Also if a later run reuses both."""
+    runs = []
+    for key in "ab":
+        directory = tmp_path / "one" / "source" / (key * 16)
+        (directory / "export").mkdir(parents=True)
+        (directory / "export" / "rows").write_text(key)
+        files = file_entries(directory / "export")
+        Manifest("source", key * 64, 1, {}, {}, {}, {}, files).write(directory / "export")
+        config = {"source": {"name": "files", "path": f"{key}.jsonl"}}
+        runs.append(StageRun("source", key * 64, 1, config, {}, {}, directory, 60.0))
+    for cached in (False, True):
+        stored = StoredStages(store, tmp_path / "one")
+        for each in runs:
+            each = replace(each, cached=cached)
+            stored.stage_started(each)
+            stored.stage_ended(each, "FINISHED", {})
+        stored.close()
+        assert store.names("stages/source/*.json") == [
+            f"stages/source/{key * 64}.json" for key in "ab"
+        ]
+        store.remove(store.names("stages/source/*.json"))
+
+
+def test_newer_checkpoints_here_stay_if_they_cannot_be_read(store, training, tmp_path, monkeypatch):
+    upload(StoredStages(store, tmp_path / "one"), training, (2, 1))
+    save(training, 4)
+
+    def fail(entry, path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileEntry, "matches", fail)
+        with pytest.raises(StageError, match="Input/output error"):
+            newest_valid_step(training.checkpoints)
+    assert newest_valid_step(training.checkpoints) == 4
 
 
 def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp_path):

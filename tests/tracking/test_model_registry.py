@@ -78,12 +78,17 @@ def trained(client):
     return {"sft": training_run(client, "aaaa"), "ppo": training_run(client, "bbbb")}
 
 
+# printf '{"model.safetensors": "'$(printf weights | sha256sum | cut -c-64)'"}' | sha256sum
+WEIGHTS = "758bed0194f35c144d1db50511b7ea6e76f5a2f6e824057aa0f9bec2bf434003"
+
+
 def test_a_promoted_candidate(client, sft, ppo, trained):
     registration = register(client, sft=sft, candidate=ppo, **PASSED)
     assert json.loads(json.dumps(asdict(registration))) == {
         "model": "rlhf-policy",
         "versions": {"sft": "1", "ppo": "2"},
         "runs": trained,
+        "digests": {"sft": WEIGHTS, "ppo": WEIGHTS},
         "aliases": {"sft-baseline": "1", "candidate": "2", "champion": "2"},
         "promoted": True,
         "verdict": {
@@ -100,11 +105,7 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
     assert version.run_id == trained["ppo"]
     assert version.tags["rlhf.fingerprint"] == "bbbb"
     assert version.tags["rlhf.stage"] == "ppo"
-    # printf '{"model.safetensors": "'$(printf weights | sha256sum | cut -c-64)'"}' | sha256sum
-    assert (
-        version.tags["rlhf.content_digest"]
-        == "758bed0194f35c144d1db50511b7ea6e76f5a2f6e824057aa0f9bec2bf434003"
-    )
+    assert version.tags["rlhf.content_digest"] == WEIGHTS
     assert client.get_model_version_by_alias("rlhf-policy", "sft-baseline").source == str(
         sft.folder
     )
@@ -118,6 +119,7 @@ def test_a_candidate_is_named_after_the_stage_that_trained_it(client, sft, tmp_p
     registration = register(client, sft=sft, candidate=dpo, **PASSED)
     assert registration.versions == {"sft": "1", "dpo": "2"}
     assert registration.runs == trained
+    assert registration.digests == {"sft": WEIGHTS, "dpo": WEIGHTS}
     assert registration.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
     assert client.get_model_version("rlhf-policy", "2").tags["rlhf.stage"] == "dpo"
 

@@ -21,8 +21,8 @@ from ports import reserved_port
 
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import runs
-from rlhf_pipeline.tracking.orphans import driver_tag
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import connect, experiment_id, request_limits
 
@@ -340,7 +340,7 @@ def test_runs_of_a_killed_driver_are_closed_and_its_stage_resumes_in_the_same_ru
     again.stage_started(sft)
     assert statuses(client)["sft"] == "RUNNING"
     assert (
-        found(client)["sft"].data.tags["rlhf.driver"] == driver_tag()
+        found(client)["sft"].data.tags["rlhf.driver"] == this_process()
     )  # in case this driver is killed, too
     again.stage_ended(sft, "FINISHED", {})
     assert found(client)["sft"].info.run_id == before["sft"].info.run_id

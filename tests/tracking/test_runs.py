@@ -10,7 +10,7 @@ import pytest
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun
-from rlhf_pipeline.tracking.orphans import driver_tag
+from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id
 
@@ -100,7 +100,7 @@ def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents
         "mlflow.parentRunId": parent.info.run_id,
         "mlflow.runName": "ppo f00d",
         "rlhf.stage": "ppo",
-        "rlhf.driver": driver_tag(),
+        "rlhf.driver": this_process(),
         "rlhf.fingerprint": "f00d",
         "rlhf.directory": str(stage.directory),
         "rlhf.input.prompts": "d1",

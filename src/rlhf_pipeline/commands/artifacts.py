@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kedro.framework.project import pipelines
-from kedro.io import CatalogProtocol
+from kedro.io import AbstractDataset, CatalogProtocol
 
 from rlhf_pipeline.config.register import RegisterConfig
-from rlhf_pipeline.datasets.artifact import ArtifactDataset, PathDataset
+from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.tracking.versions import registered_folder
 
-D = TypeVar("D", bound=PathDataset)
+D = TypeVar("D", bound=AbstractDataset[Any, Any])
 
 
 def folder_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:

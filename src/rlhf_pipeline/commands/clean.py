@@ -1,19 +1,23 @@
 """`kedro rlhf clean`: show or remove what no published version needs."""
 
+import json
 from functools import partial
 from pathlib import Path
 
 from kedro.io import CatalogProtocol
+from kedro_datasets.json import JSONDataset
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from rlhf_pipeline.commands.artifacts import artifact_datasets, datasets_of
 from rlhf_pipeline.datasets.artifact import PageDataset
+from rlhf_pipeline.errors import ArtifactError, without_secrets
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
-from rlhf_pipeline.stages.cache.workspace import downloads
-from rlhf_pipeline.tracking.model_registry import registered_folders
+from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
+from rlhf_pipeline.tracking.model_registry import registered_sources
 from rlhf_pipeline.tracking.store import tracking_uri
 
 
@@ -29,23 +33,26 @@ def clean(
     """Show what no published version needs, and downloads; with `yes`, remove it.
 
     With `versions`, published versions count as well, except the newest one of each data set and
-    those that the model registry refers to.
+    registered ones. Raises ArtifactError if it cannot know these.
     """
     workspace = Path(catalog.load("workspace"))
+    root, show = workspace.parent, partial(console.print, highlight=False, soft_wrap=True)
     datasets = artifact_datasets(catalog).values()
     published = [path for dataset in datasets for path in dataset.versions()]
     local = [dataset for dataset in datasets if dataset.store is None]
     older = [path for dataset in local for path in dataset.versions()[:-1]]
-    if older:
-        registered = registered_folders(tracking_uri(project), project)
-        older = [path for path in older if path.resolve() not in registered]
     unwanted = {
         path: "left by an interrupted publication"
         for dataset in datasets
         for path in dataset.abandoned()
     }
     unwanted |= dict.fromkeys(downloads(workspace), "a download, which is repeated when needed")
+    unwanted |= dict.fromkeys(workspace.glob(f"*/*/*{DAMAGED}*"), "damaged, set aside")
     if versions:
+        for fault in filter(None, (dataset.clock_fault() for dataset in datasets)):
+            raise ArtifactError(fault)
+        show(f"registry: {without_secrets(tracking_uri(project))}")
+        older = _not_registered(older, catalog, project)
         unwanted |= dict.fromkeys(older, "an older version, not registered")
         pages = [page for page in datasets_of(PageDataset, catalog).values() if page.store is None]
         unwanted |= {
@@ -53,8 +60,6 @@ def clean(
         }
         published = [path for path in published if path not in older]
     leftovers, kept = survey(workspace, stage_specs(), published, unwanted, unfinished=unfinished)
-    root = workspace.parent
-    show = partial(console.print, highlight=False, soft_wrap=True)
     if leftovers:
         console.print(_table(leftovers, root))
     for path, why in kept.items():
@@ -71,7 +76,34 @@ def clean(
                 freed -= leftover.freed
         show(f"Removed; {decimal(freed)} freed.")
     if older and not versions:
-        show(f"{len(older)} older versions are not registered; --versions removes them, too.")
+        show(f"{len(older)} versions are older; --versions removes those that are not registered.")
+
+
+def _not_registered(older: list[Path], catalog: CatalogProtocol, project: Path) -> list[Path]:
+    """The versions that neither the registry nor a registration published here names."""
+    named = []
+    for dataset in datasets_of(JSONDataset, catalog).values():
+        if (file := Path(str(dataset._filepath))).stem.endswith("registration"):
+            named += [json.loads(path.read_text()) for path in file.glob(f"*/{file.name}")]
+    uri = tracking_uri(project)
+    registered = registered_sources(uri, project)
+    unknown = {each["model"] for each in named} - {model for model, _ in registered}
+    if unknown:
+        raise ArtifactError(
+            f"--versions: found no {min(unknown)} in the registry at {without_secrets(uri)}, "
+            "expected this registered model. Fix: set MLFLOW_TRACKING_URI as for the runs"
+        )
+    digests = {digest for each in named for digest in each.get("digests", {}).values()}
+    # Registrations of earlier versions have no digests: all models of their stages are kept.
+    stages = {stage for each in named if "digests" not in each for stage in each["versions"]}
+    folders = {Path(source).resolve() for _, source in registered}
+    return [
+        path
+        for path in older
+        if path.resolve() not in folders
+        and content_digest(path) not in digests
+        and Manifest.read(path).stage not in stages
+    ]
 
 
 def _table(leftovers: list[Leftover], root: Path) -> Table:

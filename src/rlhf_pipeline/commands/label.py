@@ -17,7 +17,7 @@ from rlhf_pipeline.errors import ArtifactError, ConfigError, printable
 from rlhf_pipeline.evaluation.comparison import ANSWERS
 from rlhf_pipeline.labelling.pairs import distinct_pairs, evaluation_rows
 from rlhf_pipeline.labelling.server import application
-from rlhf_pipeline.labelling.votes import locked, read_votes
+from rlhf_pipeline.labelling.votes import locked
 
 
 def label(
@@ -31,8 +31,8 @@ def label(
         rows = evaluation_rows(evaluation_of(evaluation, catalog, project, workspace))
     found, left_out = distinct_pairs(rows)
     file = Path(output or workspace.parent / "01_raw" / "votes.jsonl").resolve()
-    with locked(file):
-        read_votes(file)
+    with locked(file):  # refuses a file with something else
+        pass
     try:
         listener = socket.create_server((host, port))
     except OSError as error:

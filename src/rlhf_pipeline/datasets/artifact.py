@@ -1,22 +1,24 @@
 """Finished artifacts and pages in the Kedro catalog."""
 
 import os
+import re
 import shutil
 from abc import abstractmethod
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote, unquote
 
-import psutil
 from filelock import FileLock
 from kedro.io import AbstractVersionedDataset, Version
-from kedro.io.core import DatasetError, get_protocol_and_path
+from kedro.io.core import DatasetError, generate_timestamp, get_protocol_and_path
 from kedro_datasets._typing import TablePreview  # what Kedro-Viz knows
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
+from rlhf_pipeline.stages.processes import may_run, this_process
 from rlhf_pipeline.storage.files import link_or_copy
 from rlhf_pipeline.storage.store import Store
 
@@ -75,6 +77,14 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
         """
         path = Path(str(self._get_load_path()))
         return path if self.store is None else self._fetch(path.parent.name)
+
+    def clock_fault(self) -> str | None:
+        """What is wrong if the newest version has a time later than now; else None."""
+        newest = Path(next(iter(self._get_versions()), "")).parent.name
+        if not re.match(r"\d{4}-\d\d-\d\dT", newest) or newest < generate_timestamp():
+            return None
+        fix = "Fix: correct the clock, or rename it"
+        return f"{self.folder}: found version {newest}, expected none later than now. {fix}"
 
     def versions(self) -> list[Path]:
         """All published versions, oldest first.
@@ -162,11 +172,13 @@ class ArtifactDataset(PathDataset):
         if self.store is not None:
             pointer = f"{target.parent.name}/{target.name}{self.POINTER}"
             self.store.push(data, pointer)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # not a version
+        owner = quote(this_process(), safe="@")
+        partial = target.with_name(f"{target.name}.{owner}.partial")  # not a version
         what = f"stage {manifest.stage} is finished in {data} but not published as {target}"
         with explain_full_disk(what, target):
             try:
                 shutil.copytree(data, partial, copy_function=link_or_copy)
+                force_to_disk(partial)
                 partial.rename(target)
                 self._link_latest(target)
             except BaseException:
@@ -217,12 +229,12 @@ class ArtifactDataset(PathDataset):
 
     def abandoned(self) -> list[Path]:
         """Directories of interrupted publications."""
-        partials = self.folder.glob(f"*/{self.folder.name}.[0-9]*.partial")
-        return sorted(
+        name = f"{self.folder.name}."
+        return [
             path
-            for path in partials
-            if not psutil.pid_exists(int(path.suffixes[-2].removeprefix(".")))
-        )
+            for path in sorted(self.folder.glob(f"*/{name}*[0-9].partial"))
+            if not may_run(unquote(path.stem.removeprefix(name)), path.stat().st_mtime)
+        ]
 
 
 def _cache_folder() -> Path:

@@ -16,7 +16,7 @@ from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models.lora import trained_names, write_adapter
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.files import require_space
+from rlhf_pipeline.runtime.files import put_in_place, require_space
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -75,10 +75,4 @@ def _replaced(directory: Path, weights: dict[str, Tensor]) -> Iterator[Path]:
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}
     require_space(partial, sum(sizes.values()), f"the model for {directory}")
     yield partial
-    # If the program is killed in between, one of the two folders still exists.
-    outgoing = directory.with_name(directory.name + ".outgoing")
-    shutil.rmtree(outgoing, ignore_errors=True)
-    if directory.is_dir():
-        directory.rename(outgoing)
-    partial.rename(directory)
-    shutil.rmtree(outgoing, ignore_errors=True)
+    put_in_place(partial, directory)

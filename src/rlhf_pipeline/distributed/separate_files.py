@@ -23,13 +23,13 @@ def leads_file_system(world: World) -> bool:
 
 
 def collect(world: World, folder: Path, own: Mapping[str, FileEntry]) -> None:
-    """Copy the files that ranks wrote on other file systems into the same folder at rank 0.
+    """Copy the files that ranks wrote on other file systems into the folder of rank 0.
 
     All ranks call this together. Returns after the last file.
 
     Args:
         world: the ranks. They exchange pieces in main memory.
-        folder: the folder, which exists at rank 0 with its subfolders.
+        folder: the folder that this rank wrote to; that of rank 0 has the same subfolders.
         own: the files that this rank wrote, by path relative to the folder.
 
     Raises:

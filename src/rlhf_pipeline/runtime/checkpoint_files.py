@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.digests import FileEntry
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    return sorted(path for path in directory.glob(f"{_PREFIX}*") if path.suffix != ".partial")
+    return sorted(directory.glob(_PREFIX + 8 * "[0-9]"))
 
 
 def newest_step(directory: Path) -> int | None:
@@ -47,7 +47,10 @@ def newest_step(directory: Path) -> int | None:
 
 
 def newest_valid_step(directory: Path) -> int | None:
-    """The step of the newest undamaged checkpoint, or None. Damaged checkpoints are reported."""
+    """The step of the newest undamaged checkpoint, or None. Damaged checkpoints are reported.
+
+    Raises StageError if a file cannot be read, which may be no damage.
+    """
     for checkpoint in reversed(list_checkpoints(directory)):
         try:
             _verify(checkpoint)
@@ -70,5 +73,10 @@ def _verify(directory: Path) -> None:
         for name, entry in entries.items():
             if not FileEntry(**entry).matches(directory / name):
                 raise ArtifactError(f"{directory / name} has changed since it was written")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{directory} is damaged ({error})") from error
+    except OSError as error:
+        raise StageError(
+            f"{directory}: found {error}, expected a checkpoint that can be read. Nothing was "
+            "changed. Fix: repeat the command when the disk answers"
+        ) from error

@@ -1,23 +1,60 @@
-"""Write files completely or not at all, and only if they fit."""
+"""Write files completely or not at all, force them to the disk, and only if they fit."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
 from rlhf_pipeline.errors import StageError
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it.
+def write_atomically(path: Path, text: str, *, force: bool = True) -> None:
+    """Write a file under another name, then rename it, so that nothing leaves a truncated file.
 
-    A full disk or a kill therefore never leaves a truncated file.
+    Without `force`, a power cut may: for a file that is soon written again.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        if force:
+            put_in_place(partial, path)
+        else:
+            partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def put_in_place(complete: Path, target: Path) -> None:
+    """Give a complete file or folder its name, forced to the disk, and remove the earlier one.
+
+    If this is cut off, the earlier one is whole, a folder perhaps under the name `.outgoing`.
+    """
+    force_to_disk(complete)
+    outgoing = target.with_name(f"{target.name}.outgoing")
+    if both_folders := complete.is_dir() and target.is_dir():
+        shutil.rmtree(outgoing, ignore_errors=True)
+        target.rename(outgoing)
+    complete.replace(target)
+    force_to_disk(target)
+    if both_folders:
+        shutil.rmtree(outgoing)
+
+
+def force_to_disk(path: Path) -> None:
+    """Force a file, or a folder with all that is in it, to the disk, and its name.
+
+    The system writes seconds later, but may remove at once what `path` replaces.
+    """
+    for each in filter(Path.exists, (*path.rglob("*"), path, path.parent)):
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some file systems cannot force folders
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def require_space(directory: Path, needed: int, what: str) -> None:

@@ -164,4 +164,4 @@ def _report(path: Path, written: Heartbeat) -> None:
 
 def _write(path: Path, heartbeat: Heartbeat) -> None:
     with _writing:
-        write_atomically(path, json.dumps(asdict(heartbeat)))
+        write_atomically(path, json.dumps(asdict(heartbeat)), force=False)

@@ -2,10 +2,13 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +25,27 @@ def process_identity(pid: int) -> str | None:
         return f"{pid}@{process.create_time()}"
     except psutil.NoSuchProcess:
         return None
+
+
+def machine() -> str:
+    """Host and process namespace: containers with equal names do not see each other's processes."""
+    return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def this_process() -> str:
+    """The identity of this process among all processes of all machines."""
+    return f"{machine()} {process_identity(os.getpid())}"
+
+
+def may_run(process: str, since: float) -> bool:
+    """Whether a process, given by its `this_process` at the time `since`, may still run.
+
+    One of another machine or container, which cannot be seen, may for 30 days.
+    """
+    where, _, identity = process.rpartition(" ")
+    if where not in ("", machine()):
+        return time.time() - since < 30 * 24 * 3600
+    return process_identity(int(identity.partition("@")[0])) == identity
 
 
 def kill_launch(launch: str) -> None:

@@ -11,15 +11,18 @@ from typing import Any
 from rlhf_pipeline.config.block import Block, leaves
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
-from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.checkpoint_files import (
+    list_checkpoints,
+    newest_valid_step,
+)
+from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
 from rlhf_pipeline.runtime.heartbeat import read_heartbeats
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
-from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_directory
+from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_directory, set_aside
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job, write_job
@@ -124,10 +127,19 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
     """Launch the program, resuming from its newest valid checkpoint; return its artifact."""
     run.directory.mkdir(parents=True, exist_ok=True)
     await_programs(run.directory)
-    resume_from = newest_valid_step(run.directory / "checkpoints")
+    _remove_incomplete(run)
+    resume_from = newest_valid_step(run.checkpoints)
+    if resume_from is None and list_checkpoints(run.checkpoints):
+        if run.metrics_file.is_file():
+            run.metrics_file.rename(run.checkpoints / run.metrics_file.name)
+        damaged = set_aside(run.checkpoints)
+        logger.warning("stage %s: found no valid checkpoint; all are in %s", run.stage, damaged)
     if context.stored is not None:
         resume_from = context.stored.fetch_checkpoint(run, resume_from)
-    _clear(run, keep_progress=resume_from is not None)
+    if resume_from is None:  # training makes all of it again
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+        run.metrics_file.unlink(missing_ok=True)
+    (run.directory / "deepspeed.json").unlink(missing_ok=True)
     write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
     run = replace(
         run, config=as_json(config), resume_from=resume_from, adjusted=adjusted(job.config, config)
@@ -137,7 +149,8 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
     try:
         launch(job.spec, run, context)
         metrics = Manifest.read(run.export).metrics
-        for checkpoint in list_checkpoints(run.directory / "checkpoints"):  # no longer needed
+        force_to_disk(run.export)
+        for checkpoint in list_checkpoints(run.checkpoints):  # no longer needed
             shutil.rmtree(checkpoint)
         shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)
     except BaseException as error:
@@ -152,6 +165,7 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
 def _finished(run: StageRun) -> Path | None:
     """The directory with the newest undamaged artifact of the recipe, or None.
 
+    Damaged ones are set aside. Published versions keep their files: they are hard links.
     Raises ForeignFileError if the artifact is undamaged but contains an added file: running the
     stage again would cost its whole time and lose that file.
     """
@@ -164,26 +178,16 @@ def _finished(run: StageRun) -> Path | None:
                 raise
             except ArtifactError as error:
                 logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
+                if (directory / "export" / NAME).is_file():  # else nobody finished it
+                    set_aside(directory / "export")
     return None
-
-
-def _clear(run: StageRun, *, keep_progress: bool) -> None:
-    """Remove the files of an earlier attempt, except checkpoints and metrics to resume from.
-
-    Published versions keep their files: they are hard links.
-    """
-    _remove_incomplete(run)
-    for name in ("export", *([] if keep_progress else ["checkpoints"])):
-        shutil.rmtree(run.directory / name, ignore_errors=True)
-    for path in (run.directory / "deepspeed.json", *([] if keep_progress else [run.metrics_file])):
-        path.unlink(missing_ok=True)
 
 
 def _remove_incomplete(run: StageRun) -> None:
     """Remove an unfinished export and unfinished checkpoints: they may fill the disk."""
     if not (run.export / NAME).is_file():
         shutil.rmtree(run.export, ignore_errors=True)
-    for partial in (run.directory / "checkpoints").rglob("*.partial"):
+    for partial in run.checkpoints.rglob("*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
 
 

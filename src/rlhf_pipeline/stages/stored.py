@@ -25,7 +25,7 @@ from rlhf_pipeline.runtime.checkpoint_files import (
     newest_step,
     newest_valid_step,
 )
-from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.files import put_in_place, write_atomically
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
@@ -60,8 +60,8 @@ class StoredStages(StageListener):
         self._running: StageRun | None = None
         self._pushed: tuple[str, int] | None = None
         """Fingerprint and step of the newest checkpoint in the store."""
-        self._waiting: dict[str, Callable[[], None]] = {}
-        """Uploads to do, by what they are in words."""
+        self._waiting: list[tuple[str, Callable[[], None]]] = []
+        """Uploads to do, each with what it is in words. Only the thread removes one."""
         self._failed_at: float | None = None
         self._reason = ""
         self._unreachable = False
@@ -134,9 +134,8 @@ class StoredStages(StageListener):
             step = newest_valid_step(folder / "checkpoints")
             if step is None:  # it was damaged before it was uploaded
                 continue
-            shutil.rmtree(run.checkpoints, ignore_errors=True)
-            (folder / "checkpoints").replace(run.checkpoints)
             (folder / run.metrics_file.name).replace(run.metrics_file)
+            put_in_place(folder / "checkpoints", run.checkpoints)
             shutil.rmtree(folder)
             logger.info("stage %s: checkpoint downloaded from %s", run.stage, self._store.name)
             return step
@@ -150,7 +149,7 @@ class StoredStages(StageListener):
     def stage_started(self, run: StageRun) -> None:
         """Watch the checkpoints of a stage; upload a reused artifact that the store lacks."""
         if run.cached:
-            self._waiting.setdefault(run.title, partial(self._push, run, replace=False))
+            self._waiting.append((run.title, partial(self._push, run, replace=False)))
         else:
             self._running = run
         if self._thread is None:
@@ -163,24 +162,28 @@ class StoredStages(StageListener):
         if run.cached:
             return
         if status == "FINISHED":
-            self._waiting[run.title] = partial(self._push, run, replace=True)
+            self._waiting.append((run.title, partial(self._push, run, replace=True)))
         else:
-            self._waiting[f"the checkpoint of {run.title}"] = partial(self._push_checkpoint, run)
+            what = f"the checkpoint of {run.title}"
+            self._waiting.append((what, partial(self._push_checkpoint, run)))
 
     def close(self) -> None:
         """Wait for the uploads. Raises StageError with those that failed."""
         if self._thread is None:
             return
         if self._waiting:
-            logger.info("uploading to %s: %s", self._store.name, ", ".join(self._waiting))
+            logger.info("uploading to %s: %s", self._store.name, self._missing())
         self._closing.set()
         self._thread.join()
         self._thread = None
         if self._waiting:
             raise StageError(
-                f"{self._store.name} does not have {', '.join(self._waiting)}, which this machine "
+                f"{self._store.name} does not have {self._missing()}, which this machine "
                 f"has: {self._reason}. Then repeat the `kedro run`, which uploads the rest"
             )
+
+    def _missing(self) -> str:
+        return ", ".join(dict.fromkeys(what for what, _ in self._waiting))
 
     def _work(self) -> None:
         while True:
@@ -193,9 +196,10 @@ class StoredStages(StageListener):
     def _upload(self) -> None:
         """Try all uploads; the first failure ends the attempt."""
         try:
-            for what, task in list(self._waiting.items()):
+            while self._waiting:
+                _, task = self._waiting[0]
                 task()
-                del self._waiting[what]
+                del self._waiting[0]
             if (run := self._running) is not None:
                 self._push_checkpoint(run)
         except Exception as error:  # the thread must survive

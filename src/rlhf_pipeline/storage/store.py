@@ -9,7 +9,6 @@ the digest of every file before the folder gets its name.
 """
 
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -23,7 +22,7 @@ from filelock import FileLock
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
 from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
-from rlhf_pipeline.runtime.files import require_space
+from rlhf_pipeline.runtime.files import put_in_place, require_space
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
 from rlhf_pipeline.storage.files import (
     explained,
@@ -181,8 +180,7 @@ class Store:
                 for name in manifest.files:
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 manifest.write(partial)
-                shutil.rmtree(folder, ignore_errors=True)
-                partial.rename(folder)
+                put_in_place(partial, folder)
         return manifest
 
     def _download_all(

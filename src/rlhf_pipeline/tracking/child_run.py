@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import StageRun, Status
+from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking.lineage import log_data_read
-from rlhf_pipeline.tracking.orphans import DRIVER_TAG, driver_tag
+from rlhf_pipeline.tracking.orphans import DRIVER_TAG
 from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, experiment_id, find_run
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class ChildRun:
                 tags={
                     "mlflow.parentRunId": parent,
                     "rlhf.stage": run.stage,
-                    DRIVER_TAG: driver_tag(),
+                    DRIVER_TAG: this_process(),
                     FINGERPRINT_TAG: run.fingerprint,
                     "rlhf.directory": str(run.directory),
                     **mixture_tag(run.mixture),
@@ -64,7 +65,7 @@ class ChildRun:
         else:
             client.update_run(unfinished, status="RUNNING")
             client.set_tag(unfinished, "mlflow.parentRunId", parent)
-            client.set_tag(unfinished, DRIVER_TAG, driver_tag())
+            client.set_tag(unfinished, DRIVER_TAG, this_process())
             opened = client.get_run(unfinished)
         return cls(client, opened)
 

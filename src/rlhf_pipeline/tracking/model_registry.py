@@ -52,6 +52,8 @@ class Registration:
     """Stage ("sft", and "ppo" or "dpo") to version."""
     runs: dict[str, str]
     """Stage to the id of the run that trained the policy."""
+    digests: dict[str, str]
+    """Stage to the content digest of the policy."""
     aliases: dict[str, str]
     """Every alias of the model to its version; "champion" is missing before the first promotion."""
     promoted: bool
@@ -120,11 +122,12 @@ def register(
             "finished stages"
         ) from None  # the error itself can contain the store's password
     promoted = aliases.get(CHAMPION) == version
-    return Registration(model, versions, runs, aliases, promoted, verdict)
+    digests = {stage: content_digest(policy.folder) for stage, policy in policies.items()}
+    return Registration(model, versions, runs, digests, aliases, promoted, verdict)
 
 
-def registered_folders(uri: str, project: Path) -> set[Path]:
-    """The local folders that registered versions refer to.
+def registered_sources(uri: str, project: Path) -> set[tuple[str, str]]:
+    """The model and the folder or address of each version in the registry.
 
     Raises StageError if the store cannot be reached.
     """
@@ -138,7 +141,7 @@ def registered_folders(uri: str, project: Path) -> set[Path]:
             f"MLflow at {without_secrets(uri)} does not say which versions are registered: "
             f"{without_secrets(str(error))}. Fix: repeat the command when the store answers"
         ) from None
-    return {Path(version.source).resolve() for version in versions if "://" not in version.source}
+    return {(version.name, version.source) for version in versions}
 
 
 def _create_model(client: MlflowClient, model: str) -> None:

@@ -6,15 +6,13 @@ orphaned runs as KILLED, or with the status that their driver saved.
 """
 
 import json
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.stages.events import Status
-from rlhf_pipeline.stages.processes import process_identity
+from rlhf_pipeline.stages.processes import machine, may_run, this_process
 from rlhf_pipeline.tracking.store import ARTIFACTS
 
 if TYPE_CHECKING:
@@ -25,19 +23,9 @@ UNSENT = "unsent_ends.jsonl"
 """File of the ends that the store does not have."""
 
 
-def driver_tag() -> str:
-    """The identity of this process among all processes of all machines."""
-    return f"{_host()} {process_identity(os.getpid())}"
-
-
-def _host() -> str:
-    """Host and process namespace: containers with equal names do not see each other's processes."""
-    return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
-
-
 def save_end(project: Path, run_id: str, status: Status, time_ms: int) -> None:
     """Save how a run of this process ended, for the next driver; do nothing if the disk is full."""
-    end = {"run": run_id, "driver": driver_tag(), "status": status, "time_ms": time_ms}
+    end = {"run": run_id, "driver": this_process(), "status": status, "time_ms": time_ms}
     with suppress(OSError):
         (project / ARTIFACTS).mkdir(exist_ok=True)
         with (project / ARTIFACTS / UNSENT).open("a") as file:
@@ -47,11 +35,10 @@ def save_end(project: Path, run_id: str, status: Status, time_ms: int) -> None:
 def close_orphans(client: "MlflowClient", project: Path, experiment: str) -> None:
     """Close the runs of this host whose driver is gone."""
     ends = {(end["run"], end["driver"]): end for end in _saved_ends(project)}
-    running = f"tags.`{DRIVER_TAG}` LIKE '{_host()} %' and attributes.status = 'RUNNING'"
+    running = f"tags.`{DRIVER_TAG}` LIKE '{machine()} %' and attributes.status = 'RUNNING'"
     for run in client.search_runs([experiment], running):
         driver = run.data.tags[DRIVER_TAG]
-        identity = driver.rpartition(" ")[2]
-        if process_identity(int(identity.partition("@")[0])) != identity:
+        if not may_run(driver, run.info.start_time / 1000):
             end = ends.get((run.info.run_id, driver), {"status": "KILLED", "time_ms": None})
             client.set_terminated(run.info.run_id, end["status"], end["time_ms"])
 

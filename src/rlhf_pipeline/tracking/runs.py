@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.errors import Interrupted, causes, without_secrets
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate
 from rlhf_pipeline.tracking.lineage import log_result
-from rlhf_pipeline.tracking.orphans import DRIVER_TAG, close_orphans, driver_tag, save_end
+from rlhf_pipeline.tracking.orphans import DRIVER_TAG, close_orphans, save_end
 from rlhf_pipeline.tracking.store import connect, experiment_id, find_run, request_limits
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class MlflowTracker(StageListener):
             experiment = experiment_id(self._client)
             tags = {key: truncate(value, TAG_LENGTH) for key, value in self._tags.items()}
             self._parent = self._client.create_run(
-                experiment, run_name=self._name, tags={DRIVER_TAG: driver_tag(), **tags}
+                experiment, run_name=self._name, tags={DRIVER_TAG: this_process(), **tags}
             ).info.run_id
             params = [
                 Param(name, truncate(value, MAX_PARAM_VAL_LENGTH))

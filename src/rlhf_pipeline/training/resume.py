@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
 from rlhf_pipeline.runtime.digests import FileEntry
-from rlhf_pipeline.runtime.files import require_space
+from rlhf_pipeline.runtime.files import put_in_place, require_space
 
 
 @dataclass
@@ -86,6 +87,9 @@ class Checkpoints:
         heartbeat.at("saving", step)
         final = checkpoint_path(self.directory, step)
         partial = final.with_name(final.name + ".partial")
+        if has_separate_files():  # in a folder of the node's own, the only one that it removes
+            node = self.world.rank - int(os.environ["LOCAL_RANK"])
+            partial = final.with_name(f"rank{node}.partial")
         own: dict[str, FileEntry] = {}  # the files that this rank writes
         if leads_file_system(self.world):
             self._require_space(step)
@@ -103,12 +107,13 @@ class Checkpoints:
         collect(self.world, partial, own)
         written = self.world.gather(own)
         if has_separate_files() and leads_file_system(self.world):
-            shutil.rmtree(self.directory)
+            shutil.rmtree(partial)
         if self.world.rank == 0:
             seal(partial, {name: entry for files in written for name, entry in files.items()})
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            for old in list_checkpoints(self.directory)[: -self.keep]:
+            put_in_place(partial, final)
+            # Later ones are damaged: training did not resume from them.
+            saved = [path for path in list_checkpoints(self.directory) if path <= final]
+            for old in saved[: -self.keep]:
                 shutil.rmtree(old)
 
     def _require_space(self, step: int) -> None:

@@ -101,6 +101,21 @@ def test_stages_used_by_a_running_process_and_their_inputs_are_kept(make_work, w
     assert len(reasons(workspace)[0]) == 2
 
 
+def test_a_stage_used_by_a_process_of_another_container_is_kept(make_work, workspace):
+    """Its processes cannot be seen from here."""
+    work = make_work("sft", "a", finished=False)
+    with recipe_lock(work):
+        pass
+    (file,) = (workspace / ".locks").glob("*.json")
+    owner = json.loads(file.read_text())
+    where, identity = owner["driver"].split()
+    assert identity == process_identity(os.getpid())
+    file.write_text(json.dumps(owner | {"driver": f"{where}0 4000000@1.5"}))
+    removed, kept = reasons(workspace, unfinished=True)
+    assert removed == {}
+    assert kept["sft/a000000000000000"].startswith(f"in use by process {where}0 4000000 since ")
+
+
 def forget_users(workspace):
     """Pretend that the processes have ended."""
     for file in (workspace / ".locks").glob("*.json"):

@@ -11,7 +11,7 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.checkpoint_files import newest_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.stages.cache.lock import recipe_lock, user
-from rlhf_pipeline.stages.cache.workspace import attempts, damage, is_attempt, is_finished
+from rlhf_pipeline.stages.cache.workspace import DAMAGED, attempts, damage, is_attempt, is_finished
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Leftover:
 
 def first_of(path: Path) -> Path:
     """The directory of the first attempt at the same recipe."""
-    return path.with_suffix("")
+    return (path.parent if DAMAGED in path.name else path).with_suffix("")
 
 
 def survey(
@@ -72,7 +72,11 @@ def survey(
     held |= {path: "an input of a kept stage" for path in unwanted if str(path.resolve()) in read}
     needed = _needed(directories, published, held)
     found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
-    found |= unwanted
+    found |= {
+        path: why
+        for path, why in unwanted.items()
+        if path.parent not in found or path.parent in held
+    }
     for path in found:
         if path not in held and (path.is_symlink() or path.parent.is_symlink()):
             held[path] = f"is a link to {path.resolve()}; remove that yourself"

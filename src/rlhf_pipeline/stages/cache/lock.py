@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.stages.processes import process_identity
+from rlhf_pipeline.stages.processes import machine, may_run, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def recipe_lock(
                 lock.acquire(timeout=1)
     try:
         if record:
-            owner = {"driver": process_identity(os.getpid()), "since": time.time()}
+            owner = {"driver": this_process(), "since": time.time()}
             write_atomically(file.with_suffix(".json"), json.dumps(owner))
         yield
     finally:
@@ -93,9 +92,9 @@ def user(first_attempt: Path) -> str | None:
         owner = json.loads(_file(first_attempt).with_suffix(".json").read_text())
     except (OSError, ValueError):
         return None
-    pid = owner["driver"].partition("@")[0]
-    if process_identity(int(pid)) != owner["driver"]:
+    if not may_run(owner["driver"], owner["since"]):
         return None
+    pid = owner["driver"].removeprefix(f"{machine()} ").partition("@")[0]
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
     return f"process {pid} since {since}"
 

@@ -2,6 +2,7 @@
 
     <workspace>/<stage>/<fingerprint>      the first attempt; resumed until it is finished
                         <fingerprint>.2    a later attempt: a finished stage was forced to run again
+                        <attempt>/<name>.damaged-<time>     what was found damaged, for `clean`
     <workspace>/.locks/<stage>-<fingerprint>.lock, .json    lock of the recipe and its owner
     <workspace>/champions/<digest>         a version of the model registry, from an MLflow server
 
@@ -12,6 +13,7 @@ names contain the first 16 digits of the fingerprint.
 import json
 import re
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from rlhf_pipeline.errors import ArtifactError
@@ -23,6 +25,7 @@ RECIPE = "recipe.json"
 DOWNLOADS = "champions"
 """Folder of the workspace with downloaded versions of the model registry."""
 
+DAMAGED = ".damaged-"
 _ATTEMPT = re.compile(r"[0-9a-z]{16}(\.[0-9]+)?")
 
 
@@ -84,6 +87,11 @@ def damage(export: Path) -> str | None:
 def is_finished(directory: Path) -> bool:
     """Whether a work directory contains a result without `damage`."""
     return (directory / "export" / NAME).is_file() and damage(directory / "export") is None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged folder of a work directory, for `clean`; return its new path."""
+    return path.rename(f"{path}{DAMAGED}{datetime.now():%Y-%m-%dT%H.%M.%S.%f}")
 
 
 def has_run(workspace: Path, stage: str) -> bool:

@@ -23,6 +23,7 @@ import click
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
+from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.cache.code import code_of_package, library_version
 from rlhf_pipeline.stages.cache.lock import await_programs
@@ -153,7 +154,8 @@ def _prepare(link: Link, order: dict[str, Any]) -> None:
     separate = not Path(order["probe"]).exists()
     await_programs(directory)  # those of a lost driver outlive it by some seconds
     if separate:
-        for name in (heartbeat.FOLDER, ERRORS, "export"):
+        finished = (directory / "export" / NAME).exists()  # by the driver, so it is not separate
+        for name in (heartbeat.FOLDER, ERRORS, *([] if finished else ["export"])):
             shutil.rmtree(directory / name, ignore_errors=True)
     link.send("prepared", separate=separate)
     if not separate:
