@@ -35,9 +35,9 @@ def serve(project: Path, port: int, console: Console) -> None:
     # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     options = ["--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(port)]
-    command = [sys.executable, "-m", "mlflow", "ui", *options, "--workers", "1"]
+    command = [sys.executable, "-P", "-m", "mlflow", "ui", *options, "--workers", "1"]
     with suppress(KeyboardInterrupt):
-        subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
+        subprocess.run(command, env=os.environ | {"PATH": path, "PYTHONSAFEPATH": "1"}, check=True)
 
 
 def require_free(port: int, command: str, fix: str) -> None:

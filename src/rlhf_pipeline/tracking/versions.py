@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,12 +11,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
-from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.runtime.manifest import content_digest, verify
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
+
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | None:
@@ -27,21 +31,39 @@ def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | 
 
 
 def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -> Path:
-    """The folder of a version; that of a server is downloaded into a folder of `downloads` once."""
+    """The folder of a version; that of a server is downloaded into a folder of `downloads` once.
+
+    Raises ArtifactError if a file is damaged, or the content is not the registered one.
+    """
     if ":/" not in version.source:
-        return Path(version.source)
+        return _with_registered_content(Path(version.source), version)
     from mlflow.artifacts import download_artifacts
 
-    name = version.tags.get(DIGEST_TAG) or f"{version.run_id}-{version.version}"
+    # Everybody who can write to the store chooses the tag, so it may be any path.
+    name = version.tags.get(DIGEST_TAG, "")
+    if not SHA256.fullmatch(name):
+        name = hashlib.sha256(f"{version.run_id}-{version.version}".encode()).hexdigest()
     folder = downloads / name[:48]
     if not folder.is_dir():
         downloads.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=downloads) as partial:
             uri = client.tracking_uri
             found = download_artifacts(version.source, dst_path=partial, tracking_uri=uri)
-            verify(Path(found))  # a damaged download is not kept
+            verify(_with_registered_content(Path(found), version))  # another download is not kept
             with suppress(OSError):  # another process was faster
                 Path(found).rename(folder)
+    return _with_registered_content(folder, version)
+
+
+def _with_registered_content(folder: Path, version: ModelVersion) -> Path:
+    """The folder; raise ArtifactError if its content is not the one that was registered."""
+    registered, found = version.tags.get(DIGEST_TAG), content_digest(folder)
+    if registered is not None and found != registered:
+        raise ArtifactError(
+            f"version {version.version} of {version.name}: found content {found} in {folder}, "
+            f"expected {registered!r}, its tag {DIGEST_TAG}. Fix: remove the folder if it is a "
+            "download, and register the policy again if the tag is wrong"
+        )
     return folder
 
 

@@ -83,9 +83,11 @@ class NodeProgram:
     def environment(self) -> dict[str, str]:
         """The program's environment: it has this package; the ranks share the cores."""
         source = Path(rlhf_pipeline.__file__).parent.parent
-        paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # An empty part would be the working folder.
+        paths = [str(source), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         settings = {
             "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not the library
             "PYTHONUNBUFFERED": "1",
             # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
             "DISABLE_SAFETENSORS_CONVERSION": "1",
