@@ -39,6 +39,21 @@ class SharedPolicy(HFLM):
         """A number of each rank."""
         return torch.tensor(self._world.gather(int(tensor)))
 
+    def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]]:
+        """The results of all ranks; the harness would unpickle what any process sends.
+
+        `obj` has by task either samples, of which only numbers and filters are read later, or by
+        metric and filter a list, in which a tuple becomes a list.
+        """
+        if not all(isinstance(found, dict) for found in obj.values()):
+            numbers = {task: [*map(_numbers, samples)] for task, samples in obj.items()}
+            return self._world.gather(numbers)
+        parts = self._world.gather({task: [*found.items()] for task, found in obj.items()})
+        return [
+            {task: {tuple(key): values for key, values in found} for task, found in part.items()}
+            for part in parts
+        ]
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         self._world.barrier()
@@ -146,6 +161,10 @@ def _measured(
                 is_good = found["higher_is_better"][name].get(metric)
                 shares = _shares(given, float(value))
                 yield (name, label), (float(value), shares if is_good else None)
+
+
+def _numbers(sample: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in sample.items() if k == "filter" or isinstance(v, Real)}
 
 
 def _shares(values: Sequence[Any], mean: float) -> list[float] | None:

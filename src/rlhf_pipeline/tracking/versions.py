@@ -11,14 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
-from rlhf_pipeline.runtime.manifest import content_digest, verify
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
-
-SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | None:
@@ -41,7 +39,7 @@ def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -
 
     # Everybody who can write to the store chooses the tag, so it may be any path.
     name = version.tags.get(DIGEST_TAG, "")
-    if not SHA256.fullmatch(name):
+    if not re.fullmatch("[0-9a-f]{64}", name):
         name = hashlib.sha256(f"{version.run_id}-{version.version}".encode()).hexdigest()
     folder = downloads / name[:48]
     if not folder.is_dir():
@@ -57,6 +55,7 @@ def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -
 
 def _with_registered_content(folder: Path, version: ModelVersion) -> Path:
     """The folder; raise ArtifactError if its content is not the one that was registered."""
+    Manifest.read(folder)  # without one, an artifact around the folder would count
     registered, found = version.tags.get(DIGEST_TAG), content_digest(folder)
     if registered is not None and found != registered:
         raise ArtifactError(

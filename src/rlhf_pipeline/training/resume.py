@@ -18,6 +18,7 @@ from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, sa
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.separate_files import (
     collect,
+    gather_entries,
     has_separate_files,
     leads_file_system,
 )
@@ -101,7 +102,7 @@ class Checkpoints:
             files = save_engine(engine, partial / name, average=self.averages.get(name))
             own |= {f"{name}/{file}": entry for file, entry in files.items()}
         collect(self.world, partial, own)
-        written = self.world.gather(own)
+        written = gather_entries(self.world, own)
         if has_separate_files() and leads_file_system(self.world):
             shutil.rmtree(self.directory)
         if self.world.rank == 0:
