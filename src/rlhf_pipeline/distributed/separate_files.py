@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,13 +37,13 @@ def collect(world: World, folder: Path, own: Mapping[str, FileEntry]) -> None:
     Raises:
         OSError: the copy differs from the file that was written.
     """
-    files = gather_entries(world, own if has_separate_files() else {})
+    files = world.gather({n: asdict(e) for n, e in own.items()} if has_separate_files() else {})
     for sender, entries in enumerate(files):
         for name, entry in entries.items():
             if world.rank == sender:
                 _send(world, 0, folder / name)
             elif world.rank == 0:
-                _receive(world, sender, folder / name, entry)
+                _receive(world, sender, folder / name, FileEntry(**entry))
 
 
 def spread(world: World, folder: Path) -> None:
@@ -51,28 +52,19 @@ def spread(world: World, folder: Path) -> None:
     All ranks call this together. Returns after the last file.
     """
     leaders = [rank for rank, leads in enumerate(world.gather(leads_file_system(world))) if leads]
-    own: dict[str, FileEntry] = {}
+    own: dict[str, dict[str, Any]] = {}
     if len(leaders) > 1 and world.rank == 0:
         names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        own = {str(name): FileEntry.of(folder / name) for name in names}
-    files = gather_entries(world, own)[0]
+        own = {str(name): asdict(FileEntry.of(folder / name)) for name in names}
+    files = world.gather(own)[0]
     for leader in leaders[1:]:
         for name, entry in files.items():
             if world.rank == 0:
                 _send(world, leader, folder / name)
             elif world.rank == leader:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                _receive(world, 0, folder / name, entry)
+                _receive(world, 0, folder / name, FileEntry(**entry))
     world.barrier()
-
-
-def gather_entries(world: World, own: Mapping[str, FileEntry]) -> list[dict[str, FileEntry]]:
-    """The files that each rank wrote, by rank; raise OSError if a path leaves its folder."""
-    found = world.gather({name: asdict(entry) for name, entry in own.items()})
-    for name in (name for files in found for name in files):
-        if ".." in Path(name).parts or Path(name).is_absolute():
-            raise OSError(f"a rank sent a file {name!r}, expected a path relative to the folder")
-    return [{name: FileEntry(**entry) for name, entry in files.items()} for files in found]
 
 
 def _send(world: World, receiver: int, path: Path) -> None:

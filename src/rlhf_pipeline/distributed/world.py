@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch.distributed import FileStore, Store, TCPStore
 
 from rlhf_pipeline.distributed.lean_deepspeed import deepspeed, get_accelerator
 from rlhf_pipeline.errors import StageError
@@ -66,7 +67,7 @@ class World:
         return bool(self.sum(torch.tensor(float(condition))) > 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank; see `gather_json`. The host does not use the device."""
+        """The values of all ranks, by rank; see `gather_json`."""
         return gather_json(value, torch.device("cpu"), self.host)
 
     def barrier(self) -> None:
@@ -101,8 +102,7 @@ def gather_json(
 ) -> list[Any]:
     """The values of all ranks of a group, by rank, as JSON, which is data and never code.
 
-    A tuple becomes a list, a key of a dictionary a text, a number of numpy one of Python. `device`
-    is where the group exchanges tensors.
+    A tuple becomes a list, and a key a text. The group exchanges tensors on this device.
     """
     text = json.dumps(value, default=lambda number: number.item()).encode()
     own = torch.tensor([len(text)], device=device)
@@ -123,15 +123,13 @@ def _meet(timeout: timedelta) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = socket.gethostbyname(os.environ["MASTER_ADDR"])
     if RENDEZVOUS in os.environ:
-        store = torch.distributed.FileStore(os.environ[RENDEZVOUS], size)
+        store: Store = FileStore(os.environ[RENDEZVOUS], size)
         store.set_timeout(timeout)
     else:
         port, listener = int(os.environ["MASTER_PORT"]), None
         if rank == 0:
             listener = socket.create_server((address, port), backlog=size).detach()
-        store = torch.distributed.TCPStore(
-            address, port, size, rank == 0, timeout, master_listen_fd=listener
-        )
+        store = TCPStore(address, port, size, rank == 0, timeout, master_listen_fd=listener)
     if (interface := _interface_to(address)) is not None:
         # By default, Gloo uses the interface that the machine's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -148,14 +146,8 @@ def _interface_to(address: str) -> str | None:
         own = probe.getsockname()[0]
     if own.startswith("127."):
         own = LOOPBACK
-    return next(
-        (
-            name
-            for name, addresses in psutil.net_if_addrs().items()
-            if own in [each.address for each in addresses]
-        ),
-        None,
-    )
+    found = psutil.net_if_addrs().items()
+    return next((name for name, all_ in found if own in [each.address for each in all_]), None)
 
 
 def _leave() -> None:

@@ -40,19 +40,14 @@ class SharedPolicy(HFLM):
         return torch.tensor(self._world.gather(int(tensor)))
 
     def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]]:
-        """The results of all ranks; the harness would unpickle what any process sends.
+        """Of all ranks, samples by task, or results by task, metric and filter, as JSON.
 
-        `obj` has by task either samples, of which only numbers and filters are read later, or by
-        metric and filter a list, in which a tuple becomes a list.
+        The harness itself would unpickle what any process sends.
         """
-        if not all(isinstance(found, dict) for found in obj.values()):
-            numbers = {task: [*map(_numbers, samples)] for task, samples in obj.items()}
-            return self._world.gather(numbers)
-        parts = self._world.gather({task: [*found.items()] for task, found in obj.items()})
-        return [
-            {task: {tuple(key): values for key, values in found} for task, found in part.items()}
-            for part in parts
-        ]
+        parts = self._world.gather({task: _plain(found) for task, found in obj.items()})
+        if any(isinstance(found, list) for found in obj.values()):
+            return parts
+        return [{task: {tuple(k): v for k, v in part[task]} for task in part} for part in parts]
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -163,8 +158,11 @@ def _measured(
                 yield (name, label), (float(value), shares if is_good else None)
 
 
-def _numbers(sample: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in sample.items() if k == "filter" or isinstance(v, Real)}
+def _plain(found: dict[Any, Any] | list[dict[str, Any]]) -> list[Any]:
+    """Results as pairs; or samples, with what `_measured` reads of them."""
+    if isinstance(found, dict):
+        return [*found.items()]
+    return [{k: v for k, v in s.items() if k == "filter" or isinstance(v, Real)} for s in found]
 
 
 def _shares(values: Sequence[Any], mean: float) -> list[float] | None:
