@@ -1,7 +1,11 @@
-"""The versions of a registered model, by their content."""
+"""The versions of a registered model, by their content, and their downloads."""
 
+import pytest
+
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, tracking_uri
-from rlhf_pipeline.tracking.versions import registration
+from rlhf_pipeline.tracking.versions import find_version, local_folder, registration
 
 
 def test_the_newest_version_with_a_content_and_its_tags(tmp_path):
@@ -15,3 +19,69 @@ def test_the_newest_version_with_a_content_and_its_tags(tmp_path):
     assert registration("a", "mine", tmp_path) == ("3", {DIGEST_TAG: "a", "rlhf.verdict": "{}"})
     assert registration("b", "mine", tmp_path) == ("2", {DIGEST_TAG: "b"})
     assert registration("c", "mine", tmp_path) is None
+
+
+# printf '{"model.safetensors": "'$(printf weights | sha256sum | cut -c-64)'"}' | sha256sum
+WEIGHTS = "758bed0194f35c144d1db50511b7ea6e76f5a2f6e824057aa0f9bec2bf434003"
+OTHER = "0" * 64
+
+
+@pytest.fixture
+def version(client, tmp_path):
+    """Registers a policy that is not on this machine, with any tag of its content."""
+    source = tmp_path / "server" / "policy"
+    source.mkdir(parents=True)
+    (source / "model.safetensors").write_text("weights")
+    Manifest("ppo", "b", 0, {}, {}, {}, {}, file_entries(source)).write(source)
+    client.create_registered_model("mine")
+
+    def create(tag, place=None):
+        uri = place or source.as_uri()
+        tags = {} if tag is None else {DIGEST_TAG: tag}
+        client.create_model_version("mine", uri, run_id="abc", tags=tags)
+        return find_version(client, "mine", "1")
+
+    return create
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"),
+    [
+        # printf abc-1-758b... | sha256sum | cut -c-48, with the whole tag
+        (WEIGHTS, "b051aaf932fb8726cd69206522a80afe1fa11e0ffd598622"),
+        (None, "6ad6801480e5f5f283d0f11c85ecd7d1e83a5f225037dcd1"),  # abc-1-None
+    ],
+)
+def test_a_policy_is_downloaded_once(client, version, tmp_path, tag, name):
+    downloads = tmp_path / "downloads"
+    found = local_folder(client, version(tag), downloads)
+    assert found == downloads / name
+    (tmp_path / "server" / "policy" / "model.safetensors").unlink()
+    assert local_folder(client, find_version(client, "mine", "1"), downloads) == found
+    assert (found / "model.safetensors").read_text() == "weights"
+
+
+@pytest.mark.parametrize("tag", ["../../transformers", "{root}/transformers", "", OTHER])
+def test_other_content_than_the_registered_one_is_not_kept(client, version, tmp_path, tag):
+    """Everybody who can write to the store chooses the tag."""
+    found, before = version(tag.format(root=tmp_path)), files(tmp_path)
+    with pytest.raises(ArtifactError, match=f"version 1 of mine: found content {WEIGHTS}"):
+        local_folder(client, found, tmp_path / "work" / "champions")
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", ["champions", "server/policy"])
+def test_other_content_that_is_here_already_is_refused(client, version, tmp_path, place):
+    here = tmp_path / (
+        place if "/" in place else f"{place}/30a3d9d3b0fc8e4e52fbf8351f0de86aa83c3f7e8c9e24ae"
+    )
+    here.mkdir(parents=True, exist_ok=True)
+    (here / "model.safetensors").write_text("weights")
+    Manifest("ppo", "b", 0, {}, {}, {}, {}, file_entries(here)).write(here)
+    found = version(OTHER, str(here)) if "/" in place else version(OTHER)
+    with pytest.raises(ArtifactError, match=f"found content {WEIGHTS} in {here}"):
+        local_folder(client, found, tmp_path / "champions")

@@ -33,7 +33,7 @@ class Speaker:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        command = [sys.executable, "-m", "rlhf_pipeline.inference.answers", str(self.folder)]
+        command = [sys.executable, "-P", "-m", "rlhf_pipeline.inference.answers", str(self.folder)]
         pipe = subprocess.PIPE
         # In a session of its own, so that Ctrl-C ends an answer and not the process.
         self.process = subprocess.Popen(

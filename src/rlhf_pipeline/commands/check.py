@@ -211,7 +211,7 @@ def _accepted(
     source, target = folder / "request.json", folder / "answer.json"
     source.write_text(json.dumps(request | {"jobs": list(map(str, jobs.values()))}))
     program = "rlhf_pipeline.distributed.dry_run"
-    command = [sys.executable, "-m", program, str(source), str(target)]
+    command = [sys.executable, "-P", "-m", program, str(source), str(target)]
     done = subprocess.run(
         command,
         env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},

@@ -118,9 +118,8 @@ def gguf_converter(base: str | None) -> str:
 
 def _convert(source: Path, target: str, settings: dict[str, Any]) -> None:
     """Write weights and tokenizer in a process of its own, because that needs torch."""
-    program = "rlhf_pipeline.inference.export"
-    command = [sys.executable, "-m", program, str(source.resolve()), target, json.dumps(settings)]
-    _run(command, "weights")
+    program = [sys.executable, "-P", "-m", "rlhf_pipeline.inference.export"]
+    _run([*program, str(source.resolve()), target, json.dumps(settings)], "weights")
 
 
 def _run(command: list[str], what: str) -> None:

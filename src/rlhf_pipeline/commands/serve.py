@@ -17,5 +17,5 @@ def serve(folder: Path, name: str, host: str, port: int, **settings: Any) -> NoR
     require_free(port, "serve", "end it")
     settings |= {"folder": str(folder.resolve()), "name": name, "host": host, "port": port}
     sys.stdout.flush()
-    program = [sys.executable, "-m", "rlhf_pipeline.inference.server", json.dumps(settings)]
+    program = [sys.executable, "-P", "-m", "rlhf_pipeline.inference.server", json.dumps(settings)]
     os.execv(sys.executable, program)  # noqa: S606 - no shell

@@ -35,9 +35,9 @@ def serve(project: Path, port: int, console: Console) -> None:
     # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     options = ["--host", "127.0.0.1", "--port", str(port)]
-    command = [sys.executable, "-m", "mlflow", "ui", *options, "--workers", "1"]
+    command = [sys.executable, "-P", "-m", "mlflow", "ui", *options, "--workers", "1"]
     # Every user of the machine can read a command line, and the store's address has a password.
-    own = {"PATH": path, "MLFLOW_BACKEND_STORE_URI": uri}
+    own = {"PATH": path, "MLFLOW_BACKEND_STORE_URI": uri, "PYTHONSAFEPATH": "1"}
     with suppress(KeyboardInterrupt):
         subprocess.run(command, env=os.environ | own, check=True)
 

@@ -78,7 +78,7 @@ def _probe_once() -> list[Any] | str:
 @cache
 def _probe() -> list[Any] | str:
     """Torch's version, its CUDA, names of GPUs, NCCL's version; or the last line of its error."""
-    command = [sys.executable, "-c", PROBE]
+    command = [sys.executable, "-P", "-c", PROBE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
     if done.returncode != 0:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -133,7 +133,8 @@ def import_function(reward: CallableReward, path: Path) -> Callable[..., Any]:
         function = getattr(module, reward.function)
     except Exception as error:
         raise StageError(
-            f"{reward.callable} cannot be imported: {type(error).__name__}: {error}"
+            f"{reward.callable} cannot be imported: {type(error).__name__}: {error}. "
+            "Fix: correct it; add the folders of its modules to PYTHONPATH, also the working folder"
         ) from error
     if not callable(function):
         raise StageError(f"{reward.callable} is {function!r}, not a function")

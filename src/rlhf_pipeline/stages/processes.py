@@ -82,7 +82,7 @@ def guarded(launch: str, python_path: str) -> Iterator[None]:
 
     Otherwise ranks would continue to train and write into the directory of the next attempt.
     """
-    command = [sys.executable, "-m", __name__, launch]
+    command = [sys.executable, "-P", "-m", __name__, launch]
     environment = os.environ | {"PYTHONPATH": python_path}
     # Leaving the block closes the guard's input, as the end of this process does.
     with start(command, environment, stdin=subprocess.PIPE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
-from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
 
 if TYPE_CHECKING:
@@ -28,21 +29,37 @@ def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | 
 
 
 def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -> Path:
-    """The folder of a version; that of a server is downloaded into a folder of `downloads` once."""
+    """The folder of a version; that of a server is downloaded into a folder of `downloads` once.
+
+    Raises ArtifactError if it is damaged, or its content is not the registered one.
+    """
     if ":/" not in version.source:
-        return Path(version.source)
+        return _with_registered_content(Path(version.source), version)
     from mlflow.artifacts import download_artifacts
 
-    name = version.tags.get(DIGEST_TAG) or f"{version.run_id}-{version.version}"
-    folder = downloads / name[:48]
+    # A digest, because everybody who can write to the store chooses the tag: it may be any path.
+    name = f"{version.run_id}-{version.version}-{version.tags.get(DIGEST_TAG)}"
+    folder = downloads / hashlib.sha256(name.encode()).hexdigest()[:48]
     if not folder.is_dir():
         downloads.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=downloads) as partial:
             uri = client.tracking_uri
             found = download_artifacts(version.source, dst_path=partial, tracking_uri=uri)
-            verify(Path(found))  # a damaged download is not kept
+            verify(_with_registered_content(Path(found), version))  # another download is not kept
             with suppress(OSError):  # another process was faster
                 Path(found).rename(folder)
+    return _with_registered_content(folder, version)
+
+
+def _with_registered_content(folder: Path, version: ModelVersion) -> Path:
+    """The folder; raise ArtifactError if its content is not the one that was registered."""
+    Manifest.read(folder)  # without one, an artifact around the folder would count
+    found = content_digest(folder)
+    if (tag := version.tags.get(DIGEST_TAG, found)) != found:
+        raise ArtifactError(
+            f"version {version.version} of {version.name}: found content {found} in {folder}, "
+            f"expected its tag {DIGEST_TAG}, {tag!r}. Fix: remove the folder or register it again"
+        )
     return folder
 
 

@@ -336,7 +336,7 @@ def test_commands_start_each_node_or_all_at_once():
     one = LaunchConfig(mode="command", nodes=3, command="srun --nodes=2 {command}")
     ((command, _),) = starting_commands(one, layout, [AGENT, "--driver=node-0:29511"], StringIO())
     assert command == [
-        "srun", "--nodes=2", sys.executable, "-m", AGENT, "--driver=node-0:29511"
+        "srun", "--nodes=2", sys.executable, "-P", "-m", AGENT, "--driver=node-0:29511"
     ]  # fmt: skip
     each = LaunchConfig(mode="command", nodes=3, command="kubectl exec pod-{node} -- {command}")
     commands = [command for command, _ in starting_commands(each, layout, [AGENT], StringIO())]
@@ -354,6 +354,7 @@ def test_deepspeed_starts_one_agent_on_each_other_host(monkeypatch, tmp_path):
     assert f"--hostfile={hosts.name}" in command
     assert "--launcher=openmpi" in command and "--force_multi" in command
     assert "MLFLOW_TRACKING_PASSWORD" not in environment
+    assert environment["PYTHONSAFEPATH"] == "1"  # which DeepSpeed passes on
 
 
 def test_the_agent_imports_neither_kedro_nor_torch():

@@ -235,6 +235,7 @@ def starting_commands(
     """
     # DeepSpeed writes variables with PYTHON or MLFLOW in their names on the command lines.
     environment = {name: value for name, value in os.environ.items() if "MLFLOW" not in name}
+    environment["PYTHONSAFEPATH"] = "1"  # see NodeProgram; DeepSpeed writes it there, too
     if config.mode == "hostfile":
         hosts.writelines(f"{host} slots=1\n" for host in layout.hosts[1:])
         hosts.flush()
@@ -251,7 +252,7 @@ def starting_commands(
         yield [*runner, *options, *agent, "--all-gpus"], environment
     if config.mode == "command":
         template = str(config.command)
-        command = shlex.join([sys.executable, "-m", *agent])
+        command = shlex.join([sys.executable, "-P", "-m", *agent])
         if "{node}" not in template:
             yield shlex.split(template.replace("{command}", command)), environment
         else:

@@ -1,0 +1,87 @@
+"""No program runs code that lies in the working folder under the name of a library."""
+
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from rlhf_pipeline.commands import check, serve, ui
+from rlhf_pipeline.commands.chat import Speaker
+from rlhf_pipeline.commands.export import _convert
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.diagnosis import machine
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.run import StageRunner
+
+NAMES = ("json.py", "signal.py", "torch.py", "transformers/__init__.py", "deepspeed/__init__.py")
+CODE = "from pathlib import Path\nPath({path!r}).touch()\nraise SystemExit(9)\n"
+PROGRAM = """
+import json, signal, torch, deepspeed, transformers
+from rlhf_pipeline.runtime.program import run_program
+
+def main(job):
+    job.export.mkdir(exist_ok=True)
+    (job.export / "found").write_text(torch.__file__)
+    return {}
+
+if __name__ == "__main__":
+    run_program(main)
+"""
+
+
+@pytest.fixture
+def executed(tmp_path, monkeypatch):
+    """A working folder with modules of those names; they create this file."""
+    file = tmp_path / "executed"
+    for name in NAMES:
+        module = tmp_path / "work" / name
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(CODE.format(path=str(file)))
+    monkeypatch.chdir(tmp_path / "work")
+    return file
+
+
+def test_the_modules_run_without_the_safe_path(executed):
+    subprocess.run([sys.executable, "-m", "rlhf_pipeline.stages.processes"], check=False)
+    assert executed.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python_path", ["{program}", "{program}:", ":{program}"])
+def test_ranks(executed, tmp_path, monkeypatch, python_path):
+    """An empty part of PYTHONPATH means the working folder."""
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "honest_program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", python_path.format(program=tmp_path / "program"))
+    spec = StageSpec("honest", "honest_program", libraries=())
+    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=2))
+    found = StageRunner(context).run(Job(spec, {}, {}, 1))
+    assert (found / "found").read_text().endswith("site-packages/torch/__init__.py")
+    assert not executed.exists()
+
+
+@pytest.mark.slow
+def test_programs_of_commands(executed, tmp_path):
+    with pytest.raises(StageError, match="exported"):
+        _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
+    with pytest.raises(StageError, match="its program ended"):
+        Speaker("nothing", tmp_path / "nothing").read()
+    with pytest.raises(StageError, match="were not checked"):
+        check._accepted({}, {}, tmp_path)
+    assert machine._probe.__wrapped__()[0].startswith("2.")
+    assert not executed.exists()
+
+
+def test_servers(executed, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(serve.os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setattr(ui.subprocess, "run", lambda command, **_: started.append(command))
+    for module in (serve, ui):
+        monkeypatch.setattr(module, "require_free", lambda *_: None)
+    monkeypatch.setattr(ui, "runs_page", lambda *_: "")
+    serve.serve(tmp_path, "mine", "127.0.0.1", 1)
+    ui.serve(tmp_path, 1, Console())
+    assert [command[:3] for command in started] == [[sys.executable, "-P", "-m"]] * 2
