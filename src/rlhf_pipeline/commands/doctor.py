@@ -34,6 +34,8 @@ CHECKS = (
     services.store,
 )
 """All checks, in the order of the table."""
+COMPILED = (("offload_optimizer", True), ("generator", "vllm"))
+"""Last names and values of parameters that need a compiler on GPUs."""
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
@@ -53,9 +55,10 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
         base_model=BaseModelConfig.model_validate(catalog.load("params:base_model")),
         split=SplitConfig.model_validate(catalog.load("params:split")),
         evaluate=EvaluateConfig.model_validate(catalog.load("params:evaluate")),
-        offloads=any(
-            value is True and name.endswith("offload_optimizer")
+        compiles=tuple(
+            f"{name} ({json.dumps(value)})"
             for name, value in leaves(parameters)
+            if (name.rpartition(".")[2], value) in COMPILED
         ),
         store=store_of(catalog),
     )

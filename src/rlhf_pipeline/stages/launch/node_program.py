@@ -17,11 +17,13 @@ import rlhf_pipeline
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.program import SEPARATE_FILES
 from rlhf_pipeline.stages.launch.layout import LOOPBACK, Layout
-from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices
+from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices, search_path
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
 
 NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
 """Module that starts the ranks of one machine."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of the variable that configures torch's allocator of GPU memory."""
 KILLED_S = 5.0
 """Seconds that killed processes have to disappear."""
 POLL_S = 0.05
@@ -81,26 +83,31 @@ class NodeProgram:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The program's environment: it has this package; the ranks share the cores."""
+        """The program's environment: it has this package; the ranks share the cores.
+
+        OMP_NUM_THREADS and the allocator's options are those of the user, if there are any.
+        """
         source = Path(rlhf_pipeline.__file__).parent.parent
         paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
         settings = {
+            "PATH": search_path(),
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
             # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
             "DISABLE_SAFETENSORS_CONVERSION": "1",
             heartbeat.LAUNCH: f"{process_identity(os.getpid())} {Path(self.directory).resolve()}",
         }
-        gpus = gpu_count()
+        gpus, cores = gpu_count(), len(os.sched_getaffinity(0))
+        defaults = {"OMP_NUM_THREADS": str(max(1, cores // len(self.own_ranks)))}
+        if gpus and not os.environ.keys() & ALLOCATOR:
+            # Packed batches differ in length; blocks of a fixed size would fragment the memory.
+            defaults[ALLOCATOR[0]] = "expandable_segments:True"
         if self.distributed:
             settings["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"
             settings["TOKENIZERS_PARALLELISM"] = "false"  # each rank would use all cores
-        if gpus == 0:
-            cores = len(os.sched_getaffinity(0))
-            settings["OMP_NUM_THREADS"] = str(max(1, cores // len(self.own_ranks)))
         if self.separate_files:
             settings[SEPARATE_FILES] = "1"
-        return os.environ | settings
+        return defaults | os.environ | settings
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[bytes]]:
