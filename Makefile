@@ -60,7 +60,7 @@ kills: $(VENV)/dev.stamp   # training killed at random moments and started again
 node-kills: $(VENV)/dev.stamp   # one of two machines lost at random moments: docs/cluster.md
 	$(BIN)/python benchmarks/node_kills.py $(ARGS)
 
-gpu: $(VENV)/dev.stamp     # everything on the GPUs of this machine, with times and memory: docs/performance.md
+gpu: $(VENV)/gpu.stamp     # everything on the GPUs of this machine, with times and memory: docs/performance.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small minibatches: docs/stability.md
@@ -106,6 +106,10 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt
 
 $(VENV)/gguf.stamp: $(VENV)/run.stamp
 	$(PIP) --editable '.[gguf]'
+	touch $@
+
+$(VENV)/gpu.stamp: $(VENV)/dev.stamp
+	$(PIP) --editable '.[quantization]'
 	touch $@
 
 # vLLM wants older transformers and FastAPI than the project, whose versions win here. PyPI has the
