@@ -36,8 +36,6 @@ CHECKS = (
     services.store,
 )
 """All checks, in the order of the table."""
-COMPILED = (("offload_optimizer", True), ("generator", "vllm"))
-"""Last names and values of parameters that need a compiler on GPUs."""
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
@@ -64,7 +62,8 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
         compiles=tuple(
             f"{name} ({json.dumps(value)})"
             for name, value in leaves(as_json(blocks))
-            if (name.rpartition(".")[2], value) in COMPILED
+            if (name.rpartition(".")[2], value)
+            in (("offload_optimizer", True), ("generator", "vllm"))
         ),
         store=store_of(catalog),
     )

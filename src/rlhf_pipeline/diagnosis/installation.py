@@ -50,11 +50,7 @@ def _fault(requirement: Requirement) -> str | None:
 
 
 def compiler(setup: Setup) -> Finding:
-    """A C++ compiler, Python's headers and ninja, where a GPU needs code that is compiled here.
-
-    DeepSpeed builds its CPU Adam with them; CUDA's own compiler is not needed. vLLM's kernels need
-    them for Triton.
-    """
+    """A C++ compiler, Python's headers and ninja, for DeepSpeed's CPU Adam and vLLM's kernels."""
     command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     missing = [] if command else ["a C++ compiler"]
     if command:

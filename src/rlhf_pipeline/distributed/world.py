@@ -84,8 +84,7 @@ def join(seed: int, *, timeout_s: float) -> World:
     device = take_device()  # before NCCL, which would take the first GPU on every rank
     if not on_gpu():
         # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs
-        # a compiler and leaves 69 MB per rank in /dev/shm. GPUs do not have it, and this dictionary
-        # would look for the compilers of all operations of a GPU.
+        # a compiler and leaves 69 MB per rank in /dev/shm. On GPUs, the table starts compilers.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # For groups that are made without a timeout, as DeepSpeed's are: NCCL's default is 10 minutes.
     groups = torch.distributed.distributed_c10d

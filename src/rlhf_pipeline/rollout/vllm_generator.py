@@ -123,10 +123,7 @@ class VLLMGenerator:
 def load_engine(
     model: PreTrainedModel, contract: TokenContract, rows: int, longest: int, *, sleeps: bool
 ) -> LLMEngine:
-    """An engine for the model's family, without its weights.
-
-    Raises ConfigError if vLLM refuses the family, or finds too few pages.
-    """
+    """An engine for the model's family, without weights. Raises ConfigError if vLLM makes none."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read by the import
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # The sampler of FlashInfer would be compiled for minutes, and no response needs it.

@@ -83,10 +83,7 @@ class NodeProgram:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The program's environment: it has this package; the ranks share the cores.
-
-        OMP_NUM_THREADS and the allocator's options are those of the user, if there are any.
-        """
+        """The program's environment: it has this package; the ranks share the cores."""
         source = Path(rlhf_pipeline.__file__).parent.parent
         paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
         settings = {

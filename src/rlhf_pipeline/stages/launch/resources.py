@@ -81,10 +81,7 @@ def _listed() -> list[str]:
 
 
 def search_path() -> str:
-    """PATH of launched programs: it begins with the programs of this Python, such as ninja.
-
-    They are found although nobody activated the environment.
-    """
+    """PATH of launched programs. Nobody may have activated the environment, which has ninja."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
