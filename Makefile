@@ -61,7 +61,7 @@ kills: $(VENV)/dev.stamp   # training killed at random moments and started again
 node-kills: $(VENV)/dev.stamp   # one of two machines lost at random moments: docs/cluster.md
 	$(BIN)/python benchmarks/node_kills.py $(ARGS)
 
-gpu: $(VENV)/dev.stamp     # everything on the GPUs of this machine, with times and memory: docs/performance.md
+gpu: $(VENV)/gpu.stamp     # everything on the GPUs of this machine, with times and memory: docs/performance.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small minibatches: docs/stability.md
@@ -116,6 +116,11 @@ $(VENV)/gguf.stamp: $(VENV)/run.stamp
 $(VENV)/vllm.stamp: $(VENV)/dev.stamp
 	$(PIP) --editable '.[dev,$(VLLM)]'
 	$(if $(GPUS),,$(BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision triton)
+	touch $@
+
+$(VENV)/gpu.stamp: $(VENV)/dev.stamp   # without vLLM, its rows are skipped
+	$(PIP) --editable '.[quantization]'
+	-$(PIP) --editable '.[vllm]'
 	touch $@
 
 .venv-oldest/stamp: RESOLUTION = lowest-direct

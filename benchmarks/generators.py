@@ -4,8 +4,8 @@
     python benchmarks/generators.py MODEL --precision=bf16 --rows 1 16 64 256
 
 Each generator answers the same random prompts with the same seeds, once to warm up and then
-`--repeats` times. To produce one token for each row, a generator reads all weights and the keys and
-values of all rows at least once:
+`--repeats` times. One that fails is a row with its fault. To produce one token for each row, a
+generator reads all weights and the keys and values of all rows at least once:
 
     limit = rows x bandwidth / (bytes of weights + rows x tokens x bytes of keys and values)
 
@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +62,13 @@ class Speed:
     """Median of a rollout, with what the generator does before and after it."""
     limit: float
     """Tokens per second that the bandwidth allows."""
+    fault: str = ""
+    """Why the generator has not run."""
 
     @property
     def rate(self) -> float:
         """Tokens per second."""
-        return self.tokens / self.seconds
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def main() -> None:
@@ -92,18 +93,25 @@ def main() -> None:
     actor = train_engine(partial(load_policy, options.model), config, 1)
     longest = options.prompt_tokens + options.response_tokens
     copied = bandwidth(actor.device)
+    kept = weight_bytes(actor.module), longest * key_value_bytes(actor.module)
+    limits = {rows: rows * copied / (kept[0] + rows * kept[1]) for rows in options.rows}
     speeds = []
-    for rows in options.rows:
-        prompts = np.random.default_rng(1).integers(
-            contract.vocab_size, size=(rows, options.prompt_tokens)
-        )
-        sampling = SamplingConfig(
-            max_response_tokens=options.response_tokens, batch_size_per_gpu=rows
-        )
-        kept = weight_bytes(actor.module) + rows * longest * key_value_bytes(actor.module)
-        for name, make in generators(actor, contract, world, rows, longest).items():
-            tokens, seconds = measure(make(), prompts.tolist(), sampling, options.repeats)
-            speeds.append(Speed(name, rows, tokens, seconds, rows * copied / kept))
+    for name, make in generators(actor, contract, world, max(options.rows), longest).items():
+        generator = None  # one for all numbers of rows: vLLM allows one in a process
+        for rows, limit in limits.items():
+            prompts = np.random.default_rng(1).integers(
+                contract.vocab_size, size=(rows, options.prompt_tokens)
+            )
+            sampling = SamplingConfig(
+                max_response_tokens=options.response_tokens, batch_size_per_gpu=rows
+            )
+            try:
+                generator = generator or make()
+                measured = measure(generator, prompts.tolist(), sampling, options.repeats)
+                speeds.append(Speed(name, rows, *measured, limit))
+            except Exception as error:  # the others can still run
+                fault = f"{type(error).__name__}: {error}".partition("\n")[0]
+                speeds.append(Speed(name, rows, 0, 0.0, limit, fault))
     show(speeds, copied)
     RESULTS.mkdir(parents=True, exist_ok=True)
     record = {"options": vars(options) | {"model": str(options.model)}, "bandwidth": copied}
@@ -123,13 +131,12 @@ def alone() -> World:
 def generators(
     actor: DeepSpeedEngine, contract: TokenContract, world: World, rows: int, longest: int
 ) -> dict[str, Callable[[], Generator]]:
-    """Every generator that runs here."""
+    """Every generator, for at most that many rows of that many tokens."""
     found: dict[str, Callable[[], Generator]] = {
         "transformers": lambda: TransformersGenerator(actor, contract),
         "hybrid": lambda: HybridGenerator(actor, contract, HybridConfig(), world),
+        "vllm": lambda: VLLMGenerator(actor, contract, rows=rows, longest=longest),
     }
-    if find_spec("vllm") is not None:
-        found["vllm"] = lambda: VLLMGenerator(actor, contract, rows=rows, longest=longest)
     return found
 
 
@@ -180,10 +187,11 @@ def show(speeds: list[Speed], copied: float) -> None:
     table = Table(title=f"Generation; copies of large tensors move {copied / 1e9:,.1f} GB/s")
     for column in ("generator", "rows", "tokens", "seconds", "tokens/s", "limit", "share"):
         table.add_column(column, justify="right")
+    table.add_column("fault")
     for s in speeds:
         table.add_row(
             s.generator, str(s.rows), f"{s.tokens:,}", f"{s.seconds:.2f}", f"{s.rate:,.0f}",
-            f"{s.limit:,.0f}", f"{s.rate / s.limit:.0%}",
+            f"{s.limit:,.0f}", f"{s.rate / s.limit:.0%}", s.fault,
         )  # fmt: skip
     Console().print(table)
 

@@ -36,8 +36,8 @@ RESULTS = PROJECT / "benchmarks" / "results" / "kills"
 STEPS = {"sft": "sft.epochs=15", "reward_model": "reward_model.epochs=8", "ppo": "ppo.steps=20"}
 TARGETS = ("group", "rank", "driver")
 
-Setting = tuple[int, str]
-"""ZeRO stage and precision."""
+Setting = tuple[int, str, str]
+"""ZeRO stage, precision, and further parameters."""
 
 
 class TooLateError(Exception):
@@ -66,13 +66,15 @@ def main() -> int:
     parser.add_argument("--zero", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--params", default="", help="further ones, as for `kedro run`")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     shutil.rmtree(RESULTS, ignore_errors=True)
     RESULTS.mkdir(parents=True)
-    kedro("--to-nodes=reward_model", RESULTS / "root", RESULTS / "mlflow.db").wait()
+    further = arguments.params
+    kedro("--to-nodes=reward_model", RESULTS / "root", RESULTS / "mlflow.db", further).wait()
     settings = [
-        (zero, precision)
+        (zero, precision, further)
         for zero in arguments.zero
         for precision in arguments.precision
         if zero or precision == "fp32"
@@ -174,14 +176,15 @@ def result(workspace: Path, start: float) -> dict[str, Any]:
     }
 
 
-def stage_parameters(stage: str, zero: int, precision: str) -> str:
+def stage_parameters(stage: str, zero: int, precision: str, further: str) -> str:
     """Parameters for some seconds of training with a checkpoint every third step."""
     blocks = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
     engine = {"zero_stage": zero, "precision": precision}
     engines = [
         f"{block}.deepspeed.{key}={value}" for block in blocks for key, value in engine.items()
     ]
-    return ",".join([STEPS[stage], f"{stage}.checkpoint_every=3", *engines])
+    given = [further, STEPS[stage], f"{stage}.checkpoint_every=3", *engines]
+    return ",".join(filter(None, given))
 
 
 def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subprocess.Popen[bytes]:

@@ -92,7 +92,7 @@ def counted_work() -> Iterator[Counter[tuple[str, str]]]:
     """Count optimizer steps, and tokens of a batch of responses, by phase."""
     from deepspeed import DeepSpeedEngine
 
-    from rlhf_pipeline.rollout.transformers_generator import InverseCDFSampler
+    from rlhf_pipeline.rollout import transformers_generator
     from rlhf_pipeline.runtime import heartbeat
 
     work: Counter[tuple[str, str]] = Counter()
@@ -105,10 +105,10 @@ def counted_work() -> Iterator[Counter[tuple[str, str]]]:
         return call
 
     step = counting("optimizer steps", DeepSpeedEngine.step)
-    sample = counting("tokens", InverseCDFSampler.__call__)
+    sampled = counting("tokens", transformers_generator.sampled)
     with (
         mock.patch.object(DeepSpeedEngine, "step", step),
-        mock.patch.object(InverseCDFSampler, "__call__", sample),
+        mock.patch.object(transformers_generator, "sampled", sampled),
     ):
         yield work
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed's import, which decides for the process
+
+import json
 import shutil
 import signal
 import subprocess

@@ -36,13 +36,13 @@ def test_every_upper_bound_has_a_reason():
 
 
 def test_the_tested_versions_are_within_the_bounds():
-    """Every requirement has a pin, except bitsandbytes, which needs a GPU."""
+    """Every requirement has a pin."""
     lines = (PROJECT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     extras = METADATA["optional-dependencies"].values()
     given = [line for lines in [METADATA["dependencies"], *extras] for line in lines]
     required = [Requirement(line) for line in given]
-    assert {each.name for each in required} - set(pinned) == {"bitsandbytes"}
+    assert {each.name for each in required} - set(pinned) == set()
     tested = [each for each in required if each.name in pinned]
     assert [str(each) for each in tested if pinned[each.name] not in each.specifier] == []

@@ -72,3 +72,17 @@ def test_a_model_on_the_hub_is_found(tmp_path):
     assert code == 0, printed + log
     (found,) = [each for each in json.loads(printed) if each["check"] == "base model"]
     assert found["found"] == "owner/model at 11111111"
+
+
+def test_the_compiler_is_asked_for_by_the_parameters_that_need_it_on_a_gpu(tmp_path, nvidia_smi):
+    nvidia_smi(1)
+    (tmp_path / "vllm.py").touch()  # as if it were installed
+    params = f"--params=root={tmp_path},ppo.generator=vllm,sft.deepspeed.offload_optimizer=true"
+    variables = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0", "CXX": "false"}
+    variables["PYTHONPATH"] = f"{PROJECT / 'src'}:{tmp_path}"
+    code, printed, log = doctor(tmp_path, "--json", params, **variables)
+    assert code == 1, printed + log
+    (found,) = [each for each in json.loads(printed) if each["check"] == "compiler"]
+    assert found["found"] == "missing: headers of Python or C++"
+    assert "sft.deepspeed.offload_optimizer (true)" in found["fix"]
+    assert 'ppo.generator ("vllm")' in found["fix"]

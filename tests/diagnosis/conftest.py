@@ -27,7 +27,7 @@ def setup(tmp_path, monkeypatch):
                 max_response_tokens=48,
             ),
             "evaluate": EvaluateConfig(),
-            "offloads": False,
+            "compiles": (),
         }
         return Setup(**default | fields)
 

@@ -1,6 +1,9 @@
 """Versions and the compiler."""
 
+import os
 import platform
+import shutil
+import sys
 from importlib import metadata
 
 import pytest
@@ -53,20 +56,38 @@ def test_the_package_itself_declares_versions(setup):
     assert installation.libraries(setup()).state == "ok"
 
 
-def test_a_machine_without_a_compiler_needs_one_only_to_offload_on_a_gpu(
-    setup, monkeypatch, nvidia_smi, tmp_path
-):
+@pytest.fixture
+def nothing_installed(monkeypatch, nvidia_smi, tmp_path):
+    """A machine with a GPU, and no program but nvidia-smi."""
     for name in ("CXX", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     nvidia_smi(1)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    return tmp_path / "bin"
+
+
+@pytest.mark.parametrize("parameter", ["sft.deepspeed.offload_optimizer (true)", "ppo.generator"])
+def test_a_machine_without_a_compiler_needs_one_for_what_a_gpu_compiles(
+    setup, nothing_installed, parameter
+):
     found = installation.compiler(setup())
     assert (found.state, found.fix) == ("ok", "")
     assert found.found.startswith("missing: a C++ compiler, ninja;")
-    found = installation.compiler(setup(offloads=True))
-    assert found.state == "failure"
-    assert found.found == "missing: a C++ compiler, ninja, nvcc or CUDA_HOME"
-    assert "set offload_optimizer to false" in found.fix
+    found = installation.compiler(setup(compiles=(parameter,)))
+    assert (found.state, found.found) == ("failure", "missing: a C++ compiler, ninja")
+    assert found.fix.endswith(f"; or change {parameter}")
+
+
+def test_neither_cudas_compiler_nor_an_activated_environment_is_needed(
+    setup, nothing_installed, monkeypatch
+):
+    """ninja lies beside the interpreter; the ranks find it there."""
+    (nothing_installed / "ninja").touch(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CXX", shutil.which("g++", path=os.defpath))
+    assert installation.compiler(setup(compiles=("ppo.generator (vllm)",))).state == "ok"
 
 
 def test_a_compiler_that_cannot_compile_is_found(setup, monkeypatch):

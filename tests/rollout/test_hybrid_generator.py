@@ -131,5 +131,17 @@ def test_a_family_without_a_plan_is_refused(make_model):
         styles(model, 2)
 
 
+def test_more_ranks_than_heads_of_keys_and_values_are_refused(make_model):
+    """Each matrix could be divided by 4, but then half a head would be left on a rank."""
+    model = load_policy(make_model("qwen2"), "fp32")  # 4 heads, 2 of keys and values
+    assert styles(model, 2)
+    with pytest.raises(
+        ConfigError,
+        match=r"inference_tp_size: found 4, expected a divisor of the 2 heads of keys and values "
+        r"of this qwen2\. Fix: set it to 2",
+    ):
+        styles(model, 4)
+
+
 if __name__ == "__main__":
     main({key: Path(value) for key, value in json.loads(sys.argv[1]).items()}, Path(sys.argv[2]))

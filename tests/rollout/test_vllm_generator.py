@@ -51,14 +51,17 @@ CASES = {
     "qwen2, ZeRO 2": ("qwen2", {"deepspeed": {"zero_stage": 2}}),
     "qwen3, LoRA, ZeRO 3": ("qwen3", {"deepspeed": {"zero_stage": 3}, "lora": {"rank": 4}}),
     "llama, bf16": ("llama", {"deepspeed": {"zero_stage": 1, "precision": "bf16"}}),
+    "llama, bf16, ZeRO 3": ("llama", {"deepspeed": {"zero_stage": 3, "precision": "bf16"}}),
 }
 STAGES = (0, 3)
+ON_A_GPU = "llama, bf16, ZeRO 3"
 
 
 def gap(rollout, policy, contract):
     """The largest distance of a log-probability to that of the policy's own forward pass."""
+    sequences = rollout.sequences.to(policy.device)
     with torch.no_grad():
-        own = response_logprobs(policy, rollout.sequences, vocab_size=contract.vocab_size)
+        own = response_logprobs(policy, sequences, vocab_size=contract.vocab_size).cpu()
     mask = rollout.sequences.response_mask
     return float((rollout.logprobs[mask] - own[mask]).abs().max())
 
@@ -76,7 +79,9 @@ def rollouts(case, models, world):
         rollout = generator.generate(PROMPTS[own], SAMPLING, SEEDS[own])
         found.append([rollout.logprobs.tolist(), gap(rollout, engine, contract)])
 
-        def loss(batch=rollout.sequences):
+        sequences = rollout.sequences.to(engine.device)
+
+        def loss(batch=sequences):
             logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
             return -logprobs.where(batch.response_mask, 0.0).mean(), {}
 
@@ -88,6 +93,10 @@ def main(argument, folder):
     world = join(1, timeout_s=600)
     vllm_generator.PAGE = PAGE
     models, inputs = ({key: Path(path) for key, path in own.items()} for own in argument)
+    if not inputs:  # on a GPU, where a process can have one engine
+        found = rollouts(ON_A_GPU, models, world)
+        (folder / f"{world.rank}.json").write_text(json.dumps(found))
+        return
     found = {case: rollouts(case, models, world) for case in CASES}
     for stage in STAGES:
         deepspeed = {"deepspeed": {"zero_stage": stage}}
@@ -111,6 +120,18 @@ def test_the_engine_of_each_rank_has_the_weights_of_the_actor(two_ranks, case):
     for before, after in (found[case] for found in two_ranks):
         assert max(before[1], after[1]) < (0.2 if "bf16" in case else 1e-5)
         assert before[0] != after[0]  # the step has moved the actor, and the copy followed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_engine_that_slept_on_a_gpu_has_the_weights_of_the_actor(make_model, on_ranks):
+    models = {"llama": make_model("llama", 3, **HEADS)}
+    ranks = min(2, torch.cuda.device_count())
+    folder = on_ranks(__file__, [models, {}], ranks=ranks, accelerator="cuda")
+    for rank in range(ranks):
+        before, after = json.loads((folder / f"{rank}.json").read_text())
+        assert max(before[1], after[1]) < 0.2
+        assert before[0] != after[0]
 
 
 @pytest.mark.long

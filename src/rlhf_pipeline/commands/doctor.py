@@ -16,6 +16,8 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.diagnosis import installation, machine, nodes, services
 from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
 from rlhf_pipeline.hooks import launch_config, provide_default_blocks, store_of
+from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.stage_registry import parameter_blocks
 
 CHECKS = (
     installation.python,
@@ -46,6 +48,10 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
     """What the checks look at."""
     provide_default_blocks(catalog)
     parameters = catalog.load("parameters")
+    blocks = {
+        name: block.model_validate(parameters.get(name, {}))
+        for name, block in parameter_blocks().items()
+    }
     return Setup(
         project=project,
         root=Path(catalog.load("workspace")).absolute().parent,
@@ -53,9 +59,11 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
         base_model=BaseModelConfig.model_validate(catalog.load("params:base_model")),
         split=SplitConfig.model_validate(catalog.load("params:split")),
         evaluate=EvaluateConfig.model_validate(catalog.load("params:evaluate")),
-        offloads=any(
-            value is True and name.endswith("offload_optimizer")
-            for name, value in leaves(parameters)
+        compiles=tuple(
+            f"{name} ({json.dumps(value)})"
+            for name, value in leaves(as_json(blocks))
+            if (name.rpartition(".")[2], value)
+            in (("offload_optimizer", True), ("generator", "vllm"))
         ),
         store=store_of(catalog),
     )

@@ -46,8 +46,8 @@ class Setup:
     base_model: BaseModelConfig
     split: SplitConfig
     evaluate: EvaluateConfig
-    offloads: bool
-    """Whether a stage keeps optimizer states in main memory."""
+    compiles: tuple[str, ...]
+    """The parameters, with values, for which a machine with GPUs compiles code at first use."""
     store: Store | None = None
     """The store for stages and checkpoints."""
 

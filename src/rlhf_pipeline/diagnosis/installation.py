@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from rlhf_pipeline.diagnosis.finding import Finding, Setup
 from rlhf_pipeline.errors import pip_install
+from rlhf_pipeline.stages.launch.resources import search_path
 
 DISTRIBUTION = "rlhf-pipeline"
 SOURCE = "#include <vector>\n#include <Python.h>\nint main() { return 0; }\n"
@@ -50,25 +51,21 @@ def _fault(requirement: Requirement) -> str | None:
 
 
 def compiler(setup: Setup) -> Finding:
-    """A C++ compiler, ninja and Python's headers, which DeepSpeed's CPU Adam is built with."""
+    """A C++ compiler, Python's headers and ninja, for DeepSpeed's CPU Adam and vLLM's kernels."""
     command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    needed = setup.offloads and setup.gpus > 0
     missing = [] if command else ["a C++ compiler"]
     if command:
         include = f"-I{sysconfig.get_path('include')}"
         compiling = [command, "-x", "c++", "-fsyntax-only", include, "-"]
         done = subprocess.run(compiling, input=SOURCE, capture_output=True, text=True, check=False)
         missing += [] if done.returncode == 0 else ["headers of Python or C++"]
-    missing += [] if shutil.which("ninja") else ["ninja"]
-    if needed and not (os.environ.get("CUDA_HOME") or shutil.which("nvcc")):
-        missing.append("nvcc or CUDA_HOME")
+    missing += [] if shutil.which("ninja", path=search_path()) else ["ninja"]
     if not missing:
         return Finding("compiler", "ok", f"{command}, ninja")
     found = f"missing: {', '.join(missing)}"
-    if not needed:
-        return Finding("compiler", "ok", f"{found}; only offload_optimizer on a GPU needs them")
-    fix = (
-        "apt-get install g++ python3-dev, pip install ninja, the CUDA toolkit of torch; or set "
-        "offload_optimizer to false"
-    )
+    if not (setup.compiles and setup.gpus > 0):
+        only = "only offload_optimizer and generator vllm on a GPU need them"
+        return Finding("compiler", "ok", f"{found}; {only}")
+    change = f"change {', '.join(setup.compiles)}"
+    fix = f"apt-get install g++ python3-dev, pip install ninja; or {change}"
     return Finding("compiler", "failure", found, fix)

@@ -81,10 +81,14 @@ def join(seed: int, *, timeout_s: float) -> World:
     All ranks use the same seed, so they initialise new weights equally. Raises StageError if torch
     does not find the GPU of this rank.
     """
-    # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs a
-    # compiler and leaves 69 MB per rank in /dev/shm.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = take_device()  # before NCCL, which would take the first GPU on every rank
+    if not on_gpu():
+        # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs
+        # a compiler and leaves 69 MB per rank in /dev/shm. On GPUs, the table starts compilers.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # For groups that are made without a timeout, as DeepSpeed's are: NCCL's default is 10 minutes.
+    groups = torch.distributed.distributed_c10d
+    groups.default_pg_timeout = groups.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
     if not torch.distributed.is_initialized():
         _meet(timedelta(seconds=timeout_s))
     deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
@@ -134,8 +138,10 @@ def _meet(timeout: timedelta) -> None:
         # By default, Gloo uses the interface that the machine's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = get_accelerator().communication_backend_name()
+    # With its GPU, NCCL connects at once, so a broken network fails here and not in the first step.
+    gpu = own_device() if on_gpu() else None
     torch.distributed.init_process_group(
-        backend, timeout=timeout, world_size=size, rank=rank, store=store
+        backend, timeout=timeout, world_size=size, rank=rank, store=store, device_id=gpu
     )
 
 

@@ -10,6 +10,7 @@ import copy
 import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
     """The style of each sharded module, by its path.
 
     A vocabulary that `size` ranks cannot divide stays whole. Raises ConfigError if the family has
-    no plan, or one with another style.
+    no plan, or one with another style, or if the ranks cannot divide the heads of keys and values.
     """
     plan = dict(model._tp_plan or {})
     family = model.config.model_type
@@ -128,6 +129,13 @@ def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
         raise ConfigError(
             f"ppo.hybrid.inference_tp_size: {family} has no tensor-parallel plan in transformers. "
             "Fix: set it to 1"
+        )
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % size:
+        raise ConfigError(
+            f"ppo.hybrid.inference_tp_size: found {size}, expected a divisor of the {heads} heads "
+            f"of keys and values of this {family}. Fix: set it to {gcd(heads, size)}"
         )
     found = {}
     for path, module in model.named_modules():

@@ -43,7 +43,8 @@ class VLLMGenerator:
     """Samples from a model, or from one in a DeepSpeed engine. All ranks construct it together.
 
     The engine answers `rows` prompts at a time; prompt and response have `longest` tokens at most.
-    Raises ConfigError if vLLM does not compute what the model's family computes.
+    A process can have one engine on a GPU. Raises ConfigError if vLLM cannot make the engine, or
+    does not compute what the model's family computes.
     """
 
     def __init__(
@@ -122,9 +123,11 @@ class VLLMGenerator:
 def load_engine(
     model: PreTrainedModel, contract: TokenContract, rows: int, longest: int, *, sleeps: bool
 ) -> LLMEngine:
-    """An engine for the model's family, without its weights."""
+    """An engine for the model's family, without weights. Raises ConfigError if vLLM makes none."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read by the import
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # The sampler of FlashInfer would be compiled for minutes, and no response needs it.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import EngineArgs, LLMEngine
 
     config = deepcopy(model.config)
@@ -138,6 +141,7 @@ def load_engine(
             generation_config="vllm",
             load_format="dummy",
             dtype=str(model.dtype).removeprefix("torch."),
+            hf_overrides={"head_dtype": "float32"},  # as in training; bf16 is too coarse for ratios
             max_model_len=longest,
             max_num_seqs=rows,
             block_size=PAGE,
@@ -151,7 +155,14 @@ def load_engine(
         ).create_engine_config()
         if settings.model_config.using_transformers_backend():
             raise refusal(model)  # it would change the model's own class
-        engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
+        try:
+            engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
+        except ValueError as error:  # such as too few pages for layers with windows and without
+            raise ConfigError(
+                f"ppo.generator: vLLM makes no engine for {rows} rows of {longest} tokens by "
+                f"this {config.model_type}: {str(error).partition('. ')[0]}. Fix: set it to "
+                "transformers"
+            ) from error
     engine.engine_core._finalizer.detach()  # it would end the process group of the training
     return engine
 

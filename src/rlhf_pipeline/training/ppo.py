@@ -69,7 +69,8 @@ def train(setup: Setup) -> None:
         log = StepLog(step, setup.guard)
         with log.timed("time/rollout_s"):
             rows, seeds = training_prompts(setup, step)
-            rollout = roll_out(setup, rows, seeds, step)
+            with log.timed("time/generation_s"):
+                rollout = roll_out(setup, rows, seeds, step)
             scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
         if step == 1:
             scored = centre_critic(setup, scored)

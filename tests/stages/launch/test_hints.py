@@ -46,6 +46,20 @@ PPO = {
         ("OSError: [Errno 28] No space left on device", "disk full"),
         ("the model for best needs 12 MiB, /data has 8.0 MiB free", "disk full"),
         ("op_builder.builder.MissingCUDAException: CUDA_HOME does not exist", "no compiler"),
+        ("RuntimeError: Failed to find C compiler. Please specify via CC environm", "no compiler"),
+        ("main.c:5:10: fatal error: Python.h: No such file or directory", "no compiler"),
+        (
+            "RuntimeError: The NVIDIA driver on your system is too old (found version 12020). "
+            "Please update your GPU driver",
+            "driver",
+        ),
+        ("CUDA error: no kernel image is available for execution on the device", "driver"),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system "
+            "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.7\nncclSystemError: "
+            "System call (e.g. socket, malloc) or external library call failed or device error.",
+            "NCCL",
+        ),
         (
             "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
             "damaged weights",

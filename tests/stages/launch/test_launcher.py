@@ -89,7 +89,8 @@ def test_the_ranks_get_the_gpus_that_the_user_shows(
     stage, nvidia_smi, monkeypatch, visible, accelerator, expected
 ):
     nvidia_smi(3)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert stage(processes=2) == [

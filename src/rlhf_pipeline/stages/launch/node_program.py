@@ -18,11 +18,13 @@ import rlhf_pipeline
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.program import RENDEZVOUS, SEPARATE_FILES
 from rlhf_pipeline.stages.launch.layout import LOOPBACK, Layout
-from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices
+from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices, search_path
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
 
 NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
 """Module that starts the ranks of one machine."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of the variable that configures torch's allocator of GPU memory."""
 KILLED_S = 5.0
 """Seconds that killed processes have to disappear."""
 POLL_S = 0.05
@@ -87,6 +89,7 @@ class NodeProgram:
         # An empty part would be the working folder.
         paths = [str(source), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         settings = {
+            "PATH": search_path(),
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not the library
             "PYTHONUNBUFFERED": "1",
@@ -94,16 +97,17 @@ class NodeProgram:
             "DISABLE_SAFETENSORS_CONVERSION": "1",
             heartbeat.LAUNCH: f"{process_identity(os.getpid())} {Path(self.directory).resolve()}",
         }
-        gpus = gpu_count()
+        gpus, cores = gpu_count(), len(os.sched_getaffinity(0))
+        defaults = {"OMP_NUM_THREADS": str(max(1, cores // len(self.own_ranks)))}
+        if gpus and not os.environ.keys() & ALLOCATOR:
+            # Packed batches differ in length; blocks of a fixed size would fragment the memory.
+            defaults[ALLOCATOR[0]] = "expandable_segments:True"
         if self.distributed:
             settings["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"
             settings["TOKENIZERS_PARALLELISM"] = "false"  # each rank would use all cores
-        if gpus == 0:
-            cores = len(os.sched_getaffinity(0))
-            settings["OMP_NUM_THREADS"] = str(max(1, cores // len(self.own_ranks)))
         if self.separate_files:
             settings[SEPARATE_FILES] = "1"
-        return os.environ | settings
+        return defaults | os.environ | settings
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[bytes]]:

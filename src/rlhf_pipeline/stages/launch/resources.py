@@ -5,7 +5,9 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from itertools import takewhile
+from pathlib import Path
 
 from rlhf_pipeline.errors import ConfigError
 
@@ -76,6 +78,11 @@ def _listed() -> list[str]:
             "set CUDA_VISIBLE_DEVICES to the GPUs, or to nothing to train on the CPU"
         )
     return re.findall(r"^GPU (\d+):", listing.stdout, re.MULTILINE)
+
+
+def search_path() -> str:
+    """PATH of launched programs. Nobody may have activated the environment, which has ninja."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def free_port(configured: int | None) -> int:

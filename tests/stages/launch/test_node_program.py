@@ -1,0 +1,51 @@
+"""The environment of a launch."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.stages.launch.node_program import ALLOCATOR, NodeProgram
+
+
+@pytest.fixture
+def environment(nvidia_smi, monkeypatch, tmp_path):
+    """The environment of two ranks on sixteen cores, with that many GPUs."""
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS", *ALLOCATOR):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+
+    def make(gpus, **variables):
+        nvidia_smi(gpus)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return NodeProgram("program", str(tmp_path), ranks=(2,)).environment
+
+    return make
+
+
+def test_programs_of_this_python_are_found_without_an_activated_environment(environment, tmp_path):
+    """DeepSpeed's CPU Adam is compiled by ninja, which pip puts beside the interpreter."""
+    path = environment(0, PATH=str(tmp_path / "bin"))["PATH"]
+    assert path == f"{Path(sys.executable).parent}:{tmp_path / 'bin'}"
+    assert shutil.which("ninja", path=path) == str(Path(sys.executable).with_name("ninja"))
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_the_ranks_share_the_cores_unless_the_user_says_how_many_threads(environment, gpus):
+    assert environment(gpus)["OMP_NUM_THREADS"] == "8"
+    assert environment(gpus, OMP_NUM_THREADS="3")["OMP_NUM_THREADS"] == "3"
+
+
+def test_memory_of_gpus_grows_in_segments(environment):
+    assert ALLOCATOR[0] not in environment(0)
+    assert environment(2)[ALLOCATOR[0]] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_allocator_has_the_options_of_the_user(environment, name):
+    own = {name: "max_split_size_mb:512"}
+    found = environment(2, **own)
+    assert {key: found[key] for key in ALLOCATOR if key in found} == own
