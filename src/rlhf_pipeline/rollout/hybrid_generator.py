@@ -43,7 +43,7 @@ class HybridGenerator:
         copy.refresh(self._config.tp_gather_partition_size)
         shares = [(list(prompts), list(seeds))] * size
         torch.distributed.all_gather_object(shares, shares[0], group=group.collectives)
-        generator = TransformersGenerator(copy.model, self._contract, lockstep=size > 1)
+        generator = TransformersGenerator(copy.model, self._contract)
         together = generator.generate(
             [prompt for own, _ in shares for prompt in own],
             sampling.model_copy(update={"batch_size_per_gpu": size * sampling.batch_size_per_gpu}),

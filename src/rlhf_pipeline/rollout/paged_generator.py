@@ -35,9 +35,9 @@ from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rl.sampling import sampled
 from rlhf_pipeline.rollout.generation import Rollout, Seed, uniform_draws
 from rlhf_pipeline.rollout.parity import has_parity
-from rlhf_pipeline.rollout.transformers_generator import sampled
 from rlhf_pipeline.runtime import heartbeat
 
 PAGE = 256
