@@ -26,6 +26,9 @@ ERRORS = "errors"
 SEPARATE_FILES = "RLHF_SEPARATE_FILES"
 """Environment variable of ranks whose node does not share the file system of rank 0."""
 
+DETERMINISTIC = "RLHF_DETERMINISTIC"
+"""Environment variable of ranks on GPUs that repeat their results, see `launch.deterministic`."""
+
 REASON_CHARACTERS = 2**14
 """Length of the longest reason; a longer one is cut at its beginning."""
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import rlhf_pipeline
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.program import SEPARATE_FILES
+from rlhf_pipeline.runtime.program import DETERMINISTIC, SEPARATE_FILES
 from rlhf_pipeline.stages.launch.layout import LOOPBACK, Layout
 from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
@@ -49,6 +49,8 @@ class NodeProgram:
     """Name of the file with the output, in the work directory."""
     separate_files: bool = False
     """Whether this node does not share the file system of node 0."""
+    deterministic: bool = False
+    """`launch.deterministic`."""
 
     @property
     def own_ranks(self) -> range:
@@ -98,6 +100,9 @@ class NodeProgram:
         if gpus == 0:
             cores = len(os.sched_getaffinity(0))
             settings["OMP_NUM_THREADS"] = str(max(1, cores // len(self.own_ranks)))
+        if self.deterministic and gpus:
+            # The variable of cuBLAS: without it, torch refuses products in its deterministic mode.
+            settings |= {DETERMINISTIC: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if self.separate_files:
             settings[SEPARATE_FILES] = "1"
         return os.environ | settings
