@@ -22,6 +22,7 @@ CHECKS = (
     installation.libraries,
     installation.compiler,
     machine.gpu,
+    machine.kernels,
     machine.nccl,
     machine.shared_memory,
     machine.disk,
@@ -46,6 +47,7 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
     """What the checks look at."""
     provide_default_blocks(catalog)
     parameters = catalog.load("parameters")
+    given = [value for name, value in leaves(parameters) if name.endswith(".precision")]
     return Setup(
         project=project,
         root=Path(catalog.load("workspace")).absolute().parent,
@@ -57,6 +59,7 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
             value is True and name.endswith("offload_optimizer")
             for name, value in leaves(parameters)
         ),
+        precisions=sorted({"fp32", *given} - {None}),
         store=store_of(catalog),
     )
 

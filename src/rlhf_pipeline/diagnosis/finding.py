@@ -48,6 +48,8 @@ class Setup:
     evaluate: EvaluateConfig
     offloads: bool
     """Whether a stage keeps optimizer states in main memory."""
+    precisions: Sequence[str] = ("fp32",)
+    """The default precision, and those of the configuration."""
     store: Store | None = None
     """The store for stages and checkpoints."""
 
