@@ -191,7 +191,8 @@ def kedro(nodes: str, root: Path, store: Path, parameters: str = "") -> subproce
     """Start a `kedro run` of the environment tiny."""
     command = [str(Path(sys.executable).with_name("kedro")), "run", "--env=tiny", nodes]
     # Each stage has parameters of its own, so the published inputs of a later one differ.
-    command.append(f"--params=root={root},inputs=newest" + (f",{parameters}" if parameters else ""))
+    common = f"root={root},inputs=newest,launch.deterministic=true"  # which a CPU does without
+    command.append(f"--params={common}" + (f",{parameters}" if parameters else ""))
     environment = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{store}"}
     with (RESULTS / "run.log").open("a") as log:
         return subprocess.Popen(

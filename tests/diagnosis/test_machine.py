@@ -87,6 +87,34 @@ def test_gpus_that_torch_cannot_use(setup, nvidia_smi, torch, arguments, found, 
     assert fix in finding.fix
 
 
+@pytest.mark.parametrize(
+    "program, state, found, fix",
+    [
+        (
+            "print(*['A100 in ' + each for each in sys.argv[1:]], sep=chr(10))",
+            *("ok", "equal those of the CPU: A100 in bf16, A100 in fp32", ""),
+        ),
+        ("sys.exit('attention: found 2. Fix: set it')", "failure", "attention: found 2.", "set it"),
+        ("pass", "failure", "torch sees no GPU", ""),
+    ],
+)
+def test_kernels_are_compared_in_a_process_of_their_own(
+    setup, nvidia_smi, monkeypatch, tmp_path, program, state, found, fix
+):
+    nvidia_smi(1)
+    (tmp_path / "stand_in.py").write_text(f"import sys\n{program}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(machine, "SELF_CHECK", "stand_in")
+    (row,) = run_checks([machine.kernels], setup(precisions=("bf16", "fp32")))
+    assert (row.check, row.state, row.found, row.fix) == ("kernels", state, found, fix)
+
+
+def test_without_a_gpu_no_kernel_is_compared(setup, nvidia_smi):
+    nvidia_smi(0)
+    (row,) = run_checks([machine.kernels], setup())
+    assert (row.state, row.found) == ("ok", "none; a CPU runs the plain forms")
+
+
 def test_two_gpus_need_nccl(setup, nvidia_smi, torch):
     nvidia_smi(2)
     torch(2, has_nccl=False)

@@ -1,15 +1,24 @@
 """Attention over packed rows, beside transformers' eager attention over each row alone."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM
+from varlen_reference import varlen_attn
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models import packing
 from rlhf_pipeline.models.forms import form_of
-from rlhf_pipeline.models.packing import PACKED, use_packed_attention
+from rlhf_pipeline.models.packing import (
+    PACKED,
+    one_kernel,
+    packed_attention,
+    use_packed_attention,
+)
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.generation import uniform_draws
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
@@ -107,3 +116,72 @@ def test_equal_prompts_without_responses_are_separate_rows():
     rows = collate([[5, 6], [5, 6], [7]], [[], [], []], 0).packed()
     assert rows.lengths == (2, 2, 1) and rows.seen is None
     assert rows.ends.tolist() == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "dtype, capability, width, expected",
+    [
+        (torch.bfloat16, (8, 0), 64, True),  # A100
+        (torch.float16, (9, 0), 128, True),  # H100
+        (torch.bfloat16, (12, 0), 256, True),
+        (torch.float16, (7, 0), 64, False),  # V100
+        (torch.float16, (7, 5), 64, False),  # T4
+        (torch.bfloat16, (9, 0), 20, False),
+        (torch.bfloat16, (9, 0), 264, False),
+        (torch.float32, (9, 0), 64, False),
+        (torch.bfloat16, None, 64, False),  # a CPU
+    ],
+)
+def test_flash_attention_is_used_where_it_runs(dtype, capability, width, expected):
+    assert one_kernel(dtype, capability, width) is expected
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("width", [8, 16, 20])
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_kernel_computes_what_the_loop_over_rows_computes(
+    monkeypatch, heads, groups, window, width, shared
+):
+    """Output and gradients, with a kernel that is written from torch's documentation."""
+    prompts = [[1, 2, 3], [1, 2, 3] if shared else [9, 9], [4, 5, 6, 7, 8], [9]]
+    rows = collate(prompts, [[11, 12], [13, 14, 15], [16], [17, 18, 19, 20]], 0).packed()
+    assert (rows.seen is not None) is shared
+    torch.manual_seed(1)
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=heads // groups)
+    inputs = [torch.randn(1, count, rows.ids.numel(), width) for count in (heads, groups, groups)]
+    calls = []
+
+    def kernel(*arguments, **settings):
+        calls.append(settings)
+        return varlen_attn(*arguments, **settings)
+
+    def results():
+        own = [x.clone().requires_grad_() for x in inputs]
+        output, _ = packed_attention(
+            module, *own, None, packed_rows=rows, scaling=0.3, sliding_window=window
+        )
+        weights = torch.arange(output.numel()).view(output.shape).sin()
+        return [output, *torch.autograd.grad(output, own, weights)]
+
+    expected = results()
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(packing, "one_kernel", lambda *_: True)
+    for found, other in zip(results(), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=2e-6)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("in_one", [True, False])
+def test_the_first_use_of_a_model_finds_that_it_packs_either_way(models, monkeypatch, in_one):
+    packed, _ = models
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(packing, "one_kernel", lambda *_: in_one)
+    assert form_of(packed).packed
+
+
+def test_the_decision_sees_the_precision_the_gpu_and_the_width_of_a_head(models, monkeypatch):
+    seen = []
+    monkeypatch.setattr(packing, "one_kernel", lambda *given: seen.append(given))
+    models[0](**collate(PROMPTS, RESPONSES, 0).packed().model_inputs(), use_cache=False)
+    assert set(seen) == {(torch.float32, None, 8)}  # 32 features, 4 heads

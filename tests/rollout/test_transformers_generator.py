@@ -1,6 +1,7 @@
 """Generation by transformers, with given random numbers."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,44 +12,12 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.rl.sampling import sampled
 from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator, sampled
+from rlhf_pipeline.rollout.transformers_generator import Decoding, TransformersGenerator
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
-
-
-def sampled_token(
-    draw: float, logits: list[float], temperature: float = 1.0, vocab_size: int | None = None
-) -> int:
-    draws = torch.tensor([draw], dtype=torch.float64)
-    size = vocab_size or len(logits)
-    tokens, logprobs = sampled(torch.tensor([logits]), draws, temperature, size)
-    expected = (torch.tensor(logits[:size]) / temperature).log_softmax(-1)[tokens]
-    torch.testing.assert_close(logprobs, expected)
-    return int(tokens)
-
-
-def test_a_draw_selects_a_token_by_the_distribution_function():
-    """Probabilities 1/4, 1/2, 1/4: the distribution function is 0.25, 0.75, 1."""
-    logits = [0.0, float(np.log(2.0)), 0.0]
-    draws = (0.0, 0.24, 0.26, 0.74, 0.76, 0.999999)
-    assert [sampled_token(draw, logits) for draw in draws] == [0, 0, 1, 1, 2, 2]
-
-
-def test_a_low_temperature_sharpens_the_distribution():
-    """At temperature 1/2 the probabilities are 1/6, 4/6, 1/6: the function is 0.1667, 0.8333, 1."""
-    logits = [0.0, float(np.log(2.0)), 0.0]
-    draws = (0.16, 0.17, 0.83, 0.84)
-    assert [sampled_token(draw, logits, temperature=0.5) for draw in draws] == [0, 1, 1, 2]
-
-
-def test_padded_vocabulary_rows_are_never_sampled():
-    assert sampled_token(0.999999, [0.0, 0.0, 50.0, 50.0], vocab_size=2) == 1
-
-
-def test_a_token_of_probability_zero_is_not_sampled_by_the_largest_draw():
-    assert sampled_token(1.0 - 1e-16, [0.0, -1e9, -1e9]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +154,31 @@ def test_samples_follow_the_policy(policy, generator):
     assert (
         (observed - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-9
     ).all()
+
+
+def test_the_host_looks_at_a_gpu_at_fixed_tokens_and_at_a_cpu_always():
+    """With 40 tokens: after the 16th and the 32nd. Neither waits for time to pass."""
+    finished = torch.tensor([True, False])
+    device = SimpleNamespace(device=torch.device("cuda", 0), cpu=lambda: finished)
+    decoding = Decoding.__new__(Decoding)
+    found = {step: decoding._known(device, step) for step in range(40)}
+    assert [step for step, known in found.items() if known is not None] == [15, 31]
+    assert found[15] is finished
+    assert all(decoding._known(finished, step) is finished for step in range(40))
+
+
+def test_rows_that_leave_at_fixed_tokens_have_the_same_responses(policy, generator, monkeypatch):
+    """As on a GPU. Some rows end early, and none of them gets a token after its EOS."""
+    sampling = SamplingConfig(max_response_tokens=40, batch_size_per_gpu=4, temperature=2.0)
+    seeds = row_seeds(1, 1, np.arange(24))
+    expected = responses(generator.generate(PROMPTS * 6, sampling, seeds).sequences)
+    assert min(map(len, expected)) < 16 < max(map(len, expected))
+    looks = []
+
+    def known(self, finished, step):
+        looks.append(step)
+        return finished if (step + 1) % 16 == 0 else None
+
+    monkeypatch.setattr(Decoding, "_known", known)
+    assert responses(generator.generate(PROMPTS * 6, sampling, seeds).sequences) == expected
+    assert max(looks) >= 16

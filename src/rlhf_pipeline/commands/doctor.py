@@ -24,6 +24,7 @@ CHECKS = (
     installation.libraries,
     installation.compiler,
     machine.gpu,
+    machine.kernels,
     machine.nccl,
     machine.shared_memory,
     machine.disk,
@@ -52,6 +53,7 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
         name: block.model_validate(parameters.get(name, {}))
         for name, block in parameter_blocks().items()
     }
+    values = dict(leaves(as_json(blocks)))
     return Setup(
         project=project,
         root=Path(catalog.load("workspace")).absolute().parent,
@@ -61,9 +63,12 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
         evaluate=EvaluateConfig.model_validate(catalog.load("params:evaluate")),
         compiles=tuple(
             f"{name} ({json.dumps(value)})"
-            for name, value in leaves(as_json(blocks))
+            for name, value in values.items()
             if (name.rpartition(".")[2], value)
             in (("offload_optimizer", True), ("generator", "vllm"))
+        ),
+        precisions=sorted(
+            {v for name, v in values.items() if name.endswith(".precision")} - {None}
         ),
         store=store_of(catalog),
     )

@@ -1,4 +1,4 @@
-"""How training programs are launched. Only the number of ranks can change a result."""
+"""How training programs are launched. Only `processes` and `deterministic` can change a result."""
 
 from typing import Literal, Self
 
@@ -14,6 +14,10 @@ class LaunchConfig(Block):
     """Number of ranks (training processes) on each node. Every global batch size must be a multiple
     of the number of all ranks, which is part of the recipe, because it changes the order of
     floating-point sums. None: one per GPU, or two without a GPU; with a hostfile, its slots."""
+    deterministic: bool = False
+    """Repeat results on GPUs bit for bit (docs/cache.md); a CPU does without. Attention and matrix
+    products then add in a fixed order, which costs some speed, and a model whose operations cannot
+    is refused in its first step. Part of the recipe if true."""
     mode: Literal["local", "hostfile", "rank_env", "command"] = operational("local")
     """The nodes (machines) that train together (docs/cluster.md). local: this machine alone.
     hostfile: those of `hostfile`, on which DeepSpeed's launcher starts an agent. rank_env: a

@@ -48,6 +48,8 @@ class Setup:
     evaluate: EvaluateConfig
     compiles: tuple[str, ...]
     """The parameters, with values, for which a machine with GPUs compiles code at first use."""
+    precisions: Sequence[str] = ("fp32",)
+    """The default precision, and those of the configuration."""
     store: Store | None = None
     """The store for stages and checkpoints."""
 

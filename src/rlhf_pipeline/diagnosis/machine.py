@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
 from rlhf_pipeline.stages.launch.resources import free_port
@@ -31,6 +32,8 @@ nccl = torch.distributed.is_nccl_available() and cuda and torch.cuda.nccl.versio
 print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
 """
 """Runs in a process of its own: the driver never imports torch."""
+SELF_CHECK = "rlhf_pipeline.models.self_check"
+"""Module that runs in a process of its own, like the probe."""
 _probing = Lock()
 
 
@@ -56,6 +59,18 @@ def gpu(setup: Setup) -> Finding:
     kinds = ", ".join(dict.fromkeys(names))
     found = f"{setup.gpus} x {kinds}; torch {version}, CUDA {built_for}, driver {_driver()}"
     return Finding("gpu", "ok", found)
+
+
+def kernels(setup: Setup) -> Finding:
+    """Each kind of GPU computes what the CPU computes."""
+    if setup.gpus == 0:
+        return Finding("kernels", "ok", "none; a CPU runs the plain forms")
+    command = [sys.executable, "-m", SELF_CHECK, *setup.precisions]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
+    passed = done.stdout.splitlines()
+    if done.returncode != 0 or not passed:
+        raise StageError((done.stderr.strip().splitlines() or ["torch sees no GPU"])[-1])
+    return Finding("kernels", "ok", f"equal those of the CPU: {', '.join(passed)}")
 
 
 def nccl(setup: Setup) -> Finding:

@@ -13,6 +13,7 @@ from rlhf_pipeline.distributed.loading import loaded, placement
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.loading import freeze
+from rlhf_pipeline.models.self_check import require_sound_kernels
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,6 +29,7 @@ def frozen_model(
     precision = config.precision
     assert precision is not None and config.zero_stage is not None
     if config.zero_stage == 0:
+        require_sound_kernels(world.device, precision)
         whole = freeze(load(precision, **placement(world.device))).to(world.device)
         form_of(whole)
         return whole

@@ -9,6 +9,7 @@ from torch import nn
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.distributed.world import on_gpu, own_device
 from rlhf_pipeline.distributed.zero import sharded_loading
+from rlhf_pipeline.models.self_check import require_sound_kernels
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heap import release_freed
 
@@ -19,6 +20,7 @@ def loaded(
     load: Callable[..., M], precision: Precision, settings: Callable[..., dict[str, Any]]
 ) -> tuple[M, dict[str, Any]]:
     """The model, and the DeepSpeed settings for its width, which is known only after loading."""
+    require_sound_kernels(own_device(), precision)
     before = settings(hidden_size=0, on_gpu=on_gpu())
     is_sharded = before["zero_optimization"]["stage"] == 3
     with sharded_loading(before):

@@ -1,7 +1,9 @@
 """One optimizer step of a DeepSpeed engine, for any number of micro batches and ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,15 +39,31 @@ def accumulate(
 ) -> Sums:
     """Do what `optimizer_step` does, without the step."""
     sums = sums or {}
-    for number, compute in enumerate(losses, start=1):
-        engine.set_gradient_accumulation_boundary(number == len(losses))
-        loss, own = compute()
-        sums = add_sums(sums, own)
-        del own  # its graphs, for example that of the entropy, are not part of the loss
-        engine.backward(loss * world.size)
-        del loss
-        heartbeat.tick()
+    with _adding_in_order(world.deterministic):
+        for number, compute in enumerate(losses, start=1):
+            engine.set_gradient_accumulation_boundary(number == len(losses))
+            loss, own = compute()
+            sums = add_sums(sums, own)
+            del own  # its graphs, for example that of the entropy, are not part of the loss
+            engine.backward(loss * world.size)
+            del loss
+            heartbeat.tick()
     return sums
+
+
+@contextmanager
+def _adding_in_order(on: bool) -> Iterator[None]:
+    """Let kernels of a GPU add in a fixed order, such as the backward pass of attention.
+
+    Only here: sampling needs a cumulative sum, which torch refuses in this mode.
+    """
+    torch.use_deterministic_algorithms(on)
+    memory: Any = torch.utils.deterministic
+    memory.fill_uninitialized_memory = False  # nothing reads it, and to fill it takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def add_sums(sums: Sums, other: Sums) -> Sums:

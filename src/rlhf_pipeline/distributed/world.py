@@ -17,7 +17,7 @@ from torch.distributed import FileStore, Store, TCPStore
 
 from rlhf_pipeline.distributed.lean_deepspeed import deepspeed, get_accelerator
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.program import RENDEZVOUS
+from rlhf_pipeline.runtime.program import DETERMINISTIC, RENDEZVOUS
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,6 +31,8 @@ class World:
     device: torch.device
     host: torch.distributed.ProcessGroup | None = None
     """Collectives of tensors in main memory. None: the default group, if it is Gloo."""
+    deterministic: bool = False
+    """Whether a GPU is to repeat its results bit for bit, see `launch.deterministic`."""
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all ranks. The host does not wait for the device."""
@@ -98,7 +100,8 @@ def join(seed: int, *, timeout_s: float) -> World:
     host = None
     if device.type != "cpu":
         host = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, host)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return World(rank, size, device, host, deterministic=DETERMINISTIC in os.environ)
 
 
 def gather_json(

@@ -54,6 +54,8 @@ def packed_attention(
             scaling=scaling, sliding_window=sliding_window, **kwargs,
         )  # fmt: skip
         return output.to(dtype), None
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
+    in_one = one_kernel(dtype, capability, query.shape[-1])
     if query.device.type == "cpu":  # there, torch's kernels are slower in bf16 than in float32
         query, key, value = query.float(), key.float(), value.float()
     # (1, N, heads, width), the layout of linear layers: rows are split and joined without a copy
@@ -61,8 +63,9 @@ def packed_attention(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if rows.seen is not None:
         key, value = key[:, rows.seen], value[:, rows.seen]
-    if query.is_cuda and query.dtype != torch.float32:
-        return _in_one_kernel(query, key, value, rows, scaling, sliding_window), None
+    if in_one:
+        found = _in_one_kernel(query, key, value, rows, scaling, sliding_window)
+        return found.to(dtype), None
     queries = query.split(rows.lengths, dim=1)
     keys, values = (x.split(rows.seen_lengths, dim=1) for x in (key, value))
     parts = [
@@ -70,6 +73,16 @@ def packed_attention(
         for q, k, v in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(parts, dim=1).to(dtype), None
+
+
+def one_kernel(dtype: torch.dtype, capability: tuple[int, int] | None, width: int) -> bool:
+    """Whether torch's flash attention takes packed rows; otherwise they are processed one by one.
+
+    It needs half precision, a GPU of compute capability 8.0 or higher (None: a CPU), and heads
+    whose width is a multiple of 8 and at most 256.
+    """
+    is_half, fits = dtype in (torch.float16, torch.bfloat16), width % 8 == 0 and width <= 256
+    return is_half and fits and capability is not None and capability >= (8, 0)
 
 
 def _in_one_kernel(
@@ -80,7 +93,7 @@ def _in_one_kernel(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Flash attention of all rows, for half precision on a GPU: (1, N, heads, width)."""
+    """Flash attention of all rows, see `one_kernel`: (1, N, heads, width)."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = query[0], key[0], value[0]

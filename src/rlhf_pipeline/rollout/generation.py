@@ -37,7 +37,8 @@ class Generator(Protocol):
         """Sample a response to each prompt. All ranks call this together.
 
         A response depends on the policy, its prompt and its seed only, not on the ranks or micro
-        batches that the batch is divided into. So two policies can use the same randomness.
+        batches that the batch is divided into, apart from rounding on a GPU (docs/cache.md). So two
+        policies can use the same randomness.
 
         `prompts` are token ids. Responses are in the order of the prompts, each cut after its EOS.
         """

@@ -42,7 +42,7 @@ class HybridGenerator:
         copy = self._copy or ShardedCopy(self._actor.module, group)
         copy.refresh(self._config.tp_gather_partition_size)
         shares = gather_json([list(prompts), list(seeds)], own_device(), group.collectives)
-        generator = TransformersGenerator(copy.model, self._contract, lockstep=size > 1)
+        generator = TransformersGenerator(copy.model, self._contract)
         together = generator.generate(
             [prompt for own, _ in shares for prompt in own],
             sampling.model_copy(update={"batch_size_per_gpu": size * sampling.batch_size_per_gpu}),

@@ -10,10 +10,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.sequences import Sequences, collate, pad
+from rlhf_pipeline.rl.sampling import sampled
 from rlhf_pipeline.rollout.generation import Rollout, Seed, uniform_draws
 from rlhf_pipeline.rollout.key_value_cache import RoomyCache, unpacked
 from rlhf_pipeline.rollout.repacked_weights import repacked
@@ -21,8 +22,8 @@ from rlhf_pipeline.runtime import heartbeat
 
 FINISHED = 0.25
 """Finished rows leave a batch once they are this share of it: leaving copies the others' cache."""
-ALL_RANKS_EVERY = 16
-"""Tokens between two agreements of all ranks on whether to stop."""
+LOOK_EVERY = 16
+"""Tokens between two looks at which rows have finished, of all ranks or of the host at its GPU."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,6 @@ class TransformersGenerator:
     gather: bool = True
     """Whether to gather the weights of an engine at ZeRO stage 3 once for each call. This needs
     memory for the whole model; False gathers each layer at each token."""
-    lockstep: bool = False
-    """Other ranks sample the same tokens and must take equally many forward passes."""
 
     @torch.no_grad()
     def generate(
@@ -61,7 +60,6 @@ class TransformersGenerator:
                     temperature=sampling.temperature,
                     draws=draws[index].to(self.policy.device, non_blocking=True),
                     synced=is_sharded(model) and not self.gather,
-                    lockstep=self.lockstep,
                 )
                 ids, mask = pad([prompts[i] for i in index], self.contract.pad_id, left=True)
                 batch.run(ids, mask, packed=packed)
@@ -88,15 +86,10 @@ class Decoding:
     """(B, R) uniform numbers in [0, 1)."""
     synced: bool
     """Every rank must take part in every forward pass."""
-    lockstep: bool
-    """See `TransformersGenerator`."""
     tokens: Tensor = field(init=False)
     """(B, R) long."""
     logprobs: Tensor = field(init=False)
     """(B, R) float32."""
-
-    _copy: tuple[Tensor, Any] | None = None
-    """`finished` on its way to main memory, and the event of its arrival."""
 
     def __post_init__(self) -> None:
         self.tokens = torch.full_like(self.draws, self.contract.pad_id, dtype=torch.long)
@@ -174,48 +167,20 @@ class Decoding:
         return logits, cache
 
     def _all_ranks_finished(self, finished: Tensor, step: int) -> bool:
-        if (step + 1) % ALL_RANKS_EVERY:
+        if (step + 1) % LOOK_EVERY:
             return False
         unfinished = (~finished).any().float()
         torch.distributed.all_reduce(unfinished)
         return not bool(unfinished)
 
     def _known(self, finished: Tensor, step: int) -> Tensor | None:
-        """What the host knows without waiting for the device, which may be some tokens ahead."""
-        if finished.device.type == "cpu":
-            return finished
-        if self.lockstep:  # ranks would learn it at different tokens
-            return None if (step + 1) % ALL_RANKS_EVERY else finished.cpu()
-        known = None
-        if self._copy is not None and self._copy[1].query():
-            known, self._copy = self._copy[0], None
-        if self._copy is None:
-            event = get_accelerator().Event()
-            copied = finished.to("cpu", non_blocking=True)
-            event.record()
-            self._copy = copied, event
-        return known if known is not None and len(known) == len(finished) else None
+        """What the host looks at: the host of a GPU would wait for each token otherwise.
 
-
-def sampled(
-    logits: Tensor, draws: Tensor, temperature: float, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Sample from softmax(logits / temperature) by inverting its CDF at given uniform numbers.
-
-    Args:
-        logits: (B, V). Columns beyond `vocab_size` have probability 0.
-        draws: (B,) uniform numbers in [0, 1).
-
-    Returns:
-        Tokens (B,) long, and their log-probabilities (B,) float32.
-    """
-    cdf = (logits[:, :vocab_size].double() / temperature).softmax(-1)
-    probabilities, cdf = cdf, cdf.cumsum(-1)
-    tokens = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True)
-    # For logits that are not finite, the search ends behind the last token. The log-probabilities
-    # of the response show the fault later. A check of each token here would make the device wait.
-    tokens = tokens.clamp(max=vocab_size - 1)
-    return tokens.squeeze(1), probabilities.gather(1, tokens).log().float().squeeze(1)
+        It looks at fixed tokens. Rounding depends on the number of rows, so if the time decided,
+        a rollout could not be repeated, and ranks that sample the same tokens would part.
+        """
+        is_due = finished.device.type == "cpu" or (step + 1) % LOOK_EVERY == 0
+        return finished.cpu() if is_due else None
 
 
 def _until_eos(row: list[int], eos_ids: Sequence[int]) -> list[int]:

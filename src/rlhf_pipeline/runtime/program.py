@@ -29,6 +29,9 @@ SEPARATE_FILES = "RLHF_SEPARATE_FILES"
 RENDEZVOUS = "RLHF_RENDEZVOUS"
 """Environment variable with the file through which the ranks of one machine meet."""
 
+DETERMINISTIC = "RLHF_DETERMINISTIC"
+"""Environment variable of ranks on GPUs that repeat their results, see `launch.deterministic`."""
+
 REASON_CHARACTERS = 2**14
 """Length of the longest reason; a longer one is cut at its beginning."""
 

@@ -73,6 +73,11 @@ PPO = {
             "hub unavailable",
         ),
         ("no rank has made progress for 1500 s: rank 1 is behind", "stuck"),
+        (
+            "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but "
+            "you set 'torch.use_deterministic_algorithms(True)'",
+            "not repeatable",
+        ),
     ],
 )
 def test_messages_of_libraries_are_recognised(reason, name):

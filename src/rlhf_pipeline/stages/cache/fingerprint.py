@@ -1,4 +1,5 @@
-"""The fingerprint of a run. Equal fingerprints give equal results: finished ones are reused.
+"""The fingerprint of a run. Equal fingerprints give equal results (docs/cache.md says where bit
+for bit): finished ones are reused.
 
 A recipe contains what can change a result: parameters except operational ones, inputs by content,
 library versions, seed, number of ranks, and the code that the program imports. It contains neither
@@ -37,7 +38,11 @@ def identify(job: Job, digests: Mapping[str, str], context: RunContext) -> Stage
 
 def _run(job: Job, digests: Mapping[str, str], context: RunContext, processes: int) -> StageRun:
     ingredients = recipe(
-        job, digests=digests, processes=processes, trust_remote_code=context.trust_remote_code
+        job,
+        digests=digests,
+        processes=processes,
+        trust_remote_code=context.trust_remote_code,
+        deterministic=context.launch.deterministic,
     )
     key = fingerprint(ingredients)
     return StageRun(
@@ -58,7 +63,12 @@ def _run(job: Job, digests: Mapping[str, str], context: RunContext, processes: i
 
 
 def recipe(
-    job: Job, *, digests: Mapping[str, str], processes: int, trust_remote_code: bool = False
+    job: Job,
+    *,
+    digests: Mapping[str, str],
+    processes: int,
+    trust_remote_code: bool = False,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Everything that decides a stage's result, as JSON.
 
@@ -76,6 +86,7 @@ def recipe(
         "versions": {name: library_version(name) for name in job.spec.libraries},
         "processes": processes if job.spec.distributed else 1,
         **({"trust_remote_code": True} if trust_remote_code and loads_models else {}),
+        **({"deterministic": True} if deterministic and job.spec.distributed else {}),
     }
 
 

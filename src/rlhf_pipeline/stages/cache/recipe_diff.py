@@ -34,9 +34,10 @@ def distance(changes: Collection[str]) -> tuple[bool, int]:
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    trust = {"base_model.trust_remote_code": recipe.get("trust_remote_code", False)}
+    flags = {"base_model": "trust_remote_code", "launch": "deterministic"}
+    found = {f"{block}.{name}": recipe.get(name, False) for block, name in flags.items()}
     others = {name: recipe[name] for name in ("seed", "processes")}
-    return recipe["config"] | others | trust
+    return recipe["config"] | others | found
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:

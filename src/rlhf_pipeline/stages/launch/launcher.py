@@ -74,6 +74,7 @@ def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
             ranks=layout.ranks,
             address=context.cluster.address,
             port=free_port(config.master_port),
+            deterministic=config.deterministic,
         )
     hang_timeout_s = config.hang_timeout_s if spec.distributed else None
     ranks = Ranks(run.directory, program.own_ranks, hang_timeout_s, nodes)

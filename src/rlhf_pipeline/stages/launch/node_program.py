@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import rlhf_pipeline
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.program import RENDEZVOUS, SEPARATE_FILES
+from rlhf_pipeline.runtime.program import DETERMINISTIC, RENDEZVOUS, SEPARATE_FILES
 from rlhf_pipeline.stages.launch.layout import LOOPBACK, Layout
 from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices, search_path
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
@@ -52,6 +52,8 @@ class NodeProgram:
     """Name of the file with the output, in the work directory."""
     separate_files: bool = False
     """Whether this node does not share the file system of node 0."""
+    deterministic: bool = False
+    """`launch.deterministic`."""
 
     @property
     def own_ranks(self) -> range:
@@ -105,6 +107,9 @@ class NodeProgram:
         if self.distributed:
             settings["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"
             settings["TOKENIZERS_PARALLELISM"] = "false"  # each rank would use all cores
+        if self.deterministic and gpus:
+            # The variable of cuBLAS: without it, torch refuses products in its deterministic mode.
+            settings |= {DETERMINISTIC: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if self.separate_files:
             settings[SEPARATE_FILES] = "1"
         return defaults | os.environ | settings

@@ -1,0 +1,169 @@
+"""The kernels of a GPU beside a CPU in float32: attention, log-probabilities, sampling.
+
+A GPU runs kernels that a CPU never runs, and a wrong gradient would train without an error. So a
+GPU computes examples before it loads its first model. Tests compare what the CPU computes with
+formulas. `python -m rlhf_pipeline.models.self_check fp32 bf16` checks every kind of GPU.
+"""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.models import packing
+from rlhf_pipeline.models.loading import DTYPES
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rl import logprobs, sampling
+
+ROWS = collate([[1], [2] * 100, [3] * 400, [3] * 400], [[], [4] * 29, [4] * 300, [4] * 77], 0)
+"""Rows of 1, 129 and 700 tokens, and 77 tokens that share the prompt of the row before."""
+ROUNDINGS = 4
+"""Units of its precision that a result may differ by. Flash attention rounds four times, by half a
+unit at most: probabilities, their gradients, the output, and the result. The rest is for sums."""
+SUMMED = 1000
+"""Numbers that an example sums in float32, at most; each may add a unit of float32."""
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Comparison(NamedTuple):
+    """The largest error of a result, relative to the largest number of its row."""
+
+    kernel: str
+    error: float
+    bound: float
+
+
+def require_sound_kernels(device: torch.device, precision: Precision) -> None:
+    """Check a GPU unless it has passed with this precision, driver, torch and code.
+
+    Raises StageError if a kernel differs.
+    """
+    if device.type != "cuda":
+        return
+    driver = DRIVER.read_text() if DRIVER.is_file() else ""
+    key = [torch.cuda.get_device_name(device), driver, torch.__version__, precision]
+    code = [Path(str(each.__file__)).read_text() for each in (packing, logprobs, sampling)]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rlhf-pipeline")
+    record = cache / f"kernels-{sha256(json.dumps(key + code).encode()).hexdigest()[:16]}.json"
+    if not record.is_file():
+        passed = check(device, precision)
+        with suppress(OSError):  # without a folder for it, every launch checks
+            cache.mkdir(parents=True, exist_ok=True)
+            record.write_text(json.dumps({"checked": key, "passed": passed}, indent=2))
+
+
+def check(device: torch.device, precision: Precision) -> list[Comparison]:
+    """Compare all examples. Raises StageError if a result differs."""
+    dtype, grid = DTYPES[precision], itertools.product((64, 80, 128), (None, 17))
+    found = compare_head(device, dtype)
+    found += [each for sizes in grid for each in compare_attention(device, dtype, *sizes)]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    for kernel, error, bound in found:
+        if not error <= bound:  # also if the error is not a number
+            raise StageError(
+                f"{kernel} in {precision} on {name} with torch {torch.__version__}: found an error "
+                f"of {error:.2g}, expected at most {bound:.2g}. Fix: "
+                f"{'' if precision == 'fp32' else 'set deepspeed.precision to fp32, or '}"
+                "install another version of torch or of the driver"
+            )
+    return found
+
+
+def compare_attention(
+    device: torch.device, dtype: torch.dtype, width: int, window: int | None, groups: int = 2
+) -> list[Comparison]:
+    """Packed attention with four heads of `width`, and `groups` heads of keys and values."""
+
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        module = cast(Any, SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups))
+        how: Any = {"scaling": width**-0.5, "sliding_window": window}
+        how["packed_rows"] = ROWS.packed().to(query.device)
+        return [
+            packing.packed_attention(module, query[None], key[None], value[None], None, **how)[0]
+        ]
+
+    shapes = [(heads, ROWS.packed().ids.numel(), width) for heads in (4, groups, groups)]
+    return _compare(f"attention, heads of {width}, window {window}", compute, shapes, device, dtype)
+
+
+def compare_head(device: torch.device, dtype: torch.dtype) -> list[Comparison]:
+    """A head with a bias and a padded vocabulary, and tokens that are sampled from logits."""
+
+    def compute(hidden: Tensor, weight: Tensor, bias: Tensor) -> Sequence[Tensor]:
+        ids, head = torch.arange(66, device=hidden.device).view(2, 33) * 15, (weight / 8, bias)
+        how: Any = {"temperature": 0.7, "vocab_size": 990, "chunk": 20_000, "head": head}
+        return logprobs.logprobs_and_entropy(hidden, ids, **how)
+
+    def sample(logits: Tensor) -> list[Tensor]:
+        draws = (torch.arange(256, device=logits.device).double() + 0.5) / 256
+        tokens, found = sampling.sampled(logits, draws, 0.7, 990)
+        return [found, tokens.double()]
+
+    shapes = [(2, 33, 64), (1000, 64), (1000,)]
+    return [
+        *_compare("log-probabilities", compute, shapes, device, dtype),
+        *_compare("sampling", sample, [(256, 1000)], device, dtype),
+    ]
+
+
+def _compare(
+    kernel: str,
+    compute: Callable[..., Sequence[Tensor]],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Comparison]:
+    """Compare results of random inputs, and their gradients, with those of the CPU in float32."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    found = _with_gradients(compute, [x.to(device) for x in inputs])
+    expected = _with_gradients(compute, [x.float() for x in inputs])
+    is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    sums = SUMMED * torch.finfo(torch.float32).eps + is_tf32 * ROUNDINGS * 2**-10
+    return [
+        Comparison(kernel, _error(own, other), sums + ROUNDINGS * torch.finfo(own.dtype).eps)
+        for own, other in zip(found, expected, strict=True)
+    ]
+
+
+@torch.enable_grad()
+def _with_gradients(
+    compute: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    draw, inputs = torch.Generator().manual_seed(2), [x.detach().requires_grad_() for x in inputs]
+    results = compute(*inputs)
+    traced = [x for x in results if x.requires_grad]
+    weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in traced]
+    return [x.detach().cpu() for x in (*results, *torch.autograd.grad(traced, inputs, weights))]
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Relative to the largest number of a row, or to the root mean square if that is larger."""
+    scale = expected.abs().amax(-1, keepdim=True).clamp(min=expected.square().mean().sqrt())
+    return float(((found - expected).abs() / scale).max())
+
+
+def main() -> None:
+    """Check the precisions of the command line on each kind of GPU, and print what has passed."""
+    kinds = {torch.cuda.get_device_name(i): i for i in range(torch.cuda.device_count())}
+    try:
+        for (name, number), precision in itertools.product(kinds.items(), sys.argv[1:]):
+            check(torch.device("cuda", number), cast(Precision, precision))
+            print(f"{name} in {precision}")
+    except StageError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""`launch.deterministic`: torch adds in a fixed order in optimizer steps, and only there."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ppo_runs import ppo_config, run_ppo
+
+from rlhf_pipeline.distributed.optimizer_step import accumulate
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.rollout import transformers_generator
+from rlhf_pipeline.runtime.program import DETERMINISTIC
+from rlhf_pipeline.training import ppo_update
+
+is_on = torch.are_deterministic_algorithms_enabled
+
+
+class Engine:
+    """Records the mode in backward passes."""
+
+    def __init__(self):
+        self.modes = []
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        pass
+
+    def backward(self, loss):
+        loss.register_hook(lambda grad: self.modes.append(is_on()))
+        loss.backward()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_mode_is_on_in_forward_and_backward_passes_and_off_after_them(deterministic):
+    engine, weight, modes = Engine(), torch.ones(3, requires_grad=True), []
+
+    def loss():
+        modes.append(is_on())
+        return weight.sum(), {}
+
+    world = SimpleNamespace(size=1, deterministic=deterministic)
+    accumulate(engine, world, [loss, loss])
+    assert modes == engine.modes == [deterministic] * 2 and not is_on()
+    with pytest.raises(ZeroDivisionError):
+        accumulate(engine, world, [lambda: 1 / 0])
+    assert not is_on()
+
+
+def test_ppo_learns_in_the_mode_and_samples_outside_of_it(ppo_inputs, world, tmp_path, monkeypatch):
+    """On a GPU, the sampler's cumulative sum raises in this mode."""
+    modes = {"sampled": set(), "actor_loss": set(), "critic_loss": set()}
+
+    def watched(module, name):
+        own = getattr(module, name)
+
+        def call(*arguments, **options):
+            modes[name].add(is_on())
+            return own(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    watched(transformers_generator, "sampled")
+    watched(ppo_update, "actor_loss")
+    watched(ppo_update, "critic_loss")
+    run_ppo(
+        ppo_config(steps=1, evaluations=1), ppo_inputs, replace(world, deterministic=True), tmp_path
+    )
+    assert modes == {"sampled": {False}, "actor_loss": {True}, "critic_loss": {True}}
+
+
+def test_a_rank_learns_it_from_its_environment(world, monkeypatch):
+    monkeypatch.delenv(DETERMINISTIC, raising=False)
+    assert not join(0, timeout_s=60).deterministic
+    monkeypatch.setenv(DETERMINISTIC, "1")
+    assert join(0, timeout_s=60).deterministic
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: a CPU adds in order")
+def test_a_gpu_repeats_the_gradient_of_long_rows(on_ranks, monkeypatch):
+    monkeypatch.setenv(DETERMINISTIC, "1")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    folder = on_ranks(__file__, {}, ranks=1, accelerator="cuda")
+    assert json.loads((folder / "equal.json").read_text()) == {"bf16": True, "fp32": True}
+
+
+def main(folder: Path) -> None:
+    """Compute the gradient of four rows of 1,024 tokens three times, in two precisions."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from rlhf_pipeline.models.packing import use_packed_attention
+    from rlhf_pipeline.models.sequences import collate
+
+    world = join(0, timeout_s=600)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512, pad_token_id=0,
+    )  # fmt: skip
+    prompts = torch.randint(1, 512, (4, 512)).tolist()
+    rows = collate(prompts, torch.randint(1, 512, (4, 512)).tolist(), 0).to(world.device).packed()
+    equal = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(world.device)
+        use_packed_attention(model)
+
+        def loss(model=model):
+            return model(**rows.model_inputs(), use_cache=False).logits.float().square().mean(), {}
+
+        gradients = []
+        for _ in range(3):
+            model.zero_grad()
+            accumulate(Engine(), world, [loss, loss])
+            gradients.append([weight.grad.clone() for weight in model.parameters()])
+        equal[name] = all(
+            torch.equal(one, other)
+            for again in gradients[1:]
+            for one, other in zip(gradients[0], again, strict=True)
+        )
+    (folder / "equal.json").write_text(json.dumps(equal))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]))
