@@ -51,9 +51,9 @@ def files(folder):
 @pytest.mark.parametrize(
     ("tag", "name"),
     [
-        (WEIGHTS, "758bed0194f35c144d1db50511b7ea6e76f5a2f6e824057a"),
-        # printf abc-1 | sha256sum | cut -c-48
-        (None, "65397a5f96c8faed6bed9b822eb437bf8d75b866ec66fd79"),
+        # printf abc-1-758b... | sha256sum | cut -c-48, with the whole tag
+        (WEIGHTS, "b051aaf932fb8726cd69206522a80afe1fa11e0ffd598622"),
+        (None, "6ad6801480e5f5f283d0f11c85ecd7d1e83a5f225037dcd1"),  # abc-1-None
     ],
 )
 def test_a_policy_is_downloaded_once(client, version, tmp_path, tag, name):
@@ -76,7 +76,9 @@ def test_other_content_than_the_registered_one_is_not_kept(client, version, tmp_
 
 @pytest.mark.parametrize("place", ["champions", "server/policy"])
 def test_other_content_that_is_here_already_is_refused(client, version, tmp_path, place):
-    here = tmp_path / (place if "/" in place else f"{place}/{OTHER[:48]}")
+    here = tmp_path / (
+        place if "/" in place else f"{place}/30a3d9d3b0fc8e4e52fbf8351f0de86aa83c3f7e8c9e24ae"
+    )
     here.mkdir(parents=True, exist_ok=True)
     (here / "model.safetensors").write_text("weights")
     Manifest("ppo", "b", 0, {}, {}, {}, {}, file_entries(here)).write(here)

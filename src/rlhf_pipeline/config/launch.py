@@ -44,7 +44,7 @@ class LaunchConfig(Block):
     """Number of ranks of earlier runs: their finished stages are reused, and an unfinished stage
     resumes from its checkpoint on the present ranks. None: another number of ranks starts anew."""
     master_port: int | None = operational(None, ge=1024, le=65535)
-    """TCP port for the rendezvous of the ranks. None: a free port for each launch."""
+    """TCP port at which ranks of several machines meet. None: a free port for each launch."""
     collective_timeout_s: float = operational(1800.0, gt=0)
     """Seconds that a rank waits for the others in a collective operation before the stage fails."""
     wait: bool = operational(True)

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,13 +37,13 @@ def collect(world: World, folder: Path, own: Mapping[str, FileEntry]) -> None:
     Raises:
         OSError: the copy differs from the file that was written.
     """
-    files = world.gather(dict(own) if has_separate_files() else {})
+    files = world.gather({n: asdict(e) for n, e in own.items()} if has_separate_files() else {})
     for sender, entries in enumerate(files):
         for name, entry in entries.items():
             if world.rank == sender:
                 _send(world, 0, folder / name)
             elif world.rank == 0:
-                _receive(world, sender, folder / name, entry)
+                _receive(world, sender, folder / name, FileEntry(**entry))
 
 
 def spread(world: World, folder: Path) -> None:
@@ -50,10 +52,10 @@ def spread(world: World, folder: Path) -> None:
     All ranks call this together. Returns after the last file.
     """
     leaders = [rank for rank, leads in enumerate(world.gather(leads_file_system(world))) if leads]
-    own: dict[str, FileEntry] = {}
+    own: dict[str, dict[str, Any]] = {}
     if len(leaders) > 1 and world.rank == 0:
         names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        own = {str(name): FileEntry.of(folder / name) for name in names}
+        own = {str(name): asdict(FileEntry.of(folder / name)) for name in names}
     files = world.gather(own)[0]
     for leader in leaders[1:]:
         for name, entry in files.items():
@@ -61,7 +63,7 @@ def spread(world: World, folder: Path) -> None:
                 _send(world, leader, folder / name)
             elif world.rank == leader:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                _receive(world, 0, folder / name, entry)
+                _receive(world, 0, folder / name, FileEntry(**entry))
     world.barrier()
 
 

@@ -1,22 +1,24 @@
 """The ranks that train together, the collectives between them, and the device of this rank."""
 
 import atexit
+import json
 import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+from torch.distributed import FileStore, Store, TCPStore
 
 from rlhf_pipeline.distributed.lean_deepspeed import deepspeed, get_accelerator
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.program import RENDEZVOUS
 
-T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 
 
@@ -64,11 +66,9 @@ class World:
         """Whether the condition is true on at least one rank."""
         return bool(self.sum(torch.tensor(float(condition))) > 0)
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank. Any object that can be pickled, but a small one."""
-        values = [value] * self.size
-        torch.distributed.all_gather_object(values, value)
-        return values
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank; see `gather_json`."""
+        return gather_json(value, torch.device("cpu"), self.host)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -97,18 +97,39 @@ def join(seed: int, *, timeout_s: float) -> World:
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, host)
 
 
+def gather_json(
+    value: Any, device: torch.device, group: torch.distributed.ProcessGroup | None = None
+) -> list[Any]:
+    """The values of all ranks of a group, by rank, as JSON, which is data and never code.
+
+    A tuple becomes a list, and a key a text. The group exchanges tensors on this device.
+    """
+    text = json.dumps(value, default=lambda number: number.item()).encode()
+    own = torch.tensor([len(text)], device=device)
+    lengths = [own.clone() for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(lengths, own, group=group)
+    sizes = torch.cat(lengths).tolist()
+    own = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8).to(device)
+    texts = [torch.empty_like(own) for _ in sizes]
+    torch.distributed.all_gather(texts, own, group=group)
+    return [json.loads(found.cpu().numpy().tobytes()) for found in texts]
+
+
 def _meet(timeout: timedelta) -> None:
-    """Create a process group through a store that listens on MASTER_ADDR alone.
+    """Create a process group through a store: the driver's private file, or MASTER_ADDR alone.
 
     The store that torch creates by itself listens on every interface and accepts any command.
     """
-    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    address, listener = socket.gethostbyname(os.environ["MASTER_ADDR"]), None
-    if rank == 0:
-        listener = socket.create_server((address, port), backlog=size).detach()
-    store = torch.distributed.TCPStore(
-        address, port, size, rank == 0, timeout, master_listen_fd=listener
-    )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = socket.gethostbyname(os.environ["MASTER_ADDR"])
+    if RENDEZVOUS in os.environ:
+        store: Store = FileStore(os.environ[RENDEZVOUS], size)
+        store.set_timeout(timeout)
+    else:
+        port, listener = int(os.environ["MASTER_PORT"]), None
+        if rank == 0:
+            listener = socket.create_server((address, port), backlog=size).detach()
+        store = TCPStore(address, port, size, rank == 0, timeout, master_listen_fd=listener)
     if (interface := _interface_to(address)) is not None:
         # By default, Gloo uses the interface that the machine's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -125,14 +146,8 @@ def _interface_to(address: str) -> str | None:
         own = probe.getsockname()[0]
     if own.startswith("127."):
         own = LOOPBACK
-    return next(
-        (
-            name
-            for name, addresses in psutil.net_if_addrs().items()
-            if own in [each.address for each in addresses]
-        ),
-        None,
-    )
+    found = psutil.net_if_addrs().items()
+    return next((name for name, all_ in found if own in [each.address for each in all_]), None)
 
 
 def _leave() -> None:

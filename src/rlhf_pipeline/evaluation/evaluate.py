@@ -8,6 +8,7 @@ every answer. One model at a time is in memory: what could be trained can be eva
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -288,7 +289,8 @@ def judged(
 
 def gather(own: list[Answer], world: World) -> list[Answer]:
     """The answers of all ranks, in the order of the prompts; repeated rows once."""
-    by_row = {answer.row: answer for part in world.gather(own) for answer in part}
+    parts = world.gather([asdict(answer) for answer in own])
+    by_row = {fields["row"]: Answer(**fields) for part in parts for fields in part}
     return [by_row[row] for row in sorted(by_row)]
 
 

@@ -39,6 +39,16 @@ class SharedPolicy(HFLM):
         """A number of each rank."""
         return torch.tensor(self._world.gather(int(tensor)))
 
+    def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]]:
+        """Of all ranks, samples by task, or results by task, metric and filter, as JSON.
+
+        The harness itself would unpickle what any process sends.
+        """
+        parts = self._world.gather({task: _plain(found) for task, found in obj.items()})
+        if any(isinstance(found, list) for found in obj.values()):
+            return parts
+        return [{task: {tuple(k): v for k, v in part[task]} for task in part} for part in parts]
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         self._world.barrier()
@@ -146,6 +156,13 @@ def _measured(
                 is_good = found["higher_is_better"][name].get(metric)
                 shares = _shares(given, float(value))
                 yield (name, label), (float(value), shares if is_good else None)
+
+
+def _plain(found: dict[Any, Any] | list[dict[str, Any]]) -> list[Any]:
+    """Results as pairs; or samples, with what `_measured` reads of them."""
+    if isinstance(found, dict):
+        return [*found.items()]
+    return [{k: v for k, v in s.items() if k == "filter" or isinstance(v, Real)} for s in found]
 
 
 def _shares(values: Sequence[Any], mean: float) -> list[float] | None:

@@ -8,7 +8,7 @@ from rlhf_pipeline.config.generation import HybridConfig
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
-from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.world import World, gather_json, own_device
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.generation import Rollout, Seed
 from rlhf_pipeline.rollout.sharded_copy import Group, ShardedCopy
@@ -41,8 +41,7 @@ class HybridGenerator:
         group, size = self._group, self._group.size
         copy = self._copy or ShardedCopy(self._actor.module, group)
         copy.refresh(self._config.tp_gather_partition_size)
-        shares = [(list(prompts), list(seeds))] * size
-        torch.distributed.all_gather_object(shares, shares[0], group=group.collectives)
+        shares = gather_json([list(prompts), list(seeds)], own_device(), group.collectives)
         generator = TransformersGenerator(copy.model, self._contract, lockstep=size > 1)
         together = generator.generate(
             [prompt for own, _ in shares for prompt in own],

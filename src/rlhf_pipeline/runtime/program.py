@@ -26,6 +26,9 @@ ERRORS = "errors"
 SEPARATE_FILES = "RLHF_SEPARATE_FILES"
 """Environment variable of ranks whose node does not share the file system of rank 0."""
 
+RENDEZVOUS = "RLHF_RENDEZVOUS"
+"""Environment variable with the file through which the ranks of one machine meet."""
+
 REASON_CHARACTERS = 2**14
 """Length of the longest reason; a longer one is cut at its beginning."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,14 +10,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
-from rlhf_pipeline.runtime.manifest import content_digest, verify
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
-
-SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | None:
@@ -33,17 +30,15 @@ def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | 
 def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -> Path:
     """The folder of a version; that of a server is downloaded into a folder of `downloads` once.
 
-    Raises ArtifactError if a file is damaged, or the content is not the registered one.
+    Raises ArtifactError if it is damaged, or its content is not the registered one.
     """
     if ":/" not in version.source:
         return _with_registered_content(Path(version.source), version)
     from mlflow.artifacts import download_artifacts
 
-    # Everybody who can write to the store chooses the tag, so it may be any path.
-    name = version.tags.get(DIGEST_TAG, "")
-    if not SHA256.fullmatch(name):
-        name = hashlib.sha256(f"{version.run_id}-{version.version}".encode()).hexdigest()
-    folder = downloads / name[:48]
+    # A digest, because everybody who can write to the store chooses the tag: it may be any path.
+    name = f"{version.run_id}-{version.version}-{version.tags.get(DIGEST_TAG)}"
+    folder = downloads / hashlib.sha256(name.encode()).hexdigest()[:48]
     if not folder.is_dir():
         downloads.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=downloads) as partial:
@@ -57,12 +52,12 @@ def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -
 
 def _with_registered_content(folder: Path, version: ModelVersion) -> Path:
     """The folder; raise ArtifactError if its content is not the one that was registered."""
-    registered, found = version.tags.get(DIGEST_TAG), content_digest(folder)
-    if registered is not None and found != registered:
+    Manifest.read(folder)  # without one, an artifact around the folder would count
+    found = content_digest(folder)
+    if (tag := version.tags.get(DIGEST_TAG, found)) != found:
         raise ArtifactError(
             f"version {version.version} of {version.name}: found content {found} in {folder}, "
-            f"expected {registered!r}, its tag {DIGEST_TAG}. Fix: remove the folder if it is a "
-            "download, and register the policy again if the tag is wrong"
+            f"expected its tag {DIGEST_TAG}, {tag!r}. Fix: remove the folder or register it again"
         )
     return folder
 

@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,11 +16,7 @@ import torch
 
 from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.separate_files import (
-    collect,
-    has_separate_files,
-    leads_file_system,
-)
+from rlhf_pipeline.distributed.separate_files import collect, has_separate_files, leads_file_system
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat
@@ -101,11 +97,11 @@ class Checkpoints:
             files = save_engine(engine, partial / name, average=self.averages.get(name))
             own |= {f"{name}/{file}": entry for file, entry in files.items()}
         collect(self.world, partial, own)
-        written = self.world.gather(own)
+        written = self.world.gather({name: asdict(entry) for name, entry in own.items()})
         if has_separate_files() and leads_file_system(self.world):
             shutil.rmtree(self.directory)
         if self.world.rank == 0:
-            seal(partial, {name: entry for files in written for name, entry in files.items()})
+            seal(partial, {name: FileEntry(**e) for files in written for name, e in files.items()})
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             for old in list_checkpoints(self.directory)[: -self.keep]:

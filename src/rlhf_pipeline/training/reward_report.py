@@ -164,12 +164,12 @@ def write_report(
 
 
 def on_all_ranks(count: int, work: Callable[[np.ndarray], Sequence[T]], world: World) -> list[T]:
-    """One result for each of `count` rows, in order; `work` gets the numbers of some rows."""
+    """One result for each of `count` rows, as JSON; `work` gets the numbers of some rows."""
     own, found = even_share(np.arange(count), world), dict[int, T]()
     for start in range(0, len(own), BLOCK):
         rows = own[start : start + BLOCK]
         found |= zip(rows.tolist(), work(rows), strict=True)
-    results = {row: result for part in world.gather(found) for row, result in part.items()}
+    results = {row: result for part in world.gather([*found.items()]) for row, result in part}
     return [results[row] for row in range(count)]
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import rlhf_pipeline
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.program import SEPARATE_FILES
+from rlhf_pipeline.runtime.program import RENDEZVOUS, SEPARATE_FILES
 from rlhf_pipeline.stages.launch.layout import LOOPBACK, Layout
 from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
@@ -109,9 +110,12 @@ class NodeProgram:
         """Start the program; at the end of the block, kill it and every process it started."""
         environment = self.environment
         with (
+            TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True) as private,
             (Path(self.directory) / self.log).open("wb") as output,
             guarded(environment[heartbeat.LAUNCH], environment["PYTHONPATH"]),
         ):
+            if len(self.ranks) == 1:  # only this user reads the folder, so only ranks meet there
+                environment[RENDEZVOUS] = f"{private}/store"
             process = start(
                 self.command,
                 environment,
