@@ -14,7 +14,7 @@ def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
     assert batch().prompt_mask.tolist() == [[True, True], [False, True]]
     assert batch().response_ids.tolist() == [[8, 0, 0], [9, 10, 11]]
     assert batch().response_mask.tolist() == [[True, False, False], [True, True, True]]
-    assert batch().lengths.tolist() == [3, 4]
+    assert batch().lengths.tolist() == [[[2, 1]], [[1, 3]]]
 
 
 def test_a_pad_id_inside_a_text_is_a_real_token():

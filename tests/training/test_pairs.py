@@ -33,8 +33,10 @@ def test_the_two_answers_of_a_prompt_are_adjacent_rows():
     ]  # fmt: skip
 
 
-def test_a_pair_is_as_long_as_both_of_its_rows():
-    assert Pairs.collate(ROWS, pad_id=0).lengths.tolist() == [11, 7, 11]
+def test_the_lengths_of_a_pair_are_those_of_both_of_its_rows():
+    assert Pairs.collate(ROWS, pad_id=0).lengths.tolist() == [
+        [[3, 2], [3, 3]], [[1, 4], [1, 1]], [[2, 2], [2, 5]]
+    ]  # fmt: skip
 
 
 def test_selected_pairs_remain_pairs():

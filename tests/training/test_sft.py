@@ -59,7 +59,7 @@ def test_collate_pads_the_mask_like_the_responses(task):
     ]
     assert batch.loss_mask.dtype == torch.bool
     assert batch.sequences.response_ids.tolist() == [[20, 1, 0, 0, 0], [26, 27, 1, 28, 1]]
-    assert batch.lengths.tolist() == [7, 8]
+    assert batch.lengths.sum((1, 2)).tolist() == [7, 8]
 
 
 def test_selected_rows_have_no_column_of_padding_only(task):

@@ -19,7 +19,8 @@ def micro_batches(
     collective decides for all batches.
 
     Args:
-        lengths: for each batch, (N,) the tokens of this rank's rows. Each rank has the same N.
+        lengths: for each batch, (N, S, 2) the tokens of this rank's rows, see `grouped`. Each rank
+            has the same N.
         tokens: a longer row is a group of its own.
         model: decides whether padding counts.
     """
@@ -32,20 +33,24 @@ def micro_batches(
 def grouped(lengths: Tensor, tokens: int, *, padded: bool) -> list[Tensor]:
     """Fill groups with rows from the longest to the shortest.
 
-    The first group is the largest: if memory does not suffice, it shows at once.
+    The first group is the largest: if memory does not suffice, it shows at once. `lengths` are
+    (N, S, 2), the tokens of prompt and response in the S sequences of each row. With `padded`, all
+    sequences of a group are as wide as its longest prompt and its longest response together.
     """
-    order = lengths.argsort(descending=True, stable=True)
+    totals, widths = lengths.sum((1, 2)), lengths.amax(1).tolist()
+    order = totals.argsort(descending=True, stable=True)
     groups: list[list[int]] = []
-    total = longest = 0
-    in_order = lengths[order].tolist()
+    total = prompt = response = 0
+    in_order = totals[order].tolist()
     heartbeat.row(max(in_order, default=0))
     for row, length in zip(order.tolist(), in_order, strict=True):
-        new = longest * (len(groups[-1]) + 1) if groups and padded else total + length
-        if not groups or new > tokens:
-            groups.append([])
-            total, longest = 0, length
-        groups[-1].append(row)
+        prompt, response = max(prompt, widths[row][0]), max(response, widths[row][1])
         total += length
+        count = lengths.shape[1] * (len(groups[-1]) + 1) if groups else 0
+        if not groups or (count * (prompt + response) if padded else total) > tokens:
+            groups.append([])
+            total, (prompt, response) = length, widths[row]
+        groups[-1].append(row)
     return [torch.tensor(group) for group in groups]
 
 

@@ -82,8 +82,8 @@ class Sequences:
 
     @property
     def lengths(self) -> Tensor:
-        """Number of real tokens in each row, (B,)."""
-        return self.prompt_mask.sum(1) + self.response_mask.sum(1)
+        """Number of real tokens of each prompt and response, (B, 1, 2)."""
+        return torch.stack([self.prompt_mask.sum(1), self.response_mask.sum(1)], dim=1)[:, None]
 
     def model_inputs(self) -> dict[str, Tensor]:
         """Return the arguments of a Hugging Face forward pass, (B, P + R) each.
@@ -168,7 +168,7 @@ class LabelledSequences:
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) real tokens of each row."""
+        """(B, 1, 2) real tokens of each prompt and response."""
         return self.sequences.lengths
 
     def rows(self, index: Tensor) -> Self:

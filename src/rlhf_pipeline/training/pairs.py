@@ -34,8 +34,8 @@ class Pairs:
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) tokens of both rows of each pair."""
-        return self.answers.lengths.view(-1, 2).sum(1)
+        """(N, 2, 2) tokens of prompt and response in both rows of each pair."""
+        return self.answers.lengths.view(-1, 2, 2)
 
     def rows(self, index: Tensor) -> "Pairs":
         """The pairs at these indices."""

@@ -45,7 +45,7 @@ class Batch(Protocol):
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) tokens of each row."""
+        """(N, S, 2) tokens of prompt and response in the S sequences of each row."""
 
     def rows(self, index: Tensor) -> Self:
         """The chosen rows."""
