@@ -45,6 +45,14 @@ def test_conflicting_lora_options_are_refused(fields, message):
     assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_only_bf16_gradients_add_up_in_bf16(precision):
+    assert SFTConfig.model_validate(SUPERVISED).deepspeed.accumulate == "fp32"
+    block = {"deepspeed": {"precision": precision, "accumulate": "bf16"}}
+    with pytest.raises(ValidationError, match=f"found bf16, expected fp32 with {precision}"):
+        SFTConfig.model_validate(SUPERVISED | block)
+
+
 def test_lora_is_off_without_a_block():
     assert SFTConfig.model_validate(SUPERVISED).lora is None
     lora = SFTConfig.model_validate(SUPERVISED | {"lora": {}}).lora

@@ -46,6 +46,7 @@ DEFAULTS = {
         "stage3_max_reuse_distance": 1_000_000_000,
     },
 }  # fmt: skip
+IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"}}
 CPU = {"device": "cpu", "pin_memory": False}
 
 
@@ -65,7 +66,12 @@ def settings_with(stage=0, precision="fp32", **zero):
     [
         ({"zero_stage": 0}, settings_with()),
         ({"zero_stage": 1}, settings_with(1)),
-        ({"zero_stage": 2, "precision": "bf16"}, settings_with(2, "bf16")),
+        ({"zero_stage": 2, "precision": "bf16"}, settings_with(2, "bf16") | IN_FP32),
+        (
+            {"zero_stage": 2, "precision": "bf16", "accumulate": "bf16"},
+            settings_with(2, "bf16")
+            | {"data_types": IN_FP32["data_types"] | {"grad_accum_dtype": "bf16"}},
+        ),
         ({"zero_stage": 3, "precision": "fp16"}, settings_with(3, "fp16")),
         (
             {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},

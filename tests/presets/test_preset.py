@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_with_what_fits():
         make_preset("llama-2-7b", "1x24", "full")
     assert str(refused.value) == (
         "--gpus: found 1x24, expected more memory for llama-2-7b with --method full. Fix: use "
-        "--gpus 1x80, or --method qlora"
+        "--gpus 1x141, or --method qlora"
     )
     with pytest.raises(
         ConfigError, match=r"opt-175b with --method qlora\. Fix: use a smaller model"

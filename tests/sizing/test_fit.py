@@ -56,9 +56,8 @@ def test_main_memory_limits_offload():
 def test_what_does_not_suffice_is_named():
     """Offload of 13 B weights fits the GPU, and not 64 GiB of main memory."""
     hardware = Hardware(1, gpu_memory=80 * GIB, main_memory=64 * GIB)
-    settings = sft(
-        micro_batch_tokens=512, deepspeed={"precision": "bf16", "offload_optimizer": True}
-    )
+    deepspeed = {"precision": "bf16", "accumulate": "bf16", "offload_optimizer": True}
+    settings = sft(micro_batch_tokens=512, deepspeed=deepspeed)
     fit = find_fit("sft", settings, find_model("opt-13b").shape, hardware)
     assert str(fit.before).startswith("found ") and fit.before.found > 150 * GIB
     assert " of main memory on each node, expected at most 58.9 GiB" in str(fit.before)

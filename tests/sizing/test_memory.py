@@ -44,7 +44,7 @@ def test_weights():
         (2, "bf16", {"weights": 2 * WEIGHTS, "optimizer": 4 * WEIGHTS,
                      "master copies": 2 * WEIGHTS}),
         (3, "bf16", {"weights": WEIGHTS, "optimizer": 4 * WEIGHTS, "master copies": 2 * WEIGHTS,
-                     "gradients": WEIGHTS, "buckets": 2 * BUCKET}),
+                     "gradients": 2 * WEIGHTS, "buckets": 2 * BUCKET}),
         (3, "fp32", {"weights": 2 * WEIGHTS, "optimizer": 4 * WEIGHTS, "master copies": 2 * WEIGHTS,
                      "gradients": 2 * WEIGHTS, "buckets": 4 * BUCKET}),
     ],
@@ -63,8 +63,24 @@ def test_gradients_of_the_backward_pass(stage, gradients):
 
 def test_the_step_converts_the_own_gradients_to_float32():
     """bf16 on two ranks: own gradients 2 bytes, joined 2, converted 4, for half of the weights."""
-    _, (_, step) = held(1, "bf16")
+    _, (_, step) = held(1, "bf16", deepspeed={"accumulate": "bf16"})
     assert step.parts == {"gradients": (2 + 2 + 4) * WEIGHTS // 2}
+
+
+@pytest.mark.parametrize(
+    ("stage", "backward", "bucket", "step"),
+    [
+        (1, 4 * WEIGHTS, 4, (4 + 2) * WEIGHTS),  # all sums, and those of the half in one tensor
+        (2, 2 * WEIGHTS, 2, 2 * WEIGHTS),  # those of the half, which are one tensor already
+        (3, 0, 2, 2 * WEIGHTS),  # held; joined for the optimizer
+    ],
+)
+def test_sums_of_bf16_gradients_have_four_bytes(stage, backward, bucket, step):
+    """On two ranks. Stage 1 reduces the sums, the others the gradients of a micro batch."""
+    _, (first, second) = held(stage, "bf16")
+    assert first.parts["gradients"] == backward
+    assert first.parts["buckets"] == bucket * BUCKET
+    assert second.parts == {"gradients": step}
 
 
 def test_offload_moves_states_and_gradients_to_main_memory():
@@ -73,7 +89,7 @@ def test_offload_moves_states_and_gradients_to_main_memory():
     assert memory.main == {
         "optimizer": 4 * WEIGHTS,
         "master copies": 2 * WEIGHTS,
-        "gradients": (4 + 2) * WEIGHTS // 2,
+        "gradients": 4 * WEIGHTS // 2,
     }
 
 

@@ -38,6 +38,9 @@ class DeepSpeedConfig(Block):
     precision: Precision = "fp32"
     """Precision of weights and activations; the optimizer always keeps fp32 master weights. fp16
     requires a GPU."""
+    accumulate: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which bf16 gradients of micro batches add up: fp32 takes 2 more bytes for each,
+    bf16 loses what is below 2^-9 of the sum. Gradients in fp32 and fp16 add up as they are."""
     offload_optimizer: bool = False
     """Keep optimizer states in main memory and step on the CPU; requires stage 1 or higher. On a
     GPU this uses DeepSpeed's CPU Adam, which needs a C++ compiler at first use."""
@@ -45,6 +48,8 @@ class DeepSpeedConfig(Block):
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
 
     def _faults(self) -> Iterator[str]:
+        if self.accumulate == "bf16" and self.precision != "bf16":
+            yield f"accumulate: found bf16, expected fp32 with {self.precision}. Fix: leave it out"
         if self.zero_stage == 0 and self.precision != "fp32":
             yield (
                 f"precision: found {self.precision} at zero_stage 0, expected fp32: DeepSpeed "

@@ -25,6 +25,8 @@ def training_settings(
     deepspeed = config.deepspeed
     settings = _settings(deepspeed.zero_stage, deepspeed.precision, hidden_size)
     settings["gradient_clipping"] = config.optimizer.max_grad_norm
+    if deepspeed.precision == "bf16":
+        settings["data_types"]["grad_accum_dtype"] = deepspeed.accumulate
     if deepspeed.offload_parameters:
         settings["zero_optimization"]["offload_param"] = _in_main_memory(on_gpu)
     if deepspeed.offload_optimizer:

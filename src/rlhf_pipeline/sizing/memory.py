@@ -105,6 +105,8 @@ def trained_model(
     """
     deepspeed, ranks, on_gpu = config.deepspeed, hardware.world, hardware.on_gpu
     size, stage = BYTES[deepspeed.precision], deepspeed.zero_stage
+    total = BYTES[deepspeed.accumulate] if deepspeed.precision == "bf16" else size
+    compact = total > size and stage < 3  # the sums of the share are one tensor, on the device
     trained = trained_parameters(config, shape, scalar=scalar)
     weights = weight_bytes(config, shape, scalar=scalar)
     share = -(-trained // ranks) if stage else trained
@@ -114,12 +116,13 @@ def trained_model(
     if deepspeed.offload_parameters and on_gpu:
         main["weights"] = held.pop("weights")
     if deepspeed.offload_optimizer and on_gpu:
-        main |= states | {"gradients": (4 + size) * share}
+        main |= states | {"gradients": (4 if compact else 4 + total) * share}
     else:
         held |= states
     # Stage 3 has its own buffers at all times, the others during the backward pass.
-    gradients = size * (share if stage >= 2 else trained)
-    bucket = size * (BUCKET if on_gpu else min(BUCKET, trained)) if stage else 0
+    gradients = total * (share if stage >= 2 else trained)
+    width = total if stage == 1 else size * (stage > 1)  # stage 1 reduces the sums
+    bucket = width * (BUCKET if on_gpu else min(BUCKET, trained))
     if stage == 3:
         held |= {"gradients": gradients, "buckets": bucket}
         if deepspeed.offload_optimizer and on_gpu:
@@ -140,14 +143,16 @@ def trained_model(
         gaps = 1.0 if on_gpu else activations.CHURNED_HEAP
         backward["gathered weights"] = int(gaps * min(weights, LIVE * size))
     # The optimizer step converts this rank's gradients to one tensor in float32.
-    flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + size * (size < 4))
+    flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + total * (total < 4))
+    flat = 4 * share * (stage == 1) if compact else flat
     memory = ModelMemory(name, held, main, gradients, weights if stage == 3 and on_gpu else 0)
     if not on_gpu:  # the heap keeps what the backward pass has freed
         if rows.passes == 1:  # gradients take the place of the activations that are done
             backward["activations"] -= min(backward["activations"], backward["gradients"])
         backward["gradients"] += flat
         return memory, [Phase("update", name, backward)]
-    step: Parts = {"gradients": (size * share if backward["gradients"] else 0) + flat}
+    own = gradients if compact else total * share if backward["gradients"] else 0
+    step: Parts = {"gradients": own + flat}
     return memory, [Phase("backward", name, backward), Phase("step", name, step)]
 
 
