@@ -55,19 +55,6 @@ def test_rewards_of_a_rank_are_those_of_its_rows():
     torch.testing.assert_close(rewards, REWARDS[1:])
 
 
-def test_the_estimator_can_be_chosen():
-    # x = ln 2, k3 = 1/2 - 1 + ln 2 = 0.1931472; score 0.
-    rewards = per_token_rewards(
-        torch.zeros(1),
-        torch.tensor([[-0.6931472]]),
-        torch.tensor([[-1.3862944]]),
-        torch.tensor([[True]]),
-        kl_coef=10.0,
-        estimator="k3",
-    )
-    torch.testing.assert_close(rewards, torch.tensor([[-1.931472]]))
-
-
 def test_rewards_have_no_gradient():
     logprobs = torch.zeros(1, 2, requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)

@@ -103,6 +103,20 @@ def test_a_function_alone_replaces_the_reward_model_but_not_the_critic(
     assert not any(name.startswith("reward/") for name in line)
 
 
+def test_groups_of_equal_scores_are_counted(with_function, world, tmp_path):
+    """Rows i and i + 4 answer the same prompt: 0 and 0, 1 and 1, 0 and 1, 1 and 0."""
+    function, inputs = with_function
+    by_row = "def three(prompts, responses): return [0, 1, 0, 1, 0, 1, 1, 0]"
+    inputs["rewards.0"].write_text(by_row)
+    grouped = {"advantage": "grpo", "critic": None, "responses_per_prompt": 2}
+    config = ppo_config(
+        steps=1, evaluations=1, rewards=[function], missing_eos_score=None, **grouped
+    )
+    (line,) = run_ppo(config, inputs, world, tmp_path / "run").lines
+    assert line["rollout/equal_groups"] == 0.5
+    assert not any(name.startswith("validation") and "equal" in name for name in line)
+
+
 def test_the_best_model_is_chosen_by_the_score_that_ppo_maximizes(ppo_inputs, world, tmp_path):
     """A response without EOS has a fixed score in training, whatever the reward model says."""
     options = {"sampling": {"max_response_tokens": 110}, "missing_eos_score": -7.0}

@@ -176,7 +176,7 @@ def steps(inputs, world, tmp_path_factory, on_threads):
             (groups,) = micro_batches([experience.lengths], tokens, own_models.actor, world)
             pieces = [experience.rows(index) for index in groups]
             sums = update_minibatch(
-                own_models, pieces, options, world, {}, train_actor=True, text=text
+                own_models, pieces, options, world, {}, kl_coef=0.1, train_actor=True, text=text
             )
             return world.sums(sums)
 
@@ -222,7 +222,7 @@ def test_loss_and_perplexity_of_a_uniform_model(inputs, world, tmp_path):
         load_rows(inputs["pretraining"] / "train.arrow", world), options, world, 1
     )
     metrics = update_models(
-        models, experience, options, world, train_actor=True, texts=batches.of_step(1)
+        models, experience, options, world, kl_coef=0.1, train_actor=True, texts=batches.of_step(1)
     )
     assert metrics["ptx/loss"] == pytest.approx(5.6629605, rel=1e-6)
     assert metrics["ptx/perplexity"] == pytest.approx(288.0, rel=1e-5)

@@ -7,7 +7,7 @@ A mask is (B, R) bool, True = real token, including EOS.
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.kl import KLEstimator, kl_estimate
+from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rl.masking import check_right_padded, check_same_shape, check_shapes
 
 
@@ -51,13 +51,13 @@ def per_token_rewards(
     mask: Tensor,
     *,
     kl_coef: float,
-    estimator: KLEstimator = "k1",
 ) -> Tensor:
     """Subtract a KL penalty at every token, and add the score at the last real token.
 
-        r_t = -kl_coef * KL_t + [t is the last real token] * score
+        r_t = -kl_coef * (logprobs_t - ref_logprobs_t) + [t is the last real token] * score
 
-    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 2, which uses k1.
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 2. The estimator is k1, see
+    `kl_estimate`.
 
     Args:
         scores: (B,), from `shaped_scores`.
@@ -83,6 +83,6 @@ def per_token_rewards(
         raise ValueError(
             "mask: found a row without a real token, expected at least one token per response"
         )
-    penalty = torch.where(mask, kl_coef * kl_estimate(logprobs, ref_logprobs, estimator), 0.0)
+    penalty = torch.where(mask, kl_coef * kl_estimate(logprobs, ref_logprobs, "k1"), 0.0)
     is_last = torch.arange(mask.shape[1], device=mask.device) == lengths - 1
     return (torch.where(is_last, scores.unsqueeze(1), 0.0) - penalty).float()

@@ -75,7 +75,7 @@ def train(setup: Setup) -> None:
             scored = centre_critic(setup, scored)
         check(setup, scored, log)
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
-        metrics = update(setup, experience, step) | {"objective/kl_coef": kl_coef}
+        metrics = update(setup, experience, step, kl_coef) | {"objective/kl_coef": kl_coef}
         log.add(metrics, sampler_fault(metrics, config, step))
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
@@ -143,20 +143,22 @@ def centre_critic(setup: Setup, scored: Scored) -> Scored:
 
 def check(setup: Setup, scored: Scored, log: StepLog) -> None:
     """Log the rollout's metrics; fail if it contains nothing to learn from."""
-    metrics = rollout_metrics(scored, setup.config, setup.world)
+    grouped = setup.config.responses_per_prompt > 1
+    metrics = rollout_metrics(scored, setup.config, setup.world, grouped=grouped)
     # In the first step that trains it, the actor is still the SFT model.
     trained = log.step > setup.config.critic_warmup_steps + 1
     log.add(metrics, rollout_fault(metrics, setup.config, f"at step {log.step}", trained=trained))
 
 
-def update(setup: Setup, experience: Experience, step: int) -> dict[str, float]:
+def update(setup: Setup, experience: Experience, step: int, kl_coef: float) -> dict[str, float]:
     """Train actor and critic on the experience; return the metrics of the update."""
     heartbeat.at("update")
     texts = None if setup.text is None else setup.text.of_step(step)
     train_actor = step > setup.config.critic_warmup_steps
     return update_models(
-        setup.models, experience, setup.config, setup.world, train_actor=train_actor, texts=texts
-    )
+        setup.models, experience, setup.config, setup.world, kl_coef=kl_coef,
+        train_actor=train_actor, texts=texts,
+    )  # fmt: skip
 
 
 def evaluate(setup: Setup, log: StepLog) -> None:

@@ -10,12 +10,22 @@ from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rollout.scoring import Scored
-from rlhf_pipeline.training.experience import training_scores
+from rlhf_pipeline.training.experience import groups, training_scores
 
 
-def rollout_metrics(scored: Scored, config: PPOConfig, world: World) -> dict[str, float]:
-    """Means over the responses of all ranks."""
-    own = scored.sums() | {"shaped": training_scores(scored, config).sum().double()}
+def rollout_metrics(
+    scored: Scored, config: PPOConfig, world: World, *, grouped: bool = False
+) -> dict[str, float]:
+    """Means over the responses of all ranks.
+
+    `grouped`: the rows are groups of `responses_per_prompt` responses. A group of equal scores
+    teaches nothing about the score.
+    """
+    scores = training_scores(scored, config)
+    own = scored.sums() | {"shaped": scores.sum().double()}
+    if grouped:
+        of_group = groups(scores, config)
+        own["rollout/equal_groups"] = (of_group == of_group[0]).all(0).double().mean() * len(scores)
     sums = world.sums(own)
     count = sums["responses"]
     return {
@@ -25,7 +35,7 @@ def rollout_metrics(scored: Scored, config: PPOConfig, world: World) -> dict[str
         "objective/kl_k3": sums["kl_k3"] / count,
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
-        **{name: value / count for name, value in sums.items() if name.startswith("reward/")},
+        **{name: value / count for name, value in sums.items() if "/" in name},
         **({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {}),
     }
 

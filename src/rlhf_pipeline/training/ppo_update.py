@@ -29,7 +29,7 @@ from rlhf_pipeline.models.forward import (
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.rl.ppo_losses import entropy_loss, policy_loss, value_loss
+from rlhf_pipeline.rl.ppo_losses import entropy_loss, kl_loss, policy_loss, value_loss
 from rlhf_pipeline.rl.sft_loss import sft_loss
 from rlhf_pipeline.training.experience import Experience
 from rlhf_pipeline.training.ppo_models import PPOModels
@@ -41,6 +41,7 @@ def update_models(
     config: PPOConfig,
     world: World,
     *,
+    kl_coef: float,
     train_actor: bool,
     texts: Iterator[Sequences] | None = None,
 ) -> dict[str, float]:
@@ -48,6 +49,7 @@ def update_models(
 
     Args:
         experience: the rows of this rank.
+        kl_coef: weight of the KL penalty, if the loss contains it.
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
 
@@ -64,8 +66,8 @@ def update_models(
         for number, pieces in enumerate(minibatches):
             text = next(texts) if texts is not None and train_actor else None
             sums = update_minibatch(
-                models, pieces, config, world, sums, train_actor=train_actor, text=text,
-                is_sampler=epoch == 1 and number == 0,
+                models, pieces, config, world, sums, kl_coef=kl_coef, train_actor=train_actor,
+                text=text, is_sampler=epoch == 1 and number == 0,
             )  # fmt: skip
         if train_actor and config.kl.stop_update is not None:
             metrics["policy/epochs"] = epoch
@@ -110,6 +112,7 @@ def update_minibatch(
     world: World,
     sums: Sums,
     *,
+    kl_coef: float,
     train_actor: bool,
     text: Sequences | None = None,
     is_sampler: bool = False,
@@ -128,7 +131,7 @@ def update_minibatch(
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [
-            partial(actor_loss, models, piece, config, normalizer, is_sampler=is_sampler)
+            partial(actor_loss, models, piece, config, normalizer, kl_coef, is_sampler=is_sampler)
             for piece in pieces
         ]
         if text is not None:
@@ -160,10 +163,11 @@ def actor_loss(
     piece: Experience,
     config: PPOConfig,
     normalizer: Tensor,
+    kl_coef: float,
     *,
     is_sampler: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """The clipped policy loss of a micro batch, minus the entropy bonus."""
+    """The clipped policy loss of a micro batch, plus KL penalty and entropy loss if they are on."""
     piece = piece.to(models.actor.device)
     mask = piece.sequences.response_mask
     if (done := piece.training_pass) is not None:
@@ -194,6 +198,11 @@ def actor_loss(
     if is_sampler and piece.sampler_logprobs is not None:
         gap = (logprobs.detach() - piece.sampler_logprobs).abs()
         sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "sampler_tokens": mask.sum()}
+    if config.kl.place == "loss":
+        assert piece.ref_logprobs is not None
+        loss = loss + kl_coef * kl_loss(
+            logprobs, piece.old_logprobs, piece.ref_logprobs, mask, normalizer=normalizer
+        )
     if config.entropy_coef > 0:
         loss = loss + config.entropy_coef * entropy_loss(entropy, mask, normalizer=normalizer)
     return loss, sums
