@@ -316,7 +316,7 @@ def test_a_kl_between_maximum_and_explosion_ends_training_without_an_error(
 ):
     """The KL of the second rollout exceeds the maximum."""
     bounds = {"coef": 0.0, "maximum": 1e-3, "explosion": 100.0}
-    config = ppo_config(steps=3, actor=model(3e-2, warmup=0.34), kl=bounds, missing_eos_score=None)
+    config = ppo_config(steps=3, actor=model(3e-2, warmup=0.34), kl=bounds, missing_eos_penalty=0.0)
     best = train_ppo(tmp_path, world, policy, reward_model, rows, config)
     assert 1e-3 < lines(tmp_path)[-1]["metrics"]["objective/kl"] < 100.0
     assert best.best.step == 1

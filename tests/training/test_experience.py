@@ -28,7 +28,7 @@ def config_of(**changes) -> PPOConfig:
     model = {"optimizer": {"learning_rate": 1e-3}}
     fields = {
         "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_tokens": 64,
-        "responses_per_prompt": 2, "score_clip": None, "missing_eos_score": None,
+        "responses_per_prompt": 2, "score_clip": None, "missing_eos_penalty": 0.0,
         "actor": model, "critic": model,
     }  # fmt: skip
     return PPOConfig.model_validate(fields | changes)
@@ -59,6 +59,7 @@ def experience_of(on_threads):
                 ref_logprobs=torch.zeros_like(LOGPROBS[own]),
                 values=torch.zeros_like(LOGPROBS[own]) if values else None,
                 scores=SCORES[own],
+                clipped_scores=SCORES[own],
                 ended=torch.ones(len(mask), dtype=torch.bool),
             )
             return function(scored, config, kl_coef=0.1, world=world)

@@ -27,6 +27,23 @@ def test_every_minibatch_of_every_epoch_is_an_optimizer_step(ppo_inputs, world, 
     assert models.actor.global_steps == models.critic.global_steps == steps
 
 
+def test_every_epoch_trains_on_other_minibatches(ppo_inputs, world, tmp_path, monkeypatch):
+    """Each epoch has all rows once, in another division."""
+    original, seen = ppo_update.update_minibatch, []
+
+    def update_minibatch(models, pieces, *args, **options):
+        rows = torch.cat([piece.advantages[:, 0] for piece in pieces])
+        seen.append(tuple(sorted(rows.tolist())))
+        return original(models, pieces, *args, **options)
+
+    monkeypatch.setattr(ppo_update, "update_minibatch", update_minibatch)
+    config = ppo_config(steps=1, evaluations=1, minibatch_size=2, ppo_epochs=3)
+    run_ppo(config, ppo_inputs, world, tmp_path)
+    epochs = [seen[start : start + 4] for start in (0, 4, 8)]
+    assert len({tuple(sorted(sum(epoch, ()))) for epoch in epochs}) == 1
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 3
+
+
 def test_pooled_batches_equal_one_large_batch(trained, ppo_inputs, world, tmp_path):
     config = ppo_config(rollout_batch_size=2, rollout_batches=4)
     pooled = run_ppo(config, ppo_inputs, world, tmp_path)
@@ -44,7 +61,7 @@ def test_an_update_stops_when_the_policy_has_moved_too_far(ppo_inputs, world, tm
     assert [line["policy/epochs"] for line in run.lines] == [2, 2]
     assert models.actor.global_steps == models.critic.global_steps == 2 * 2
     # The schedule still ends with the last step.
-    assert run.lines[-1]["optim/actor_lr"] == pytest.approx(0.0)
+    assert run.setup.models.actor.get_lr() == [pytest.approx(0.0)]
 
 
 def test_an_entropy_bonus_raises_the_entropy(trained, ppo_inputs, world, tmp_path):

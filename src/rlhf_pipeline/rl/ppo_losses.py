@@ -71,26 +71,17 @@ def kl_loss(
     normalizer: float | Tensor,
     log_ratio_clamp: float = 20.0,
 ) -> Tensor:
-    """KL penalty of the policy from its reference, as a term of the loss.
+    """KL penalty of the policy from its reference.
 
         w_t = exp(logprobs_t - old_logprobs_t)     importance weight, a constant
         L = sum_t w_t * (logprobs_t - ref_logprobs_t)^2 / 2 / normalizer
 
-    The gradient of L is an unbiased estimate of that of KL(policy || reference), given the tokens
-    before each one. Its value is not the KL. The weight keeps this true after the policy has moved
-    away from the one that sampled; it is 1 before.
+    Its gradient estimates that of KL(policy || reference) given the tokens before, without bias, as
+    the weight corrects for an earlier policy. Its value is not the KL.
 
-    Source: the square (k2) is from Tang and Munos, https://arxiv.org/abs/2506.09477; the weight is
-    from DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, there with k3.
-
-    Args:
-        logprobs: (B, R), the only argument with a gradient.
-        old_logprobs: (B, R), of the policy that sampled; may be `logprobs` itself.
-        ref_logprobs: (B, R).
-        log_ratio_clamp: limit of |logprobs - old_logprobs|.
-
-    Raises:
-        ValueError: a shape is wrong.
+    Source: Tang and Munos, https://arxiv.org/abs/2506.09477, for the square (k2); DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556, for the weight. Arguments as in `policy_loss`. Raises
+    ValueError if a shape is wrong.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     moved = torch.where(mask, logprobs.detach().float() - old_logprobs.detach().float(), 0.0)

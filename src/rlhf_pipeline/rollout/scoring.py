@@ -58,6 +58,8 @@ class Scored:
     """(B,) bool: the response contains one of the EOS tokens."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     """If several sources of rewards are summed: the centred scores of each, (B,), unweighted."""
+    clipped_scores: Tensor | None = None
+    """(B,) `scores` with the scores of reward models clipped; None before `RewardSum`."""
     sampler_logprobs: Tensor | None = None
     """(B, R) log pi(token) according to the sampler."""
     training_pass: TrainingPass | None = None

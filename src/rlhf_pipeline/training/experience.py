@@ -3,9 +3,8 @@
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,15 +37,6 @@ class Experience(LabelledSequences):
     training_pass: TrainingPass | None = None
     """The forward passes of all rows that the losses need, if scoring has made them."""
 
-    def minibatches(self, size: int) -> Iterator["Experience"]:
-        """Consecutive blocks of `size` rows.
-
-        The rows are in the random order of the prompts already. A block of the global rollout is
-        the union of the ranks' blocks, whatever the number of ranks.
-        """
-        for index in torch.arange(len(self.sequences)).split(size):
-            yield self.rows(index)
-
 
 def make_experience(
     scored: Scored, config: PPOConfig, *, kl_coef: float, world: World
@@ -58,20 +48,23 @@ def make_experience(
     their papers.
     """
     mask = scored.sequences.response_mask
-    unchanged: dict[str, Any] = {
-        "ref_logprobs": scored.ref_logprobs,
-        "sampler_logprobs": scored.sampler_logprobs,
-        "training_pass": scored.training_pass,
-    }
+    experience = partial(
+        Experience,
+        scored.sequences,
+        scored.logprobs,
+        ref_logprobs=scored.ref_logprobs,
+        sampler_logprobs=scored.sampler_logprobs,
+        training_pass=scored.training_pass,
+    )
     if scored.values is None:
         scores = training_scores(scored, config)
         penalties = coef_in_reward(kl_coef, config) * scored.kl
         advantages = to_tokens(response_advantages(scores, penalties, config, world), mask)
-        return Experience(scored.sequences, scored.logprobs, advantages, **unchanged)
+        return experience(advantages=advantages)
     rewards = token_rewards(scored, config, kl_coef=kl_coef, world=world)
     advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
     white = whiten(advantages, mask, _moments(advantages, mask, world))
-    return Experience(scored.sequences, scored.logprobs, white, scored.values, returns, **unchanged)
+    return experience(advantages=white, old_values=scored.values, returns=returns)
 
 
 def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> float:
@@ -111,13 +104,10 @@ def coef_in_reward(kl_coef: float, config: PPOConfig) -> float:
 
 
 def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
-    """The scores that PPO maximizes, (B,): clipped, and fixed for responses without EOS."""
-    return shaped_scores(
-        scored.scores,
-        scored.ended,
-        clip=config.score_clip,
-        missing_eos_score=config.missing_eos_score,
-    )
+    """The scores that PPO maximizes, (B,): clipped, and lower for responses without EOS."""
+    assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
+    penalty = config.missing_eos_penalty
+    return shaped_scores(scored.clipped_scores, scored.ended, missing_eos_penalty=penalty)
 
 
 def response_advantages(
@@ -125,9 +115,8 @@ def response_advantages(
 ) -> Tensor:
     """The advantage of each response from its score and its KL penalty; (B,) all.
 
-    The return of a response is its score minus its penalty. GRPO divides the scores alone by their
-    standard deviation. Otherwise a group of equal scores would learn from the penalty as if it were
-    the score, however small `kl.coef` is.
+    The return of a response is its score minus its penalty. GRPO scales the scores alone; otherwise
+    a group of equal scores would learn from the penalty in full, however small `kl.coef` is.
     """
     returns = scores - penalties
     match config.advantage:

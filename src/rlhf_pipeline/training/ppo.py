@@ -5,8 +5,8 @@
 Four models: the actor trains, the reference is its frozen start, the critic trains, the reward
 model is frozen. Advantages other than GAE's need no critic. With `ppo.ptx`, a loss on plain text is
 added to the actor's (PPO-ptx). Departures from InstructGPT: advantages are whitened; a response
-without EOS gets a fixed score; training stops at a KL bound; the export is the best evaluated model
-within the bound, not the last one.
+without EOS loses a part of its score; training stops at a KL bound; the export is the best
+evaluated model within the bound, not the last one.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ from the seeds of every training step."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Train the actor; export the model with the highest held-out score within the KL bound."""
+    """Train the actor; export the best evaluated model within the KL bound."""
     config = job.block("ppo", PPOConfig)
     contract = common_contract(
         {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
@@ -156,13 +156,16 @@ def update(setup: Setup, experience: Experience, step: int, kl_coef: float) -> d
     texts = None if setup.text is None else setup.text.of_step(step)
     train_actor = step > setup.config.critic_warmup_steps
     return update_models(
-        setup.models, experience, setup.config, setup.world, kl_coef=kl_coef,
-        train_actor=train_actor, texts=texts,
+        setup.models, experience, setup.config, setup.world, key=(setup.seed, step),
+        kl_coef=kl_coef, train_actor=train_actor, texts=texts,
     )  # fmt: skip
 
 
 def evaluate(setup: Setup, log: StepLog) -> None:
-    """Evaluate each policy on held-out prompts; offer it for export if it is within the bound."""
+    """Evaluate each policy on held-out prompts; offer it for export if it is within the bound.
+
+    The best model maximizes what PPO maximizes, with the initial `kl.coef` at every evaluation.
+    """
     for prefix, in_place in policies(setup.models).items():
         with in_place():
             metrics = held_out_metrics(setup)
@@ -172,9 +175,8 @@ def evaluate(setup: Setup, log: StepLog) -> None:
                 rollout_fault(metrics, setup.config, where, trained=True),
             )
             if not exceeds_bound(metrics, setup.config):
-                selection_score = metrics["objective/shaped_score"]
-                best = setup.best[prefix]
-                best.offer(setup.models.actor, log.step, selection_score, dict(log.metrics))
+                reward = metrics["objective/rlhf_reward"]
+                setup.best[prefix].offer(setup.models.actor, log.step, reward, dict(log.metrics))
 
 
 @torch.no_grad()

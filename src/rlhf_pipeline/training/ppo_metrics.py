@@ -16,13 +16,10 @@ from rlhf_pipeline.training.experience import groups, training_scores
 def rollout_metrics(
     scored: Scored, config: PPOConfig, world: World, *, grouped: bool = False
 ) -> dict[str, float]:
-    """Means over the responses of all ranks.
-
-    `grouped`: the rows are groups of `responses_per_prompt` responses. A group of equal scores
-    teaches nothing about the score.
-    """
+    """Means over the responses of all ranks; `grouped`: there are several to each prompt."""
     scores = training_scores(scored, config)
-    own = scored.sums() | {"shaped": scores.sum().double()}
+    clipped = scored.scores != scored.clipped_scores
+    own = scored.sums() | {"shaped": scores.sum().double(), "clipped": clipped.sum().double()}
     if grouped:
         of_group = groups(scores, config)
         own["rollout/equal_groups"] = (of_group == of_group[0]).all(0).double().mean() * len(scores)
@@ -31,6 +28,8 @@ def rollout_metrics(
     return {
         "objective/score": sums["score"] / count,
         "objective/shaped_score": sums["shaped"] / count,
+        "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
+        "objective/clipped_fraction": sums["clipped"] / count,
         "objective/kl": sums["kl"] / count,
         "objective/kl_k3": sums["kl_k3"] / count,
         "rollout/response_tokens": sums["tokens"] / count,

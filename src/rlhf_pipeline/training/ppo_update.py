@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.distributed.batches import minibatch_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.optimizer_step import (
@@ -41,6 +43,7 @@ def update_models(
     config: PPOConfig,
     world: World,
     *,
+    key: tuple[int, int],
     kl_coef: float,
     train_actor: bool,
     texts: Iterator[Sequences] | None = None,
@@ -49,6 +52,7 @@ def update_models(
 
     Args:
         experience: the rows of this rank.
+        key: seed and step, which draw the minibatches.
         kl_coef: weight of the KL penalty, if the loss contains it.
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
@@ -58,12 +62,12 @@ def update_models(
     """
     engines = {"actor": models.actor} if train_actor else {}
     engines |= {} if models.critic is None else {"critic": models.critic}
-    minibatches = in_micro_batches(models, experience, config, world)
+    minibatches = in_micro_batches(models, experience, config, world, key)
+    metrics = {f"optim/{name}_lr": engine.get_lr()[0] for name, engine in engines.items()}
     sums: Sums = {}
-    metrics: dict[str, float] = {}
     for epoch in range(1, config.ppo_epochs + 1):
         before = sums
-        for number, pieces in enumerate(minibatches):
+        for number, pieces in enumerate(islice(minibatches, config.updates_per_epoch)):
             text = next(texts) if texts is not None and train_actor else None
             sums = update_minibatch(
                 models, pieces, config, world, sums, kl_coef=kl_coef, train_actor=train_actor,
@@ -86,23 +90,31 @@ def update_models(
         # Equal returns, for example if all responses are cut, have no variance to explain.
         | {name: totals[name] for name in explained if not math.isnan(totals[name])}
         | {name: totals[name] for name in known}
-        | _optimizer_metrics(engines)
+        | _fp16_metrics(engines)
     )
 
 
 def in_micro_batches(
-    models: PPOModels, experience: Experience, config: PPOConfig, world: World
-) -> list[list[Experience]]:
-    """The micro batches of each minibatch."""
+    models: PPOModels,
+    experience: Experience,
+    config: PPOConfig,
+    world: World,
+    key: tuple[int, int],
+) -> Iterator[list[Experience]]:
+    """The micro batches of each minibatch, epoch after epoch."""
     if experience.training_pass is not None:
-        return [[experience]]
-    minibatches = list(experience.minibatches(config.minibatch_size // world.size))
-    lengths = [minibatch.lengths for minibatch in minibatches]
-    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
-    return [
-        [minibatch.rows(index) for index in own]
-        for minibatch, own in zip(minibatches, groups, strict=True)
+        yield [experience]
+        return
+    count, size = len(experience.sequences) * world.size, config.minibatch_size
+    drawn = [
+        torch.from_numpy(rows)
+        for epoch in range(1, config.ppo_epochs + 1)
+        for rows in minibatch_rows(count, size, world, (*key, epoch))
     ]
+    lengths = [experience.lengths[rows] for rows in drawn]
+    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
+    for rows, own in zip(drawn, groups, strict=True):
+        yield [experience.rows(rows[index]) for index in own]
 
 
 def update_minibatch(
@@ -269,9 +281,9 @@ def _explained_variance(experience: Experience, world: World) -> dict[str, Tenso
     return {"value/explained_variance": explained_variance(world.sum(moments))}
 
 
-def _optimizer_metrics(engines: dict[str, DeepSpeedEngine]) -> dict[str, float]:
-    metrics = {}
-    for name, engine in engines.items():
-        metrics[f"optim/{name}_lr"] = engine.get_lr()[0]
-        metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
-    return metrics
+def _fp16_metrics(engines: dict[str, DeepSpeedEngine]) -> dict[str, float]:
+    return {
+        f"optim/{name}_{key}": value
+        for name, engine in engines.items()
+        for key, value in fp16_metrics(engine).items()
+    }
