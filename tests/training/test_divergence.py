@@ -418,7 +418,7 @@ def test_ppo_whose_critic_diverges(policy, reward_model, rows, tmp_path):
         "ppo.critic.optimizer.learning_rate (1e+30) or "
     ) in message
     assert [line["step"] for line in lines(work)] == [1, 2, 3]
-    scores = [line["metrics"]["validation/shaped_score"] for line in lines(work)[:2]]
+    scores = [line["metrics"]["validation/rlhf_reward"] for line in lines(work)[:2]]
     step = 1 if scores[0] >= scores[1] else 2
     best = work / "checkpoints" / f"best-0000000{step}"
     assert f"The best model, of step {step}, is kept in {best}." in message

@@ -70,6 +70,32 @@ def test_an_entropy_bonus_raises_the_entropy(trained, ppo_inputs, world, tmp_pat
     assert bonus[1]["policy/entropy"] > trained.lines[1]["policy/entropy"] + 1e-4
 
 
+@pytest.mark.parametrize(("coef", "place", "norms"), [(0.2, "loss", 2.0), (0.1, "reward", 0.0)])
+def test_the_kl_reaches_the_loss_with_its_coefficient(
+    ppo_inputs, world, tmp_path, monkeypatch, coef, place, norms
+):
+    """A loss that is nothing but the KL has twice the gradient with twice the coefficient.
+
+    With a clip of gradients at 1, the norms before the clip are compared.
+    """
+
+    def first_norm(folder, **kl):
+        config = ppo_config(steps=1, evaluations=1, kl=kl)
+        return run_ppo(config, ppo_inputs, world, folder).lines[0]["optim/actor_grad_norm"]
+
+    monkeypatch.setattr(ppo_update, "policy_loss", lambda logprobs, *_, **__: 0 * logprobs.sum())
+    monkeypatch.setattr(
+        ppo_update,
+        "kl_loss",
+        lambda logprobs, old, ref, mask, normalizer: (
+            torch.where(mask, logprobs, 0.0).sum() / normalizer
+        ),
+    )
+    unit = first_norm(tmp_path / "unit", coef=0.1, place="loss")
+    found = first_norm(tmp_path / "changed", coef=coef, place=place)
+    assert unit > 1e-3 and found == pytest.approx(norms * unit, rel=1e-4)
+
+
 def test_the_dual_clip_reaches_the_loss(ppo_inputs, world, tmp_path, monkeypatch):
     dual_clips = []
     original = ppo_update.policy_loss

@@ -143,8 +143,7 @@ def centre_critic(setup: Setup, scored: Scored) -> Scored:
 
 def check(setup: Setup, scored: Scored, log: StepLog) -> None:
     """Log the rollout's metrics; fail if it contains nothing to learn from."""
-    grouped = setup.config.responses_per_prompt > 1
-    metrics = rollout_metrics(scored, setup.config, setup.world, grouped=grouped)
+    metrics = rollout_metrics(scored, setup.config, setup.world)
     # In the first step that trains it, the actor is still the SFT model.
     trained = log.step > setup.config.critic_warmup_steps + 1
     log.add(metrics, rollout_fault(metrics, setup.config, f"at step {log.step}", trained=trained))
@@ -194,7 +193,7 @@ def held_out_metrics(setup: Setup) -> dict[str, float]:
     rows = validation.columns(sampled_rows(validation.num_rows, count, setup.seed)[slots])
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
-    metrics = rollout_metrics(scored, setup.config, world)
+    metrics = rollout_metrics(scored, setup.config, world, held_out=True)
     return metrics | gold_metrics(rows, scored.sequences, setup.models.tokenizer, world)
 
 

@@ -14,13 +14,13 @@ from rlhf_pipeline.training.experience import groups, training_scores
 
 
 def rollout_metrics(
-    scored: Scored, config: PPOConfig, world: World, *, grouped: bool = False
+    scored: Scored, config: PPOConfig, world: World, *, held_out: bool = False
 ) -> dict[str, float]:
-    """Means over the responses of all ranks; `grouped`: there are several to each prompt."""
+    """Means over the responses of all ranks. Held-out prompts have one response each."""
     scores = training_scores(scored, config)
     clipped = scored.scores != scored.clipped_scores
     own = scored.sums() | {"shaped": scores.sum().double(), "clipped": clipped.sum().double()}
-    if grouped:
+    if config.responses_per_prompt > 1 and not held_out:
         of_group = groups(scores, config)
         own["rollout/equal_groups"] = (of_group == of_group[0]).all(0).double().mean() * len(scores)
     sums = world.sums(own)
