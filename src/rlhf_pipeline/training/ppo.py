@@ -161,10 +161,7 @@ def update(setup: Setup, experience: Experience, step: int, kl_coef: float) -> d
 
 
 def evaluate(setup: Setup, log: StepLog) -> None:
-    """Evaluate each policy on held-out prompts; offer it for export if it is within the bound.
-
-    The best model maximizes what PPO maximizes, with the initial `kl.coef` at every evaluation.
-    """
+    """Evaluate each policy on held-out prompts; offer it for export if it is within the bound."""
     for prefix, in_place in policies(setup.models).items():
         with in_place():
             metrics = held_out_metrics(setup)

@@ -18,7 +18,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Means over the responses of all ranks. Held-out prompts have one response each."""
     scores = training_scores(scored, config)
-    clipped = scored.scores != scored.clipped_scores
+    assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
+    clipped = scored.scores.ne(scored.clipped_scores)
     own = scored.sums() | {"shaped": scores.sum().double(), "clipped": clipped.sum().double()}
     if config.responses_per_prompt > 1 and not held_out:
         of_group = groups(scores, config)
