@@ -59,15 +59,25 @@ class Start:
 
 def prepare(seed: int, workspace: Path) -> Start:
     """Run everything before PPO with the default parameters."""
+    rows, policy = prepare_policy(seed, workspace)
+    config = RewardModelConfig.model_validate(parameters()["reward_model"])
+    scores = reward_model(rows, policy, config, seed, StageRunner(RunContext(workspace, LAUNCH)))
+    return Start(seed, workspace, rows, policy, scores)
+
+
+def prepare_policy(seed: int, workspace: Path) -> tuple[Path, Path]:
+    """The split and the SFT model of the default parameters."""
     given, common = parameters(), (seed, StageRunner(RunContext(workspace, LAUNCH)))
     split_config = SplitConfig.model_validate(given["split"])
     base = base_model(BaseModelConfig.model_validate(given["base_model"]), split_config, *common)
     rows = split(base, split_config, *common)
-    policy = sft(rows, base, SFTConfig.model_validate(given["sft"]), *common)
-    scores = reward_model(
-        rows, policy, RewardModelConfig.model_validate(given["reward_model"]), *common
-    )
-    return Start(seed, workspace, rows, policy, scores)
+    return rows, sft(rows, base, SFTConfig.model_validate(given["sft"]), *common)
+
+
+def ppo_config(changes: Tree) -> PPOConfig:
+    """The default parameters of PPO with some changes, nested like `ppo`."""
+    merged = OmegaConf.merge(parameters()["ppo"], changes)
+    return PPOConfig.model_validate(OmegaConf.to_container(merged))
 
 
 def train_reward_model(start: Start, changes: Tree) -> Path:
@@ -78,10 +88,8 @@ def train_reward_model(start: Start, changes: Tree) -> Path:
 
 def train(start: Start, changes: Tree) -> Path:
     """Train a policy by PPO with the default parameters and some changes, nested like `ppo`."""
-    config = PPOConfig.model_validate(
-        OmegaConf.to_container(OmegaConf.merge(parameters()["ppo"], changes))
-    )
-    return ppo(start.split, start.sft_model, start.reward_model, config, start.seed, start.stages())
+    models = start.sft_model, start.reward_model
+    return ppo(start.split, *models, ppo_config(changes), start.seed, start.stages())
 
 
 def compare(start: Start, policy: Path) -> Tree:

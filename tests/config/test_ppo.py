@@ -102,7 +102,8 @@ def test_no_critic_is_needed(advantage):
         (GAE | {"dual_clip": 1.0}, "greater than 1"),
         (GAE | {"entropy_coef": -0.1}, "greater than or equal to 0"),
         (GAE | {"kl": {"stop_update": 0.0}}, "greater than 0"),
-        (GAE | {"kl": {"estimator": "k4"}}, "'k1', 'k2' or 'k3'"),
+        (GAE | {"kl": {"estimator": "k3"}}, "Extra inputs are not permitted"),
+        (GAE | {"kl": {"place": "metric"}}, "'reward' or 'loss'"),
         (GAE | {"kl": {"explosion": 0.0}}, "greater than 0"),
         (
             GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}},

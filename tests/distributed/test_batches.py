@@ -10,6 +10,7 @@ import torch
 
 from rlhf_pipeline.distributed.batches import (
     load_rows,
+    minibatch_rows,
     own_share,
     sampled_rows,
     shuffled,
@@ -48,12 +49,28 @@ def test_the_shares_of_all_ranks_make_up_the_batch():
     assert sorted(np.concatenate(shares)) == rows.tolist()
 
 
-def test_a_minibatch_contains_the_same_rows_for_any_number_of_ranks():
-    """Block k of all ranks together is block k of the global batch."""
-    rows = np.arange(16)
-    for size in (1, 2, 4):
-        blocks = [own_share(rows, world(rank, size)).reshape(2, -1) for rank in range(size)]
-        assert sorted(np.concatenate([block[1] for block in blocks])) == list(range(8, 16))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_minibatch_contains_the_same_rows_for_any_number_of_ranks(ranks):
+    """Three minibatches of four rows; column c has the rows c, c + 4 and c + 8."""
+    rows = np.arange(12)
+    whole = minibatch_rows(12, 4, world(0, 1), (7, 1, 2))
+    assert (np.sort(whole, axis=0) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]).all()
+    assert (whole[:, 0] // 4).tolist() != (whole[:, 1] // 4).tolist()  # columns are independent
+    shares = [
+        own_share(rows, world(rank, ranks))[minibatch_rows(12, 4, world(rank, ranks), (7, 1, 2))]
+        for rank in range(ranks)
+    ]
+    for number, minibatch in enumerate(whole):
+        assert sorted(minibatch) == sorted(np.concatenate([share[number] for share in shares]))
+
+
+def test_each_pass_over_a_rollout_draws_its_minibatches():
+    """From seed, step and epoch alone."""
+    keys = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    drawn = {str(minibatch_rows(32, 8, world(0, 1), key).tolist()) for key in keys}
+    assert len(drawn) == 4
+    assert str(minibatch_rows(32, 8, world(0, 1), (1, 1, 2)).tolist()) in drawn
+    assert minibatch_rows(8, 8, world(0, 1), (1, 1, 1)).tolist() == [list(range(8))]
 
 
 def write(path, count, batch=None):

@@ -69,7 +69,7 @@ def test_the_reward_of_a_function_rises_and_its_source_is_part_of_the_recipe(art
             "evaluation_prompts": 16,
             "sampling": {"max_response_tokens": 12},
             "kl": {"coef": 0.0},
-            "missing_eos_score": None,
+            "missing_eos_penalty": 0.0,
             "rewards": [f"{source}:short"],
             "actor": {"optimizer": {"learning_rate": 1e-2}},
         }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.ppo_losses import entropy_loss, policy_loss, value_loss
+from rlhf_pipeline.rl.ppo_losses import entropy_loss, kl_loss, policy_loss, value_loss
 
 NAN = float("nan")
 MASK = torch.tensor([[True, True, False], [True, False, False], [True, True, False]])
@@ -256,6 +256,67 @@ def test_only_the_trained_quantity_gets_a_gradient():
         loss(trained, *constants, torch.tensor([[True]]), clip_range=0.2, normalizer=1).backward()
     assert trained.grad is not None
     assert [constant.grad for constant in constants] == [None, None]
+
+
+# --- kl_loss: over all tokens of a vocabulary, its mean gradient is that of the KL. ---
+
+
+@pytest.mark.parametrize(
+    "sampler", [[0.75, 0.25], [0.4, 0.6]], ids=["the policy itself", "an earlier policy"]
+)
+def test_the_gradient_of_the_kl_loss_is_that_of_the_kl(sampler):
+    """p = [3/4, 1/4], q = [1/2, 1/2]: x = ln 3/2 and ln 1/2, KL = 0.1308120.
+
+    The gradient of the KL by a logit is p (x - KL) = 3/4 (0.4054651 - 0.1308120), and the negative
+    of it.
+    """
+    logits = torch.tensor([0.75, 0.25]).log().requires_grad_()
+    logprobs = logits.log_softmax(0).view(2, 1)
+    old, ref = torch.tensor(sampler).log().view(2, 1), torch.tensor([[0.5], [0.5]]).log()
+    mask = torch.tensor([[True]])
+    expected_loss = sum(
+        probability * kl_loss(logprobs[row], old[row], ref[row], mask, normalizer=1)
+        for row, probability in ((slice(0, 1), sampler[0]), (slice(1, 2), sampler[1]))
+    )
+    _, gradient = value_and_gradient(expected_loss, logits)
+    expected = torch.tensor([0.2059898, -0.2059898])
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+
+
+def test_the_gradient_of_the_kl_loss_over_a_vocabulary():
+    generator = torch.Generator().manual_seed(0)
+    logits, old, ref = torch.randn(3, 7, generator=generator)
+    logits.requires_grad_()
+    old, ref = old.log_softmax(0), ref.log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    _, exact = value_and_gradient(0.05 * (logprobs.exp() * (logprobs - ref)).sum(), logits)
+    logprobs, mask = logits.log_softmax(0).view(7, 1, 1), torch.tensor([[True]])
+    loss = sum(
+        old[token].exp()
+        * 0.05
+        * kl_loss(logprobs[token], old.view(7, 1, 1)[token], ref.view(7, 1, 1)[token], mask,
+                  normalizer=1)
+        for token in range(7)
+    )  # fmt: skip
+    _, gradient = value_and_gradient(loss, logits)
+    torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-6)
+
+
+def test_the_kl_loss_is_a_sum_over_real_tokens():
+    """Ratios 1 and 2, log ratios to the reference 2 and -1: (4 / 2 + 2 * 1 / 2) / 6."""
+    logprobs = torch.tensor([[-1.0, -2.0, NAN]], requires_grad=True)
+    old = torch.tensor([[-1.0, -2.0 - math.log(2), NAN]])
+    mask = torch.tensor([[True, True, False]])
+    loss, gradient = value_and_gradient(
+        kl_loss(logprobs, old, torch.tensor([[-3.0, -1.0, NAN]]), mask, normalizer=6), logprobs
+    )
+    torch.testing.assert_close(loss, torch.tensor(0.5))
+    torch.testing.assert_close(gradient, torch.tensor([[2 / 6, -2 / 6, 0.0]]))
+
+
+def test_the_kl_loss_needs_the_shape_of_the_mask():
+    with pytest.raises(ValueError, match=r"ref_logprobs is \(3, 2\), mask is \(3, 3\)"):
+        kl_loss(torch.zeros(3, 3), torch.zeros(3, 3), torch.zeros(3, 2), MASK, normalizer=1)
 
 
 # --- entropy_loss: 5 real tokens, 1 + 2 + 4 + 3 + 5 = 15 nats ---

@@ -11,27 +11,25 @@ HAS_EOS = torch.tensor([True, True, False, True])
 
 
 @pytest.mark.parametrize(
-    ("clip", "missing_eos_score", "expected"),
-    [
-        (None, None, [2.0, -10.0, 3.0, 11.0]),
-        (5.0, None, [2.0, -5.0, 3.0, 5.0]),
-        (None, -1.0, [2.0, -10.0, -1.0, 11.0]),
-        (5.0, -7.0, [2.0, -5.0, -7.0, 5.0]),  # the fixed score is not clipped
-    ],
+    ("penalty", "expected"),
+    [(0.0, [2.0, -10.0, 3.0, 11.0]), (1.5, [2.0, -10.0, 1.5, 11.0])],
 )
-def test_scores_are_clipped_then_replaced(clip, missing_eos_score, expected):
-    shaped = shaped_scores(SCORES, HAS_EOS, clip=clip, missing_eos_score=missing_eos_score)
+def test_cut_responses_lose_the_penalty(penalty, expected):
+    shaped = shaped_scores(SCORES, HAS_EOS, missing_eos_penalty=penalty)
     torch.testing.assert_close(shaped, torch.tensor(expected))
 
 
-def test_clip_must_be_positive():
-    with pytest.raises(ValueError, match=r"clip: found 0\.0, expected a positive number or None"):
-        shaped_scores(SCORES, HAS_EOS, clip=0.0, missing_eos_score=None)
+@pytest.mark.parametrize("score", [-40.0, -3.0, 0.0, 7.0])
+def test_a_cut_response_scores_less_than_the_same_text_with_an_end(score):
+    cut, finished = shaped_scores(
+        torch.tensor([score, score]), torch.tensor([False, True]), missing_eos_penalty=1.0
+    )
+    assert cut == finished - 1.0
 
 
 def test_scores_and_endings_must_pair():
     with pytest.raises(ValueError, match=r"has_eos is \(3,\), scores is \(4,\)"):
-        shaped_scores(SCORES, HAS_EOS[:3], clip=None, missing_eos_score=None)
+        shaped_scores(SCORES, HAS_EOS[:3], missing_eos_penalty=0.0)
 
 
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
@@ -53,19 +51,6 @@ def test_rewards_of_a_rank_are_those_of_its_rows():
         FINAL_SCORES[1:], LOGPROBS[1:], REF_LOGPROBS[1:], MASK[1:], kl_coef=0.1
     )
     torch.testing.assert_close(rewards, REWARDS[1:])
-
-
-def test_the_estimator_can_be_chosen():
-    # x = ln 2, k3 = 1/2 - 1 + ln 2 = 0.1931472; score 0.
-    rewards = per_token_rewards(
-        torch.zeros(1),
-        torch.tensor([[-0.6931472]]),
-        torch.tensor([[-1.3862944]]),
-        torch.tensor([[True]]),
-        kl_coef=10.0,
-        estimator="k3",
-    )
-    torch.testing.assert_close(rewards, torch.tensor([[-1.931472]]))
 
 
 def test_rewards_have_no_gradient():

@@ -49,12 +49,13 @@ def make_reward_model(policy, tmp_path):
 def load(policy, contract, world, tmp_path):
     """Loads the sources of `ppo.rewards`; `files` are the inputs `rewards.<index>` of the job."""
 
-    def make(*rewards, files=None, trained_mean=None):
+    def make(*rewards, files=None, trained_mean=None, score_clip=5.0):
         model = {"optimizer": {"learning_rate": 1e-3}}
         config = PPOConfig.model_validate(
             {
                 "steps": 1, "rollout_batch_size": 8, "minibatch_size": 8, "evaluations": 1,
                 "micro_batch_tokens": 48, "actor": model, "critic": model, "rewards": rewards,
+                "score_clip": score_clip,
             }
         )  # fmt: skip
         job = LaunchedJob("ppo", "f", 1, {}, files or {}, {}, tmp_path, 60.0)
@@ -75,7 +76,7 @@ def load_one(load):
     """Loads a single source."""
 
     def make(reward, **options):
-        ((_, source),) = load(reward, **options).sources.values()
+        ((*_, source),) = load(reward, **options).sources.values()
         return source
 
     return make

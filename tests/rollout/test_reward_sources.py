@@ -45,6 +45,19 @@ def test_the_score_is_the_weighted_sum_of_centred_scores(load, scored, rows, tmp
     assert total.parts["f"].tolist() == [4.0, 2.0, 0.0]
 
 
+def test_the_centred_scores_of_models_are_clipped_before_their_weight(load, scored, rows, tmp_path):
+    """2 * (1, 0, -1) clipped to 0.4, plus 0.5 * (40, 20, 0)."""
+    files = write(tmp_path, "def f(prompts, responses): return [40, 20, 0]")
+    weighted = {"model": "trained", "weight": 2}
+    half = {"callable": f"{tmp_path}/my.py:f", "weight": 0.5}
+    clip = {"score_clip": 0.4}
+    total = load(weighted, half, files=files, trained_mean=0.1, **clip)(scored, rows)
+    torch.testing.assert_close(total.clipped_scores, torch.tensor([20.8, 10.0, -0.8]))
+    torch.testing.assert_close(total.scores, torch.tensor([22.0, 10.0, -2.0]))
+    total = load(weighted, half, files=files, trained_mean=0.1, score_clip=None)(scored, rows)
+    assert torch.equal(total.clipped_scores, total.scores)
+
+
 def test_a_source_of_text_fails_on_rows_without_references(load, scored, rows, tmp_path):
     files = write(tmp_path, "def zero(prompts, responses): return [0] * len(responses)")
     rewards = load(f"{tmp_path}/my.py:zero", files=files)

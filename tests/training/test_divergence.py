@@ -316,7 +316,7 @@ def test_a_kl_between_maximum_and_explosion_ends_training_without_an_error(
 ):
     """The KL of the second rollout exceeds the maximum."""
     bounds = {"coef": 0.0, "maximum": 1e-3, "explosion": 100.0}
-    config = ppo_config(steps=3, actor=model(3e-2, warmup=0.34), kl=bounds, missing_eos_score=None)
+    config = ppo_config(steps=3, actor=model(3e-2, warmup=0.34), kl=bounds, missing_eos_penalty=0.0)
     best = train_ppo(tmp_path, world, policy, reward_model, rows, config)
     assert 1e-3 < lines(tmp_path)[-1]["metrics"]["objective/kl"] < 100.0
     assert best.best.step == 1
@@ -418,7 +418,7 @@ def test_ppo_whose_critic_diverges(policy, reward_model, rows, tmp_path):
         "ppo.critic.optimizer.learning_rate (1e+30) or "
     ) in message
     assert [line["step"] for line in lines(work)] == [1, 2, 3]
-    scores = [line["metrics"]["validation/shaped_score"] for line in lines(work)[:2]]
+    scores = [line["metrics"]["validation/rlhf_reward"] for line in lines(work)[:2]]
     step = 1 if scores[0] >= scores[1] else 2
     best = work / "checkpoints" / f"best-0000000{step}"
     assert f"The best model, of step {step}, is kept in {best}." in message

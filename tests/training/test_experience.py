@@ -2,12 +2,19 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.strategies import floats, lists
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rollout.scoring import Scored
-from rlhf_pipeline.training.experience import Experience, make_experience, value_offset
+from rlhf_pipeline.training.experience import (
+    Experience,
+    make_experience,
+    response_advantages,
+    value_offset,
+)
 
 NAN = float("nan")
 # Two responses each to the prompts a and b, in the order a, b, a, b.
@@ -15,6 +22,16 @@ MASK = torch.tensor([[True, True], [True, False], [True, False], [True, True]])
 LOGPROBS = torch.tensor([[1.0, 2.0], [0.0, NAN], [2.0, NAN], [1.0, -1.0]])  # the reference's are 0
 SCORES = torch.tensor([3.3, 1.5, 1.2, 2.0])
 # The KL by k1 is 3, 0, 2 and 0 nats; each costs 0.1. So the returns are 3, 1.5, 1 and 2.
+
+
+def config_of(**changes) -> PPOConfig:
+    model = {"optimizer": {"learning_rate": 1e-3}}
+    fields = {
+        "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_tokens": 64,
+        "responses_per_prompt": 2, "score_clip": None, "missing_eos_penalty": 0.0,
+        "actor": model, "critic": model,
+    }  # fmt: skip
+    return PPOConfig.model_validate(fields | changes)
 
 
 @pytest.fixture
@@ -25,13 +42,7 @@ def experience_of(on_threads):
     """
 
     def make(ranks: int, values: bool, function=make_experience, **options) -> list[Experience]:
-        model = {"optimizer": {"learning_rate": 1e-3}}
-        fields = {
-            "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_tokens": 64,
-            "responses_per_prompt": 2, "score_clip": None, "missing_eos_score": None,
-            "actor": model, "critic": model if values else None,
-        }  # fmt: skip
-        config = PPOConfig.model_validate(fields | options)
+        config = config_of(**options) if values else config_of(critic=None, **options)
 
         def one(world: World) -> Experience:
             own = slice(world.rank, None, ranks)
@@ -48,6 +59,7 @@ def experience_of(on_threads):
                 ref_logprobs=torch.zeros_like(LOGPROBS[own]),
                 values=torch.zeros_like(LOGPROBS[own]) if values else None,
                 scores=SCORES[own],
+                clipped_scores=SCORES[own],
                 ended=torch.ones(len(mask), dtype=torch.bool),
             )
             return function(scored, config, kl_coef=0.1, world=world)
@@ -65,15 +77,21 @@ def experience_of(on_threads):
         ({"advantage": "rloo"}, [2.0, -0.5, -2.0, 0.5]),
         # Means 2 and 1.75.
         ({"advantage": "grpo", "scale_by_group_std": False}, [1.0, -0.25, -1.0, 0.25]),
-        # Standard deviations 1.4142136 and 0.3535534: 1 / 1.4143136, 0.25 / 0.3536534.
-        ({"advantage": "grpo"}, [0.7070568, -0.7069069, -0.7070568, 0.7069069]),
+        # Scores 3.3, 1.2 and 1.5, 2: deviations 1.4849242 and 0.3535534, so 1.05 / 1.4850242 and
+        # 0.25 / 0.3536534. The penalties 0.3, 0.2 and 0, 0 cost a's responses 0.05 and -0.05.
+        ({"advantage": "grpo"}, [0.6570592, -0.7069069, -0.6570592, 0.7069069]),
         # Mean 7.5 / 4.
         ({"advantage": "reinforce"}, [1.125, -0.375, -0.875, 0.125]),
         ({"advantage": "reinforce", "reinforce_baseline": "none"}, [3.0, 1.5, 1.0, 2.0]),
-        # k2: 1/2 + 4/2, 0, 4/2, 1/2 + 1/2 nats.
+        # The scores alone.
         (
-            {"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"estimator": "k2"}},
-            [3.05, 1.5, 1.0, 1.9],
+            {"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"place": "loss"}},
+            [3.3, 1.5, 1.2, 2.0],
+        ),
+        # 1.05 / 1.4850242 and 0.25 / 0.3536534.
+        (
+            {"advantage": "grpo", "kl": {"place": "loss"}},
+            [0.7070592, -0.7069069, -0.7070592, 0.7069069],
         ),
     ],
 )
@@ -82,6 +100,22 @@ def test_advantages_without_a_critic(experience_of, ranks, options, expected):
     for rank, experience in enumerate(experience_of(ranks, values=False, **options)):
         torch.testing.assert_close(experience.advantages, whole[rank::ranks], rtol=1e-5, atol=1e-6)
         assert experience.old_values is None and experience.returns is None
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    score=floats(-5, 5, width=32),
+    kl=lists(floats(-20, 20, width=32), min_size=2, max_size=16),
+    kl_coef=floats(0, 1),
+)
+def test_equal_scores_teach_grpo_nothing_but_their_own_kl(score, kl, kl_coef):
+    sizes = dict.fromkeys(("responses_per_prompt", "rollout_batch_size", "minibatch_size"), len(kl))
+    config = config_of(advantage="grpo", critic=None, **sizes)
+    nats = torch.tensor(kl)
+    advantages = response_advantages(
+        torch.full_like(nats, score), kl_coef * nats, config, world=None
+    )
+    assert (advantages.abs() <= kl_coef * (nats - nats.mean()).abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -109,6 +143,13 @@ def test_rewards_are_not_whitened_by_default(experience_of, ranks):
         torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)
 
 
+def test_returns_see_no_kl_that_is_in_the_loss(experience_of):
+    expected = torch.tensor([[3.3, 3.3], [1.5, 0.0], [1.2, 0.0], [2.0, 2.0]])
+    (experience,) = experience_of(1, values=True, lam=1.0, kl={"place": "loss"})
+    torch.testing.assert_close(experience.returns, expected)
+    assert torch.equal(experience.ref_logprobs, torch.zeros_like(LOGPROBS))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("options", "mean"),
@@ -119,6 +160,8 @@ def test_rewards_are_not_whitened_by_default(experience_of, ranks):
         ({"gamma": 0.5}, 10.1 / 6),
         # The result of lambda 0 would depend on the values.
         ({"lam": 0.0}, 12.7 / 6),
+        # 3.3, 3.3 | 1.5 | 1.2 | 2, 2
+        ({"kl": {"place": "loss"}}, 13.3 / 6),
     ],
 )
 def test_the_offset_is_from_the_mean_value_to_the_mean_return(experience_of, ranks, options, mean):

@@ -141,7 +141,9 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     assert metrics["objective/kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["objective/kl_k3"] == pytest.approx(0.0, abs=1e-6)
     experience = make_experience(scored, config, kl_coef=0.1, world=world)
-    metrics = update_models(models, experience, config, world, train_actor=True)
+    metrics = update_models(
+        models, experience, config, world, key=(1, 1), kl_coef=0.1, train_actor=True
+    )
     assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-6)
     assert math.isfinite(metrics["policy/loss"]) and math.isfinite(metrics["value/loss"])

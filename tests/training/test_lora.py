@@ -381,7 +381,7 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
         kl = rollout_metrics(scored, config, world)["objective/kl_k3"]
         assert kl == 0 if step == 1 else kl > 0
         experience = make_experience(scored, config, kl_coef=0.1, world=world)
-        update_models(models, experience, config, world, train_actor=True)
+        update_models(models, experience, config, world, key=(1, 1), kl_coef=0.1, train_actor=True)
     after = models.critic.module.state_dict()
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     assert changed == {name for name in after if ".lora_" in name or "score" in name}

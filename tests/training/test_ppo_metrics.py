@@ -56,7 +56,7 @@ def test_the_gold_score_does_not_choose_the_exported_model(
     assert (first < second) == (sign > 0)
     best = run.setup.best["validation"].best
     assert best.step == trained.setup.best["validation"].best.step
-    assert best.selection_score == best.metrics["validation/shaped_score"]
+    assert best.selection_score == best.metrics["validation/rlhf_reward"]
 
 
 @pytest.fixture
@@ -103,14 +103,46 @@ def test_a_function_alone_replaces_the_reward_model_but_not_the_critic(
     assert not any(name.startswith("reward/") for name in line)
 
 
-def test_the_best_model_is_chosen_by_the_score_that_ppo_maximizes(ppo_inputs, world, tmp_path):
-    """A response without EOS has a fixed score in training, whatever the reward model says."""
-    options = {"sampling": {"max_response_tokens": 110}, "missing_eos_score": -7.0}
-    config = ppo_config(steps=1, evaluations=1, score_clip=0.25, **options)
+def test_groups_of_equal_scores_are_counted(with_function, world, tmp_path):
+    """Rows i and i + 4 answer the same prompt: 0 and 0, 1 and 1, 0 and 1, 1 and 0."""
+    function, inputs = with_function
+    by_row = "def three(prompts, responses): return [0, 1, 0, 1, 0, 1, 1, 0]"
+    inputs["rewards.0"].write_text(by_row)
+    grouped = {"advantage": "grpo", "critic": None, "responses_per_prompt": 2}
+    config = ppo_config(
+        steps=1, evaluations=1, rewards=[function], missing_eos_penalty=0.0, **grouped
+    )
+    (line,) = run_ppo(config, inputs, world, tmp_path / "run").lines
+    assert line["rollout/equal_groups"] == 0.5
+    assert not any(name.startswith("validation") and "equal" in name for name in line)
+
+
+def test_the_best_model_is_chosen_by_what_ppo_maximizes(ppo_inputs, world, tmp_path):
+    """The clipped score, less the penalty of cut responses and `kl.coef` times the KL."""
+    config = ppo_config(
+        steps=3, evaluations=3, score_clip=0.25, missing_eos_penalty=7.0,
+        sampling={"max_response_tokens": 110}, kl={"coef": 2.0, "target": 1.0, "horizon": 100},
+    )  # fmt: skip
     run = run_ppo(config, ppo_inputs, world, tmp_path)
-    (line,) = run.lines
-    ended = line["validation/eos_fraction"]
-    assert 0 < ended < 1
-    shaped = line["validation/shaped_score"]
-    assert -7 * (1 - ended) - 0.25 * ended <= shaped <= -7 * (1 - ended) + 0.25 * ended
-    assert run.setup.best["validation"].best.selection_score == shaped != line["validation/score"]
+    for line in run.lines:
+        ended = line["validation/eos_fraction"]
+        assert 0 < ended < 1
+        shaped, reward = line["validation/shaped_score"], line["validation/rlhf_reward"]
+        assert -7 * (1 - ended) - 0.25 <= shaped <= -7 * (1 - ended) + 0.25
+        assert reward == pytest.approx(shaped - 2.0 * line["validation/kl"], abs=1e-6)
+    assert run.lines[-1]["objective/kl_coef"] != 2.0
+    best = run.setup.best["validation"].best
+    assert best.selection_score == max(line["validation/rlhf_reward"] for line in run.lines)
+
+
+def test_the_clip_limits_reward_models_and_leaves_functions(with_function, world, tmp_path):
+    function, inputs = with_function
+    config = ppo_config(
+        steps=1, evaluations=1, score_clip=1e-6, rewards=["trained", function],
+        missing_eos_penalty=0.0,
+    )  # fmt: skip
+    inputs["rewards.1"].write_text("def three(prompts, responses): return [30.0] * len(responses)")
+    (line,) = run_ppo(config, inputs, world, tmp_path / "run").lines
+    assert line["objective/shaped_score"] == pytest.approx(30.0, abs=2e-6)
+    assert abs(line["objective/score"] - 30.0) > 1e-4
+    assert line["objective/clipped_fraction"] == line["validation/clipped_fraction"] == 1.0

@@ -27,6 +27,23 @@ def test_every_minibatch_of_every_epoch_is_an_optimizer_step(ppo_inputs, world, 
     assert models.actor.global_steps == models.critic.global_steps == steps
 
 
+def test_every_epoch_trains_on_other_minibatches(ppo_inputs, world, tmp_path, monkeypatch):
+    """Each epoch has all rows once, in another division."""
+    original, seen = ppo_update.update_minibatch, []
+
+    def update_minibatch(models, pieces, *args, **options):
+        rows = torch.cat([piece.advantages[:, 0] for piece in pieces])
+        seen.append(tuple(sorted(rows.tolist())))
+        return original(models, pieces, *args, **options)
+
+    monkeypatch.setattr(ppo_update, "update_minibatch", update_minibatch)
+    config = ppo_config(steps=1, evaluations=1, minibatch_size=2, ppo_epochs=3)
+    run_ppo(config, ppo_inputs, world, tmp_path)
+    epochs = [seen[start : start + 4] for start in (0, 4, 8)]
+    assert len({tuple(sorted(sum(epoch, ()))) for epoch in epochs}) == 1
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 3
+
+
 def test_pooled_batches_equal_one_large_batch(trained, ppo_inputs, world, tmp_path):
     config = ppo_config(rollout_batch_size=2, rollout_batches=4)
     pooled = run_ppo(config, ppo_inputs, world, tmp_path)
@@ -44,13 +61,39 @@ def test_an_update_stops_when_the_policy_has_moved_too_far(ppo_inputs, world, tm
     assert [line["policy/epochs"] for line in run.lines] == [2, 2]
     assert models.actor.global_steps == models.critic.global_steps == 2 * 2
     # The schedule still ends with the last step.
-    assert run.lines[-1]["optim/actor_lr"] == pytest.approx(0.0)
+    assert run.setup.models.actor.get_lr() == [pytest.approx(0.0)]
 
 
 def test_an_entropy_bonus_raises_the_entropy(trained, ppo_inputs, world, tmp_path):
     bonus = run_ppo(ppo_config(entropy_coef=10.0), ppo_inputs, world, tmp_path).lines
     assert bonus[0]["policy/entropy"] == trained.lines[0]["policy/entropy"]
     assert bonus[1]["policy/entropy"] > trained.lines[1]["policy/entropy"] + 1e-4
+
+
+@pytest.mark.parametrize(("coef", "place", "norms"), [(0.2, "loss", 2.0), (0.1, "reward", 0.0)])
+def test_the_kl_reaches_the_loss_with_its_coefficient(
+    ppo_inputs, world, tmp_path, monkeypatch, coef, place, norms
+):
+    """A loss that is nothing but the KL has twice the gradient with twice the coefficient.
+
+    With a clip of gradients at 1, the norms before the clip are compared.
+    """
+
+    def first_norm(folder, **kl):
+        config = ppo_config(steps=1, evaluations=1, kl=kl)
+        return run_ppo(config, ppo_inputs, world, folder).lines[0]["optim/actor_grad_norm"]
+
+    monkeypatch.setattr(ppo_update, "policy_loss", lambda logprobs, *_, **__: 0 * logprobs.sum())
+    monkeypatch.setattr(
+        ppo_update,
+        "kl_loss",
+        lambda logprobs, old, ref, mask, normalizer: (
+            torch.where(mask, logprobs, 0.0).sum() / normalizer
+        ),
+    )
+    unit = first_norm(tmp_path / "unit", coef=0.1, place="loss")
+    found = first_norm(tmp_path / "changed", coef=coef, place=place)
+    assert unit > 1e-3 and found == pytest.approx(norms * unit, rel=1e-4)
 
 
 def test_the_dual_clip_reaches_the_loss(ppo_inputs, world, tmp_path, monkeypatch):

@@ -176,7 +176,7 @@ def steps(inputs, world, tmp_path_factory, on_threads):
             (groups,) = micro_batches([experience.lengths], tokens, own_models.actor, world)
             pieces = [experience.rows(index) for index in groups]
             sums = update_minibatch(
-                own_models, pieces, options, world, {}, train_actor=True, text=text
+                own_models, pieces, options, world, {}, kl_coef=0.1, train_actor=True, text=text
             )
             return world.sums(sums)
 
@@ -222,7 +222,14 @@ def test_loss_and_perplexity_of_a_uniform_model(inputs, world, tmp_path):
         load_rows(inputs["pretraining"] / "train.arrow", world), options, world, 1
     )
     metrics = update_models(
-        models, experience, options, world, train_actor=True, texts=batches.of_step(1)
+        models,
+        experience,
+        options,
+        world,
+        key=(1, 1),
+        kl_coef=0.1,
+        train_actor=True,
+        texts=batches.of_step(1),
     )
     assert metrics["ptx/loss"] == pytest.approx(5.6629605, rel=1e-6)
     assert metrics["ptx/perplexity"] == pytest.approx(288.0, rel=1e-5)
@@ -364,7 +371,7 @@ def test_ptx_preserves_a_language_that_ppo_alone_forgets(inputs, world, tmp_path
         options = config(
             steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_tokens=256,
             kl={"coef": 0.0}, actor={"optimizer": {"learning_rate": 1e-2}},
-            missing_eos_score=None, ptx=ptx,
+            missing_eos_penalty=0.0, ptx=ptx,
         )  # fmt: skip
         models, lines = run(
             options, inputs | {"sft_model": learned, "pretraining": text}, world, tmp_path / name

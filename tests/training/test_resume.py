@@ -62,8 +62,9 @@ def reward(prompts, responses):
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SFT = MODEL | {"epochs": 2, "batch_size": 4, "micro_batch_tokens": 32, "evaluations": 2}
 PPO = {
-    "steps": 3, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_tokens": 64,
-    "evaluations": 1, "sampling": {"max_response_tokens": 6}, "actor": MODEL, "critic": MODEL,
+    "steps": 3, "rollout_batch_size": 8, "minibatch_size": 4, "micro_batch_tokens": 64,
+    "ppo_epochs": 2, "evaluations": 1, "sampling": {"max_response_tokens": 6}, "actor": MODEL,
+    "critic": MODEL,
 }  # fmt: skip
 
 

@@ -15,11 +15,12 @@ class KLConfig(Block):
     """
 
     coef: NonNegativeFloat = 0.1
-    """Coefficient of the per-token penalty -coef * KL in the reward. With `target`: its initial
-    value."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of a token's KL in the penalty (Schulman, "Approximating KL Divergence"): k1, which
-    is log pi - log pi_ref, is unbiased; k2 and k3 are never negative. Metrics always use k1."""
+    """Coefficient of the KL penalty per token. With `target`: its initial value."""
+    place: Literal["reward", "loss"] = "reward"
+    """Where the penalty acts. reward: each token's reward contains -coef * k1, so that a token also
+    answers for the KL of later tokens. loss: the policy's loss contains coef * k2, and advantages
+    see no KL. Each place has the one estimator with the gradient of the KL there (Tang and Munos
+    2025): k2 and k3 hardly restrain the policy as a reward, nor do k1 and k3 as a loss."""
     target: PositiveFloat | None = None
     """KL that an adaptive coefficient maintains (Ziegler et al. 2019). None: fixed coefficient."""
     horizon: PositiveInt = 1000

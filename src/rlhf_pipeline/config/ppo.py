@@ -57,7 +57,7 @@ class PPOConfig(SavingConfig):
     """Tokens of prompts and responses per forward pass on each rank, at most. A longer row is a
     forward pass of its own."""
     ppo_epochs: PositiveInt = 1
-    """Passes over the responses of each step."""
+    """Passes over the responses of each step. Each draws its minibatches anew."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Log-probabilities of the policy that sampled, for ratios and KL. recompute: by the forward
     pass that trains, so that the first ratio is exactly 1; a step with a single optimizer step and
@@ -99,10 +99,10 @@ class PPOConfig(SavingConfig):
     value_clip_range: PositiveFloat | None = 0.2
     """Clip range of new values around the old ones. None: no clipping."""
     score_clip: PositiveFloat | None = 5.0
-    """Clip range of centred scores around 0; 5 as in DeepSpeed-Chat. None: no clipping."""
-    missing_eos_score: float | None = -1.0
-    """Score of every response that was cut, instead of the computed score (Huang et al. 2024).
-    None: use the computed score."""
+    """Clip range of a reward model's centred scores around 0; 5 as in DeepSpeed-Chat. The scores of
+    functions are not clipped. None: no clipping."""
+    missing_eos_penalty: NonNegativeFloat = 1.0
+    """Subtracted from the score of a response that was cut (TRL's name). 0: no penalty."""
     whiten_rewards: bool = False
     """gae only: scale the per-token rewards of a step to variance 1 and keep their mean (Huang et
     al. 2024)."""
@@ -132,11 +132,10 @@ class PPOConfig(SavingConfig):
     reward_model: FrozenModelConfig = FrozenModelConfig()
     """The frozen reward model."""
     rewards: Rewards = (TrainedReward(),)
-    """Sources of a response's score, which is the sum of weight * (score - mean). `score_clip` and
-    `missing_eos_score` apply to the sum."""
+    """Sources of a response's score, which is the sum of weight * (score - mean)."""
     evaluations: PositiveInt = 5
     """Number of evenly spaced evaluations on held-out prompts; the last one follows the last step.
-    The model with the highest score within `kl.maximum` is exported."""
+    Exported is the model within `kl.maximum` with the highest score minus `kl.coef` times KL."""
     evaluation_prompts: PositiveInt = 256
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 

@@ -97,6 +97,18 @@ def own_share(rows: np.ndarray, world: World) -> np.ndarray:
     return rows[world.rank :: world.size]
 
 
+def minibatch_rows(count: int, size: int, world: World, key: tuple[int, ...]) -> np.ndarray:
+    """This rank's rows in each minibatch of a pass over the `count` rows of a global batch.
+
+    Returns positions in the rank's share, (minibatches, rows), drawn by `key`. Rows change places
+    only if their numbers differ by a multiple of `size`, so each minibatch is shared evenly, and is
+    the same for any number of ranks.
+    """
+    rows = np.arange(count).reshape(-1, size)
+    drawn = np.random.default_rng(list(key)).permuted(rows, axis=0)
+    return drawn[:, world.rank :: world.size] // world.size
+
+
 def even_share(rows: np.ndarray, world: World) -> np.ndarray:
     """This rank's rows, equally many on each rank: the first row fills the gaps.
 

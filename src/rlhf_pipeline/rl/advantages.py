@@ -76,17 +76,19 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
         A_i = (R_i - mean(R)) / (std(R) + 1e-4)     with `scale`; std divides by K - 1
         A_i = R_i - mean(R)                         without `scale`
 
+    With `scale`, R must not contain a KL penalty: its noise would scale groups of equal scores.
+
     Source: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1.2; without scale: Liu et al.,
     https://arxiv.org/abs/2503.20783. The divisor K - 1 and the constant are those of TRL; the paper
-    does not specify them. The constant keeps rounding errors of equal returns from being scaled up.
+    does not specify them. The constant and float64 keep rounding errors of equal returns small.
 
     Returns are (K, G), one prompt per column; so are the advantages, float32 without gradient, 0 if
     all returns of a prompt are equal. Raises ValueError if there are not two dimensions, or K < 2.
     """
     _check_groups(returns)
-    returns = returns.float()
+    returns = returns.double()
     centred = returns - returns.mean(dim=0)
-    return centred / (returns.std(dim=0) + 1e-4) if scale else centred
+    return (centred / (returns.std(dim=0) + 1e-4) if scale else centred).float()
 
 
 @torch.no_grad()

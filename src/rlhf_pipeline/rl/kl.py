@@ -22,6 +22,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         k2 = x^2 / 2                    biased, low variance
         k3 = exp(-x) - 1 + x            unbiased, low variance, never negative
 
+    This is about values. The gradient of the KL is that of k1 as a reward, and of k2 as a loss.
+
     Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
 
     All are (B, R); the result is not masked. Raises ValueError if shapes differ, or the estimator

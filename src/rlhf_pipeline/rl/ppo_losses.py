@@ -1,4 +1,4 @@
-"""Losses of PPO: policy, entropy bonus and value.
+"""Losses of PPO: policy, KL penalty, entropy bonus and value.
 
 Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token.
 
@@ -60,6 +60,34 @@ def policy_loss(
             advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate
         )
     return -surrogate.sum() / normalizer
+
+
+def kl_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    normalizer: float | Tensor,
+    log_ratio_clamp: float = 20.0,
+) -> Tensor:
+    """KL penalty of the policy from its reference.
+
+        w_t = exp(logprobs_t - old_logprobs_t)     importance weight, a constant
+        L = sum_t w_t * (logprobs_t - ref_logprobs_t)^2 / 2 / normalizer
+
+    Its gradient estimates that of KL(policy || reference) given the tokens before, without bias, as
+    the weight corrects for an earlier policy. Its value is not the KL.
+
+    Source: Tang and Munos, https://arxiv.org/abs/2506.09477, for the square (k2); DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556, for the weight. Arguments as in `policy_loss`. Raises
+    ValueError if a shape is wrong.
+    """
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    moved = torch.where(mask, logprobs.detach().float() - old_logprobs.detach().float(), 0.0)
+    weights = moved.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
+    log_ratio = torch.where(mask, logprobs.float() - ref_logprobs.detach().float(), 0.0)
+    return (weights * log_ratio.square() / 2).sum() / normalizer
 
 
 def entropy_loss(entropy: Tensor, mask: Tensor, *, normalizer: float | Tensor) -> Tensor:

@@ -7,40 +7,24 @@ A mask is (B, R) bool, True = real token, including EOS.
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.kl import KLEstimator, kl_estimate
+from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rl.masking import check_right_padded, check_same_shape, check_shapes
 
 
 @torch.no_grad()
-def shaped_scores(
-    scores: Tensor, has_eos: Tensor, *, clip: float | None, missing_eos_score: float | None
-) -> Tensor:
-    """Clip scores, and replace those of cut responses: (B,) float32, without gradient.
+def shaped_scores(scores: Tensor, has_eos: Tensor, *, missing_eos_penalty: float) -> Tensor:
+    """Lower the scores of cut responses: (B,) float32, without gradient.
 
-        clip(score, -clip, clip)     if the response ended with EOS
-        missing_eos_score            if it was cut; the reward model has seen no such text
+        score                           if the response ended with EOS
+        score - missing_eos_penalty     if it was cut
 
-    Source: Huang et al., https://arxiv.org/abs/2403.17031 (fixed score without EOS).
+    Source: `missing_eos_penalty` of TRL, https://github.com/huggingface/trl. A fixed score instead
+    could be higher than that of the same text with an end.
 
-    Args:
-        scores: (B,), centred so that demonstrations score 0 on average, as in Stiennon et al.,
-            https://arxiv.org/abs/2009.01325.
-        has_eos: (B,) bool, True if the response ended with EOS.
-        clip: limit of the score; None = no limit.
-        missing_eos_score: not clipped; None = use the score.
-
-    Raises:
-        ValueError: shapes differ, or clip is not positive.
+    Scores are (B,), `has_eos` is (B,) bool. Raises ValueError if shapes differ.
     """
     check_same_shape(scores=scores, has_eos=has_eos)
-    shaped = scores.float()
-    if clip is not None:
-        if not clip > 0:
-            raise ValueError(f"clip: found {clip}, expected a positive number or None")
-        shaped = shaped.clamp(-clip, clip)
-    if missing_eos_score is not None:
-        shaped = torch.where(has_eos, shaped, missing_eos_score)
-    return shaped
+    return torch.where(has_eos, scores, scores - missing_eos_penalty).float()
 
 
 @torch.no_grad()
@@ -51,13 +35,13 @@ def per_token_rewards(
     mask: Tensor,
     *,
     kl_coef: float,
-    estimator: KLEstimator = "k1",
 ) -> Tensor:
     """Subtract a KL penalty at every token, and add the score at the last real token.
 
-        r_t = -kl_coef * KL_t + [t is the last real token] * score
+        r_t = -kl_coef * (logprobs_t - ref_logprobs_t) + [t is the last real token] * score
 
-    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 2, which uses k1.
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 2. The estimator is k1, see
+    `kl_estimate`.
 
     Args:
         scores: (B,), from `shaped_scores`.
@@ -83,6 +67,6 @@ def per_token_rewards(
         raise ValueError(
             "mask: found a row without a real token, expected at least one token per response"
         )
-    penalty = torch.where(mask, kl_coef * kl_estimate(logprobs, ref_logprobs, estimator), 0.0)
+    penalty = torch.where(mask, kl_coef * kl_estimate(logprobs, ref_logprobs, "k1"), 0.0)
     is_last = torch.arange(mask.shape[1], device=mask.device) == lengths - 1
     return (torch.where(is_last, scores.unsqueeze(1), 0.0) - penalty).float()

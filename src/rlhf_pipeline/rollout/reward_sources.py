@@ -2,12 +2,15 @@
 
     score = sum over sources of weight * (own score - own mean)          a function's mean is 0
 
+PPO maximizes the same sum with the centred scores of reward models clipped.
+
 To add a source, write a class like `FunctionSource`, its block in `config/rewards.py`, and a case
 in `load_rewards`.
 
 Shapes: B responses of this rank.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -49,7 +52,7 @@ class TrainedSource:
     """The model of stage `reward_model`; `score_sequences` has already computed its scores."""
 
     mean: float
-    """Mean score of held-out demonstrations."""
+    """Mean score of the preferred answers of held-out comparisons."""
     reads_texts: bool = False
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
@@ -61,24 +64,26 @@ class TrainedSource:
 class RewardSum:
     """All sources of `ppo.rewards`, loaded."""
 
-    sources: dict[str, tuple[float, Source]]
-    """Name to weight and source."""
+    sources: dict[str, tuple[float, float, Source]]
+    """Name to weight, clip range of the centred score, and source."""
     tokenizer: PreTrainedTokenizerBase
     """The policy's."""
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
-        """The rollout with the weighted sum instead of the trained reward model's raw score.
+        """The rollout with the weighted sum, as it is and clipped.
 
         `rows` are the columns of the prompts' table. Raises ArtifactError if a source reads text,
         and the table has no messages or references.
         """
         answered = Answered([], [], [])
-        if any(source.reads_texts for _, source in self.sources.values()):
+        if any(source.reads_texts for *_, source in self.sources.values()):
             answered = self._as_text(scored, rows)
-        parts = {name: source(scored, answered) for name, (_, source) in self.sources.items()}
-        weighted = [weight * parts[name] for name, (weight, _) in self.sources.items()]
-        total = torch.stack(weighted).sum(0)
-        return replace(scored, scores=total, parts=parts if len(parts) > 1 else {})
+        parts = {name: source(scored, answered) for name, (*_, source) in self.sources.items()}
+        named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
+        total = torch.stack([weight * own for weight, _, own in named]).sum(0)
+        clipped = torch.stack([weight * own.clamp(-clip, clip) for weight, clip, own in named])
+        parts = parts if len(parts) > 1 else {}
+        return replace(scored, scores=total, clipped_scores=clipped.sum(0), parts=parts)
 
     def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
         if missing := {"messages", "reference"} - rows.keys():
@@ -126,8 +131,12 @@ def load_rewards(
             case _:
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 
+    def clip(reward: RewardSource) -> float:
+        is_model = isinstance(reward, TrainedReward | ModelReward)
+        return config.score_clip if is_model and config.score_clip else math.inf
+
     sources = {
-        reward.label: (reward.weight, load(reward, f"{INPUT_PREFIX}{index}"))
+        reward.label: (reward.weight, clip(reward), load(reward, f"{INPUT_PREFIX}{index}"))
         for index, reward in enumerate(config.rewards)
     }
     return RewardSum(sources, tokenizer)

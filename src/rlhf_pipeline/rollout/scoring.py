@@ -22,7 +22,7 @@ from rlhf_pipeline.models.forward import (
 )
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.kl import kl_estimate
-from rlhf_pipeline.rl.masking import masked_sum
+from rlhf_pipeline.rl.masking import masked_row_sums, masked_sum
 from rlhf_pipeline.runtime import heartbeat
 
 
@@ -58,6 +58,8 @@ class Scored:
     """(B,) bool: the response contains one of the EOS tokens."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     """If several sources of rewards are summed: the centred scores of each, (B,), unweighted."""
+    clipped_scores: Tensor | None = None
+    """(B,) `scores` with the scores of reward models clipped; None before `RewardSum`."""
     sampler_logprobs: Tensor | None = None
     """(B, R) log pi(token) according to the sampler."""
     training_pass: TrainingPass | None = None
@@ -71,6 +73,12 @@ class Scored:
             done = replace(done, values=done.values + offset)
         return replace(self, values=self.values + offset, training_pass=done)
 
+    @property
+    def kl(self) -> Tensor:
+        """(B,) KL of each response from the reference by the estimator k1, in nats."""
+        log_ratios = kl_estimate(self.logprobs, self.ref_logprobs, "k1")
+        return masked_row_sums(log_ratios, self.sequences.response_mask)
+
     def sums(self) -> dict[str, Tensor]:
         """Additive sums over responses, for metrics."""
         mask = self.sequences.response_mask
@@ -78,7 +86,7 @@ class Scored:
         return values | {
             "responses": torch.tensor(float(len(self.scores))),
             "score": self.scores.sum().double(),
-            "kl": masked_sum(kl_estimate(self.logprobs, self.ref_logprobs, "k1"), mask).double(),
+            "kl": self.kl.sum().double(),
             "kl_k3": masked_sum(kl_estimate(self.logprobs, self.ref_logprobs, "k3"), mask).double(),
             "tokens": mask.sum().double(),
             "ended": self.ended.sum().double(),

@@ -3,9 +3,8 @@
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,19 +30,12 @@ class Experience(LabelledSequences):
     """(B, R); None without a critic."""
     returns: Tensor | None = None
     """(B, R), the critic's target; None without one."""
+    ref_logprobs: Tensor | None = None
+    """(B, R), for the KL in the loss."""
     sampler_logprobs: Tensor | None = None
     """(B, R); only to measure rounding."""
     training_pass: TrainingPass | None = None
     """The forward passes of all rows that the losses need, if scoring has made them."""
-
-    def minibatches(self, size: int) -> Iterator["Experience"]:
-        """Consecutive blocks of `size` rows.
-
-        The rows are in the random order of the prompts already. A block of the global rollout is
-        the union of the ranks' blocks, whatever the number of ranks.
-        """
-        for index in torch.arange(len(self.sequences)).split(size):
-            yield self.rows(index)
 
 
 def make_experience(
@@ -51,22 +43,28 @@ def make_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of a scored rollout.
 
-    Moments and means are over the rows of all ranks. The KL penalty is part of the reward. GAE's
-    advantages are whitened. Advantages without a critic keep the unit of the score, or for GRPO
-    that of its standard deviation, as in their papers.
+    Moments and means are over the rows of all ranks. GAE's advantages are whitened. Advantages
+    without a critic keep the unit of the score, or for GRPO that of its standard deviation, as in
+    their papers.
     """
     mask = scored.sequences.response_mask
-    rewards = token_rewards(scored, config, kl_coef=kl_coef, world=world)
-    unchanged: dict[str, Any] = {
-        "sampler_logprobs": scored.sampler_logprobs,
-        "training_pass": scored.training_pass,
-    }
+    experience = partial(
+        Experience,
+        scored.sequences,
+        scored.logprobs,
+        ref_logprobs=scored.ref_logprobs,
+        sampler_logprobs=scored.sampler_logprobs,
+        training_pass=scored.training_pass,
+    )
     if scored.values is None:
-        advantages = to_tokens(response_advantages(rewards.sum(1), config, world), mask)
-        return Experience(scored.sequences, scored.logprobs, advantages, **unchanged)
+        scores = training_scores(scored, config)
+        penalties = coef_in_reward(kl_coef, config) * scored.kl
+        advantages = to_tokens(response_advantages(scores, penalties, config, world), mask)
+        return experience(advantages=advantages)
+    rewards = token_rewards(scored, config, kl_coef=kl_coef, world=world)
     advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
     white = whiten(advantages, mask, _moments(advantages, mask, world))
-    return Experience(scored.sequences, scored.logprobs, white, scored.values, returns, **unchanged)
+    return experience(advantages=white, old_values=scored.values, returns=returns)
 
 
 def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> float:
@@ -86,43 +84,47 @@ def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: Wo
 
 
 def token_rewards(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> Tensor:
-    """The reward of each token, (B, R): the KL penalty, and the score at the end."""
+    """The reward of each token, (B, R): its KL penalty, and the score at the end."""
     mask = scored.sequences.response_mask
     rewards = per_token_rewards(
         training_scores(scored, config),
         scored.logprobs,
         scored.ref_logprobs,
         mask,
-        kl_coef=kl_coef,
-        estimator=config.kl.estimator,
+        kl_coef=coef_in_reward(kl_coef, config),
     )
     if not config.whiten_rewards:
         return rewards
     return whiten(rewards, mask, _moments(rewards, mask, world), shift_mean=False)
 
 
+def coef_in_reward(kl_coef: float, config: PPOConfig) -> float:
+    """The coefficient of the KL penalty in the reward: 0 if the loss contains the penalty."""
+    return kl_coef if config.kl.place == "reward" else 0.0
+
+
 def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
-    """The scores that PPO maximizes, (B,): clipped, and fixed for responses without EOS."""
-    return shaped_scores(
-        scored.scores,
-        scored.ended,
-        clip=config.score_clip,
-        missing_eos_score=config.missing_eos_score,
-    )
+    """The scores that PPO maximizes, (B,): clipped, and lower for responses without EOS."""
+    assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
+    penalty = config.missing_eos_penalty
+    return shaped_scores(scored.clipped_scores, scored.ended, missing_eos_penalty=penalty)
 
 
-def response_advantages(returns: Tensor, config: PPOConfig, world: World) -> Tensor:
-    """The advantage of each response from its return, the sum of its rewards; (B,) both.
+def response_advantages(
+    scores: Tensor, penalties: Tensor, config: PPOConfig, world: World
+) -> Tensor:
+    """The advantage of each response from its score and its KL penalty; (B,) all.
 
-    Rows are in the order of `ppo.training_prompts`: a first response to every prompt, then a second
-    one to every prompt, and so on.
+    The return of a response is its score minus its penalty. GRPO scales the scores alone; otherwise
+    a group of equal scores would learn from the penalty in full, however small `kl.coef` is.
     """
+    returns = scores - penalties
     match config.advantage:
         case "rloo":
-            return leave_one_out(returns.view(config.responses_per_prompt, -1)).flatten()
+            return leave_one_out(groups(returns, config)).flatten()
         case "grpo":
-            groups = returns.view(config.responses_per_prompt, -1)
-            return group_relative(groups, scale=config.scale_by_group_std).flatten()
+            relative = group_relative(groups(scores, config), scale=config.scale_by_group_std)
+            return (relative - group_relative(groups(penalties, config), scale=False)).flatten()
         case "reinforce" if config.reinforce_baseline == "none":
             return returns
         case "reinforce":
@@ -132,6 +134,15 @@ def response_advantages(returns: Tensor, config: PPOConfig, world: World) -> Ten
             return returns - mean.float()
         case _:
             raise ValueError(f"advantage {config.advantage} needs a critic's values")
+
+
+def groups(x: Tensor, config: PPOConfig) -> Tensor:
+    """The responses to one prompt in each column: (B,) to (K, G).
+
+    Rows are in the order of `ppo.training_prompts`: a first response to every prompt, then a second
+    one to every prompt, and so on.
+    """
+    return x.view(config.responses_per_prompt, -1)
 
 
 def _moments(x: Tensor, mask: Tensor, world: World) -> Tensor:

@@ -5,8 +5,8 @@
 Four models: the actor trains, the reference is its frozen start, the critic trains, the reward
 model is frozen. Advantages other than GAE's need no critic. With `ppo.ptx`, a loss on plain text is
 added to the actor's (PPO-ptx). Departures from InstructGPT: advantages are whitened; a response
-without EOS gets a fixed score; training stops at a KL bound; the export is the best evaluated model
-within the bound, not the last one.
+without EOS loses a part of its score; training stops at a KL bound; the export is the best
+evaluated model within the bound, not the last one.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ from the seeds of every training step."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Train the actor; export the model with the highest held-out score within the KL bound."""
+    """Train the actor; export the best evaluated model within the KL bound."""
     config = job.block("ppo", PPOConfig)
     contract = common_contract(
         {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
@@ -76,7 +76,7 @@ def train(setup: Setup) -> None:
             scored = centre_critic(setup, scored)
         check(setup, scored, log)
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
-        metrics = update(setup, experience, step) | {"objective/kl_coef": kl_coef}
+        metrics = update(setup, experience, step, kl_coef) | {"objective/kl_coef": kl_coef}
         log.add(metrics, sampler_fault(metrics, config, step))
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
@@ -150,14 +150,15 @@ def check(setup: Setup, scored: Scored, log: StepLog) -> None:
     log.add(metrics, rollout_fault(metrics, setup.config, f"at step {log.step}", trained=trained))
 
 
-def update(setup: Setup, experience: Experience, step: int) -> dict[str, float]:
+def update(setup: Setup, experience: Experience, step: int, kl_coef: float) -> dict[str, float]:
     """Train actor and critic on the experience; return the metrics of the update."""
     heartbeat.at("update")
     texts = None if setup.text is None else setup.text.of_step(step)
     train_actor = step > setup.config.critic_warmup_steps
     return update_models(
-        setup.models, experience, setup.config, setup.world, train_actor=train_actor, texts=texts
-    )
+        setup.models, experience, setup.config, setup.world, key=(setup.seed, step),
+        kl_coef=kl_coef, train_actor=train_actor, texts=texts,
+    )  # fmt: skip
 
 
 def evaluate(setup: Setup, log: StepLog) -> None:
@@ -171,9 +172,8 @@ def evaluate(setup: Setup, log: StepLog) -> None:
                 rollout_fault(metrics, setup.config, where, trained=True),
             )
             if not exceeds_bound(metrics, setup.config):
-                selection_score = metrics["objective/shaped_score"]
-                best = setup.best[prefix]
-                best.offer(setup.models.actor, log.step, selection_score, dict(log.metrics))
+                reward = metrics["objective/rlhf_reward"]
+                setup.best[prefix].offer(setup.models.actor, log.step, reward, dict(log.metrics))
 
 
 @torch.no_grad()
@@ -191,7 +191,7 @@ def held_out_metrics(setup: Setup) -> dict[str, float]:
     rows = validation.columns(sampled_rows(validation.num_rows, count, setup.seed)[slots])
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
-    metrics = rollout_metrics(scored, setup.config, world)
+    metrics = rollout_metrics(scored, setup.config, world, held_out=True)
     return metrics | gold_metrics(rows, scored.sequences, setup.models.tokenizer, world)
 
 

@@ -10,22 +10,32 @@ from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rollout.scoring import Scored
-from rlhf_pipeline.training.experience import training_scores
+from rlhf_pipeline.training.experience import groups, training_scores
 
 
-def rollout_metrics(scored: Scored, config: PPOConfig, world: World) -> dict[str, float]:
-    """Means over the responses of all ranks."""
-    own = scored.sums() | {"shaped": training_scores(scored, config).sum().double()}
+def rollout_metrics(
+    scored: Scored, config: PPOConfig, world: World, *, held_out: bool = False
+) -> dict[str, float]:
+    """Means over the responses of all ranks. Held-out prompts have one response each."""
+    scores = training_scores(scored, config)
+    assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
+    clipped = scored.scores.ne(scored.clipped_scores)
+    own = scored.sums() | {"shaped": scores.sum().double(), "clipped": clipped.sum().double()}
+    if config.responses_per_prompt > 1 and not held_out:
+        of_group = groups(scores, config)
+        own["rollout/equal_groups"] = (of_group == of_group[0]).all(0).double().mean() * len(scores)
     sums = world.sums(own)
     count = sums["responses"]
     return {
         "objective/score": sums["score"] / count,
         "objective/shaped_score": sums["shaped"] / count,
+        "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
+        "objective/clipped_fraction": sums["clipped"] / count,
         "objective/kl": sums["kl"] / count,
         "objective/kl_k3": sums["kl_k3"] / count,
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
-        **{name: value / count for name, value in sums.items() if name.startswith("reward/")},
+        **{name: value / count for name, value in sums.items() if "/" in name},
         **({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {}),
     }
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.distributed.batches import minibatch_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.optimizer_step import (
@@ -29,7 +31,7 @@ from rlhf_pipeline.models.forward import (
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.rl.ppo_losses import entropy_loss, policy_loss, value_loss
+from rlhf_pipeline.rl.ppo_losses import entropy_loss, kl_loss, policy_loss, value_loss
 from rlhf_pipeline.rl.sft_loss import sft_loss
 from rlhf_pipeline.training.experience import Experience
 from rlhf_pipeline.training.ppo_models import PPOModels
@@ -41,6 +43,8 @@ def update_models(
     config: PPOConfig,
     world: World,
     *,
+    key: tuple[int, int],
+    kl_coef: float,
     train_actor: bool,
     texts: Iterator[Sequences] | None = None,
 ) -> dict[str, float]:
@@ -48,6 +52,8 @@ def update_models(
 
     Args:
         experience: the rows of this rank.
+        key: seed and step, which draw the minibatches.
+        kl_coef: weight of the KL penalty, if the loss contains it.
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
 
@@ -56,16 +62,16 @@ def update_models(
     """
     engines = {"actor": models.actor} if train_actor else {}
     engines |= {} if models.critic is None else {"critic": models.critic}
-    minibatches = in_micro_batches(models, experience, config, world)
+    minibatches = in_micro_batches(models, experience, config, world, key)
+    metrics = {f"optim/{name}_lr": engine.get_lr()[0] for name, engine in engines.items()}
     sums: Sums = {}
-    metrics: dict[str, float] = {}
     for epoch in range(1, config.ppo_epochs + 1):
         before = sums
-        for number, pieces in enumerate(minibatches):
+        for number, pieces in enumerate(islice(minibatches, config.updates_per_epoch)):
             text = next(texts) if texts is not None and train_actor else None
             sums = update_minibatch(
-                models, pieces, config, world, sums, train_actor=train_actor, text=text,
-                is_sampler=epoch == 1 and number == 0,
+                models, pieces, config, world, sums, kl_coef=kl_coef, train_actor=train_actor,
+                text=text, is_sampler=epoch == 1 and number == 0,
             )  # fmt: skip
         if train_actor and config.kl.stop_update is not None:
             metrics["policy/epochs"] = epoch
@@ -84,23 +90,31 @@ def update_models(
         # Equal returns, for example if all responses are cut, have no variance to explain.
         | {name: totals[name] for name in explained if not math.isnan(totals[name])}
         | {name: totals[name] for name in known}
-        | _optimizer_metrics(engines)
+        | _fp16_metrics(engines)
     )
 
 
 def in_micro_batches(
-    models: PPOModels, experience: Experience, config: PPOConfig, world: World
-) -> list[list[Experience]]:
-    """The micro batches of each minibatch."""
+    models: PPOModels,
+    experience: Experience,
+    config: PPOConfig,
+    world: World,
+    key: tuple[int, int],
+) -> Iterator[list[Experience]]:
+    """The micro batches of each minibatch, epoch after epoch."""
     if experience.training_pass is not None:
-        return [[experience]]
-    minibatches = list(experience.minibatches(config.minibatch_size // world.size))
-    lengths = [minibatch.lengths for minibatch in minibatches]
-    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
-    return [
-        [minibatch.rows(index) for index in own]
-        for minibatch, own in zip(minibatches, groups, strict=True)
+        yield [experience]
+        return
+    count, size = len(experience.sequences) * world.size, config.minibatch_size
+    drawn = [
+        torch.from_numpy(rows)
+        for epoch in range(1, config.ppo_epochs + 1)
+        for rows in minibatch_rows(count, size, world, (*key, epoch))
     ]
+    lengths = [experience.lengths[rows] for rows in drawn]
+    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
+    for rows, own in zip(drawn, groups, strict=True):
+        yield [experience.rows(rows[index]) for index in own]
 
 
 def update_minibatch(
@@ -110,6 +124,7 @@ def update_minibatch(
     world: World,
     sums: Sums,
     *,
+    kl_coef: float,
     train_actor: bool,
     text: Sequences | None = None,
     is_sampler: bool = False,
@@ -128,7 +143,7 @@ def update_minibatch(
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [
-            partial(actor_loss, models, piece, config, normalizer, is_sampler=is_sampler)
+            partial(actor_loss, models, piece, config, normalizer, kl_coef, is_sampler=is_sampler)
             for piece in pieces
         ]
         if text is not None:
@@ -160,10 +175,11 @@ def actor_loss(
     piece: Experience,
     config: PPOConfig,
     normalizer: Tensor,
+    kl_coef: float,
     *,
     is_sampler: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """The clipped policy loss of a micro batch, minus the entropy bonus."""
+    """The clipped policy loss of a micro batch, plus KL penalty and entropy loss if they are on."""
     piece = piece.to(models.actor.device)
     mask = piece.sequences.response_mask
     if (done := piece.training_pass) is not None:
@@ -194,6 +210,11 @@ def actor_loss(
     if is_sampler and piece.sampler_logprobs is not None:
         gap = (logprobs.detach() - piece.sampler_logprobs).abs()
         sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "sampler_tokens": mask.sum()}
+    if config.kl.place == "loss":
+        assert piece.ref_logprobs is not None
+        loss = loss + kl_coef * kl_loss(
+            logprobs, piece.old_logprobs, piece.ref_logprobs, mask, normalizer=normalizer
+        )
     if config.entropy_coef > 0:
         loss = loss + config.entropy_coef * entropy_loss(entropy, mask, normalizer=normalizer)
     return loss, sums
@@ -260,9 +281,9 @@ def _explained_variance(experience: Experience, world: World) -> dict[str, Tenso
     return {"value/explained_variance": explained_variance(world.sum(moments))}
 
 
-def _optimizer_metrics(engines: dict[str, DeepSpeedEngine]) -> dict[str, float]:
-    metrics = {}
-    for name, engine in engines.items():
-        metrics[f"optim/{name}_lr"] = engine.get_lr()[0]
-        metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
-    return metrics
+def _fp16_metrics(engines: dict[str, DeepSpeedEngine]) -> dict[str, float]:
+    return {
+        f"optim/{name}_{key}": value
+        for name, engine in engines.items()
+        for key, value in fp16_metrics(engine).items()
+    }
