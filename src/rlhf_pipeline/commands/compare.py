@@ -195,7 +195,7 @@ def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
         return [f"{pair}: no comparison, because no evaluation had the same prompts and judges"]
     return [
         f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
-        f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of "
+        f"with equal draws ({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of "
         f"{counted(rate.n, len(found[0]) // rate.n)}; {gain}"
         for judge, rate, gain, confidence in judged(*found, pairs)
     ]

@@ -103,18 +103,17 @@ def _origin(manifest: Manifest) -> dict[str, str | None]:
 
 
 def _evaluation(policy: Policy) -> dict[str, Any] | None:
-    """The newest evaluation of the policy as a candidate, or else as SFT."""
-    found = [
-        (json.loads((folder / "evaluation.json").read_text()), folder, name)
-        for folder, name in policy.evaluations
-    ]
+    """The newest evaluation of the policy as a candidate, or else as SFT; none of old versions."""
+    read = (
+        (json.loads((f / "evaluation.json").read_text()), name) for f, name in policy.evaluations
+    )
+    found = [(compared, name) for compared, name in read if "rewards" in compared]
     if not found:
         return None
-    own = (each for each in found if each[0]["candidate"] == each[2])
-    compared, folder, _ = next(own, found[0])
-    caveats = Manifest.read(folder).config["candidate"]["caveats"]
+    own = (compared for compared, name in found if compared["candidate"] == name)
+    compared = next(own, found[0][0])
     return {
-        "summary": summary(compared, caveats),
+        "summary": summary(compared),
         "candidate": compared["candidate"],
         "prompts": compared["prompts"],
         "decoding": ", ".join(f"{name} {value}" for name, value in compared["decoding"].items()),

@@ -2,7 +2,8 @@
 
     deepspeed --module rlhf_pipeline.evaluation.evaluate job.json
 
-The policies answer the same prompts with equal decoding and equal randomness. Every judge scores
+The policies answer the same prompts with equal decoding and equal randomness; the baseline answers
+again with other randomness, because a win rate is about independent answers. Every judge scores
 every answer. One model at a time is in memory: what could be trained can be evaluated.
 """
 
@@ -19,8 +20,8 @@ from transformers import PreTrainedModel
 
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
-    DEMONSTRATIONS,
     JUDGE_PREFIX,
+    SFT_ROWS,
     TASK_PREFIX,
     CandidateConfig,
     EvaluateConfig,
@@ -33,11 +34,11 @@ from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.best_of_n import best_of_n
 from rlhf_pipeline.evaluation.comparison import (
+    AGAIN,
     BASELINE,
     Answer,
     compare,
     headline,
-    summary,
     write_answers,
 )
 from rlhf_pipeline.evaluation.judges import (
@@ -49,7 +50,7 @@ from rlhf_pipeline.evaluation.judges import (
     optimized_judges,
 )
 from rlhf_pipeline.evaluation.pairwise import judge_pairs
-from rlhf_pipeline.evaluation.perplexity import HumanAnswers, human_answers, perplexity
+from rlhf_pipeline.evaluation.perplexity import HeldOut, held_out_answers, perplexity
 from rlhf_pipeline.evaluation.setup import Setup, free_memory, logprobs, with_model
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
@@ -87,26 +88,28 @@ def main(job: LaunchedJob) -> dict[str, float]:
     folders = policy_folders(job, candidate.name)
     setup = load(job, config, contract, world)
     judges = load_judges(job, config)
-    demonstrations = job.inputs.get(DEMONSTRATIONS)
-    human = None if demonstrations is None else human_answers(demonstrations, setup)
+    rows = job.inputs.get(SFT_ROWS)
+    held_out = None if rows is None else held_out_answers(rows, setup)
     tasks = None
     if config.tasks is not None:
         from rlhf_pipeline.evaluation.tasks import Tasks
 
         tasks = Tasks(config.tasks, setup)
-    scored, perplexities = answer_all(folders, human, setup, tasks)
+    scored, perplexities = answer_all(folders, held_out, setup, tasks)
     draws = judge_all(scored, job, judges, setup)
     if world.rank != 0:
         return {}
     best = best_of(folders, config)
     curve = best_of_n([draws[BASELINE, draw] for draw in range(best)]) if best else None
     answers = {name: in_order(name, draws, config.answers_per_prompt) for name in folders}
-    answers, replies = judge_pairs(answers, config, job.directory.parents[1] / CACHE)
+    drawn = in_order(BASELINE, draws, config.baseline_draws)
+    answers, drawn, replies = judge_pairs(answers, drawn, config, job.directory.parents[1] / CACHE)
     more = {"best_of_n": curve, "perplexity": perplexities, "pairwise_judges": replies}
+    optimized, rewards = optimized_judges(job, candidate.name, config)
+    evaluation = compare(answers, config, optimized, drawn, rewards)
     writer = MetricsFile(job.metrics_file, len(answers))
-    for step, (name, given) in enumerate(answers.items(), start=1):
-        writer.write(step, {f"{name}/{key}": value for key, value in summary(given).items()})
-    evaluation = compare(answers, config, optimized_judges(job, candidate.name, config))
+    for step, (name, given) in enumerate(evaluation["policies"].items(), start=1):
+        writer.write(step, {f"{name}/{key}": value for key, value in given.items()})
     evaluation |= {name: value for name, value in more.items() if value}
     if tasks is not None:
         tasks.add_to(evaluation)
@@ -114,7 +117,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
-    write_answers(answers, job.export)
+    further = [answer for answer in drawn if answer.draw >= config.answers_per_prompt]
+    write_answers(answers | {AGAIN: further}, job.export)
     return headline(evaluation)
 
 
@@ -133,16 +137,16 @@ def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
 def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
     """Load the prompts of this rank and the tokenizer.
 
-    Raises StageError if a judge needs true answers, and no prompt has one.
+    Raises StageError if a judge needs true answers, and a prompt has none.
     """
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
     rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
     prompts = table.columns(rows)
     wants = [judge.label for judge in config.judges if isinstance(judge, ReferenceJudge)]
-    if wants and not world.any(any(true is not None for true in prompts["reference"])):
+    if wants and world.any(any(true is None for true in prompts["reference"])):
         raise StageError(
-            f"evaluate.judges: found no prompt with a true answer, expected some for {wants[0]}. "
-            "Fix: set columns.reference of a source, or remove the judge"
+            f"evaluate.judges: found a prompt without a true answer, expected one for each prompt "
+            f"for {wants[0]}. Fix: set columns.reference of each source, or remove the judge"
         )
     return Setup(
         seed=job.seed,
@@ -167,25 +171,25 @@ def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
 
 
 def answer_all(
-    folders: dict[str, Path], human: HumanAnswers | None, setup: Setup, tasks: "Tasks | None"
+    folders: dict[str, Path], held_out: HeldOut | None, setup: Setup, tasks: "Tasks | None"
 ) -> tuple[dict[Draw, Scored], dict[str, float]]:
     """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
 
     The baseline comes last: it also reads the answers of the others. Returns the answers by draw,
-    and the perplexity of human answers by policy.
+    and the perplexity of held-out answers by policy.
     """
     found: dict[Draw, tuple[Sequences, Tensor]] = {}
     scored: dict[Draw, Scored] = {}
     perplexities: dict[str, float] = {}
-    read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature)
+    read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature or 1.0)
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
-        best = best_of(folders, setup.config) if name == BASELINE else 0
-        for draw in range(max(setup.config.answers_per_prompt, best)):
+        further = max(setup.config.baseline_draws, best_of(folders, setup.config))
+        for draw in range(further if name == BASELINE else setup.config.answers_per_prompt):
             sequences = answer(policy, setup, draw)
             found[name, draw] = sequences, read(policy, sequences)
-        if human is not None:
-            perplexities[name] = perplexity(policy, human, setup)
+        if held_out is not None:
+            perplexities[name] = perplexity(policy, held_out, setup)
         if tasks is not None:
             tasks.do(policy, name)
         if name == BASELINE:
@@ -196,7 +200,7 @@ def answer_all(
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
         heartbeat.at("rollout", step)
         with_model(load_policy, folder, setup, partial(answer_and_read, name=name))
-    return scored, {name: perplexities[name] for name in folders if human is not None}
+    return scored, {name: perplexities[name] for name in folders if held_out is not None}
 
 
 def unjudged(sequences: Sequences, own: Tensor, reference: Tensor, setup: Setup) -> Scored:

@@ -23,7 +23,7 @@ def shaped_scores(
     Source: Huang et al., https://arxiv.org/abs/2403.17031 (fixed score without EOS).
 
     Args:
-        scores: (B,), centred so that demonstrations score 0 on average, as in Stiennon et al.,
+        scores: (B,), centred so that good answers score 0 on average, as in Stiennon et al.,
             https://arxiv.org/abs/2009.01325.
         has_eos: (B,) bool, True if the response ended with EOS.
         clip: limit of the score; None = no limit.
