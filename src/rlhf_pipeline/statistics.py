@@ -15,9 +15,6 @@ import numpy as np
 ALPHA = 0.05
 """How often an interval may miss the true value: intervals are 95%."""
 
-FEW = 10
-"""A share of fewer ones or zeros has an exact interval."""
-
 Values = Sequence[float] | Sequence[Sequence[float]]
 """One value for each prompt, or the equally many values of its answers."""
 
@@ -163,13 +160,13 @@ def length_controlled(
 def share_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, float, float]:
     """Share of ones among values 0 and 1, and its interval within [0, 1]: (share, lower, upper).
 
-    The interval is that of `win_rate`; with one value for each prompt and fewer than `FEW` ones or
+    The interval is that of `win_rate`; with one value for each prompt and fewer than 10 ones or
     zeros, the exact one of Clopper and Pearson, Biometrika 26, 1934.
     """
     from scipy.stats import binomtest  # here, because the driver imports this module
 
     x = _table("values", values)
-    if x.shape[1] == 1 and min(x.sum(), x.size - x.sum()) < FEW:
+    if x.shape[1] == 1 and min(x.sum(), x.size - x.sum()) < 10:
         return float(x.mean()), *binomtest(int(x.sum()), x.size).proportion_ci(1 - alpha)
     found = win_rate(x.tolist(), np.full_like(x, 0.5).tolist(), alpha)
     return found.rate, found.lower, found.upper

@@ -87,8 +87,8 @@ def test_every_judge_compares_the_answers_to_the_same_prompts(make):
         "better and worse: the gold judge",
     ]
     # Two judges, a win rate and a gain: 5% / 4, and a third of that for three pairs.
-    assert "% (98.75%: " in lines[0] and " of 200 prompts; gain +0." in lines[0]
-    assert "% (99.58%: " in verdicts(better, worse, 3)[0]
+    assert "% with equal draws (98.75%: " in lines[0] and " of 200 prompts; gain +0." in lines[0]
+    assert "% with equal draws (99.58%: " in verdicts(better, worse, 3)[0]
 
 
 def test_several_answers_to_a_prompt_are_compared_draw_by_draw(make):

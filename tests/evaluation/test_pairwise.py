@@ -158,11 +158,16 @@ def test_every_draw_of_a_prompt_meets_the_next_draw_of_the_baseline(tmp_path):
 
 
 def test_the_answer_meets_a_second_draw_of_the_baseline_if_there_is_one(tmp_path):
-    answers = policies(sft=["a"], ppo=["aaa"])
-    drawn = [*answers["sft"], replace(answers["sft"][0], response="aaaaa", draw=1)]
+    answers = policies(sft=["a", "a"], ppo=["aaa", "aaa"])
+    again = ("aaaaa", "a")
+    drawn = [
+        replace(a, response=text, draw=draw)
+        for a, other in zip(answers["sft"], again, strict=True)
+        for draw, text in enumerate((a.response, other))
+    ]
     with chat_server(longer) as (url, _):
         judged, drawn, _ = judge_pairs(answers, drawn, config(url), tmp_path)
-    assert judged["ppo"][0].scores["chat"] == -1.0
-    assert [a.scores["chat"] for a in drawn] == [0.0, 0.0]
+    assert [a.scores["chat"] for a in judged["ppo"]] == [-1.0, 1.0]
+    assert [a.scores["chat"] for a in drawn] == [0.0] * 4
     rate = compare(judged, config(url), {"score"}, drawn)["win_rates"]["chat"]
-    assert (rate["wins"], rate["losses"], rate["n"]) == (0, 1, 1)
+    assert (rate["wins"], rate["losses"], rate["n"]) == (1, 1, 2)

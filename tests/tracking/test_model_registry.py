@@ -17,7 +17,7 @@ from random_answers import policy
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.evaluation.comparison import compare, write_answers
 from rlhf_pipeline.evaluation.gate import Check, Verdict
 from rlhf_pipeline.pipelines.register.nodes import register as register_node
@@ -415,8 +415,9 @@ def test_another_seed_of_the_same_sources_is_one_more_try(
         inputs = {"prompts": str(seed) * 64}
         evaluation = evaluated(tmp_path / f"e{number}", given, seed=seed, **inputs)
         sources = [SourceConfig(name=each) for each in "ab"]
+        config = RegisterConfig(promote="never")
         found = register_evaluated(
-            sft.folder, folder, evaluation, None, None, RegisterConfig(), sources, tmp_path
+            sft.folder, folder, evaluation, None, None, config, sources, tmp_path
         )
         tries.append(found.verdict["tries"])
     assert tries == [1, 2, 1]
@@ -461,7 +462,7 @@ def test_the_gate_reads_the_tasks(client, sft, ppo, trained, tmp_path, monkeypat
     compared["policies"]["ppo"] |= {"tasks/copy/acc": 0.5, "tasks/copy/acc_lower": 0.25}
     (evaluation / "evaluation.json").write_text(json.dumps(compared | {"tasks": {"copy": copied}}))
     registration = register_evaluated(
-        sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), "s", tmp_path
+        sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), SOURCES, tmp_path
     )
     (refusal,) = registration.verdict["refusals"]
     assert refusal.startswith("acc of task copy against SFT: found 0.500, a change of -0.250")
@@ -491,11 +492,11 @@ def test_an_evaluation_of_an_earlier_version_is_named(client, sft, ppo, trained,
     policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
     evaluation = evaluated(tmp_path / "e", policies)
     compared = json.loads((evaluation / "evaluation.json").read_text())
-    del compared["independent"]
-    (evaluation / "evaluation.json").write_text(json.dumps(compared | {"judge": None}))
-    with pytest.raises(StageError, match=r"earlier version.*kedro run --from-nodes=evaluate"):
+    del compared["rewards"]
+    (evaluation / "evaluation.json").write_text(json.dumps(compared))
+    with pytest.raises(ArtifactError, match=r"earlier version.*kedro run --from-nodes=evaluate"):
         register_evaluated(
-            sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), "s", tmp_path
+            sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), SOURCES, tmp_path
         )
 
 

@@ -31,9 +31,6 @@ from rlhf_pipeline.text_statistics import common_phrase, distinct_n, refuses, re
 
 BASELINE = "sft"
 
-AGAIN = "sft_again"
-"""Name of the baseline's answers of further draws among the stored answers."""
-
 ANSWERS = "answers.jsonl"
 """File of an evaluation with every answer of every policy."""
 
@@ -210,7 +207,7 @@ def _independent(
     """The win rate of independent draws, and the one that they would have at equal length."""
     scores = cross_pairs(scores_by(ours, judge), scores_by(theirs, judge), one_each=one_each)
     tokens = (by_prompt(given, lambda a: a.response_tokens) for given in (ours, theirs))
-    extra = np.subtract(*cross_pairs(*tokens, one_each=one_each))
+    extra = np.subtract(*cross_pairs(*tokens, one_each=one_each)).tolist()
     controlled = length_controlled(*scores, extra)
     return asdict(win_rate(*scores)) | {
         "length_controlled": controlled and dict(zip(ENDS, controlled, strict=True))

@@ -34,7 +34,6 @@ from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.best_of_n import best_of_n
 from rlhf_pipeline.evaluation.comparison import (
-    AGAIN,
     BASELINE,
     Answer,
     compare,
@@ -118,7 +117,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
     further = [answer for answer in drawn if answer.draw >= config.answers_per_prompt]
-    write_answers(answers | {AGAIN: further}, job.export)
+    write_answers(answers | {f"{BASELINE}_again": further}, job.export)
     return headline(evaluation)
 
 
@@ -148,18 +147,9 @@ def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, worl
             f"evaluate.judges: found a prompt without a true answer, expected one for each prompt "
             f"for {wants[0]}. Fix: set columns.reference of each source, or remove the judge"
         )
-    return Setup(
-        seed=job.seed,
-        config=config,
-        contract=contract,
-        tokenizer=load_tokenizer(
-            job.inputs[f"{BASELINE}_model"], trust_remote_code=job.trust_remote_code
-        ),
-        rows=rows,
-        prompts=prompts,
-        trust=job.trust_remote_code,
-        world=world,
-    )
+    trust = job.trust_remote_code
+    tokenizer = load_tokenizer(job.inputs[f"{BASELINE}_model"], trust_remote_code=trust)
+    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world)
 
 
 def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
@@ -205,13 +195,9 @@ def answer_all(
 
 def unjudged(sequences: Sequences, own: Tensor, reference: Tensor, setup: Setup) -> Scored:
     """Answers with their log-probabilities, before a judge has scored them."""
+    scores, has_ended = torch.zeros(len(sequences)), ended(sequences.response_ids, setup.contract)
     return Scored(
-        sequences=sequences,
-        logprobs=own,
-        ref_logprobs=reference,
-        values=None,
-        scores=torch.zeros(len(sequences)),
-        ended=ended(sequences.response_ids, setup.contract),
+        sequences, logprobs=own, ref_logprobs=reference, values=None, scores=scores, ended=has_ended
     )
 
 
@@ -273,10 +259,9 @@ def judged(
     return [
         Answer(
             row=int(row),
-            prompt="\n\n".join(
-                f"{message['role'].title()}: {message['content']}" for message in text.prompts[i]
-            ),
             response=text.responses[i],
+            draw=draw,
+            prompt="\n\n".join(f"{m['role'].title()}: {m['content']}" for m in text.prompts[i]),
             scores={name: given[i] for name, given in scores.items()},
             kl=float(log_ratios[i].sum()),
             sft_logprob=float(sft_logprobs[i].sum()),
@@ -284,7 +269,6 @@ def judged(
             ended=bool(scored.ended[i]),
             source=batch.sources[i],
             messages=text.prompts[i],
-            draw=draw,
         )
         for i, row in enumerate(setup.rows)
     ]

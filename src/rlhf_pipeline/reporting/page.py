@@ -73,19 +73,13 @@ def evaluation_page(
         promoted = outcome(registration["promoted"], registration["verdict"]["refusals"])
         heading = f"{title(compared['candidate'])} is {promoted}."
     return render(
-        "evaluation.html.j2",
-        heading=heading,
-        summary=summary(compared),
+        "evaluation.html.j2", heading=heading, summary=summary(compared), compared=compared,
         caveats={judge: caveat(compared, judge) for judge in compared["win_rates"]},
-        registration=registration,
-        compared=compared,
-        manifest=manifest,
+        registration=registration, manifest=manifest, reward_report=reward_report,
         models={stage: Manifest.read(folder) for stage, folder in models.items()},
-        metrics=metric_rows(compared),
-        reward_report=reward_report,
+        metrics=metric_rows(compared), data=_table(compared, answers),
         sections=[*_sections(compared, models, answers, reward_report)],
-        data=_table(compared, answers),
-    )
+    )  # fmt: skip
 
 
 def render(template: str, **values: Any) -> str:
