@@ -11,8 +11,10 @@ last lines are how often the gate promotes a candidate that is as good as SFT.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
+from statistics import NormalDist
 
 import numpy as np
 from rich.console import Console
@@ -22,6 +24,7 @@ from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.evaluation.comparison import Answer
 from rlhf_pipeline.evaluation.gate import Evidence, decide
 from rlhf_pipeline.statistics import (
+    cross_pairs,
     length_controlled,
     mean_with_interval,
     rate_interval,
@@ -108,6 +111,12 @@ def lines(
         ),
     )
     yield (
+        f"win rate of cross pairs{more}",
+        lambda rng: (
+            of_cross_pairs(rng, n, like, rate, experiments) for like, rate in product(LIKE, RATES)
+        ),
+    )
+    yield (
         f"mean, normal scores{more}",
         lambda rng: (
             coverage((clustered_mean(rng, n, like) for _ in range(experiments)), 1.0)
@@ -160,6 +169,20 @@ def of_clustered_rate(
     def interval() -> Interval:
         wins = alike(rng, (n, DRAWS), like, uniform) < rate
         found = win_rate(wins, half)
+        return found.lower, found.upper
+
+    return coverage((interval() for _ in range(experiments)), rate)
+
+
+def of_cross_pairs(
+    rng: np.random.Generator, n: int, like: float, rate: float, experiments: int
+) -> float:
+    """Coverage of the win rate of independent draws, all pairs of unequal draws of a prompt."""
+    shift = math.sqrt(8) * NormalDist().inv_cdf(rate)  # the difference has the variance 2 * 2^2
+
+    def interval() -> Interval:
+        ours, theirs = (alike(rng, (n, DRAWS), like, SCORES["normal scores"]) for _ in range(2))
+        found = win_rate(*cross_pairs(ours + shift, theirs))
         return found.lower, found.upper
 
     return coverage((interval() for _ in range(experiments)), rate)

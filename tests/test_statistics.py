@@ -11,10 +11,12 @@ from rlhf_pipeline.statistics import (
     WinRate,
     agreement,
     calibration,
+    cross_pairs,
     length_controlled,
     mean_with_interval,
     rank_correlation,
     rate_interval,
+    share_with_interval,
     sign_test,
     smallest_visible_win_rate,
     standardized_gain,
@@ -157,6 +159,52 @@ def test_the_gain_is_in_units_of_the_spread():
     """
     gain = standardized_gain([2.0, 3.0, 7.0], [1.0, 2.0, 3.0])
     assert gain == pytest.approx((1.0, -0.5551716, 2.5551716), rel=1e-6)
+
+
+def test_the_gain_of_a_pairwise_judge_is_in_units_of_its_own_spread():
+    """1, 0, 1 against three zeros: mean 2/3, variance 1/3, so 2/3 * sqrt(3) = 1.1547005.
+
+    Squares 1/9, 4/9, 1/9, mean 2/9. Influences (g - 2/3) sqrt(3) - 2/3 sqrt(27) / 2 (square - 2/9):
+    0.7698004, -1.5396007, 0.7698004, with s = 1.3333333: half width 2.4841377 * 1.3333333.
+    """
+    gain = standardized_gain([1.0, 0.0, 1.0], [0.0, 0.0, 0.0])
+    assert gain == pytest.approx((1.1547005, -2.1574831, 4.4668842), rel=1e-6)
+    opposite = standardized_gain([0.0, 0.0, 0.0], [1.0, 0.0, 1.0])
+    assert opposite == pytest.approx((-1.1547005, -4.4668842, 2.1574831), rel=1e-6)
+
+
+def test_cross_pairs_are_all_pairs_of_unequal_draws():
+    ours, theirs = cross_pairs([[1, 2, 3]], [[10, 20, 30]])
+    assert list(zip(ours[0], theirs[0], strict=True)) == [
+        (1, 20), (1, 30), (2, 10), (2, 30), (3, 10), (3, 20),
+    ]  # fmt: skip
+    for one, other, pairs in (
+        ([1], [10, 20], [(1, 20)]),  # one answer, and a second one of the baseline
+        ([1], [10], [(1, 10)]),  # greedy answers
+    ):
+        ours, theirs = cross_pairs([one], [other])
+        assert list(zip(ours[0], theirs[0], strict=True)) == pairs
+    ours, theirs = cross_pairs([[1, 2, 3]], [[10, 20, 30]], one_each=True)
+    assert list(zip(ours[0], theirs[0], strict=True)) == [(1, 20), (2, 30), (3, 10)]
+
+
+def test_the_interval_of_a_share_stays_between_0_and_1():
+    """2 ones of 62 are few: exact. P(X >= 2) is 0.025 at 0.0039308, P(X <= 2) at 0.1117191."""
+    found = share_with_interval([1.0] * 2 + [0.0] * 60)
+    assert found == pytest.approx((2 / 62, 0.0039308, 0.1117191), rel=1e-4)
+    assert mean_with_interval([1.0] * 2 + [0.0] * 60)[1] < 0  # the interval of a mean does not
+    # No one of 30: 1 - 0.025^(1/30) = 0.1157033. All of 30 mirror it.
+    assert share_with_interval([0.0] * 30) == pytest.approx((0.0, 0.0, 0.1157033), rel=1e-6)
+    assert share_with_interval([1.0] * 30) == pytest.approx((1.0, 0.8842967, 1.0), rel=1e-6)
+
+
+def test_a_share_of_many_has_the_interval_of_wilson():
+    # 40 of 100: the textbook's 0.3094013 to 0.4979974.
+    found = share_with_interval([1.0] * 40 + [0.0] * 60)
+    assert found == pytest.approx((0.4, 0.3094013, 0.4979974), rel=1e-6)
+    # The same values twice are no further evidence.
+    twice = share_with_interval([[1.0, 1.0]] * 40 + [[0.0, 0.0]] * 60)
+    assert twice == pytest.approx(found, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Kedro hooks: check the parameters, run and track the stages, print the results."""
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config_loader import check_environment
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
+from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.preflight import (
@@ -245,7 +245,7 @@ class StagesHook:
             self._tracker.open()
         for name, output in outputs.items():
             if name.endswith("evaluation"):
-                self._summary = summary(json.loads((output / "evaluation.json").read_text()), {})
+                self._summary = summary(read_evaluation(output))
             if name.endswith("evaluation_page") and self._tracker is not None:
                 evaluation = Manifest.read(inputs[name.removesuffix("_page")])
                 self._tracker.log_page(evaluation.fingerprint, output)

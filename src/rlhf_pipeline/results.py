@@ -10,10 +10,9 @@ from rich.markup import escape
 
 from rlhf_pipeline.data.split_report import print_summary as print_split
 from rlhf_pipeline.errors import short_path
-from rlhf_pipeline.evaluation.comparison import judge_title
+from rlhf_pipeline.evaluation.comparison import judge_title, read_evaluation
 from rlhf_pipeline.evaluation.gate import outcome
 from rlhf_pipeline.evaluation.report import print_summary
-from rlhf_pipeline.stage_registry import policy_stages
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
 
@@ -45,9 +44,9 @@ def print_results(results: dict[str, Any], console: Console, env: str | None = N
     if compared := {name: path for name, path in shown.items() if name.endswith("evaluation")}:
         shown = {}
     for name, path in compared.items():
-        evaluation = json.loads((path / "evaluation.json").read_text())
+        evaluation = read_evaluation(path)
         candidate = evaluation["candidate"]
-        print_summary(evaluation, policy_stages()[candidate].SPEC.caveats, console)
+        print_summary(evaluation, console)
         show("")
         page = results.get(f"{name}_page")
         shown |= {"page": page} if page else {"evaluation": path}
@@ -85,7 +84,7 @@ def _verdict(registration: dict[str, Any]) -> list[str]:
     held = f"{conditions - len(refusals)} of {conditions} conditions hold"
     found = outcome(registration["promoted"], refusals)
     judge = judge_title(verdict["judge"]) + ("" if verdict["independent"] else ", not independent")
-    tries = f"try {verdict['tries']} on these prompts"
+    tries = f"try {verdict['tries']} on this source"
     return [
         f"{'gate':>12}  {found}: {held} (judge: {judge}; {tries})",
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),

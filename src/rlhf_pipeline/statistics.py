@@ -62,6 +62,21 @@ def win_rate(candidate: Values, baseline: Values, alpha: float = ALPHA) -> WinRa
     return WinRate(rate, lower, upper, wins, n - wins - losses, losses, n)
 
 
+def cross_pairs(
+    candidate: Values, baseline: Values, *, one_each: bool = False
+) -> tuple[Values, Values]:
+    """Both values of each pair of independently drawn answers to a prompt: two (prompts, pairs).
+
+    Draw i of both policies has equal randomness, so draw i meets all draws but i; with `one_each`
+    the next one alone. If there is no other draw, because answers are greedy, draw 0 meets draw 0.
+    """
+    ours, theirs = _table("candidate", candidate), _table("baseline", baseline)
+    own, other = np.indices((ours.shape[1], theirs.shape[1])).reshape(2, -1)
+    apart = (other - own) % theirs.shape[1] == 1 if one_each else own != other
+    kept = apart if apart.any() else own == other
+    return ours[:, own[kept]].tolist(), theirs[:, other[kept]].tolist()
+
+
 def rate_interval(
     rate: float, n: float, ties: float = 0, alpha: float = ALPHA
 ) -> tuple[float, float]:
@@ -142,6 +157,21 @@ def length_controlled(
     return float(rate), float(lower), float(upper)
 
 
+def share_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, float, float]:
+    """Share of ones among values 0 and 1, and its interval within [0, 1]: (share, lower, upper).
+
+    The interval is that of `win_rate`; with one value for each prompt and fewer than 10 ones or
+    zeros, the exact one of Clopper and Pearson, Biometrika 26, 1934.
+    """
+    from scipy.stats import binomtest  # here, because the driver imports this module
+
+    x = _table("values", values)
+    if x.shape[1] == 1 and min(x.sum(), x.size - x.sum()) < 10:
+        return float(x.mean()), *binomtest(int(x.sum()), x.size).proportion_ci(1 - alpha)
+    found = win_rate(x.tolist(), np.full_like(x, 0.5).tolist(), alpha)
+    return found.rate, found.lower, found.upper
+
+
 def mean_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, float, float]:
     """Mean and its interval by Student's t distribution: (mean, lower, upper).
 
@@ -171,19 +201,21 @@ def standardized_gain(
         d +- t sd(e) / sqrt(n)                  e = g / s - d q / 2 s^2, for each prompt; g: mean
                                                 gain, q: mean of the two squared deviations
 
-    (Cohen's d with pooled variance). e is the influence of a prompt on d, so the interval knows the
-    error of s as well: Jaeckel, "The Infinitesimal Jackknife", 1972. The interval is Student's t. 0
-    if all scores are equal, infinite if only the policies' scores differ.
+    (Cohen's d with pooled variance). If all scores of one policy are equal, s^2 is the variance of
+    the other one's: a pairwise judge gives each answer of the baseline 0. e is the influence of a
+    prompt on d, so the interval knows the error of s as well: Jaeckel, "The Infinitesimal
+    Jackknife", 1972. The interval is Student's t. 0 if all scores are equal, infinite if only the
+    policies' scores differ.
     """
     ours, theirs = _tables(candidate, baseline)
     gains = (ours - theirs).mean(1)
     gain = mean_with_interval(gains.tolist(), alpha)[0]
-    variances = (_deviation(scores.ravel().tolist()) ** 2 for scores in (ours, theirs))
-    spread = math.sqrt(sum(variances) / 2)
-    if not spread:
+    varied = [scores for scores in (ours, theirs) if np.ptp(scores) > 0]
+    if not varied:
         return (gain and math.copysign(math.inf, gain),) * 3
-    unit = 1 / spread
-    squares = ((ours - ours.mean()) ** 2 + (theirs - theirs.mean()) ** 2).mean(1) / 2
+    variances = [_deviation(scores.ravel().tolist()) ** 2 for scores in varied]
+    unit = math.sqrt(len(varied) / sum(variances))
+    squares = np.mean([((scores - scores.mean()) ** 2).mean(1) for scores in varied], axis=0)
     influence = (gains - gain) * unit - gain * unit**3 * (squares - squares.mean()) / 2
     _, lower, upper = mean_with_interval((gain * unit + influence).tolist(), alpha)
     return gain * unit, lower, upper

@@ -90,8 +90,8 @@ def test_every_judge_compares_the_answers_to_the_same_prompts(make):
         "better and worse: the gold judge",
     ]
     # Two judges, a win rate and a gain: 5% / 4, and a third of that for three pairs.
-    assert "% (98.75%: " in lines[0] and " of 200 prompts; gain +0." in lines[0]
-    assert "% (99.58%: " in verdicts(better, worse, 3)[0]
+    assert "% with equal draws (98.75%: " in lines[0] and " of 200 prompts; gain +0." in lines[0]
+    assert "% with equal draws (99.58%: " in verdicts(better, worse, 3)[0]
 
 
 def test_several_answers_to_a_prompt_are_compared_draw_by_draw(make):
@@ -99,8 +99,8 @@ def test_several_answers_to_a_prompt_are_compared_draw_by_draw(make):
     draws = [replace(a, draw=draw) for a in one for draw in range(2)]
     better = [replace(a, scores=dict.fromkeys(a.scores, 1e3 * (a.draw - 0.5))) for a in draws]
     lines = verdicts(make("better", 0, answers=better), make("one", 0, answers=draws), 1)
-    assert all("better on 50.0% (98.75%: " in line for line in lines)
-    assert " of 400 pairs of answers to 200 prompts; gain " in lines[0]
+    assert all("better on 50.0% with equal draws (98.75%: " in line for line in lines)
+    assert " of 200 prompts with 2 answers of each policy; gain " in lines[0]
 
 
 @pytest.mark.parametrize("changes", [{"reward_model": "another"}, {"temperature": 0.5}])

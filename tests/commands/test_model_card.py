@@ -17,11 +17,14 @@ EVALUATION = {
     "prompts": 8,
     "decoding": {"temperature": 1.0},
     "judge": "gold",
+    "answers_per_prompt": 1,
+    "optimized": ["score"],
+    "rewards": ["trained"],
     "policies": {
         "sft": {"gold_score": 1.0, "gold_score_lower": 0.5, "gold_score_upper": 1.5, "kl": 0.0},
         "ppo": {"gold_score": 2.0, "gold_score_lower": 1.75, "gold_score_upper": 2.25, "kl": 0.5},
     },
-    "win_rates": {"gold": RATE},
+    "win_rates": {"gold": RATE | {"paired": RATE, "length_controlled": None}},
     "variants": {},
 }
 CHECK = {"what": "KL from SFT", "found": "0.5 nats", "expected": "at most 10", "passed": True}
@@ -43,7 +46,7 @@ def hub(tmp_path, monkeypatch):
 def evaluated(tmp_path):
     """The folder of an evaluation of PPO."""
     (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
-    manifest("evaluate", {"candidate": {"caveats": {}, "name": "ppo"}}).write(tmp_path)
+    manifest("evaluate", {"candidate": {"name": "ppo"}}).write(tmp_path)
     return tmp_path
 
 
@@ -99,7 +102,7 @@ def test_lineage_and_training(hub):
 def test_without_records_it_says_unknown():
     text, front = card(PPO)
     assert front["license"] == "unknown"
-    assert "Unknown: no evaluation of this policy is recorded." in text
+    assert "Unknown: no evaluation of this policy by this version is recorded." in text
     assert "The verdict of the promotion gate is unknown." in text
     assert "| base model and data | unknown | unknown | unknown |" in text
 

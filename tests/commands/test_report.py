@@ -49,8 +49,7 @@ def project(tmp_path, monkeypatch):
             (folder / "evaluation.json").write_text(json.dumps(compared))
             write_answers(answers, folder)
             inputs = {"ppo_model": content_digest(policy)}
-            candidate = {"name": "ppo", "caveats": {}}
-            return artifact(folder, "evaluate", inputs=inputs, candidate=candidate)
+            return artifact(folder, "evaluate", inputs=inputs, candidate={"name": "ppo"})
 
         def report(self, name=None, show=True):
             datasets = {each: ArtifactDataset(filepath=str(tmp_path / each)) for each in NAMES}

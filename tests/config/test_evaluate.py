@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.judges import ModelJudge
+from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import CallableReward
 
@@ -88,5 +89,19 @@ def test_a_missing_file_is_reported_under_the_parameter_of_the_judges():
     assert fault.startswith("evaluate.judges.0: missing.py:f")
 
 
-def test_caveats_do_not_count_for_the_cache():
-    assert CandidateConfig(name="ppo", caveats={"gold": "x"}).recipe() == {"name": "ppo"}
+def test_evaluation_may_be_greedy_and_training_may_not():
+    assert EvaluateConfig(sampling={"temperature": 0}).sampling.temperature == 0
+    with pytest.raises(ValidationError, match="greater than 0"):
+        PPOConfig(sampling={"temperature": 0})
+
+
+@pytest.mark.parametrize("several", [{"answers_per_prompt": 2}, {"best_of_n": 2}])
+def test_greedy_answers_are_one_to_each_prompt(several):
+    with pytest.raises(ValidationError, match="the same answer every time"):
+        EvaluateConfig(sampling={"temperature": 0}, **several)
+
+
+@pytest.mark.parametrize(("answers", "temperature", "draws"), [(1, 1, 2), (4, 1, 4), (1, 0, 1)])
+def test_the_draws_of_the_baseline(answers, temperature, draws):
+    config = EvaluateConfig(answers_per_prompt=answers, sampling={"temperature": temperature})
+    assert config.baseline_draws == draws

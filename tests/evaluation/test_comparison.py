@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import (
     Answer,
     compare,
@@ -54,6 +55,7 @@ EVALUATION = {
     "judge": "gold",
     "independent": True,
     "optimized": ["score"],
+    "rewards": [],
     "policies": {
         "sft": {
             "score": -0.08333333333333333,
@@ -97,20 +99,6 @@ EVALUATION = {
         },
     },
     "win_rates": {
-        "score": {
-            "rate": 0.8333333333333334,
-            "lower": 0.3420319736324555,
-            "upper": 0.9503033385308477,
-            "wins": 2,
-            "ties": 1,
-            "losses": 0,
-            "n": 3,
-            "gain": 1.5894388284780527,
-            "gain_lower": -2.0044280920123576,
-            "gain_upper": 5.183305748968463,
-            "p_value": 0.5,  # 2 / 2^2
-            "length_controlled": None,
-        },
         "gold": {
             "rate": 0.8333333333333334,
             "lower": 0.3420319736324555,
@@ -119,11 +107,43 @@ EVALUATION = {
             "ties": 1,
             "losses": 0,
             "n": 3,
-            "gain": 0.6711560552140243,
-            "gain_lower": -1.131001457034172,
-            "gain_upper": 2.4733135674622204,
-            "p_value": 0.5,
             "length_controlled": None,
+            "paired": {
+                "rate": 0.8333333333333334,
+                "lower": 0.3420319736324555,
+                "upper": 0.9503033385308477,
+                "wins": 2,
+                "ties": 1,
+                "losses": 0,
+                "n": 3,
+                "gain": 0.6711560552140243,
+                "gain_lower": -1.131001457034172,
+                "gain_upper": 2.4733135674622204,
+                "p_value": 0.5,  # 2 / 2^2
+            },
+        },
+        "score": {
+            "rate": 0.8333333333333334,
+            "lower": 0.3420319736324555,
+            "upper": 0.9503033385308477,
+            "wins": 2,
+            "ties": 1,
+            "losses": 0,
+            "n": 3,
+            "length_controlled": None,
+            "paired": {
+                "rate": 0.8333333333333334,
+                "lower": 0.3420319736324555,
+                "upper": 0.9503033385308477,
+                "wins": 2,
+                "ties": 1,
+                "losses": 0,
+                "n": 3,
+                "gain": 1.5894388284780527,
+                "gain_lower": -2.0044280920123576,
+                "gain_upper": 5.183305748968463,
+                "p_value": 0.5,  # 2 / 2^2
+            },
         },
     },
     "variants": {},
@@ -171,7 +191,14 @@ def test_metrics_of_policies_win_rates_and_variants():
     assert metrics["ppo_ema/kl"] == 0.0
 
 
-def test_a_judge_that_cannot_judge_every_prompt_is_left_out():
+def test_a_judge_that_was_asked_for_is_never_dropped():
+    answers = with_scores("facts", {"sft": [1.0, None, 0.0], "ppo": [1.0, None, 1.0]})
+    config = EvaluateConfig(judges=[{"reference": "exact", "name": "facts"}])
+    with pytest.raises(StageError, match=r"found 1 of 3 answers without a score of facts.*Fix:"):
+        compare(answers, config, {"score"})
+
+
+def test_gold_is_left_out_where_a_prompt_has_none():
     """As in a mix of sources."""
     answers = with_scores("gold", {"sft": [1.0, None, 2.0], "ppo": [1.5, None, 1.0]})
     evaluation = compare(answers, CONFIG, {"score"})
@@ -184,11 +211,12 @@ def test_a_judge_that_cannot_judge_every_prompt_is_left_out():
 
 
 def test_a_further_judge_stands_beside_the_others():
+    config = EvaluateConfig(judges=["a.py:words"])
     evaluation = compare(
-        with_scores("words", {"sft": [2, 2, 1], "ppo": [3, 1, 2]}), CONFIG, {"score"}
+        with_scores("words", {"sft": [2, 2, 1], "ppo": [3, 1, 2]}), config, {"score"}
     )
     assert evaluation["judge"] == "gold"
-    assert list(evaluation["win_rates"]) == ["score", "gold", "words"]
+    assert list(evaluation["win_rates"]) == ["gold", "words", "score"]
     assert (evaluation["win_rates"]["words"]["wins"], evaluation["win_rates"]["words"]["n"]) == (
         2,
         3,
@@ -213,7 +241,7 @@ def test_the_judges_are_in_the_order_of_the_parameters():
         for policy, given in answers.items()
     }
     evaluation = compare(answers, config, {"score"})
-    assert list(evaluation["win_rates"]) == ["score", "exact", "words"]
+    assert list(evaluation["win_rates"]) == ["exact", "words", "score"]
     assert evaluation["judge"] == "exact"
 
 
@@ -229,7 +257,7 @@ def test_the_win_rates_of_each_source():
     evaluation = compare(from_sources("web", "books", "web"), CONFIG, {"score"})
     assert list(evaluation["slices"]) == ["books", "web"]
     web = evaluation["slices"]["web"]
-    assert web["n"] == 2 and list(web["win_rates"]) == ["score", "gold"]
+    assert web["n"] == 2 and list(web["win_rates"]) == ["gold", "score"]
     gold = web["win_rates"]["gold"]  # row 0 is a tie, row 2 a win
     assert (gold["rate"], gold["n"], gold.keys()) == (0.75, 2, {"rate", "lower", "upper", "n"})
     assert evaluation["slices"]["books"]["win_rates"]["score"]["rate"] == 0.5
@@ -263,12 +291,14 @@ def test_the_summary_without_a_complete_judge_has_no_gold():
         (["score"], {"score"}, "score"),
         (["score", "gold"], {"score"}, "gold"),
         (["score", "words"], {"score"}, "words"),
-        (["score", "words"], {"words"}, "score"),
-        (["score", "words"], {"score", "words"}, "score"),
-        (["score", "gold", "words"], {"score"}, "gold"),
+        (["score", "words"], set(), "words"),  # PPO ran without the reward model
+        (["score", "last_number"], {"exact_match"}, "last_number"),
+        (["words", "facts", "score"], {"words"}, "facts"),
+        (["words", "facts", "score"], {"words", "facts"}, "words"),
+        (["gold", "words", "score"], {"score"}, "gold"),
     ],
 )
-def test_gold_decides_and_else_a_judge_that_training_has_not_optimized(judges, optimized, expected):
+def test_gold_decides_and_else_a_judge_of_the_parameters(judges, optimized, expected):
     assert deciding_judge(judges, optimized) == expected
 
 
@@ -291,8 +321,10 @@ def test_prompts_are_counted_not_answers():
     assert again["slices"] == once["slices"] and again["slices"]["web"]["n"] == 2
     assert again["smallest_visible_win_rate"] == once["smallest_visible_win_rate"]
     for judge, rate in once["win_rates"].items():
-        for name in ("rate", "lower", "upper", "wins", "ties", "losses", "n", "p_value"):
-            assert again["win_rates"][judge][name] == rate[name]
+        found = again["win_rates"][judge]
+        for name in ("rate", "lower", "upper", "wins", "ties", "losses", "n"):
+            assert found[name] == found["paired"][name] == rate[name]
+        assert found["paired"]["p_value"] == rate["paired"]["p_value"]
     for policy, metrics in once["policies"].items():
         for name in ("score_lower", "gold_score_upper", "kl", "kl_lower", "response_tokens"):
             assert again["policies"][policy][name] == pytest.approx(metrics[name])
@@ -308,7 +340,57 @@ def test_a_prompt_has_the_mean_outcome_of_its_pairs():
     rate = compare({"sft": sft, "ppo": ppo}, CONFIG, {"score"})["win_rates"]["gold"]
     assert rate["rate"] == pytest.approx((0.75 + 0.5 + 0.25) / 3)
     assert (rate["wins"], rate["ties"], rate["losses"], rate["n"]) == (1, 1, 1, 3)
-    assert rate["p_value"] == 1.0
+    assert rate["paired"]["p_value"] == 1.0
+
+
+def test_the_win_rate_is_that_of_independent_draws():
+    """With equal draws three wins; against the baseline's second draws a loss, a tie and a win."""
+    sft, ppo = (
+        [replace(answer(row, "a", 0.0, gold), draw=0) for row in range(3)] for gold in (0.0, 1.0)
+    )
+    again = [replace(a, draw=1, scores={"score": 0.0, "gold": 2.0 - a.row}) for a in sft]
+    drawn = [a for both in zip(sft, again, strict=True) for a in both]
+    evaluation = compare({"sft": sft, "ppo": ppo}, CONFIG, {"score"}, drawn)
+    rate = evaluation["win_rates"]["gold"]
+    assert (rate["rate"], rate["wins"], rate["ties"], rate["losses"]) == (0.5, 1, 1, 1)
+    assert (rate["paired"]["rate"], rate["paired"]["wins"]) == (1.0, 3)
+    assert rate["paired"]["p_value"] == 0.25  # 2 / 2^3
+    metrics = headline(evaluation)
+    assert (metrics["win_rate/gold"], metrics["paired_win_rate/gold"]) == (0.5, 1.0)
+    assert metrics["p_value/gold"] == 0.25
+
+
+def test_with_several_answers_all_cross_pairs_count():
+    """Of the 9 pairs of 3 draws, 6 are of unequal draws."""
+    golds = {"sft": [[1, 2, 3], [0, 1, 1], [1, 0, 1]], "ppo": [[2, 1, 0], [2, 0, 0], [2, 0, 0]]}
+    answers = {
+        name: [
+            replace(answer(row, "a", 0.0, float(gold)), draw=draw)
+            for row, given in enumerate(rows)
+            for draw, gold in enumerate(given)
+        ]
+        for name, rows in golds.items()
+    }
+    rate = compare(answers, CONFIG, {"score"})["win_rates"]["gold"]
+    # Row 0: 2 > 3 no, 2 = 2 tie; 1 = 1 tie, 1 > 3 no; 0 > 1, 0 > 2 no: 2 ties, 1 of 6.
+    # Row 1: 2 > 1 twice; 0 = 0 tie, 0 > 1 no; 0 = 0 tie, 0 > 1 no: 3 of 6.
+    # Row 2: 2 > 0, 2 > 1; 0 > 1 no, 0 > 1 no; 0 > 1 no, 0 = 0 tie: 2.5 of 6.
+    assert rate["rate"] == pytest.approx((1 + 3 + 2.5) / 18)
+    assert rate["paired"]["rate"] == pytest.approx((1 + 1 + 1.5) / 9)
+
+
+def test_the_mean_of_a_judge_of_zeros_and_ones_has_an_interval_between_them():
+    """One of three: the exact interval of 1 in 3, 0.0084038 to 0.9057007, and 0 of 3, to 0.7075982.
+
+    1 - (1 - p)^3 = 0.025 at p = 0.0084038; (1 - p)^3 + 3 p (1 - p)^2 = 0.025 at p = 0.9057007;
+    (1 - p)^3 = 0.025 at p = 0.7075982.
+    """
+    answers = with_scores("facts", {"sft": [0.0, 0.0, 0.0], "ppo": [1.0, 0.0, 0.0]})
+    config = EvaluateConfig(judges=[{"reference": "exact", "name": "facts"}])
+    policies = compare(answers, config, {"score"})["policies"]
+    ends = [(p["facts_score_lower"], p["facts_score_upper"]) for p in policies.values()]
+    assert ends[0] == pytest.approx((0.0, 0.7075982), rel=1e-6)
+    assert ends[1] == pytest.approx((0.0084038, 0.9057007), rel=1e-5)
 
 
 def test_answers_of_an_earlier_version_are_draw_0(tmp_path):

@@ -85,7 +85,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
         prompts=6, micro_batch_tokens=64, sampling={"max_response_tokens": 6},
         judges=[f"{tmp_path}/my.py:words"],
     )  # fmt: skip
-    candidate = CandidateConfig(name="ppo", caveats={"words": "Nobody trained on words."})
+    candidate = CandidateConfig(name="ppo")
     blocks = as_json({"evaluate": config, "candidate": candidate})
     paths = inputs | {"judges.0": tmp_path / "my.py"}
     metrics = evaluate.main(LaunchedJob("evaluate", "f", 3, blocks, paths, {}, tmp_path, 60.0))
@@ -93,7 +93,9 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
     export = tmp_path / "export"
     answers = [json.loads(line) for line in (export / "answers.jsonl").read_text().splitlines()]
     assert [(a["policy"], a["row"]) for a in answers] == [
-        (policy, row) for policy in ("sft", "ppo") for row in sampled_rows(8, 6, seed=3)
+        (policy, row)
+        for policy in ("sft", "ppo", "sft_again")
+        for row in sampled_rows(8, 6, seed=3)
     ]
     for answer in answers:
         messages = [{"role": "user", "content": QUESTIONS[answer["row"]]}]
@@ -104,7 +106,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
         assert answer["words_score"] == len(answer["response"].split()) + len(reference)
         assert answer["gold_score"] == gold_score("synthetic", messages, answer["response"])
     evaluation = json.loads((export / "evaluation.json").read_text())
-    assert list(evaluation["win_rates"]) == ["score", "gold", "words"]
+    assert list(evaluation["win_rates"]) == ["gold", "words", "score"]
     assert evaluation["judge"] == "gold"
     assert metrics["ppo/words_score"] == evaluation["policies"]["ppo"]["words_score"]
     assert metrics["win_rate/words"] == evaluation["win_rates"]["words"]["rate"]
@@ -136,7 +138,43 @@ def test_all_policies_have_the_same_draws(inputs, world, tmp_path):
     sft, ppo = answers_of(lines, "sft"), answers_of(lines, "ppo")
     assert [a["response"] for a in ppo] == [a["response"] for a in sft]
     assert len({a["response"] for a in sft}) == 6
-    assert (metrics["win_rate/score"], metrics["ppo/kl"], metrics["p_value/score"]) == (0.5, 0, 1)
+    assert (metrics["paired_win_rate/score"], metrics["ppo/kl"]) == (0.5, 0)
+    assert metrics["p_value/score"] == 1
+
+
+def test_the_win_rate_compares_with_independent_draws_of_sft(inputs, world, tmp_path):
+    metrics, lines = run(inputs, tmp_path / "run")
+    sft, again, ppo = (answers_of(lines, name) for name in ("sft", "sft_again", "ppo"))
+    assert {a["draw"] for a in again} == {1} and len(again) == 6
+    assert not {a["response"] for a in again} & {a["response"] for a in sft}
+    for name, theirs in (("paired_win_rate", sft), ("win_rate", again)):
+        pairs = zip(ppo, theirs, strict=True)
+        wins = [(a["score"] > b["score"]) + (a["score"] == b["score"]) / 2 for a, b in pairs]
+        assert metrics[f"{name}/score"] == pytest.approx(sum(wins) / 6)
+
+
+def test_greedy_answers_are_the_most_likely_tokens(inputs, world, tmp_path):
+    """As transformers decodes greedily; the log-probabilities are those at temperature 1."""
+    sampling = {"max_response_tokens": 6, "temperature": 0}
+    metrics, lines = run(inputs, tmp_path / "run", sampling=sampling)
+    tokenizer = load_tokenizer(inputs["sft_model"])
+    contract = TokenContract.read(inputs["sft_model"])
+    model = load_policy(inputs["sft_model"], "fp32").eval()
+    for given in answers_of(lines, "sft"):
+        ids = tokenizer.apply_chat_template(
+            given["messages"], add_generation_prompt=True, return_dict=False
+        )
+        total, written = 0.0, []
+        for _ in range(given["response_tokens"]):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids + written])).logits[0, -1]
+            logprobs = logits[: contract.vocab_size].log_softmax(-1)
+            written.append(int(logprobs.argmax()))
+            total += float(logprobs.max())
+        assert given["response"] == tokenizer.decode(written, skip_special_tokens=True).strip()
+        assert given["sft_logprob"] == pytest.approx(total, abs=1e-4)
+    assert answers_of(lines, "sft_again") == []
+    assert metrics["win_rate/score"] == metrics["paired_win_rate/score"]
 
 
 def test_the_seed_chooses_the_prompts_and_the_draws(inputs, world, tmp_path):
@@ -184,7 +222,8 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     assert [(a["policy"], a["row"], a["draw"]) for a in answers] == [
         (policy, row, draw) for policy in ("sft", "ppo") for row in rows for draw in range(3)
     ]
-    assert [a for a in answers if a["draw"] == 0] == [*map(json.loads, lines.splitlines())]
+    first = [a for a in map(json.loads, lines.splitlines()) if a["draw"] == 0]
+    assert [a for a in answers if a["draw"] == 0] == first
     assert len({(a["row"], a["response"]) for a in answers if a["policy"] == "sft"}) == 18
     assert all(a["gold_score"] is not None and math.isfinite(a["score"]) for a in answers)
     evaluation = evaluation_in(tmp_path / "b")
@@ -192,7 +231,14 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     assert evaluation["win_rates"]["score"]["n"] == 6
     pairs = zip(answers_of(more, "sft"), answers_of(more, "ppo"), strict=True)
     outcomes = [(ours["score"] > theirs["score"]) for theirs, ours in pairs]
-    assert metrics["win_rate/score"] == pytest.approx(sum(outcomes) / 18)
+    assert metrics["paired_win_rate/score"] == pytest.approx(sum(outcomes) / 18)
+    crossed = [
+        ours["score"] > theirs["score"]
+        for ours in answers_of(more, "ppo")
+        for theirs in answers_of(more, "sft")
+        if ours["row"] == theirs["row"] and ours["draw"] != theirs["draw"]
+    ]
+    assert metrics["win_rate/score"] == pytest.approx(sum(crossed) / 36)
     assert evaluation["best_of_n"] == evaluation_in(tmp_path / "a")["best_of_n"]
     best, score = evaluation["best_of_n"][1], {}
     for a in answers_of(more, "sft"):
@@ -230,7 +276,7 @@ def test_tasks_are_measured_beside_the_answers(inputs, world, tmp_path):
     assert "tasks" not in evaluation_in(tmp_path / "a")
 
 
-def test_the_perplexity_of_human_answers(inputs, world, tmp_path):
+def test_the_perplexity_of_held_out_answers(inputs, world, tmp_path):
     """By hand, one row at a time; only the tokens that SFT learns count."""
     rows = range(5)
     table = pa.table(
@@ -241,9 +287,9 @@ def test_the_perplexity_of_human_answers(inputs, world, tmp_path):
         }
     )
     contract = TokenContract.read(inputs["sft_model"])
-    human = write_table(table, tmp_path / "sft_rows", contract)
+    held_out = write_table(table, tmp_path / "sft_rows", contract)
     metrics, _ = run(
-        inputs | {"demonstrations": human}, tmp_path / "run",
+        inputs | {"sft_rows": held_out}, tmp_path / "run",
         sampling={"max_response_tokens": 6, "temperature": 0.5},
     )  # fmt: skip
     perplexities = evaluation_in(tmp_path / "run")["perplexity"]
@@ -261,7 +307,7 @@ def test_the_perplexity_of_human_answers(inputs, world, tmp_path):
                     total -= logits[start + place - 1].log_softmax(-1)[token].item()
                     tokens += 1
         assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
-        assert metrics[f"{policy}/human_perplexity"] == found
+        assert metrics[f"{policy}/held_out_perplexity"] == found
 
 
 def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp_path, monkeypatch):
@@ -287,32 +333,33 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
     assert len(loaded) == 2
     for answer in map(json.loads, lines.splitlines()):
         assert answer["tokens_score"] == pytest.approx(answer["score"], abs=1e-5)
-    assert list(evaluation_in(tmp_path / "run")["win_rates"]) == ["score", "gold", "tokens", "text"]
+    assert list(evaluation_in(tmp_path / "run")["win_rates"]) == ["gold", "tokens", "text", "score"]
     assert metrics["win_rate/tokens"] == metrics["win_rate/score"]
 
 
-def test_a_judge_by_true_answers_needs_some(inputs, world, tmp_path):
-    """Not every prompt has one here, so this judge decides nothing; its scores are stored."""
+def test_a_judge_by_true_answers_needs_one_for_every_prompt(inputs, world, tmp_path):
+    """A judge that was asked for is never dropped."""
     judges = [{"reference": "contains"}]
-    _, lines = run(inputs, tmp_path / "a", judges=judges)
-    for answer in map(json.loads, lines.splitlines()):
-        true = REFERENCES[answer["row"]]
-        expected = None if true is None else float(true in answer["response"].casefold())
-        assert answer["contains_score"] == expected
-    assert "contains" not in evaluation_in(tmp_path / "a")["win_rates"]
+    with pytest.raises(StageError, match=r"found a prompt without a true answer.*contains\. Fix:"):
+        run(inputs, tmp_path / "a", judges=judges)
 
     table = pa.ipc.open_stream(inputs["prompts"] / "test.arrow").read_all()
-    place, none = table.schema.get_field_index("reference"), pa.array([None] * 8, pa.string())
-    without = tmp_path / "prompts"
-    shutil.copytree(inputs["prompts"], without)
-    table = table.set_column(place, "reference", none)
+    place, true = table.schema.get_field_index("reference"), pa.array([*"aeiouxyz"])
+    complete = tmp_path / "prompts"
+    shutil.copytree(inputs["prompts"], complete)
+    table = table.set_column(place, "reference", true)
     with (
-        pa.OSFile(str(without / "test.arrow"), "wb") as sink,
+        pa.OSFile(str(complete / "test.arrow"), "wb") as sink,
         pa.ipc.new_stream(sink, table.schema) as writer,
     ):
         writer.write_table(table)
-    with pytest.raises(StageError, match=r"no prompt with a true answer.*for contains\. Fix:"):
-        run(inputs | {"prompts": without}, tmp_path / "b", judges=judges)
+    _, lines = run(inputs | {"prompts": complete}, tmp_path / "b", judges=judges)
+    for answer in map(json.loads, lines.splitlines()):
+        expected = float("aeiouxyz"[answer["row"]] in answer["response"].casefold())
+        assert answer["contains_score"] == expected
+    evaluation = evaluation_in(tmp_path / "b")
+    assert list(evaluation["win_rates"]) == ["gold", "contains", "score"]
+    assert evaluation["policies"]["sft"]["contains_score_lower"] >= 0
 
 
 def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world, tmp_path):
@@ -326,14 +373,14 @@ def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world
         run(inputs, work / "b", judges=judges)
         assert len(requests) == asked
     assert evaluation_in(work / "b")["pairwise_judges"]["judge"]["cached"] == asked
-    pairs = zip(answers_of(lines, "sft"), answers_of(lines, "ppo"), strict=True)
-    for theirs, ours in pairs:
+    pairs = zip(answers_of(lines, "sft_again"), answers_of(lines, "ppo"), strict=True)
+    for theirs, ours in pairs:  # independent draws
         a, b = len(ours["response"]), len(theirs["response"])
         assert (theirs["judge_score"], ours["judge_score"]) == (0.0, (a > b) - (a < b))
 
 
 def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path, monkeypatch):
-    answer, given = evaluate.answer, []  # the candidate's answers, then the baseline's
+    answer, given = evaluate.answer, []  # the candidate's answers, then the baseline's two draws
 
     def recorded(*arguments):
         given.append(answer(*arguments))
@@ -344,7 +391,7 @@ def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path
     written = [json.loads(line)["sft_logprob"] for line in lines.splitlines()]
     sft = load_policy(inputs["sft_model"], "fp32").eval()
     expected = []
-    for sequences in reversed(given):
+    for sequences in (given[1], given[0], given[2]):
         for row in range(len(sequences)):
             prompt = sequences.prompt_ids[row][sequences.prompt_mask[row].bool()]
             response = sequences.response_ids[row][sequences.response_mask[row]]
@@ -395,7 +442,7 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
 
     monkeypatch.setattr(transformers_generator, "for_generation", recorded)
     assert whole == run(sharded, tmp_path / "d", gather_for_generation=False)
-    assert gathers == [False, False]  # both policies
+    assert gathers == [False] * 3  # both policies, and the second draw of SFT
 
 
 def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(

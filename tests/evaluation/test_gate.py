@@ -136,8 +136,8 @@ def test_the_verdict_has_every_number():
     assert (record["judge"], record["independent"], record["tries"]) == ("gold", True, 2)
     assert record["confidence"] == pytest.approx(1 - 0.1 / 6)
     assert [check["what"] for check in record["checks"]] == [
-        "win rate against SFT by the gold judge",
-        "win rate against the champion by the gold judge",
+        "paired win rate against SFT by the gold judge",
+        "paired win rate against the champion by the gold judge",
         "gain over SFT in units of the scores' spread",
         "answers that differ from SFT's",
         "KL from SFT",
@@ -189,7 +189,7 @@ def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():
     given = evidence(rng, policy(rng, 0.9), champion=champion, champion_judge="gold")
     assert not decide(given, CONFIG).refusals
     (refusal,) = decide(replace(given, champion_judge="score"), CONFIG).refusals
-    assert refusal.startswith("win rate against the champion by the reward model")
+    assert refusal.startswith("paired win rate against the champion by the reward model")
 
 
 def test_one_phrase_everywhere_is_found_although_sft_repeats_itself():

@@ -48,20 +48,30 @@ def test_a_row_without_a_true_answer_has_no_score():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "optimized"),
+    ("rewards", "optimized", "names"),
     [
-        ([{"weight": 1.0, "model": "trained"}], {"score", "same_as_trained"}),
-        (None, {"score", "same_as_trained"}),
-        ([{"weight": 1.0, "path": "x"}], {"other"}),
-        ([{"weight": 0.0, "path": "x"}], set()),
-        ([{"weight": 1.0, "callable": "my.py:f"}], {"f"}),
-        ([{"weight": 1.0, "callable": "my.py:g"}], set()),
+        ([{"weight": 1.0, "model": "trained"}], {"score", "same_as_trained"}, ["trained"]),
+        (None, {"score", "same_as_trained"}, []),
+        ([{"weight": 1.0, "path": "x"}], {"other"}, ["x"]),
+        ([{"weight": 0.0, "path": "x"}], set(), []),
+        ([{"weight": 1.0, "callable": "my.py:f"}], {"f"}, ["f"]),
+        ([{"weight": 1.0, "callable": "my.py:g"}], set(), ["g"]),
+        ([{"weight": 1.0, "callable": "my.py:reads"}], {"exact"}, ["reads"]),
+        ([{"weight": 1.0, "callable": "gone.py:f"}], {"f", "exact"}, ["f"]),  # nobody can know
     ],
 )
-def test_judges_that_training_has_optimized(tmp_path, rewards, optimized):
-    """Reward models count by their bytes, functions by file and name; DPO has no rewards."""
+def test_judges_that_training_has_optimized(tmp_path, monkeypatch, rewards, optimized, names):
+    """Reward models count by their bytes, functions by file and name; DPO has no rewards.
+
+    A judge by true answers counts if a reward function reads true answers.
+    """
+    monkeypatch.chdir(tmp_path)
     source = tmp_path / "my.py"
-    source.write_text("def f(prompts, responses): ...")
+    source.write_text(
+        "def f(prompts, responses): ...\n"
+        "def g(prompts, responses): ...\n"
+        "def reads(prompts, responses, references): ...\n"
+    )
     policy = tmp_path / "policy"
     policy.mkdir()
     is_function = rewards is not None and "callable" in rewards[0]
@@ -87,7 +97,21 @@ def test_judges_that_training_has_optimized(tmp_path, rewards, optimized):
         },
         tmp_path, 60.0,
     )  # fmt: skip
-    assert optimized_judges(job, "ppo", config) == optimized
+    assert optimized_judges(job, "ppo", config) == (optimized, names)
+
+
+def test_a_function_that_was_edited_since_is_the_same_judge(tmp_path):
+    """Its place counts as well as its content."""
+    source = tmp_path / "my.py"
+    source.write_text("def f(prompts, responses): ...")
+    (tmp_path / "policy").mkdir()
+    rewards = {"ppo": {"rewards": [{"weight": 1.0, "callable": f"{source}:f"}]}}
+    inputs = {"rewards.0": "an earlier content"}
+    Manifest("ppo", "f", 0, rewards, inputs, {}, {}, {}).write(tmp_path / "policy")
+    given = {"ppo_model": tmp_path / "policy", "judges.0": source}
+    job = LaunchedJob("evaluate", "f", 0, {}, given, {}, tmp_path, 60.0)
+    config = EvaluateConfig(judges=[f"{source}:f"])
+    assert optimized_judges(job, "ppo", config) == ({"f"}, ["f"])
 
 
 def test_dpo_counts_as_trained_on_the_reward_model(tmp_path):
@@ -95,4 +119,4 @@ def test_dpo_counts_as_trained_on_the_reward_model(tmp_path):
     job = LaunchedJob(
         "evaluate", "f", 0, {}, {"dpo_model": as_artifact(tmp_path / "dpo")}, {}, tmp_path, 60.0
     )
-    assert optimized_judges(job, "dpo", EvaluateConfig()) == {"score"}
+    assert optimized_judges(job, "dpo", EvaluateConfig()) == ({"score"}, [])

@@ -25,6 +25,12 @@ def policies(**texts):
     }
 
 
+def judge_answers(answers, config, cache):
+    """The judged answers and the counts, where the baseline has these answers alone."""
+    judged, _, reports = judge_pairs(answers, answers["sft"], config, cache)
+    return judged, reports
+
+
 def config(url, **fields):
     judge = {"openai": {"base_url": url, "model": "org/judge-1"} | fields, "name": "chat"}
     return EvaluateConfig(judges=[judge])
@@ -35,7 +41,7 @@ TEXTS = {"sft": ["a", "bbb", "cc", "same"], "ppo": ["aaa", "b", "dd", "same"]}
 
 def test_both_orders_decide_and_a_repeated_evaluation_asks_nothing(tmp_path):
     with chat_server(longer) as (url, requests):
-        judged, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path / "cache")
+        judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path / "cache")
         assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
         assert [a.scores["chat"] for a in judged["sft"]] == [0.0] * 4
         assert reports["chat"] == {
@@ -46,18 +52,18 @@ def test_both_orders_decide_and_a_repeated_evaluation_asks_nothing(tmp_path):
         assert {request["path"] for request in requests} == {"/v1/chat/completions"}
         assert all(r["model"] == "org/judge-1" and r["temperature"] == 0 for r in requests)
 
-        again, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path / "cache")
+        again, reports = judge_answers(policies(**TEXTS), config(url), tmp_path / "cache")
         assert again == judged and len(requests) == 6
         assert (reports["chat"]["calls"], reports["chat"]["cached"]) == (0, 6)
         assert reports["chat"]["prompt_tokens"] == 0
 
-        judge_pairs(policies(**TEXTS), config(url, model="org/judge-2"), tmp_path / "cache")
+        judge_answers(policies(**TEXTS), config(url, model="org/judge-2"), tmp_path / "cache")
         assert len(requests) == 12  # another judge, other requests
 
 
 def test_a_judge_that_favours_a_position_prefers_nobody(tmp_path):
     with chat_server(lambda first, second: "[[A]]") as (url, _):
-        judged, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+        judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
     assert [a.scores["chat"] for a in judged["ppo"]] == [0.0] * 4
     assert reports["chat"]["inconsistent"] == 3
 
@@ -69,7 +75,7 @@ def test_refusals_and_replies_without_a_verdict_are_ties_and_counted(tmp_path):
         return longer(first, second)
 
     with chat_server(reply) as (url, _):
-        judged, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+        judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
     assert [a.scores["chat"] for a in judged["ppo"]] == [0.0, -1.0, 0.0, 0.0]
     counts = reports["chat"]
     assert (counts["refusals"], counts["unparsable"], counts["inconsistent"]) == (1, 1, 0)
@@ -80,12 +86,12 @@ def test_a_judge_that_mostly_says_nothing_is_an_error(tmp_path):
         chat_server(lambda *_: "Hm.") as (url, _),
         pytest.raises(StageError, match=r"found 6 of 6 replies of chat without a verdict.*'Hm\.'"),
     ):
-        judge_pairs(policies(**TEXTS), config(url), tmp_path)
+        judge_answers(policies(**TEXTS), config(url), tmp_path)
 
 
 def test_a_busy_server_is_asked_again(tmp_path):
     with chat_server(longer, lambda number: 429 if number == 0 else 200) as (url, requests):
-        judged, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+        judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
     assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
     assert (len(requests), reports["chat"]["calls"]) == (7, 6)
 
@@ -94,9 +100,9 @@ def test_a_failure_keeps_the_replies_so_far(tmp_path):
     down = True
     with chat_server(longer, lambda number: 401 if down and number >= 4 else 200) as (url, asked):
         with pytest.raises(StageError, match=r"org/judge-1 at http.*did not judge.*401.*Fix:"):
-            judge_pairs(policies(**TEXTS), config(url, concurrency=1), tmp_path)
+            judge_answers(policies(**TEXTS), config(url, concurrency=1), tmp_path)
         down, before = False, len(asked)
-        _, reports = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+        _, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
         assert (reports["chat"]["cached"], len(asked) - before) == (4, 2)
 
 
@@ -104,7 +110,7 @@ def test_the_key_is_sent_and_stored_nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-canary")
     with chat_server(longer) as (url, requests):
         chat = config(url, api_key_env="JUDGE_KEY")
-        judge_pairs(policies(**TEXTS), chat, tmp_path)
+        judge_answers(policies(**TEXTS), chat, tmp_path)
     assert {request["key"] for request in requests} == {"Bearer sk-canary"}
     assert not any("sk-canary" in path.read_text() for path in tmp_path.rglob("*.json"))
     assert "JUDGE_KEY" not in json.dumps(chat.recipe())
@@ -119,32 +125,49 @@ def test_an_answer_with_the_name_of_a_field_stays_as_it_is(tmp_path):
 
     with chat_server(reply) as (url, _):
         chat = config(url, template="{prompt}|{first}|{second}")
-        judge_pairs(policies(sft=["{first} {x}"], ppo=["{second}"]), chat, tmp_path)
+        judge_answers(policies(sft=["{first} {x}"], ppo=["{second}"]), chat, tmp_path)
     assert sorted(seen) == ["User: 0?|{first} {x}|{second}", "User: 0?|{second}|{first} {x}"]
 
 
 def test_the_verdict_is_the_last_one_of_a_reply(tmp_path):
     """The judge may quote an answer that contains a verdict."""
     with chat_server(lambda a, b: f"It says [[B]]. {longer(a, b)}") as (url, _):
-        judged, _ = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+        judged, _ = judge_answers(policies(**TEXTS), config(url), tmp_path)
     assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_a_chat_judge_decides_if_training_optimized_the_reward_model(tmp_path):
     with chat_server(longer) as (url, _):
-        judged, _ = judge_pairs(policies(**TEXTS), config(url), tmp_path)
+        judged, _ = judge_answers(policies(**TEXTS), config(url), tmp_path)
     evaluation = compare(judged, config(url), {"score"})
     assert (evaluation["judge"], evaluation["independent"]) == ("chat", True)
     rate = evaluation["win_rates"]["chat"]
     assert (rate["wins"], rate["ties"], rate["losses"]) == (1, 2, 1)
 
 
-def test_every_draw_of_a_prompt_is_judged(tmp_path):
+def test_every_draw_of_a_prompt_meets_the_next_draw_of_the_baseline(tmp_path):
+    """Equal draws are not independent: aaa meets bbb, b meets cc, dd meets same, same meets a."""
     answers = {
         name: [replace(a, row=0, draw=a.row) for a in given]
         for name, given in policies(**TEXTS).items()
     }
     with chat_server(longer) as (url, _):
-        judged, reports = judge_pairs(answers, config(url), tmp_path)
-    assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
+        judged, reports = judge_answers(answers, config(url), tmp_path)
+    assert [a.scores["chat"] for a in judged["ppo"]] == [0.0, -1.0, -1.0, 1.0]
     assert reports["chat"]["pairs"] == 4
+
+
+def test_the_answer_meets_a_second_draw_of_the_baseline_if_there_is_one(tmp_path):
+    answers = policies(sft=["a", "a"], ppo=["aaa", "aaa"])
+    again = ("aaaaa", "a")
+    drawn = [
+        replace(a, response=text, draw=draw)
+        for a, other in zip(answers["sft"], again, strict=True)
+        for draw, text in enumerate((a.response, other))
+    ]
+    with chat_server(longer) as (url, _):
+        judged, drawn, _ = judge_pairs(answers, drawn, config(url), tmp_path)
+    assert [a.scores["chat"] for a in judged["ppo"]] == [-1.0, 1.0]
+    assert [a.scores["chat"] for a in drawn] == [0.0] * 4
+    rate = compare(judged, config(url), {"score"}, drawn)["win_rates"]["chat"]
+    assert (rate["wins"], rate["losses"], rate["n"]) == (1, 1, 2)

@@ -6,13 +6,16 @@ from copy import deepcopy
 import pytest
 from rich.console import Console
 
-from rlhf_pipeline.evaluation.report import metric_rows, print_summary, verdict
+from rlhf_pipeline.evaluation.report import caveat, metric_rows, print_summary, verdict
 
 EVALUATION = {
     "candidate": "ppo",
     "prompts": 400,
     "decoding": {"temperature": 0.7, "max_response_tokens": 64},
     "judge": "gold",
+    "answers_per_prompt": 1,
+    "optimized": ["score"],
+    "rewards": ["trained"],
     "policies": {
         "sft": {
             "score": -1.5,
@@ -53,6 +56,8 @@ EVALUATION = {
             "ties": 20,
             "losses": 80,
             "n": 400,
+            "length_controlled": None,
+            "paired": {"rate": 0.8, "lower": 0.75, "upper": 0.84},
         },
         "gold": {
             "rate": 0.475,
@@ -62,15 +67,11 @@ EVALUATION = {
             "ties": 20,
             "losses": 200,
             "n": 400,
+            "length_controlled": None,
+            "paired": {"rate": 0.5, "lower": 0.45, "upper": 0.55},
         },
     },
     "variants": {},
-}
-
-CAVEATS = {
-    "score": "PPO was trained to maximize the score of the reward model, "
-    "so this judge favours PPO.",
-    "gold": "PPO never saw the scores of this judge.",
 }
 
 ROWS = [
@@ -88,15 +89,15 @@ ROWS = [
 WINS, TIES, LOSSES = "\N{FULL BLOCK}" * 18, "\N{MEDIUM SHADE}" * 2, "\N{LIGHT SHADE}" * 20
 TERMINAL = f"""\
 By the gold judge, no difference is shown: it prefers PPO's answer to SFT's on
-47.5% (95%: 42.7% to 52.4%) of 400 prompts. The reward model prefers it on 77.5%
-(95%: 73.1% to 81.3%).
+47.5% (95%: 42.7% to 52.4%) of 400 prompts, and on 50.0% (95%: 45.0% to 55.0%)
+with equal draws. The reward model prefers it on 77.5% (95%: 73.1% to 81.3%).
 PPO {WINS}{TIES}{LOSSES} SFT  180 wins, 20 ties, 200 losses
 """
 
 
-def printed(evaluation, caveats=CAVEATS):
+def printed(evaluation):
     console = Console(file=io.StringIO(), width=80)
-    print_summary(evaluation, caveats, console)
+    print_summary(evaluation, console)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -117,19 +118,53 @@ def test_the_terminal():
     assert printed(EVALUATION) == TERMINAL
 
 
-def test_the_verdict_of_the_reward_model_alone_has_its_caveat():
-    rates = {"score": EVALUATION["win_rates"]["score"]}
-    evaluation = EVALUATION | {"win_rates": rates, "judge": "score"}
-    assert "so this judge favours PPO.\n" in printed(evaluation)
+@pytest.mark.parametrize(
+    ("judge", "optimized", "rewards", "how"),
+    [
+        ("score", ["score"], ["trained"], "was trained to maximize the score of the reward model"),
+        ("score", [], ["correct"], None),
+        ("correct", ["correct"], ["correct"], "was trained to maximize the score of correct"),
+        (
+            "last_number",
+            ["last_number", "score"],
+            ["trained", "right"],
+            "was trained to maximize the score of the reward model and right",
+        ),
+        ("score", ["score"], [], "learned from the same comparisons as the reward model"),
+    ],
+)
+def test_the_verdict_says_what_training_has_optimized(judge, optimized, rewards, how):
+    rates = {judge: EVALUATION["win_rates"]["score"]}
+    found = EVALUATION | {"win_rates": rates, "judge": judge}
+    found |= {"optimized": optimized, "rewards": rewards}
+    words = " ".join(printed(found).split())
+    if how is None:
+        assert "favours" not in words
+        assert caveat(found, judge) == "PPO was not trained on this judge."
+    else:
+        assert caveat(found, judge) == f"PPO {how}, so this judge favours PPO."
+        assert caveat(found, judge) in words
+
+
+def test_the_verdict_says_where_length_explains_the_rate():
+    """The rate 0.475 is outside of the interval of the rate at equal length, then inside."""
+    found = deepcopy(EVALUATION)
+    controlled = {"rate": 0.4, "lower": 0.35, "upper": 0.45}
+    found["win_rates"]["gold"]["length_controlled"] = controlled
+    assert (
+        "With answers of equal length, it would prefer PPO's on 40.0% (95%: 35.0% to 45.0%), so "
+        "length is a part of the difference." in " ".join(printed(found).split())
+    )
+    found["win_rates"]["gold"]["length_controlled"] = controlled | {"upper": 0.48}
+    assert "equal length" not in printed(found)
 
 
 def test_another_candidate_is_called_by_its_name():
     evaluation = deepcopy(EVALUATION)
     evaluation["candidate"] = "dpo"
     evaluation["policies"]["dpo"] = evaluation["policies"].pop("ppo")
-    caveats = {judge: caveat.replace("PPO", "DPO") for judge, caveat in CAVEATS.items()}
     assert metric_rows(evaluation) == ROWS
-    terminal = printed(evaluation, caveats)
+    terminal = printed(evaluation)
     assert terminal == TERMINAL.replace("PPO", "DPO")
 
 
@@ -184,6 +219,9 @@ def test_the_verdict_needs_the_whole_interval(lower, upper, expected):
     assert found == f"By the gold judge, {expected}."
 
 
-def test_several_answers_to_a_prompt_are_counted_as_pairs():
+def test_several_answers_to_a_prompt_are_counted():
     found = " ".join(printed(EVALUATION | {"answers_per_prompt": 4}).split())
-    assert "on 47.5% (95%: 42.7% to 52.4%) of 1600 pairs of answers to 400 prompts. " in found
+    assert (
+        "on 47.5% (95%: 42.7% to 52.4%) of 400 prompts with 4 answers of each policy, and on"
+        in found
+    )

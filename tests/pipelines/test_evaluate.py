@@ -27,19 +27,17 @@ def job_of(policy, **config):
 
 
 @pytest.mark.parametrize(("policy", "stage"), [(PPO, "evaluate"), (DPO, "evaluate_dpo")])
-def test_the_candidate_brings_its_name_and_its_caveats(policy, stage):
+def test_the_candidate_brings_its_name(policy, stage):
     job = job_of(policy)
     assert job.spec.name == stage
     assert job.inputs == {
         "prompts": Path("split/evaluation"),
-        "demonstrations": Path("split/sft"),
+        "sft_rows": Path("split/sft"),
         "sft_model": Path("sft"),
         f"{policy.name}_model": Path("candidate"),
         "reward_model": Path("reward_model"),
     }
     assert job.config["candidate"].name == policy.name
-    assert job.config["candidate"].caveats == policy.caveats
-    assert job.config["candidate"].caveats.keys() == {"score", "gold"}
 
 
 def test_the_source_of_a_judge_is_an_input(tmp_path):

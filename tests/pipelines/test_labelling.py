@@ -138,7 +138,8 @@ def test_an_alias_stands_for_the_newest_evaluation_of_the_policy(project):
     assert found[0] == found[1] == found[2]
     answers = [json.loads(line) for line in (evaluation / "answers.jsonl").read_text().splitlines()]
     first = found[0]["pair"]
-    prompts = [answer for answer in answers if answer["messages"] == first["prompt"]]
+    paired = [answer for answer in answers if answer["policy"] != "sft_again"]
+    prompts = [answer for answer in paired if answer["messages"] == first["prompt"]]
     assert sorted(first["answers"]) == sorted(answer["response"] for answer in prompts)
 
 

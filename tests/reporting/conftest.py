@@ -40,17 +40,12 @@ def evaluation(tmp_path):
         folder = tmp_path / "evaluation"
         folder.mkdir()
         answers = {name: [answer(row, name) for row in range(60)] for name in ("sft", "ppo")}
-        compared = compare(answers, EvaluateConfig(), {"score"})
-        for rate in compared["win_rates"].values():  # optional fields: `changes` may give them
-            for name in {"p_value", "length_controlled"} & rate.keys():
-                del rate[name]
+        compared = compare(answers, EvaluateConfig(), {"score"}, rewards=["trained"])
         compared |= changes
         (folder / "evaluation.json").write_text(json.dumps(compared))
         write_answers(answers, folder)
-        caveats = {"score": "PPO was trained on it.", "gold": "PPO never saw it."}
         inputs = {"prompts": "0123456789abcdef"}
-        candidate = {"name": "ppo", "caveats": caveats}
-        return artifact(folder, "evaluate", inputs=inputs, candidate=candidate)
+        return artifact(folder, "evaluate", inputs=inputs, candidate={"name": "ppo"})
 
     return make
 

@@ -60,12 +60,13 @@ def test_scores_stand_against_the_root_of_the_kl():
     training = records(validation__kl=[4.0, None, -0.01], validation__score=[1.0, None, 2.0])
     evaluation = {
         "candidate": "ppo",
+        "rewards": ["trained"],
         "policies": {name: {"kl": kl, "score": score}
                      for name, kl, score in (("sft", 0.0, 0.1), ("ppo", 2.25, 0.9),
                                              ("ppo_ema", 9.0, 9.0))},
         "best_of_n": [{"n": 2, "kl": 0.25, "score": 0.5}],
     }  # fmt: skip
-    (chart,) = frontier({"PPO": training}, evaluation)
+    (chart,) = frontier({"PPO": training}, "Score of the reward model", evaluation)
     path, tested, best = chart.series
     assert (path["x"], path["y"], path["texts"]) == ([2.0, 0.0], [1.0, 2.0], ["step 1", "step 3"])
     assert (tested["x"], tested["y"]) == ([0.0, 1.5], [0.1, 0.9])

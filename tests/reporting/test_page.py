@@ -27,10 +27,14 @@ def test_the_sections_follow_the_verdict(evaluation, models):
         "Results", "Training of PPO", "Score and KL", "Distributions", "Reward model", "SFT",
         "Answers", "Origin",
     ]  # fmt: skip
-    assert "1 of 2 conditions hold. This is try 3 on these prompts" in page
+    assert "1 of 2 conditions hold. This is try 3 on test prompts of this source" in page
     assert "99.17%" in page
     assert "The gold judge decides; the training has not optimized it." in page
-    assert page.index("It decides. PPO never saw it.") < page.index("PPO was trained on it.")
+    favours = (
+        "PPO was trained to maximize the score of the reward model, so this judge favours PPO."
+    )
+    assert page.index("It decides. PPO was not trained on this judge.") < page.index(favours)
+    assert "<h3>Score of the reward model</h3>" in page
     assert "run-of-ppo" in page and "ppo.kl.coef" in page and "0123456789ab<" in page
 
 
@@ -39,7 +43,7 @@ def test_what_is_absent_is_left_out(evaluation):
     assert "<h1>By the gold judge, no difference is shown.</h1>" in page
     assert headings(page) == ["Results", "Score and KL", "Distributions", "Answers", "Origin"]
     assert "No registration of this evaluation is here" in page
-    for text in ("Perplexity of people", "Sign test", "at equal length", "Results by source"):
+    for text in ("Perplexity of", "at equal length", "Results by source"):
         assert text not in page
     assert "All parameters" not in page
 
@@ -48,7 +52,7 @@ def test_an_evaluation_of_an_earlier_version_is_refused(evaluation):
     folder = evaluation()
     file = folder / "evaluation.json"
     earlier = json.loads(file.read_text())
-    del earlier["independent"]
+    del earlier["rewards"]
     file.write_text(json.dumps(earlier))
     with pytest.raises(ArtifactError, match="an evaluation of an earlier version"):
         evaluation_page(folder, [], None)
@@ -76,10 +80,12 @@ def test_the_heading_says_what_overruled_the_gate(evaluation, promoted, refusals
 
 def test_newer_fields_are_shown(evaluation):
     whole = {"rate": 0.5, "lower": 0.4, "upper": 0.6, "wins": 29, "ties": 1, "losses": 30, "n": 60}
+    gain = {"gain": 0.2, "gain_lower": -0.1, "gain_upper": 0.5, "p_value": 0.0123}
+    paired = whole | {"rate": 0.625} | gain
     part = {"rate": 0.25, "lower": 0.2, "upper": 0.3, "n": 60}
     page = evaluation_page(
         evaluation(
-            win_rates={"gold": whole | {"p_value": 0.0123, "length_controlled": part}},
+            win_rates={"gold": whole | {"paired": paired, "length_controlled": part}},
             slices={"web": {"n": 60, "win_rates": {"gold": part}}},
             perplexity={"sft": 4.0, "ppo": 5.5},
             pairwise_judges={"gold": {"pairs": 60, "inconsistent": 4}},
@@ -88,11 +94,21 @@ def test_newer_fields_are_shown(evaluation):
         [],
         REGISTRATION,
     )
-    assert "Sign test: p = 0.012." in page
+    assert "Sign test: p = 0.012. Gain: +0.20 of the scores&#39; spread (-0.10 to +0.50)." in page
+    assert "62.5%" in page and "and on 62.5% (95%: 40.0% to 60.0%) with equal draws." in page
+    assert "With answers of equal length, it would prefer PPO&#39;s on 25.0%" in page
     assert "at equal length" in page and "20.0% to 30.0%" in page
     assert "Results by source" in page and "the gold judge, 60 prompts" in page
-    assert "SFT 4.00, PPO 5.50. A rise is what the alignment costs." in page
+    assert "SFT 4.00, PPO 5.50. A rise is what the training for the judge costs." in page
     assert "best of 4" in page and "pairs 60, inconsistent 4" in page
+
+
+def test_the_curve_of_a_function_carries_its_name(evaluation, models):
+    """The score of the test prompts is that of the reward model, so it is not on the same path."""
+    page = evaluation_page(evaluation(rewards=["correct"], optimized=["correct"]), models, None)
+    assert "<h3>Score of correct</h3>" in page and "<h3>Score of correct against √KL</h3>" in page
+    assert "Score of the reward model" not in page and "favours" not in page
+    assert page.count("PPO was not trained on this judge.") == 2
 
 
 def test_the_report_of_the_reward_model_is_shown(evaluation, models):

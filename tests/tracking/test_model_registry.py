@@ -16,6 +16,7 @@ from random_answers import policy
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.evaluation.comparison import compare, write_answers
 from rlhf_pipeline.evaluation.gate import Check, Verdict
@@ -37,10 +38,11 @@ def refused(*reasons):
     """The arguments of a registration whose verdict has these refusals."""
     checks = tuple(Check(reason, "1", "2", None, False) for reason in reasons)
     verdict = Verdict("gold", True, 1, 0.95, checks)
-    return {"prompts": "test", "judged": lambda tries: replace(verdict, tries=tries)}
+    return {"test_set": "test", "judged": lambda tries: replace(verdict, tries=tries)}
 
 
 PASSED = refused()
+SOURCES = [SourceConfig(name="synthetic")]
 
 
 def published(directory, stage, fingerprint, weights="weights"):
@@ -302,7 +304,7 @@ def registered(client, folders, policies, tmp_path, monkeypatch, champion=None, 
         client.set_registered_model_alias("rlhf-policy", "champion", version)
         present = Champion(str(version), Path("champion"))
     return register_evaluated(
-        *folders, evaluation, present, answered, RegisterConfig(**config), "synthetic", tmp_path
+        *folders, evaluation, present, answered, RegisterConfig(**config), SOURCES, tmp_path
     )
 
 
@@ -373,11 +375,11 @@ def test_the_present_champion_answers_the_same_prompts(
     )  # fmt: skip
     assert stages.job.spec.name == "evaluate_champion" and stages.job.seed == 7
     assert stages.job.inputs == {
-        "prompts": split / "evaluation", "demonstrations": split / "sft", "sft_model": sft.folder,
+        "prompts": split / "evaluation", "sft_rows": split / "sft", "sft_model": sft.folder,
         "champion_model": champion, "reward_model": reward_model,
     }  # fmt: skip
     (refusal,) = registration["verdict"]["refusals"]
-    assert refusal.startswith("win rate against the champion by the gold judge: found 0.")
+    assert refusal.startswith("paired win rate against the champion by the gold judge: found 0.")
     assert registration["aliases"]["champion"] == str(version)
 
 
@@ -395,6 +397,29 @@ def test_every_further_candidate_for_one_test_set_meets_a_wider_interval(
         found = registered(client, folders, policies, tmp_path, monkeypatch, promote="never")
         tries.append((found.verdict["tries"], round(found.verdict["confidence"], 4)))
     assert tries == [(1, 0.95), (2, 0.9833), (2, 0.9833), (3, 0.9917)]
+
+
+def test_another_seed_of_the_same_sources_is_one_more_try(
+    client, sft, ppo, trained, tmp_path, monkeypatch
+):
+    """Its split has other test prompts of the source; another source counts alone."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    tries = []
+    for number, (seed, name) in enumerate([(1, "a"), (2, "a"), (3, "b")]):
+        folder = tmp_path / "candidates" / str(number)
+        published(folder, "ppo", str(number), weights=str(number))
+        training_run(client, str(number))
+        given = {"sft": answers_of(0.0, seed, kl=0.0), "ppo": answers_of(0.9, seed + 10)}
+        given = {k: [replace(each, source=name) for each in v] for k, v in given.items()}
+        inputs = {"prompts": str(seed) * 64}
+        evaluation = evaluated(tmp_path / f"e{number}", given, seed=seed, **inputs)
+        sources = [SourceConfig(name=each) for each in "ab"]
+        config = RegisterConfig(promote="never")
+        found = register_evaluated(
+            sft.folder, folder, evaluation, None, None, config, sources, tmp_path
+        )
+        tries.append(found.verdict["tries"])
+    assert tries == [1, 2, 1]
 
 
 def test_a_candidate_keeps_its_number_and_each_test_set_counts_alone(client):
@@ -436,7 +461,7 @@ def test_the_gate_reads_the_tasks(client, sft, ppo, trained, tmp_path, monkeypat
     compared["policies"]["ppo"] |= {"tasks/copy/acc": 0.5, "tasks/copy/acc_lower": 0.25}
     (evaluation / "evaluation.json").write_text(json.dumps(compared | {"tasks": {"copy": copied}}))
     registration = register_evaluated(
-        sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), "s", tmp_path
+        sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), SOURCES, tmp_path
     )
     (refusal,) = registration.verdict["refusals"]
     assert refusal.startswith("acc of task copy against SFT: found 0.500, a change of -0.250")
@@ -466,11 +491,11 @@ def test_an_evaluation_of_an_earlier_version_is_named(client, sft, ppo, trained,
     policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
     evaluation = evaluated(tmp_path / "e", policies)
     compared = json.loads((evaluation / "evaluation.json").read_text())
-    del compared["independent"]
-    (evaluation / "evaluation.json").write_text(json.dumps(compared | {"judge": None}))
-    with pytest.raises(StageError, match=r"earlier version.*kedro run --from-nodes=evaluate"):
+    del compared["rewards"]
+    (evaluation / "evaluation.json").write_text(json.dumps(compared))
+    with pytest.raises(ArtifactError, match=r"earlier version.*kedro run --from-nodes=evaluate"):
         register_evaluated(
-            sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), "s", tmp_path
+            sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), SOURCES, tmp_path
         )
 
 

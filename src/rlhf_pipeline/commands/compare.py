@@ -200,7 +200,7 @@ def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
         return [f"{pair}: no comparison, because no evaluation had the same prompts and judges"]
     return [
         f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
-        f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of "
+        f"with equal draws ({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of "
         f"{counted(rate.n, len(found[0]) // rate.n)}; {gain}"
         for judge, rate, gain, confidence in judged(*found, pairs)
     ]
@@ -246,13 +246,10 @@ def comparison_page(policies: Sequence[Policy], tables: Sequence[Table]) -> str:
         reasons = [] if answers else verdicts(candidate, baseline, len(pairs))
         found.append({"names": (candidate.name, baseline.name), "judges": judges, "why": reasons})
     return render(
-        "comparison.html.j2",
-        names=[policy.name for policy in policies],
-        pairs=found,
+        "comparison.html.j2", names=[policy.name for policy in policies], pairs=found, data=None,
         tables=[_plain(table) for table in tables],
         charts={stage: made for stage, made in charts.items() if made},
-        data=None,
-    )
+    )  # fmt: skip
 
 
 def _plain(table: Table) -> dict[str, Any]:

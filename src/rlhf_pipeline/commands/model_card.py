@@ -51,15 +51,10 @@ def model_card(
     ]
     return environment.get_template("model_card.md.j2").render(
         title=f"{model} {policy.stage.upper()}" + (f", version {version}" if version else ""),
-        policy=policy,
-        digest=digest,
-        license=license_name,
-        origins=origins,
-        evaluation=_evaluation(policy),
-        verdict=json.loads(tags.get("rlhf.verdict", "null")),
-        leaves=leaves,
+        policy=policy, digest=digest, license=license_name, origins=origins, leaves=leaves,
+        evaluation=_evaluation(policy), verdict=json.loads(tags.get("rlhf.verdict", "null")),
         adapter_of=adapter_of,
-    )
+    )  # fmt: skip
 
 
 def _shown(value: object) -> str:
@@ -103,18 +98,17 @@ def _origin(manifest: Manifest) -> dict[str, str | None]:
 
 
 def _evaluation(policy: Policy) -> dict[str, Any] | None:
-    """The newest evaluation of the policy as a candidate, or else as SFT."""
-    found = [
-        (json.loads((folder / "evaluation.json").read_text()), folder, name)
-        for folder, name in policy.evaluations
-    ]
+    """The newest evaluation of the policy as a candidate, or else as SFT; none of old versions."""
+    read = (
+        (json.loads((f / "evaluation.json").read_text()), name) for f, name in policy.evaluations
+    )
+    found = [(compared, name) for compared, name in read if "rewards" in compared]
     if not found:
         return None
-    own = (each for each in found if each[0]["candidate"] == each[2])
-    compared, folder, _ = next(own, found[0])
-    caveats = Manifest.read(folder).config["candidate"]["caveats"]
+    own = (compared for compared, name in found if compared["candidate"] == name)
+    compared = next(own, found[0][0])
     return {
-        "summary": summary(compared, caveats),
+        "summary": summary(compared),
         "candidate": compared["candidate"],
         "prompts": compared["prompts"],
         "decoding": ", ".join(f"{name} {value}" for name, value in compared["decoding"].items()),

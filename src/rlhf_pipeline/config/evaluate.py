@@ -1,6 +1,7 @@
 """Comparison of a candidate policy (PPO or DPO) with the SFT baseline."""
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -9,7 +10,7 @@ from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.judges import Judge
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.rewards import CallableReward
-from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.sampling import EvaluationSamplingConfig
 
 REWARD_MODEL = "score"
 """Name of the judge that is the reward model; its scores are called `score`."""
@@ -26,9 +27,8 @@ JUDGE_PREFIX = "judges."
 TASK_PREFIX = "tasks."
 """Inputs of the evaluation job: the files of own tasks (`evaluate.tasks`)."""
 
-DEMONSTRATIONS = "demonstrations"
-"""Input of the evaluation job: the rows of SFT, whose validation rows are held-out human answers.
-"""
+SFT_ROWS = "sft_rows"
+"""Input of the evaluation job: the rows of SFT, whose validation rows are held-out answers."""
 
 _NAME = re.compile(r"[\w.-]+(?<!_lower)(?<!_upper)")
 
@@ -52,7 +52,7 @@ class TasksConfig(Block):
 
 
 class EvaluateConfig(Block):
-    """Both policies answer the same held-out prompts with equal decoding and equal randomness."""
+    """Both policies answer the same held-out prompts with equal decoding."""
 
     prompts: PositiveInt = 512
     """Held-out prompts, at most. The half width of the win rate's interval falls with the square
@@ -62,7 +62,7 @@ class EvaluateConfig(Block):
     prompts, because answers to one prompt resemble each other; intervals take this into account."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens per forward pass on each rank when scoring, at most."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Decoding of both policies."""
     precision: Precision | None = None
     """Precision of all models. None: each model has the precision that it was saved in."""
@@ -75,14 +75,28 @@ class EvaluateConfig(Block):
     judges: tuple[Judge, ...] = ()
     """Further judges, see `config.judges`: Python functions (FILE.py:FUNCTION, or a block with
     `callable` and `name`; see `rlhf_pipeline.rollout.function_reward`), reward models, true answers
-    and chat models. The reward model always judges; the gold score judges if the source of every
-    prompt has one."""
+    and chat models. The first one that training has not optimized decides about a promotion. The
+    reward model always judges; the gold score judges, and decides, if the source of every prompt
+    has one."""
     best_of_n: int = Field(default=0, ge=0)
     """A power of two: for n = 1, 2, 4, ... up to this number, also report the best of n answers of
     SFT by the reward model, a bound for PPO. Costs that many answers of SFT to every prompt; those
     of `answers_per_prompt` are among them. 0: off."""
     tasks: TasksConfig | None = None
     """What every policy must solve besides."""
+
+    @property
+    def baseline_draws(self) -> int:
+        """Answers of the baseline to each prompt: the second is independent of the candidate's."""
+        return 1 if self.sampling.temperature == 0 else max(2, self.answers_per_prompt)
+
+    def _faults(self) -> Iterator[str]:
+        if self.sampling.temperature == 0 and (self.answers_per_prompt > 1 or self.best_of_n):
+            yield (
+                f"found answers_per_prompt {self.answers_per_prompt} and best_of_n "
+                f"{self.best_of_n}, expected 1 and 0 with sampling.temperature 0, which gives the "
+                "same answer every time. Fix: set them so, or raise the temperature"
+            )
 
     @field_validator("best_of_n")
     @classmethod
@@ -118,5 +132,3 @@ class CandidateConfig(Block):
 
     name: str
     """Stage that trained the policy: "ppo" or "dpo"."""
-    caveats: dict[str, str] = operational({})
-    """Caveats about the win rate, by judge."""

@@ -20,12 +20,12 @@ class RegisterConfig(Block):
     """When the candidate becomes the champion. gate: if it passes every condition below and beats
     the present champion. The conditions are checked and reported in any case."""
     min_win_rate_lower: float = Field(default=0.5, ge=0, lt=1)
-    """The lower end of the 95% interval on the win rate against SFT, and on the one against the
-    champion, must be above this value. 0.5 requires a policy that is better beyond chance; a mean
-    above 0.5 is not enough."""
+    """The lower end of the 95% interval on the paired win rate (equal draws) against SFT, and on
+    the one against the champion, must be above this value. 0.5 requires a policy that is better
+    beyond chance; a mean above 0.5 is not enough."""
     min_gain: float = Field(default=0.1, ge=0)
-    """Least gain over SFT: lower end of the 95% interval, in units of the scores' spread. Many wins
-    by a hair's breadth do not count."""
+    """Least gain over SFT with equal draws: lower end of the 95% interval, in units of the scores'
+    spread. Many wins by a hair's breadth do not count."""
     require_independent_judge: bool = False
     """Whether the judge that decides must be one that training has not optimized."""
     max_kl: float = Field(default=10.0, gt=0)

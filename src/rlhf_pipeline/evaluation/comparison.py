@@ -5,7 +5,8 @@ The driver imports this module, so it must not import torch.
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,9 +15,13 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
+from rlhf_pipeline.config.judges import PairwiseJudge
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.statistics import (
+    cross_pairs,
     length_controlled,
     mean_with_interval,
+    share_with_interval,
     sign_test,
     smallest_visible_win_rate,
     standardized_gain,
@@ -72,6 +77,22 @@ def judge_title(name: str) -> str:
     return "the reward model" if name == REWARD_MODEL else f"the {name} judge"
 
 
+def reward_title(names: Sequence[str]) -> str:
+    """The rewards of a training in a sentence, by their names in `ppo.rewards`."""
+    return " and ".join("the reward model" if name == "trained" else name for name in names)
+
+
+def read_evaluation(folder: Path) -> dict[str, Any]:
+    """The evaluation in a folder. Raises ArtifactError if an earlier version made it."""
+    evaluation: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())
+    if "rewards" not in evaluation:
+        raise ArtifactError(
+            f"{folder}: found an evaluation of an earlier version, expected one with win rates of "
+            "independent answers. Fix: `kedro run --from-nodes=evaluate`"
+        )
+    return evaluation
+
+
 def write_answers(answers: dict[str, list[Answer]], folder: Path) -> None:
     """Write the answers of all policies, one line for each."""
     lines = [
@@ -94,56 +115,71 @@ def read_answers(folder: Path) -> dict[str, list[Answer]]:
 def deciding_judge(judges: Collection[str], optimized: Collection[str]) -> str:
     """The judge whose win rate decides about a promotion.
 
-    The gold score; without it, the first judge that no training has optimized; without one, the
-    reward model.
+    The gold score; without it, the first judge of `evaluate.judges` that training has not
+    optimized, or else the first one; the reward model only if there is no other judge.
     """
-    independent = [judge for judge in judges if judge not in optimized]
-    return GOLD if GOLD in judges else next(iter(independent), REWARD_MODEL)
+    asked = [judge for judge in judges if judge not in (GOLD, REWARD_MODEL)]
+    independent = [judge for judge in asked if judge not in optimized]
+    return GOLD if GOLD in judges else next(iter(independent + asked), REWARD_MODEL)
 
 
 def complete_judges(answers: list[Answer]) -> list[str]:
-    """The judges that scored every answer, in their order."""
-    return [
-        judge for judge in answers[0].scores if all(a.scores[judge] is not None for a in answers)
-    ]
+    """The judges, in their order. The gold score takes part only if every answer has one.
+
+    Raises StageError if another judge has no score for an answer.
+    """
+    missing = Counter(judge for a in answers for judge, score in a.scores.items() if score is None)
+    for judge in missing.keys() - {GOLD}:
+        raise StageError(
+            f"evaluate.judges: found {missing[judge]} of {len(answers)} answers without a score of "
+            f"{judge}, expected none. Fix: set columns.reference of each source, or remove it"
+        )
+    return [judge for judge in answers[0].scores if judge not in missing]
 
 
 def compare(
-    answers: dict[str, list[Answer]], config: EvaluateConfig, optimized: Collection[str]
+    answers: dict[str, list[Answer]],
+    config: EvaluateConfig,
+    optimized: Collection[str],
+    drawn: list[Answer] | None = None,
+    rewards: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Compute the metrics of all policies, and the win rates against the baseline.
 
     The policies are in this order: the baseline, the candidate, variants of the candidate. Their
-    answers are in the order of prompts and draws. `optimized` are the judges that the candidate's
-    training has optimized.
+    answers are in the order of prompts and draws; draw i of all has equal randomness. `optimized`
+    are the judges that the candidate's training has optimized, `rewards` the rewards that it has
+    maximized. `drawn` are all draws of the baseline; None: no more than those of `answers`.
     """
     baseline, candidate, *variants = answers
+    drawn = answers[baseline] if drawn is None else drawn
     prompts = len(by_prompt(answers[baseline], lambda a: a.row))
-    order = [REWARD_MODEL, GOLD, *(judge.label for judge in config.judges)]
-    place = {judge: number for number, judge in enumerate(order)}
-    complete = complete_judges(answers[baseline])
-    judges = sorted(complete, key=lambda judge: place.get(judge, len(order)))
+    order = [GOLD, *(judge.label for judge in config.judges)]
+    place = {judge: number for number, judge in enumerate(order)} | {REWARD_MODEL: math.inf}
+    judges = sorted(complete_judges(answers[baseline]), key=lambda j: place.get(j, len(order)))
     decides = deciding_judge(judges, optimized)
+    pairwise = {judge.label for judge in config.judges if isinstance(judge, PairwiseJudge)}
+    given = [answer for policy in answers.values() for answer in policy]
+    shares = [j for j in judges if j not in pairwise and {a.scores[j] for a in given} <= {0.0, 1.0}]
 
     def win_rates(policy: str) -> dict[str, dict[str, Any]]:
-        rates = {}
-        for judge in judges:
-            ours, theirs = (scores_by(answers[name], judge) for name in (policy, baseline))
-            gain, lower, upper = standardized_gain(ours, theirs)
-            rate = win_rate(ours, theirs)
-            controlled = length_controlled(ours, theirs, extra_tokens(policy))
-            rates[judge] = asdict(rate) | {
-                "gain": gain, "gain_lower": lower, "gain_upper": upper,
-                "p_value": sign_test(rate.wins, rate.losses),
-                "length_controlled": controlled and dict(zip(ENDS, controlled, strict=True)),
-            }  # fmt: skip
-        return rates
+        ours, theirs = answers[policy], answers[baseline]
+        rates = independent(ours, drawn)
+        return {j: rate | {"paired": _paired(ours, theirs, j)} for j, rate in rates.items()}
 
-    def extra_tokens(policy: str) -> list[list[float]]:
-        ours, theirs = (
-            by_prompt(answers[name], lambda a: a.response_tokens) for name in (policy, baseline)
-        )
-        return np.subtract(ours, theirs).tolist()
+    def independent(ours: list[Answer], theirs: list[Answer]) -> dict[str, dict[str, Any]]:
+        return {j: _independent(ours, theirs, j, one_each=j in pairwise) for j in judges}
+
+    def slices() -> dict[str, dict[str, Any]]:
+        """The win rates by source; empty if all prompts have the same one."""
+        found = {}
+        sources = sorted({a.source for a in drawn if a.source is not None})
+        for source in sources if len(sources) > 1 else ():
+            both = ([a for a in g if a.source == source] for g in (answers[candidate], drawn))
+            rates = independent(*both).items()
+            shown = {judge: {k: rate[k] for k in (*ENDS, "n")} for judge, rate in rates}
+            found[source] = {"n": shown[judges[0]]["n"], "win_rates": shown}
+        return found
 
     return {
         "candidate": candidate,
@@ -156,39 +192,48 @@ def compare(
         "judge": decides,
         "independent": decides not in optimized,
         "optimized": sorted(optimized),
-        "policies": {policy: summary(given) for policy, given in answers.items()},
+        "rewards": list(rewards),
+        "policies": {policy: summary(given, shares) for policy, given in answers.items()},
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
-        "slices": _slices(answers[candidate], answers[baseline], judges),
+        "slices": slices(),
         "smallest_visible_win_rate": smallest_visible_win_rate(prompts),
     }
 
 
-def _slices(
-    candidate: list[Answer], baseline: list[Answer], judges: list[str]
-) -> dict[str, dict[str, Any]]:
-    """The win rates by source; empty if all prompts have the same one."""
-    sources = sorted({a.source for a in baseline if a.source is not None})
-    found = {}
-    for source in sources if len(sources) > 1 else ():
-        ours, theirs = ([a for a in given if a.source == source] for given in (candidate, baseline))
-        rates = {j: asdict(win_rate(scores_by(ours, j), scores_by(theirs, j))) for j in judges}
-        shown = {judge: {k: rate[k] for k in (*ENDS, "n")} for judge, rate in rates.items()}
-        found[source] = {"n": shown[judges[0]]["n"], "win_rates": shown}
-    return found
+def _independent(
+    ours: list[Answer], theirs: list[Answer], judge: str, *, one_each: bool
+) -> dict[str, Any]:
+    """The win rate of independent draws, and the one that they would have at equal length."""
+    scores = cross_pairs(scores_by(ours, judge), scores_by(theirs, judge), one_each=one_each)
+    tokens = (by_prompt(given, lambda a: a.response_tokens) for given in (ours, theirs))
+    extra = np.subtract(*cross_pairs(*tokens, one_each=one_each)).tolist()
+    controlled = length_controlled(*scores, extra)
+    return asdict(win_rate(*scores)) | {
+        "length_controlled": controlled and dict(zip(ENDS, controlled, strict=True))
+    }
 
 
-def summary(answers: list[Answer]) -> dict[str, float]:
+def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, Any]:
+    """The win rate of answers with equal draws, its exact test, and the gain."""
+    scores = scores_by(ours, judge), scores_by(theirs, judge)
+    rate, (gain, lower, upper) = win_rate(*scores), standardized_gain(*scores)
+    more = {"gain": gain, "gain_lower": lower, "gain_upper": upper}
+    return asdict(rate) | more | {"p_value": sign_test(rate.wins, rate.losses)}
+
+
+def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
     """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
 
-    `sft_perplexity` is that of all answers, per token: a policy whose answers SFT would hardly
-    write has a high one, whatever the judges say.
+    The scores of the judges in `shares` are 0 or 1. `sft_perplexity` is that of all answers, per
+    token: a policy whose answers SFT would hardly write has a high one, whatever the judges say.
     """
     scores = {score_name(judge): scores_by(answers, judge) for judge in complete_judges(answers)}
     columns = scores | {"kl": by_prompt(answers, lambda a: a.kl)}
     metrics: dict[str, float] = {}
     for name, values in columns.items():
-        mean, lower, upper = mean_with_interval(values)
+        measure = share_with_interval if name in map(score_name, shares) else mean_with_interval
+        mean, lower, upper = measure(values)
         metrics |= {name: mean, f"{name}_lower": lower, f"{name}_upper": upper}
     texts = [a.response for a in answers]
     tokens = [a.response_tokens for a in answers]
@@ -208,29 +253,31 @@ def summary(answers: list[Answer]) -> dict[str, float]:
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     """The evaluation as flat metrics.
 
-    `sft/...`, `ppo/...` (or another candidate); `win_rate/<judge>`, `length_controlled/<judge>` and
-    `p_value/<judge>`; for a variant of the candidate `ppo_ema/...` and `ppo_ema/win_rate_<judge>`.
+    `sft/...`, `ppo/...` (or another candidate); `win_rate/<judge>`, `length_controlled/<judge>`,
+    `paired_win_rate/<judge>` and `p_value/<judge>`; for a variant of the candidate `ppo_ema/...`
+    and `ppo_ema/win_rate_<judge>`.
     """
     policies = {
         f"{policy}/{name}": value
         for policy, metrics in evaluation["policies"].items()
         for name, value in metrics.items()
     }
-    rates = {"win_rate/": evaluation["win_rates"]}
+    found = evaluation["win_rates"]
+    paired = {judge: rate["paired"] for judge, rate in found.items()}
+    rates = {"win_rate/": found, "paired_win_rate/": paired}
     rates |= {f"{policy}/win_rate_": given for policy, given in evaluation["variants"].items()}
     rates["length_controlled/"] = {
         judge: controlled
-        for judge, rate in evaluation["win_rates"].items()
+        for judge, rate in found.items()
         if (controlled := rate["length_controlled"]) is not None
     }
-    more = {f"{p}/human_perplexity": v for p, v in evaluation.get("perplexity", {}).items()}
+    more = {f"{p}/held_out_perplexity": v for p, v in evaluation.get("perplexity", {}).items()}
     for judge, counts in evaluation.get("pairwise_judges", {}).items():
         more |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
-    p_values = {f"p_value/{j}": rate["p_value"] for j, rate in evaluation["win_rates"].items()}
+    more |= {f"p_value/{judge}": rate["p_value"] for judge, rate in paired.items()}
     return (
         policies
         | more
-        | p_values
         | {
             f"{prefix}{judge}{suffix}": rate[key]
             for prefix, by_judge in rates.items()

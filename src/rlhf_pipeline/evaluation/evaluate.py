@@ -2,7 +2,8 @@
 
     deepspeed --module rlhf_pipeline.evaluation.evaluate job.json
 
-The policies answer the same prompts with equal decoding and equal randomness. Every judge scores
+The policies answer the same prompts with equal decoding and equal randomness; the baseline answers
+again with other randomness, because a win rate is about independent answers. Every judge scores
 every answer. One model at a time is in memory: what could be trained can be evaluated.
 """
 
@@ -20,8 +21,8 @@ from transformers import PreTrainedModel
 
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
-    DEMONSTRATIONS,
     JUDGE_PREFIX,
+    SFT_ROWS,
     TASK_PREFIX,
     CandidateConfig,
     EvaluateConfig,
@@ -38,7 +39,6 @@ from rlhf_pipeline.evaluation.comparison import (
     Answer,
     compare,
     headline,
-    summary,
     write_answers,
 )
 from rlhf_pipeline.evaluation.judges import (
@@ -50,7 +50,7 @@ from rlhf_pipeline.evaluation.judges import (
     optimized_judges,
 )
 from rlhf_pipeline.evaluation.pairwise import judge_pairs
-from rlhf_pipeline.evaluation.perplexity import HumanAnswers, human_answers, perplexity
+from rlhf_pipeline.evaluation.perplexity import HeldOut, held_out_answers, perplexity
 from rlhf_pipeline.evaluation.setup import Setup, free_memory, logprobs, with_model
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
@@ -88,26 +88,28 @@ def main(job: LaunchedJob) -> dict[str, float]:
     folders = policy_folders(job, candidate.name)
     setup = load(job, config, contract, world)
     judges = load_judges(job, config)
-    demonstrations = job.inputs.get(DEMONSTRATIONS)
-    human = None if demonstrations is None else human_answers(demonstrations, setup)
+    rows = job.inputs.get(SFT_ROWS)
+    held_out = None if rows is None else held_out_answers(rows, setup)
     tasks = None
     if config.tasks is not None:
         from rlhf_pipeline.evaluation.tasks import Tasks
 
         tasks = Tasks(config.tasks, setup)
-    scored, perplexities = answer_all(folders, human, setup, tasks)
+    scored, perplexities = answer_all(folders, held_out, setup, tasks)
     draws = judge_all(scored, job, judges, setup)
     if world.rank != 0:
         return {}
     best = best_of(folders, config)
     curve = best_of_n([draws[BASELINE, draw] for draw in range(best)]) if best else None
     answers = {name: in_order(name, draws, config.answers_per_prompt) for name in folders}
-    answers, replies = judge_pairs(answers, config, job.directory.parents[1] / CACHE)
+    drawn = in_order(BASELINE, draws, config.baseline_draws)
+    answers, drawn, replies = judge_pairs(answers, drawn, config, job.directory.parents[1] / CACHE)
     more = {"best_of_n": curve, "perplexity": perplexities, "pairwise_judges": replies}
+    optimized, rewards = optimized_judges(job, candidate.name, config)
+    evaluation = compare(answers, config, optimized, drawn, rewards)
     writer = MetricsFile(job.metrics_file, len(answers))
-    for step, (name, given) in enumerate(answers.items(), start=1):
-        writer.write(step, {f"{name}/{key}": value for key, value in summary(given).items()})
-    evaluation = compare(answers, config, optimized_judges(job, candidate.name, config))
+    for step, (name, given) in enumerate(evaluation["policies"].items(), start=1):
+        writer.write(step, {f"{name}/{key}": value for key, value in given.items()})
     evaluation |= {name: value for name, value in more.items() if value}
     if tasks is not None:
         tasks.add_to(evaluation)
@@ -115,7 +117,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
-    write_answers(answers, job.export)
+    further = [answer for answer in drawn if answer.draw >= config.answers_per_prompt]
+    write_answers(answers | {f"{BASELINE}_again": further}, job.export)
     return headline(evaluation)
 
 
@@ -134,29 +137,20 @@ def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
 def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
     """Load the prompts of this rank and the tokenizer.
 
-    Raises StageError if a judge needs true answers, and no prompt has one.
+    Raises StageError if a judge needs true answers, and a prompt has none.
     """
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
     rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
     prompts = table.columns(rows)
     wants = [judge.label for judge in config.judges if isinstance(judge, ReferenceJudge)]
-    if wants and not world.any(any(true is not None for true in prompts["reference"])):
+    if wants and world.any(any(true is None for true in prompts["reference"])):
         raise StageError(
-            f"evaluate.judges: found no prompt with a true answer, expected some for {wants[0]}. "
-            "Fix: set columns.reference of a source, or remove the judge"
+            f"evaluate.judges: found a prompt without a true answer, expected one for each prompt "
+            f"for {wants[0]}. Fix: set columns.reference of each source, or remove the judge"
         )
-    return Setup(
-        seed=job.seed,
-        config=config,
-        contract=contract,
-        tokenizer=load_tokenizer(
-            job.inputs[f"{BASELINE}_model"], trust_remote_code=job.trust_remote_code
-        ),
-        rows=rows,
-        prompts=prompts,
-        trust=job.trust_remote_code,
-        world=world,
-    )
+    trust = job.trust_remote_code
+    tokenizer = load_tokenizer(job.inputs[f"{BASELINE}_model"], trust_remote_code=trust)
+    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world)
 
 
 def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
@@ -168,25 +162,25 @@ def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
 
 
 def answer_all(
-    folders: dict[str, Path], human: HumanAnswers | None, setup: Setup, tasks: "Tasks | None"
+    folders: dict[str, Path], held_out: HeldOut | None, setup: Setup, tasks: "Tasks | None"
 ) -> tuple[dict[Draw, Scored], dict[str, float]]:
     """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
 
     The baseline comes last: it also reads the answers of the others. Returns the answers by draw,
-    and the perplexity of human answers by policy.
+    and the perplexity of held-out answers by policy.
     """
     found: dict[Draw, tuple[Sequences, Tensor]] = {}
     scored: dict[Draw, Scored] = {}
     perplexities: dict[str, float] = {}
-    read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature)
+    read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature or 1.0)
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
-        best = best_of(folders, setup.config) if name == BASELINE else 0
-        for draw in range(max(setup.config.answers_per_prompt, best)):
+        further = max(setup.config.baseline_draws, best_of(folders, setup.config))
+        for draw in range(further if name == BASELINE else setup.config.answers_per_prompt):
             sequences = answer(policy, setup, draw)
             found[name, draw] = sequences, read(policy, sequences)
-        if human is not None:
-            perplexities[name] = perplexity(policy, human, setup)
+        if held_out is not None:
+            perplexities[name] = perplexity(policy, held_out, setup)
         if tasks is not None:
             tasks.do(policy, name)
         if name == BASELINE:
@@ -197,18 +191,14 @@ def answer_all(
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
         heartbeat.at("rollout", step)
         with_model(load_policy, folder, setup, partial(answer_and_read, name=name))
-    return scored, {name: perplexities[name] for name in folders if human is not None}
+    return scored, {name: perplexities[name] for name in folders if held_out is not None}
 
 
 def unjudged(sequences: Sequences, own: Tensor, reference: Tensor, setup: Setup) -> Scored:
     """Answers with their log-probabilities, before a judge has scored them."""
+    scores, has_ended = torch.zeros(len(sequences)), ended(sequences.response_ids, setup.contract)
     return Scored(
-        sequences=sequences,
-        logprobs=own,
-        ref_logprobs=reference,
-        values=None,
-        scores=torch.zeros(len(sequences)),
-        ended=ended(sequences.response_ids, setup.contract),
+        sequences, logprobs=own, ref_logprobs=reference, values=None, scores=scores, ended=has_ended
     )
 
 
@@ -270,10 +260,9 @@ def judged(
     return [
         Answer(
             row=int(row),
-            prompt="\n\n".join(
-                f"{message['role'].title()}: {message['content']}" for message in text.prompts[i]
-            ),
             response=text.responses[i],
+            draw=draw,
+            prompt="\n\n".join(f"{m['role'].title()}: {m['content']}" for m in text.prompts[i]),
             scores={name: given[i] for name, given in scores.items()},
             kl=float(log_ratios[i].sum()),
             sft_logprob=float(sft_logprobs[i].sum()),
@@ -281,7 +270,6 @@ def judged(
             ended=bool(scored.ended[i]),
             source=batch.sources[i],
             messages=text.prompts[i],
-            draw=draw,
         )
         for i, row in enumerate(setup.rows)
     ]

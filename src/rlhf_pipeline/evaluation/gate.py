@@ -40,7 +40,7 @@ class Evidence:
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The change of each task from SFT to the candidate, see `tasks.Tasks.add_to`."""
     tries: int = 1
-    """Candidates registered with these prompts so far, this one included."""
+    """Candidates registered with test prompts of these sources so far, this one included."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def decide(evidence: Evidence, config: RegisterConfig) -> Verdict:
 
 
 def allowed_error(tries: int) -> float:
-    """Two-sided error of the interval at the k-th candidate for one set of prompts.
+    """Two-sided error of the interval at the k-th candidate for one test set.
 
         0.1 / (k (k + 1)):    0.05, 0.0167, 0.0083, ...
 
@@ -122,32 +122,24 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
         ours, theirs = (scores_by(given, judge) for given in (evidence.candidate, answers))
         lower = win_rate(ours, theirs, alpha).lower
         yield Check(
-            f"win rate against {name} by {judge_title(judge)}",
-            f"{lower:.3f} as {confidence}",
-            f"more than {config.min_win_rate_lower:g}",
-            "min_win_rate_lower",
-            lower > config.min_win_rate_lower,
-        )
+            f"paired win rate against {name} by {judge_title(judge)}",
+            f"{lower:.3f} as {confidence}", f"more than {config.min_win_rate_lower:g}",
+            "min_win_rate_lower", lower > config.min_win_rate_lower,
+        )  # fmt: skip
     if evidence.champion_fault is not None:
         yield Check(
-            "the champion",
-            f"no answers ({evidence.champion_fault})",
+            "the champion", f"no answers ({evidence.champion_fault})",
             "answers to the same prompts. Fix: set register.promote to always to replace it, or "
-            "register.model to another name to keep both",
-            None,
-            False,
-        )
+            "register.model to another name to keep both", None, False,
+        )  # fmt: skip
     ours, theirs = (
         scores_by(given, evidence.judge) for given in (evidence.candidate, evidence.baseline)
     )
     _, lower, _ = standardized_gain(ours, theirs, alpha)
     yield Check(
-        "gain over SFT in units of the scores' spread",
-        f"{lower:.2f} as {confidence}",
-        f"at least {config.min_gain:g}",
-        "min_gain",
-        lower >= config.min_gain,
-    )
+        "gain over SFT in units of the scores' spread", f"{lower:.2f} as {confidence}",
+        f"at least {config.min_gain:g}", "min_gain", lower >= config.min_gain,
+    )  # fmt: skip
 
 
 def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
@@ -158,18 +150,15 @@ def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         yield Check(
             "accuracy of the reward model, which decides",
             f"{accuracy:.3f} as the lower end of its 95% interval" if known else "no interval",
-            "more than 0.5, which is chance",
-            None,
-            accuracy is not None and accuracy > 0.5,
-        )
+            "more than 0.5, which is chance", None, accuracy is not None and accuracy > 0.5,
+        )  # fmt: skip
     if config.require_independent_judge:
         yield Check(
             "judge that decides",
             evidence.judge + ("" if evidence.independent else ", which training has optimized"),
-            "a judge that training has not optimized",
-            "require_independent_judge",
+            "a judge that training has not optimized", "require_independent_judge",
             evidence.independent,
-        )
+        )  # fmt: skip
 
 
 def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
@@ -180,64 +169,47 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     ours, theirs = summary(evidence.candidate), summary(evidence.baseline)
     kl = ours["kl"]
     yield Check(
-        "KL from SFT",
-        f"{kl:.2f} nats per response",
-        f"at most {config.max_kl:g}",
-        "max_kl",
+        "KL from SFT", f"{kl:.2f} nats per response", f"at most {config.max_kl:g}", "max_kl",
         kl <= config.max_kl,
-    )
+    )  # fmt: skip
     ratio = ours["response_tokens"] / theirs["response_tokens"]
     yield Check(
-        "length of an answer relative to SFT's",
-        f"{ratio:.2f}",
+        "length of an answer relative to SFT's", f"{ratio:.2f}",
         f"between {1 / config.max_length_ratio:.2g} and {config.max_length_ratio:g}",
-        "max_length_ratio",
-        1 / config.max_length_ratio <= ratio <= config.max_length_ratio,
-    )
+        "max_length_ratio", 1 / config.max_length_ratio <= ratio <= config.max_length_ratio,
+    )  # fmt: skip
     ends = ours["eos_fraction"], theirs["eos_fraction"] - config.max_eos_drop
     yield Check(
-        "answers that end by themselves",
-        f"{ends[0]:.1%}",
-        f"at least {ends[1]:.1%}",
-        "max_eos_drop",
-        ends[0] >= ends[1],
-    )
+        "answers that end by themselves", f"{ends[0]:.1%}", f"at least {ends[1]:.1%}",
+        "max_eos_drop", ends[0] >= ends[1],
+    )  # fmt: skip
     repeated = ours["repetition"], theirs["repetition"] + config.max_repetition_rise
     yield Check(
-        "repeated word triples of an answer",
-        f"{repeated[0]:.1%}",
-        f"at most {repeated[1]:.1%}",
-        "max_repetition_rise",
-        repeated[0] <= repeated[1],
-    )
+        "repeated word triples of an answer", f"{repeated[0]:.1%}", f"at most {repeated[1]:.1%}",
+        "max_repetition_rise", repeated[0] <= repeated[1],
+    )  # fmt: skip
     phrase, share = common_phrase([answer.response for answer in evidence.candidate])
     # A part of the rest, because SFT may repeat itself: the bound stays below 1.
     share_of_sft = theirs["phrase_share"]
     bound = share_of_sft + config.max_phrase_rise * (1 - share_of_sft)
     yield Check(
-        "answers with the same phrase",
-        f"{share:.1%} with {phrase!r}",
-        f"at most {bound:.1%}",
-        "max_phrase_rise",
-        share <= bound,
-    )
+        "answers with the same phrase", f"{share:.1%} with {phrase!r}", f"at most {bound:.1%}",
+        "max_phrase_rise", share <= bound,
+    )  # fmt: skip
     spread = _spread(evidence.candidate, evidence.judge, _spread(evidence.baseline, evidence.judge))
     yield Check(
-        "spread of the scores relative to SFT's",
-        f"{spread:.2f}",
+        "spread of the scores relative to SFT's", f"{spread:.2f}",
         f"at least {config.min_score_spread:g}: a saturated judge gives all answers one score",
-        "min_score_spread",
-        spread >= config.min_score_spread,
-    )
+        "min_score_spread", spread >= config.min_score_spread,
+    )  # fmt: skip
     for name, task in evidence.tasks.items():
         change, interval = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
         yield Check(
             f"{task['metric']} of task {name} against SFT",
             f"{task['value']:.3f}, a change of {change:+.3f} (95%: {interval})",
-            f"a fall of at most {config.max_task_drop:g}",
-            "max_task_drop",
+            f"a fall of at most {config.max_task_drop:g}", "max_task_drop",
             change + config.max_task_drop > -1e-9,  # differences of shares are rounded
-        )
+        )  # fmt: skip
 
 
 def _spread(answers: list[Answer], judge: str, unit: float = 1.0) -> float:

@@ -13,15 +13,18 @@ from typing import Protocol
 
 import torch
 from huggingface_hub import snapshot_download
+from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.judges import ModelJudge as ModelJudgeConfig
 from rlhf_pipeline.config.judges import ReferenceJudge as ReferenceJudgeConfig
+from rlhf_pipeline.config.reward_files import reads_references, source_file
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
-from rlhf_pipeline.config.rewards import CallableReward
+from rlhf_pipeline.config.rewards import CallableReward, Reward, Rewards, TrainedReward
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores
@@ -60,7 +63,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class RewardModelJudge:
-    """The reward model's score minus the mean score of demonstrations."""
+    """The reward model's score minus its mean on the chosen answers of held-out comparisons."""
 
     model: TokenScores | DeepSpeedEngine
     micro_batch_tokens: int
@@ -182,32 +185,47 @@ def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
             del model  # before the next one is loaded
 
 
-def optimized_judges(job: LaunchedJob, candidate: str, config: EvaluateConfig) -> set[str]:
-    """The judges that the candidate's training has optimized.
+def optimized_judges(
+    job: LaunchedJob, candidate: str, config: EvaluateConfig
+) -> tuple[set[str], list[str]]:
+    """The judges that the candidate's training has optimized, and the names of its rewards.
 
-    Functions count by file and name, reward models by their content. The trained reward model
-    counts unless PPO ran without it: DPO learns from the same comparisons.
+    A function counts by its place, or its file and name; a reward model by its content; a judge by
+    true answers if a reward function reads them, or its file has changed. DPO, which has no
+    rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
-    by_comparisons = {"rewards": [{"weight": 1.0, "model": "trained"}]}
-    found = set()
+    given = trained.config["ppo"]["rewards"] if "ppo" in trained.config else ["trained"]
+    rewards: Sequence[Reward] = TypeAdapter(Rewards).validate_python(given)
+    found, names, reads_truth = set(), [], False
     optimized: set[tuple[str | None, str | None]] = set()
-    for index, reward in enumerate(trained.config.get("ppo", by_comparisons)["rewards"]):
-        if not reward["weight"]:
+    for index, reward in enumerate(rewards):
+        if not reward.weight:
             continue
-        if "model" in reward:
+        names.append(reward.label)
+        content = trained.inputs.get(f"{REWARD_PREFIX}{index}")
+        if isinstance(reward, TrainedReward):
             found.add(REWARD_MODEL)
             optimized.add((job.digests.get("reward_model"), None))
+        elif isinstance(reward, CallableReward):
+            optimized |= {(content, reward.function), (reward.location, reward.function)}
+            try:
+                unknown = file_digest(source_file(reward)) != content
+            except ConfigError:
+                unknown = True
+            reads_truth |= unknown or reads_references(reward)
         else:
-            function = reward["callable"].rpartition(":")[2] if "callable" in reward else None
-            optimized.add((trained.inputs.get(f"{REWARD_PREFIX}{index}"), function))
+            optimized.add((content, None))
     for index, judge in enumerate(config.judges):
         place = f"{JUDGE_PREFIX}{index}"
-        is_function = (
-            isinstance(judge, CallableReward)
-            and (file_digest(job.inputs[place]), judge.function) in optimized
-        )
-        is_model = isinstance(judge, ModelJudgeConfig) and (job.digests[place], None) in optimized
-        if is_function or is_model:
+        match judge:
+            case CallableReward(location=file, function=name):
+                digest = file_digest(job.inputs[place])
+                same = (file, name) in optimized or (digest, name) in optimized
+            case ModelJudgeConfig():
+                same = (job.digests[place], None) in optimized
+            case _:
+                same = reads_truth and isinstance(judge, ReferenceJudgeConfig)
+        if same:
             found.add(judge.label)
-    return found
+    return found, names if "ppo" in trained.config else []

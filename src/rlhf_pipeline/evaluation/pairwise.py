@@ -1,6 +1,7 @@
 """Pairwise judges: a chat model compares the answers of two policies to the same prompt.
 
-Each pair is shown in both orders, because such models favour a position (Zheng et al. 2023,
+Each answer meets one answer of the baseline with other random numbers, that of the next draw. A
+pair is shown in both orders, because such models favour a position (Zheng et al. 2023,
 https://arxiv.org/abs/2306.05685). The judge has no score for a single answer. The answers of the
 baseline get 0, and another policy's answer gets
 
@@ -24,7 +25,7 @@ from typing import Any
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.judges import ChatConfig, PairwiseJudge
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.evaluation.comparison import BASELINE, Answer
+from rlhf_pipeline.evaluation.comparison import Answer
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.text_statistics import refuses
@@ -61,27 +62,32 @@ _SCORES = {"A": 1.0, "B": -1.0, "C": 0.0}
 
 
 def judge_pairs(
-    answers: dict[str, list[Answer]], config: EvaluateConfig, cache: Path
-) -> tuple[dict[str, list[Answer]], dict[str, dict[str, int]]]:
+    answers: dict[str, list[Answer]], drawn: list[Answer], config: EvaluateConfig, cache: Path
+) -> tuple[dict[str, list[Answer]], list[Answer], dict[str, dict[str, int]]]:
     """Add the scores of every pairwise judge; return `COUNTS` by judge as well.
+
+    `drawn` are all draws of the baseline, with which the others' answers are compared.
 
     Raises StageError if a server fails, or most replies of a judge are unusable.
     """
     reports = {}
     for judge in config.judges:
         if isinstance(judge, PairwiseJudge):
-            answers, counts = _judged(answers, judge, cache)
+            answers, counts = _judged(answers, drawn, judge, cache)
+            drawn = [replace(a, scores=a.scores | {judge.label: 0.0}) for a in drawn]
             reports[judge.label] = {name: counts[name] for name in COUNTS}
-    return answers, reports
+    return answers, drawn, reports
 
 
 def _judged(
-    answers: dict[str, list[Answer]], judge: PairwiseJudge, cache: Path
+    answers: dict[str, list[Answer]], drawn: list[Answer], judge: PairwiseJudge, cache: Path
 ) -> tuple[dict[str, list[Answer]], Counter[str]]:
     template, counts = judge.openai.template or TEMPLATE, Counter[str]()
     questions: dict[tuple[str, int, int], tuple[str, str]] = {}
+    known, draws = {(a.row, a.draw): a for a in drawn}, len({a.draw for a in drawn})
     for policy in [*answers][1:]:
-        for ours, theirs in zip(answers[policy], answers[BASELINE], strict=True):
+        for ours in answers[policy]:
+            theirs = known[ours.row, (ours.draw + 1) % draws]
             counts["pairs"] += 1
             if ours.response == theirs.response:
                 counts["equal"] += 1

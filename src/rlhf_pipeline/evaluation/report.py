@@ -9,9 +9,11 @@ The evaluation is a dict of JSON types:
     judge       the judge that decides about a promotion
     independent whether the candidate's training has not optimized that judge
     optimized   the judges that it has optimized
+    rewards     names of the rewards that it has maximized; none for DPO
     reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
     policies    by policy: metrics; `m_lower` and `m_upper` are the 95% interval of the metric `m`
-    win_rates   of the candidate against SFT, by judge
+    win_rates   of the candidate against SFT, by judge: of answers that were drawn independently;
+                `paired` is that of answers with equal draws, with its test and the gain
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
 """
 
@@ -22,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.evaluation.comparison import BASELINE, judge_title, score_name
+from rlhf_pipeline.evaluation.comparison import BASELINE, judge_title, reward_title, score_name
 
 METRICS = {
     "kl": ("KL from SFT (nats)", "z.2f"),
@@ -52,37 +54,51 @@ KINDS = {
 """Outcome of a prompt to its character and colour in the bar."""
 
 
-def print_summary(evaluation: dict[str, Any], caveats: Mapping[str, str], console: Console) -> None:
+def print_summary(evaluation: dict[str, Any], console: Console) -> None:
     """Print the verdict in one sentence for each judge, the deciding one first, and its bar."""
-    candidate, rates = evaluation["candidate"], evaluation["win_rates"]
-    deciding = evaluation["judge"]
-    console.print(Text(summary(evaluation, caveats)))
-    console.print(_bar(rates[deciding], candidate))
+    console.print(Text(summary(evaluation)))
+    console.print(_bar(evaluation["win_rates"][evaluation["judge"]], evaluation["candidate"]))
 
 
-def summary(evaluation: dict[str, Any], caveats: Mapping[str, str]) -> str:
-    """The verdict of the deciding judge, with a reward model's caveat; then the other judges."""
-    candidate, rates = evaluation["candidate"], evaluation["win_rates"]
-    deciding = evaluation["judge"]
-    rate = rates[deciding]
-    sentences = [
-        f"{verdict(deciding, rate, candidate).removesuffix('.')}: it prefers {title(candidate)}'s "
-        f"answer to SFT's on {_interval(rate)} of "
-        f"{counted(rate['n'], evaluation.get('answers_per_prompt', 1))}."
-    ]
-    sentences += [caveats[deciding]] if deciding == REWARD_MODEL and deciding in caveats else []
+def summary(evaluation: dict[str, Any]) -> str:
+    """The verdict of the deciding judge with what limits it; then the other judges."""
+    policy, deciding = title(evaluation["candidate"]), evaluation["judge"]
+    rate = evaluation["win_rates"][deciding]
+    paired, controlled = rate["paired"], rate["length_controlled"]
+    found = verdict(deciding, rate, evaluation["candidate"]).removesuffix(".")
+    found += f": it prefers {policy}'s answer to SFT's on {_interval(rate)} of "
+    found += counted(rate["n"], evaluation["answers_per_prompt"])
+    if paired["rate"] != rate["rate"]:
+        found += f", and on {_interval(paired)} with equal draws"
+    sentences = [f"{found}."]
+    if deciding in evaluation["optimized"]:
+        sentences.append(caveat(evaluation, deciding))
+    if controlled and not controlled["lower"] <= rate["rate"] <= controlled["upper"]:
+        sentences.append(
+            f"With answers of equal length, it would prefer {policy}'s on {_interval(controlled)}, "
+            "so length is a part of the difference."
+        )
     sentences += [
-        f"{judge_title(judge).capitalize()} prefers it on {_interval(rate)}."
-        for judge, rate in rates.items()
+        f"{judge_title(judge).capitalize()} prefers it on {_interval(other)}."
+        for judge, other in evaluation["win_rates"].items()
         if judge != deciding
     ]
     return " ".join(sentences)
 
 
+def caveat(evaluation: Mapping[str, Any], judge: str) -> str:
+    """Whether training has optimized a judge, and by what, in a sentence."""
+    policy, rewards = title(evaluation["candidate"]), evaluation["rewards"]
+    if judge not in evaluation["optimized"]:
+        return f"{policy} was not trained on this judge."
+    how = f"was trained to maximize the score of {reward_title(rewards)}"
+    how = how if rewards else "learned from the same comparisons as the reward model"
+    return f"{policy} {how}, so this judge favours {policy}."
+
+
 def counted(prompts: int, answers: int) -> str:
-    """What a win rate is a share of: prompts, or pairs of answers if each prompt has several."""
-    pairs = f"{prompts * answers} pairs of answers to " if answers > 1 else ""
-    return f"{pairs}{prompts} prompts"
+    """What a win rate is a share of."""
+    return f"{prompts} prompts" + (f" with {answers} answers of each policy" if answers > 1 else "")
 
 
 def _interval(rate: dict[str, float]) -> str:

@@ -20,7 +20,7 @@ from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import BASELINE
 from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.statistics import mean_with_interval
+from rlhf_pipeline.statistics import mean_with_interval, share_with_interval
 
 Measured = tuple[float, list[float] | None]
 """A metric; that of each document if it is their mean, from 0 to 1, and higher is better."""
@@ -127,9 +127,10 @@ class Tasks:
                 name = re.sub(r"[^\w./-]", "_", f"tasks/{task}/{metric}")  # MLflow refuses others
                 metrics[name] = value
                 if shares:
-                    _, metrics[f"{name}_lower"], metrics[f"{name}_upper"] = mean_with_interval(
-                        shares
-                    )
+                    is_share = {*shares} <= {0.0, 1.0}
+                    measure = share_with_interval if is_share else mean_with_interval
+                    _, lower, upper = measure(shares)
+                    metrics |= {f"{name}_lower": lower, f"{name}_upper": upper}
         changes = evaluation["tasks"] = {}
         for (task, metric), (value, ours) in self._results[evaluation["candidate"]].items():
             _, theirs = self._results[BASELINE].get((task, metric), (value, None))

@@ -44,8 +44,7 @@ class TokenScores(nn.Module):
 
     @property
     def score_mean(self) -> float:
-        """Mean score of the preferred answers of held-out comparisons; PPO subtracts it from every
-        score."""
+        """Mean score of the chosen answers of held-out comparisons; PPO subtracts it."""
         return float(self.config.score_mean)
 
     @property
@@ -126,7 +125,7 @@ def pretrained(model: nn.Module) -> PreTrainedModel:
 
 
 def store_score_mean(checkpoint: Path, mean: float) -> None:
-    """Write the mean score of preferred answers into a reward model's config.json."""
+    """Write the mean score of chosen answers into a reward model's config.json."""
     path = checkpoint / "config.json"
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"score_mean": mean}, indent=2, sort_keys=True)

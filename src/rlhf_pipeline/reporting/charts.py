@@ -38,9 +38,12 @@ class Chart:
     """The step of the exported model."""
 
 
+SCORE = "Score by ppo.rewards"
+"""Title of the score of trainings that may have different rewards."""
+
 # fmt: off
 PPO = (
-    ("Score of the reward model", "objective/score", "it rises, then levels off.", None),
+    (SCORE, "objective/score", "it rises, then levels off.", None),
     ("Gold score", "objective/gold_score",
      "it rises with the score. A fall while the score rises is exploitation.", None),
     ("KL from SFT, nats per response", "objective/kl",
@@ -69,11 +72,11 @@ the metric of the same name on held-out rows."""
 
 
 def training_charts(
-    stage: str, trainings: Mapping[str, Records], exported: Mapping[str, float]
+    stage: str, trainings: Mapping[str, Records], exported: Mapping[str, float], score: str = SCORE
 ) -> Iterator[Chart]:
     """The charts of a stage, of the metrics that there are; of several trainings, held-out ones.
 
-    `exported` are the metrics of the exported model.
+    `exported` are the metrics of the exported model; `score` is the title of PPO's score.
     """
     several = len(trainings) > 1
     present = {each for records in trainings.values() for r in records for each in r["metrics"]}
@@ -90,7 +93,7 @@ def training_charts(
         known = [exported[each] for each in names if each in exported]
         if lines:
             yield Chart(
-                title, f"Healthy: {note}", "step", lines, healthy=healthy,
+                title.replace(SCORE, score), f"Healthy: {note}", "step", lines, healthy=healthy,
                 value=f"{known[-1]:z#.3g}" if known else "", mark=exported.get("step"),
             )  # fmt: skip
 
@@ -115,13 +118,16 @@ def short(value: float) -> float:
 
 
 def frontier(
-    trainings: Mapping[str, Records], evaluation: Mapping[str, Any] | None = None
+    trainings: Mapping[str, Records],
+    score: str = SCORE,
+    evaluation: Mapping[str, Any] | None = None,
 ) -> Iterator[Chart]:
     """Scores against the square root of the KL: the path of a training, its result, best of n.
 
+    The score of an evaluation is that of the reward model, which need not be the training's.
     Gao, Schulman, Hilton, "Scaling Laws for Reward Model Overoptimization", 2023.
     """
-    for metric, title in (("score", "Score of the reward model"), ("gold_score", "Gold score")):
+    for metric, title in (("score", score), ("gold_score", "Gold score")):
         paths = {
             name: [
                 (r["metrics"]["validation/kl"], r["metrics"][f"validation/{metric}"],
@@ -131,7 +137,9 @@ def frontier(
             ]
             for name, records in trainings.items()
         }  # fmt: skip
-        if evaluation is not None:
+        if evaluation is not None and (
+            metric != "score" or evaluation["rewards"] in ([], ["trained"])
+        ):
             paths["test prompts"] = [
                 (policy["kl"], policy[metric], name.upper())
                 for name, policy in evaluation["policies"].items()

@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.evaluation.comparison import ANSWERS, BASELINE, judge_title, score_name
+from rlhf_pipeline.evaluation.comparison import (
+    ANSWERS,
+    BASELINE,
+    judge_title,
+    read_evaluation,
+    reward_title,
+    score_name,
+)
 from rlhf_pipeline.evaluation.gate import outcome
-from rlhf_pipeline.evaluation.report import ABSENT, metric_rows, summary, title, verdict
+from rlhf_pipeline.evaluation.report import ABSENT, caveat, metric_rows, summary, title, verdict
 from rlhf_pipeline.reporting.charts import (
     Chart,
     calibration,
@@ -52,12 +58,7 @@ def evaluation_page(
 
     Raises ArtifactError if an earlier version made the evaluation.
     """
-    compared = json.loads((evaluation / "evaluation.json").read_text())
-    if "independent" not in compared:
-        raise ArtifactError(
-            f"{evaluation}: found an evaluation of an earlier version, expected one with the judge "
-            "that decides. Fix: `kedro run --from-nodes=evaluate`"
-        )
+    compared = read_evaluation(evaluation)
     manifest = Manifest.read(evaluation)
     models = {Manifest.read(folder).stage: folder for folder in artifacts}
     report = models.get("reward_model", Path()) / REWARD_REPORT
@@ -72,18 +73,13 @@ def evaluation_page(
         promoted = outcome(registration["promoted"], registration["verdict"]["refusals"])
         heading = f"{title(compared['candidate'])} is {promoted}."
     return render(
-        "evaluation.html.j2",
-        heading=heading,
-        summary=summary(compared, manifest.config["candidate"]["caveats"]),
-        registration=registration,
-        compared=compared,
-        manifest=manifest,
+        "evaluation.html.j2", heading=heading, summary=summary(compared), compared=compared,
+        caveats={judge: caveat(compared, judge) for judge in compared["win_rates"]},
+        registration=registration, manifest=manifest, reward_report=reward_report,
         models={stage: Manifest.read(folder) for stage, folder in models.items()},
-        metrics=metric_rows(compared),
-        reward_report=reward_report,
+        metrics=metric_rows(compared), data=_table(compared, answers),
         sections=[*_sections(compared, models, answers, reward_report)],
-        data=_table(compared, answers),
-    )
+    )  # fmt: skip
 
 
 def render(template: str, **values: Any) -> str:
@@ -119,10 +115,11 @@ def _sections(
     """The title, the introduction and the charts of each section that has data."""
     candidate = compared["candidate"]
     records = {stage: read_json_lines(folder / CURVES) for stage, folder in models.items()}
+    score = f"Score of {reward_title(compared['rewards'] or ['trained'])}"
 
     def training(stage: str) -> list[Chart]:
         exported = Manifest.read(models[stage]).metrics if stage in models else {}
-        return [*training_charts(stage, {stage: records.get(stage, [])}, exported)]
+        return [*training_charts(stage, {stage: records.get(stage, [])}, exported, score)]
 
     def distribution(name: str, note: str, x: str, field: str) -> Chart:
         both = {title(policy): answers[policy] for policy in (candidate, BASELINE)}
@@ -140,7 +137,7 @@ def _sections(
         "Training is measured on batches, points on held-out rows. The dashed line is the exported "
         "model, whose value stands beside the title. A steep start can leave the chart."
     )
-    frontiers = [*frontier({title(candidate): records.get(candidate, [])}, compared)]
+    frontiers = [*frontier({title(candidate): records.get(candidate, [])}, score, compared)]
     path = "The path of the training on held-out prompts, and both policies on the test prompts."
     measured = calibration(reward_report["calibration"]["bins"]) if reward_report else ()
     for each in (

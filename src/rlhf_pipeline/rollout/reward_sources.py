@@ -52,7 +52,7 @@ class TrainedSource:
     """The model of stage `reward_model`; `score_sequences` has already computed its scores."""
 
     mean: float
-    """Mean score of the preferred answers of held-out comparisons."""
+    """Mean score of the chosen answers of held-out comparisons."""
     reads_texts: bool = False
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:

@@ -162,7 +162,9 @@ def rate_sum(config: OptimizerConfig, updates: int) -> float:
 
 def _evaluate(config: EvaluateConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Work:
     row = lengths.prompt + config.sampling.max_response_tokens
-    answers = config.prompts * (2 * config.answers_per_prompt + max(0, config.best_of_n - 1))
+    answers = config.prompts * (
+        config.answers_per_prompt + max(config.baseline_draws, config.best_of_n)
+    )
     tokens = answers * row
     return Work(
         batch=config.prompts,

@@ -37,8 +37,6 @@ class StageSpec:
     """Parameters that are global batch sizes: each must divide evenly among the ranks."""
     headline_metrics: tuple[str, ...] = ()
     """The two or three metrics that the progress display shows."""
-    caveats: Mapping[str, str] = field(default_factory=dict)
-    """For a stage that trains a policy: limits of its win rate, by judge."""
 
     def for_candidate(self, candidate: str) -> "StageSpec":
         """The evaluation of a candidate policy; for PPO the name stays `evaluate`."""

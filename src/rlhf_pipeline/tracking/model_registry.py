@@ -67,7 +67,7 @@ def register(
     *,
     sft: Policy,
     candidate: Policy,
-    prompts: str,
+    test_set: str,
     judged: Callable[[int], Verdict],
     beaten: str | None = None,
     promote: Promote = "gate",
@@ -77,9 +77,9 @@ def register(
 
     `sft-baseline` and `candidate` always move to the two versions; `champion` moves to the
     candidate as `promote` says. `judged` is the verdict of the gate at the k-th candidate for the
-    test set `prompts`; it becomes a tag of the version, and that of a champion stays. `beaten` is
-    the version of the champion that the verdict compared. The metrics of the evaluation are logged
-    to the run that trained each policy, where MLflow's comparison of versions reads them.
+    test set with this name; it becomes a tag of the version, and that of a champion stays. `beaten`
+    is the version of the champion that the verdict compared. The metrics of the evaluation are
+    logged to the run that trained each policy, where MLflow's comparison of versions reads them.
 
     A version refers to the local folder of its policy. A tracking server cannot read local files,
     so the policies are uploaded to their runs first. Raises StageError if the training run of a
@@ -104,7 +104,7 @@ def register(
         if present == version and VERDICT_TAG in tags:
             verdict = json.loads(tags[VERDICT_TAG])
         else:
-            verdict = judged(count_try(client, model, version, prompts)).record()
+            verdict = judged(count_try(client, model, version, test_set)).record()
             client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict))
         moves = {"never": False, "gate": not verdict["refusals"], "always": True}[promote]
         if moves and present not in (beaten, version) and not _same(client, model, present, tags):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,12 @@ def champion_version(client: MlflowClient, model: str) -> str | None:
 
 
 def count_try(client: MlflowClient, model: str, version: str, test_set: str) -> int:
-    """The number of a candidate among all that were tried on a test set; it keeps its number."""
-    tag = f"{TRY_TAG}{test_set[:16]}"
+    """The number of a candidate among all that were tried on a test set; it keeps its number.
+
+    The test set is the sources of its prompts: another seed, which selects other prompts of them,
+    is one more chance for a policy that is no better.
+    """
+    tag = f"{TRY_TAG}{hashlib.sha256(test_set.encode()).hexdigest()[:16]}"
     found = client.search_model_versions(f"name = '{model}'")
     numbers = {str(other.version): int(other.tags[tag]) for other in found if tag in other.tags}
     if version not in numbers:

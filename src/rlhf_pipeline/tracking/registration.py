@@ -1,16 +1,21 @@
 """The registration of an evaluated candidate: what the registry and the gate get to see."""
 
-import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.evaluation.comparison import BASELINE, deciding_judge, read_answers
+from rlhf_pipeline.evaluation.comparison import (
+    BASELINE,
+    deciding_judge,
+    read_answers,
+    read_evaluation,
+)
 from rlhf_pipeline.evaluation.gate import Evidence, decide
 from rlhf_pipeline.evaluation.report import summary
-from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.tracking.model_registry import Policy, Registration, register
 from rlhf_pipeline.tracking.promotion import Champion, conditions
 from rlhf_pipeline.tracking.store import connect, request_limits, tracking_uri
@@ -23,23 +28,18 @@ def register_evaluated(
     champion: Champion | None,
     answered: Path | None,
     config: RegisterConfig,
-    data: str,
+    sources: Sequence[SourceConfig],
     project: Path,
 ) -> Registration:
     """Register the policies of an evaluation with its metrics, and apply the gate.
 
     The gate reads the answers of the evaluation and those of the present champion to the same
-    prompts, in the evaluation `answered`. The other artifacts are published; `data` names the
-    sources; `project` contains the tracking database, unless MLFLOW_TRACKING_URI is set.
+    prompts, in the evaluation `answered`. The other artifacts are published; `sources` are those of
+    the data; `project` contains the tracking database, unless MLFLOW_TRACKING_URI is set.
 
-    Raises StageError, see `register`.
+    Raises StageError, see `register`, and ArtifactError if an earlier version made the evaluation.
     """
-    compared = json.loads((evaluation / "evaluation.json").read_text())
-    if "independent" not in compared:
-        raise StageError(
-            f"{evaluation}: found an evaluation of an earlier version, expected one with the judge "
-            "that decides. Fix: `kedro run --from-nodes=evaluate`"
-        )
+    compared = read_evaluation(evaluation)
     candidate, judge = compared["candidate"], compared["judge"]
     rate = compared["win_rates"][judge]
     # The run of the evaluation has the intervals; here they would hide the values.
@@ -56,14 +56,16 @@ def register_evaluated(
         for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
     }
     evidence = _evidence(evaluation, champion, answered)
+    data = ", ".join(source.label() for source in sources)
+    asked = {answer.source for answer in evidence.candidate}
     with request_limits(uploads=True):
         return register(
             connect(tracking_uri(project), project),
             sft=Policy(sft_model, metrics[BASELINE], f"SFT baseline. Data: {data}"),
             candidate=Policy(
-                candidate_model, metrics[candidate], f"{summary(compared, {})} Data: {data}"
+                candidate_model, metrics[candidate], f"{summary(compared)} Data: {data}"
             ),
-            prompts=Manifest.read(evaluation).inputs["prompts"],
+            test_set=", ".join(sorted(s.label() for s in sources if s.name in asked)),
             beaten=None if champion is None else champion.version,
             judged=lambda tries: decide(replace(evidence, tries=tries), config),
             promote=config.promote,
@@ -76,7 +78,7 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
 
     Raises StageError if the champion answered under other conditions.
     """
-    compared = json.loads((evaluation / "evaluation.json").read_text())
+    compared = read_evaluation(evaluation)
     answers = read_answers(evaluation)
     evidence = Evidence(
         candidate=answers[compared["candidate"]],
@@ -93,8 +95,7 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
                 f"{answered}: the champion answered under other conditions than the candidate in "
                 f"{evaluation}. Fix: `kedro run --from-nodes=evaluate` with one set of parameters"
             )
-        other = json.loads((answered / "evaluation.json").read_text())
-        optimized = {*compared["optimized"], *other["optimized"]}
+        optimized = {*compared["optimized"], *read_evaluation(answered)["optimized"]}
         evidence = replace(
             evidence,
             champion=read_answers(answered)[CHAMPION],

@@ -11,11 +11,6 @@ SPEC = StageSpec(
     blocks={"dpo": DPOConfig},
     batch_sizes=("dpo.batch_size",),
     headline_metrics=("dpo/loss", "dpo/accuracy", "validation/accuracy"),
-    caveats={
-        "score": "DPO and the reward model learned from the same comparisons, so this judge "
-        "favours DPO.",
-        "gold": "DPO never saw the scores of this judge.",
-    },
 )
 
 

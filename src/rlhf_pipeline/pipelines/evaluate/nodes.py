@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
-from rlhf_pipeline.config.evaluate import DEMONSTRATIONS, CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.evaluate import SFT_ROWS, CandidateConfig, EvaluateConfig
 from rlhf_pipeline.config.task_files import task_inputs
 from rlhf_pipeline.stages.external_inputs import judge_inputs
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
@@ -22,7 +22,7 @@ CHAMPION = StageSpec(name=NAME_OF_CHAMPION, program=SPEC.program)
 
 def evaluate(policy: StageSpec) -> Callable[..., Path]:
     """The node function for a policy trained by the stage `policy`, such as PPO or DPO."""
-    candidate = CandidateConfig(name=policy.name, caveats=dict(policy.caveats))
+    candidate = CandidateConfig(name=policy.name)
 
     def node(
         split: Path,
@@ -36,7 +36,7 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         """Let both policies answer the same held-out prompts, and compare the answers."""
         inputs = {
             "prompts": split / "evaluation",
-            DEMONSTRATIONS: split / "sft",
+            SFT_ROWS: split / "sft",
             "sft_model": sft_model,
             f"{policy.name}_model": candidate_model,
             "reward_model": reward_model,

@@ -42,8 +42,7 @@ def register(
     if champion is not None and champion.folder is not None:
         models = sft_model, champion.folder, reward_model
         answered = evaluate(CHAMPION)(split, *models, judging, seed, stages)
-    data = ", ".join(source.label() for source in sources.sources)
     registration = register_evaluated(
-        sft_model, candidate_model, evaluation, champion, answered, config, data, project
+        sft_model, candidate_model, evaluation, champion, answered, config, sources.sources, project
     )
     return asdict(registration)
