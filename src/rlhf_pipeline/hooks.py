@@ -21,6 +21,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config_loader import check_environment
+from rlhf_pipeline.data.true_answers import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.report import summary
@@ -38,7 +39,7 @@ from rlhf_pipeline.results import SplitSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
+from rlhf_pipeline.stage_registry import parameter_blocks, policy_stages, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
 from rlhf_pipeline.stages.job import STAGES, Stages
@@ -63,6 +64,8 @@ PROJECT = "params:project"
 class PreflightHook:
     """Fails before the first node runs if the parameters are invalid."""
 
+    _nodes: frozenset[str] | set[str] = frozenset()
+
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
         """Check environment and parameters before Kedro derives anything from them."""
@@ -80,7 +83,7 @@ class PreflightHook:
         provide_default_blocks(catalog)
         serve_other_node(launch_config(catalog))
         check_stores(pipeline, catalog)
-        nodes = {node.name for node in pipeline.nodes}
+        nodes = self._nodes = {node.name for node in pipeline.nodes}
         split = SplitConfig.model_validate(catalog.load("params:split"))
         check_phases(split.weights, nodes)
         base_model = BaseModelConfig.model_validate(catalog.load("params:base_model"))
@@ -118,6 +121,19 @@ class PreflightHook:
             given = RewardModelConfig.model_validate(catalog.load("params:reward_model"))
             ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
             check_gate(inputs["reward_model"], given.gate, ppo)
+
+    @hook_impl(tryfirst=True)
+    def after_node_run(self, node: Node, catalog: CatalogProtocol, outputs: dict[str, Any]) -> None:
+        """Refuse a split without the true answers that rewards or judges read.
+
+        The rewards of PPO do not matter to a run that trains another policy.
+        """
+        if node.name == "split":
+            policies = self._nodes & policy_stages().keys()
+            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
+            evaluate = EvaluateConfig.model_validate(catalog.load("params:evaluate"))
+            rewards = ppo.rewards if not policies or "ppo" in policies else ()
+            require_true_answers(outputs["split"], rewards, evaluate.judges)
 
 
 def provide_default_blocks(catalog: CatalogProtocol) -> None:

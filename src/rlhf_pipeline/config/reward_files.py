@@ -9,6 +9,7 @@ from importlib.util import decode_source
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.judges import ReferenceJudge
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward
 from rlhf_pipeline.errors import ConfigError
 
@@ -26,6 +27,23 @@ def reward_faults(rewards: Sequence[Block], place: str = "ppo.rewards") -> list[
         except ConfigError as error:
             faults.append(f"{place}.{index}: {error}")
     return faults
+
+
+def reads_references(source: Block) -> bool:
+    """Whether a reward or a judge reads the true answers.
+
+    These are judges of the kind `reference`, and functions that are defined in their file with a
+    parameter `references`. The file is parsed, not imported.
+    """
+    if not isinstance(source, CallableReward):
+        return isinstance(source, ReferenceJudge)
+    defined = [
+        node.args
+        for node in ast.parse(decode_source(source_file(source).read_bytes())).body
+        if isinstance(node, ast.FunctionDef) and node.name == source.function
+    ]
+    found = [arg.arg for args in defined[-1:] for arg in ast.walk(args) if isinstance(arg, ast.arg)]
+    return "references" in found
 
 
 def source_file(reward: CallableReward) -> Path:

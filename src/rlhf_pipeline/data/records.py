@@ -53,12 +53,20 @@ Record = Example | Text
 
 
 def normalized_prompt(prompt: tuple[Message, ...]) -> str:
-    """The identity of a prompt. Examples with equal identities belong to the same part.
+    """The identity of a prompt: a line for each turn.
 
     Contents are equal regardless of case, Unicode compatibility forms (NFKC) and white space. Roles
     must be equal.
     """
-    return "\n".join(f"{message.role}: {_normalized(message.content)}" for message in prompt)
+    return "\n".join(f"{message.role}: {normalized(message.content)}" for message in prompt)
+
+
+def conversation(identity: str) -> str:
+    """The identity of the conversation of a normalized prompt: system message and first user turn.
+
+    A prompt, its beginnings and its continuations belong to one conversation, and so to one part.
+    """
+    return "\n".join(identity.split("\n")[: 1 + identity.startswith("system: ")])
 
 
 def key(*parts: str) -> bytes:
@@ -71,7 +79,8 @@ def key(*parts: str) -> bytes:
     return digest.digest()[:16]
 
 
-def _normalized(text: str) -> str:
+def normalized(text: str) -> str:
+    """The text without regard to case, Unicode compatibility forms (NFKC) and white space."""
     # Case folding can produce text that is not NFKC, such as a folded ligature.
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())

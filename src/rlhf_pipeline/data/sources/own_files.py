@@ -82,7 +82,7 @@ def _reference(row: Row, column: str) -> str | None:
     """The true answer as text (numbers as Python prints them); None if the row has none."""
     value = row[column]
     if value is None or isinstance(value, str):
-        return value
+        return (value or "").strip() or None  # CSV has no other way to leave it out
     if isinstance(value, int | float):
         return str(value)
     raise MalformedRowError(
