@@ -64,7 +64,8 @@ PROJECT = "params:project"
 class PreflightHook:
     """Fails before the first node runs if the parameters are invalid."""
 
-    _nodes: frozenset[str] | set[str] = frozenset()
+    def __init__(self) -> None:
+        self._nodes: set[str] = set()
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
@@ -124,16 +125,13 @@ class PreflightHook:
 
     @hook_impl(tryfirst=True)
     def after_node_run(self, node: Node, catalog: CatalogProtocol, outputs: dict[str, Any]) -> None:
-        """Refuse a split without the true answers that rewards or judges read.
-
-        The rewards of PPO do not matter to a run that trains another policy.
-        """
+        """Refuse a split without the true answers that judges, or rewards of a run of PPO, read."""
         if node.name == "split":
-            policies = self._nodes & policy_stages().keys()
             ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
-            evaluate = EvaluateConfig.model_validate(catalog.load("params:evaluate"))
-            rewards = ppo.rewards if not policies or "ppo" in policies else ()
-            require_true_answers(outputs["split"], rewards, evaluate.judges)
+            judges = EvaluateConfig.model_validate(catalog.load("params:evaluate")).judges
+            trains_another = "ppo" not in self._nodes and self._nodes & policy_stages().keys()
+            rewards = () if trains_another else ppo.rewards
+            require_true_answers(outputs["split"], rewards, judges)
 
 
 def provide_default_blocks(catalog: CatalogProtocol) -> None:

@@ -300,14 +300,15 @@ def test_prompts_without_a_true_answer_are_counted_where_others_have_one():
         "evaluation/test.arrow": {"Anthropic/hh-rlhf": 3, "files (my_rows_.jsonl)": 20},
     }
     assert (
-        "500 rows have prompts without a true answer. Such prompts in the files of PPO and "
-        "evaluation: ppo/train.arrow, files (my_rows\\_.jsonl): 400. evaluation/test.arrow, "
-        "Anthropic/hh-rlhf: 3; evaluation/test.arrow, files (my_rows\\_.jsonl): 20.\n\n"
+        "\n\n500 rows have prompts without a true answer. In ppo/train.arrow: files "
+        "(my_rows\\_.jsonl) 400. In evaluation/test.arrow: Anthropic/hh-rlhf 3, files "
+        "(my_rows\\_.jsonl) 20.\n\n"
     ) in render_markdown(report)
     report["settings"]["without_reference"] = "drop"
+    report["without_reference"] = {}
     assert (
-        "500 rows have prompts without a true answer. They are kept out of PPO and the final "
-        "evaluation (`split.without_reference: drop`).\n\n"
+        "\n\n500 rows have prompts without a true answer, which are kept out of PPO and the final "
+        "evaluation.\n\n"
     ) in render_markdown(report)
 
 

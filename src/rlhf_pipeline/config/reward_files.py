@@ -30,11 +30,8 @@ def reward_faults(rewards: Sequence[Block], place: str = "ppo.rewards") -> list[
 
 
 def reads_references(source: Block) -> bool:
-    """Whether a reward or a judge reads the true answers.
-
-    These are judges of the kind `reference`, and functions that are defined in their file with a
-    parameter `references`. The file is parsed, not imported.
-    """
+    """Whether a reward or a judge reads the true answers: a judge of the kind `reference`, or a
+    function defined in its file, which is not imported, with a parameter `references`."""
     if not isinstance(source, CallableReward):
         return isinstance(source, ReferenceJudge)
     defined = [

@@ -79,7 +79,9 @@ class SourceConfig(Block):
     """Split of the data set on the hub, or of a saved DatasetDict. None: the default of the source,
     in most cases "train"."""
     columns: ColumnMap | None = None
-    """For "files": the columns to read. None: prompt, chosen and rejected."""
+    """For "files": the columns to read. None: the columns of TRL's formats (`prompt`, `chosen` and
+    `rejected`; `chosen` and `rejected`; `prompt` and `completion`; `messages`; `prompt` alone),
+    whichever the file has."""
     samples: PositiveInt | None = None
     """Number of rows that the synthetic source generates (None: 30,000), or maximum number of rows
     to read of any other source (None: all)."""

@@ -5,6 +5,10 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
+NOT_UTF8 = "not UTF-8"
+"""The reason of rows in another encoding."""
+TO_UTF8 = "convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW_FILE"
+
 Role = Literal["system", "user", "assistant"]
 Conversation = list[dict[str, str]]
 """Messages as chat templates expect them: {"role": ..., "content": ...} each."""
@@ -62,7 +66,7 @@ def normalized_prompt(prompt: tuple[Message, ...]) -> str:
 
 
 def conversation(identity: str) -> str:
-    """The identity of the conversation of a normalized prompt: system message and first user turn.
+    """The system message and first user turn of a normalized prompt.
 
     A prompt, its beginnings and its continuations belong to one conversation, and so to one part.
     """

@@ -61,6 +61,7 @@ def render_markdown(report: dict[str, Any]) -> str:
     sources, files = report["sources"], report["files"]
     texts = report["pretraining"] or {"sources": {}}
     prompts, conversations = report["distinct_prompts"], report["conversations"]
+    total = sum(conversations.values())
     requested = _requested_shares(report["settings"])
     page = environment.get_template("split_report.md.j2").render(
         report
@@ -72,13 +73,7 @@ def render_markdown(report: dict[str, Any]) -> str:
                 for label, source in sources.items()
             ),
             "shares": [
-                (
-                    part,
-                    prompts[part],
-                    conversations[part],
-                    conversations[part] / sum(conversations.values()),
-                    share,
-                )
+                (part, prompts[part], found := conversations[part], found / total, share)
                 for part, share in requested.items()
             ],
             "part_rows": _with_sums(
