@@ -58,3 +58,15 @@ def test_the_search_finds_what_comparing_all_pairs_finds() -> None:
         similarities = [len(one & grams(text)) / len(one | grams(text)) for text in texts]
         expected = [similarity >= 0.8 for similarity in similarities]
         assert near_duplicates(texts, [known]).tolist() == expected
+
+
+def test_an_instruction_that_all_prompts_share_does_not_count() -> None:
+    instruction = " ".join(f"step{number}" for number in range(200))
+    rest = "{0}a {0}b {0}c {0}d {0}e {0}f {0}g {0}h {0}i {0}j"
+    held_out = [f"{instruction} {rest.format(number)}" for number in range(101)]
+    texts = [f"{instruction} {rest.format(number)}" for number in (7, 500)]
+    # With its 196 grams, 206 and 206 would share 196 of 216.
+    assert near_duplicates(texts, held_out).tolist() == [True, False]
+    # 100 prompts are too few to tell an instruction from a repeated prompt.
+    assert near_duplicates(texts[1:], held_out[:100]).tolist() == [True]
+    assert near_duplicates([instruction], [*held_out, instruction]).tolist() == [True]

@@ -198,8 +198,8 @@ class SplitConfig(Block):
     near_duplicates: Literal["drop", "keep"] = "drop"
     """What to do with a conversation for training whose first user turn nearly repeats a held-out
     one: the Jaccard similarity of their 5-grams of words is at least 0.8. "drop" leaves it out;
-    "keep" is for prompts that all repeat one long instruction. The report counts them. Validation
-    is compared with test in the same way."""
+    "keep" is for few prompts that all repeat one long instruction. The report counts them.
+    Validation is compared with test in the same way."""
     without_reference: Literal["error", "drop"] = "error"
     """What to do with prompts without a true answer if a reward or a judge reads true answers.
     "error" refuses the run; "drop" keeps all of them out of PPO and the final evaluation."""

@@ -48,7 +48,7 @@ def known_columns(names: Collection[str]) -> ColumnMap:
     found = [form for form in _FORMS if {*form.values()} <= {*names}]
     # The first form contains the second one. TRL's `label` marks bad answers, too.
     if found and "label" not in names and found[1:] in ([], [_FORMS[1]]):
-        return ColumnMap(**found[0])
+        return ColumnMap.model_validate(found[0])
     lines = [f"columns: {form}".replace("'", "") for form in found or [_EXAMPLE]]
     raise ColumnError(
         f"the columns do not say which of them to read; they are {', '.join(map(repr, names))}. "
