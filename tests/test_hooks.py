@@ -1,6 +1,7 @@
 """Hooks: checks before a run, tags, printed results and errors."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.hooks import PreflightHook, ResultsHook, check_stores
 from rlhf_pipeline.results import StageSummary
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
@@ -133,6 +134,35 @@ def test_lengths_are_checked_against_the_model_that_the_split_receives(tmp_path)
         match=r"split\.max_response_tokens: found 256, expected at most 255: .* 767 positions",
     ):
         split_with(767)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "refused"),
+    [
+        (["split"], True),
+        (["split", "ppo"], True),
+        (["split", "dpo"], False),  # nobody reads the rewards of PPO
+    ],
+)
+def test_a_split_without_true_answers_is_refused_if_rewards_read_them(tmp_path, nodes, refused):
+    (tmp_path / "mine.py").write_text("def correct(prompts, responses, references): ...")
+    missing = {"ppo/train.arrow": {"files (pairs.jsonl)": 144}}
+    (tmp_path / "report.json").write_text(json.dumps({"without_reference": missing}))
+    conf = str(Path(__file__).parents[1] / "conf")
+    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    parameters["ppo"] |= {"rewards": [f"{tmp_path}/mine.py:correct"]}
+    blocks = {f"params:{name}": MemoryDataset(block) for name, block in parameters.items()}
+    catalog = DataCatalog(blocks | {"parameters": MemoryDataset(parameters)})
+    pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
+    hook = PreflightHook()
+    hook.before_pipeline_run(pipeline=pipeline, catalog=catalog)
+    after = {"node": SimpleNamespace(name="split"), "catalog": catalog}
+    with (
+        pytest.raises(DataError, match=r"ppo/train\.arrow .*, as correct reads it")
+        if refused
+        else nullcontext()
+    ):
+        hook.after_node_run(**after, outputs={"split": tmp_path})
 
 
 def said_before(nodes, caplog, **changes):

@@ -143,20 +143,27 @@ MISTAKES = {
         ["split.sources.0.name", "'filez'", "files"], yaml=sources("name: filez, path: x.csv")
     ),
     "prompt without a column": Mistake(
-        ["set columns.prompt; the columns are prompt, better, worse", "correct the source's `col"],
+        [
+            "set columns.prompt; the columns are 'prompt', 'better', 'worse'",
+            "correct the source's `col",
+        ],
         yaml=sources(
             "name: files, path: '{tmp}/pairs.csv', columns: {chosen: better, rejected: worse}"
         ),
     ),
     "misspelt column": Mistake(
-        ["column 'beter' is missing; the columns are prompt, better, worse"],
+        ["column 'beter' is missing; the columns are 'prompt', 'better', 'worse'"],
         yaml=sources(
             "name: files, path: '{tmp}/pairs.csv', "
             "columns: {prompt: prompt, chosen: beter, rejected: worse}"
         ),
     ),
     "no column map": Mistake(
-        ["column 'chosen' is missing; the columns are prompt, better, worse"],
+        [
+            "split.sources.0: source files (pairs.csv): the columns do not say which of them to "
+            "read; they are 'prompt', 'better', 'worse'. Fix: add to the source a line such as "
+            "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
+        ],
         yaml=sources("name: files, path: '{tmp}/pairs.csv'"),
     ),
     "results that nothing has made yet": Mistake(

@@ -20,6 +20,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config_loader import check_environment
+from rlhf_pipeline.data.true_answers import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import read_evaluation
@@ -38,7 +39,7 @@ from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
+from rlhf_pipeline.stage_registry import parameter_blocks, policy_stages, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
 from rlhf_pipeline.stages.job import STAGES, Stages
@@ -63,6 +64,9 @@ PROJECT = "params:project"
 class PreflightHook:
     """Fails before the first node runs if the parameters are invalid."""
 
+    def __init__(self) -> None:
+        self._nodes: set[str] = set()
+
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
         """Check environment and parameters before Kedro derives anything from them."""
@@ -80,7 +84,7 @@ class PreflightHook:
         provide_default_blocks(catalog)
         serve_other_node(launch_config(catalog))
         check_pipeline(pipeline, catalog)
-        nodes = {node.name for node in pipeline.nodes}
+        nodes = self._nodes = {node.name for node in pipeline.nodes}
         base_model = BaseModelConfig.model_validate(catalog.load("params:base_model"))
         if "base_model" in nodes and base_model.is_gguf:
             logger.warning(
@@ -114,6 +118,16 @@ class PreflightHook:
             given = RewardModelConfig.model_validate(catalog.load("params:reward_model"))
             ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
             check_gate(inputs["reward_model"], given.gate, ppo)
+
+    @hook_impl(tryfirst=True)
+    def after_node_run(self, node: Node, catalog: CatalogProtocol, outputs: dict[str, Any]) -> None:
+        """Refuse a split without the true answers that judges, or rewards of a run of PPO, read."""
+        if node.name == "split":
+            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
+            judges = EvaluateConfig.model_validate(catalog.load("params:evaluate")).judges
+            trains_another = "ppo" not in self._nodes and self._nodes & policy_stages().keys()
+            rewards = () if trains_another else ppo.rewards
+            require_true_answers(outputs["split"], rewards, judges)
 
 
 def provide_default_blocks(catalog: CatalogProtocol) -> None:

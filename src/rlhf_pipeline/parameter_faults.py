@@ -21,6 +21,7 @@ from rlhf_pipeline.config.task_files import task_faults
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config.validation import faults as block_faults
 from rlhf_pipeline.data.sources.lookup import find_source
+from rlhf_pipeline.data.sources.read_rows import column_faults
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
@@ -78,6 +79,7 @@ def misfits(parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False
     yield from list(batch_size_faults(values, processes)) or group_faults(ppo, processes)
     yield from machine_faults(values, layout.ranks[layout.node], gpus, elsewhere=elsewhere)
     yield from source_faults("split.sources", split.records(), wants_text=False)
+    yield from () if elsewhere else column_faults("split.sources", split.records())
     yield from path_faults(base_model.path)
     if ppo.ptx is not None and split.pretraining is None:
         yield (

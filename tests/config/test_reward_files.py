@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlhf_pipeline.config.reward_files import reward_faults, source_file
+from rlhf_pipeline.config.judges import ReferenceJudge
+from rlhf_pipeline.config.reward_files import reads_references, reward_faults, source_file
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward
 
 ONE_LABEL = '{"id2label": {"0": "a"}}'
@@ -11,6 +12,29 @@ ONE_LABEL = '{"id2label": {"0": "a"}}'
 def faults(tmp_path, source: str, function: str = "reward") -> list[str]:
     (tmp_path / "my.py").write_text(source)
     return reward_faults([CallableReward(callable=f"{tmp_path}/my.py:{function}")])
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("def reward(prompts, responses, references): ...", True),
+        ("def reward(prompts, responses, *, references=()): ...", True),
+        ("def reward(prompts, responses): ...", False),
+        ("def reward(prompts, responses, reference=None): ...", False),
+        ("def other(references): ...\ndef reward(prompts, responses): ...", False),
+        # The last definition counts.
+        ("def reward(references): ...\ndef reward(prompts, responses): ...", False),
+        ("def reward(prompts, responses):\n    def inner(references): ...", False),
+    ],
+)
+def test_a_function_reads_true_answers_by_its_parameter(tmp_path, source, reads):
+    (tmp_path / "my.py").write_text(source)
+    assert reads_references(CallableReward(callable=f"{tmp_path}/my.py:reward")) is reads
+
+
+def test_a_judge_of_the_kind_reference_reads_true_answers():
+    assert reads_references(ReferenceJudge(reference="exact"))
+    assert not reads_references(TrainedReward())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.split import (
+    PHASES,
     BlendedSourceConfig,
     ColumnMap,
     PretrainingConfig,
@@ -273,6 +274,15 @@ class TestSplitConfig:
     def test_choices_are_known_ones(self, field: str) -> None:
         with pytest.raises(ValidationError, match=field):
             split(**{field: "cut"})
+
+    def test_a_test_source_serves_no_phase(self) -> None:
+        (source,) = split(sources=[{"phases": ["test"]}]).sources
+        assert source.is_test
+        assert not any(source.may_serve(phase) for phase in PHASES)
+        (plain,) = split(sources=[{}]).sources
+        assert not plain.is_test
+        with pytest.raises(ValidationError, match=r"found test beside other phases in \['ppo', 't"):
+            split(sources=[{"phases": ["ppo", "test"]}])
 
     def test_a_source_cannot_be_listed_twice(self) -> None:
         with pytest.raises(ValidationError, match="'synthetic' is listed twice"):

@@ -3,17 +3,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import Blend, blend
 from rlhf_pipeline.data.parts import PARTS
 from rlhf_pipeline.data.phase_files import TABLES
 from rlhf_pipeline.data.record_files import examples
-from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.records import Example, Message, normalized
+from rlhf_pipeline.data.sources.read_rows import read
 from rlhf_pipeline.errors import DataError
 
 Make = Callable[..., Blend]
@@ -91,7 +93,7 @@ def test_a_prompt_of_two_sources_lands_in_one_part(make: Make) -> None:
     }
     assert found[20:] == found[:20]
     assert (plan.starts, plan.merged, plan.left_out) == ([0, 20, 40], [0, 0], [0, 0])
-    assert [plan.distinct_prompts(part) for part in PARTS] == [2, 2, 3, 7, 6]
+    assert [plan.distinct(plan.prompt_keys, part) for part in PARTS] == [2, 2, 3, 7, 6]
 
 
 def test_the_seed_decides(make: Make) -> None:
@@ -103,11 +105,11 @@ def test_the_seed_decides(make: Make) -> None:
 
 def test_without_a_usable_prompt_the_parts_are_empty(make: Make) -> None:
     with pytest.raises(
-        DataError, match=r"^sft, reward_model, ppo: found no prompt among 0 distinct prompts"
+        DataError, match=r"^sft, reward_model, ppo: found none of 0 distinct conversations"
     ):
         make([], [], **NOTHING_HELD_OUT)
     with pytest.raises(
-        DataError, match=r"^sft, reward_model, ppo: found no prompt among 0 distinct prompts"
+        DataError, match=r"^sft, reward_model, ppo: found none of 0 distinct conversations"
     ):
         make(([asked("a", "demonstration")], {"phases": ("ppo",)}), **NOTHING_HELD_OUT)
 
@@ -135,7 +137,7 @@ def test_repeats_within_a_source_stay(make: Make) -> None:
     plan = make(compared("a", "a", "b", "a"), compared("b", "c", "c"), **ONLY_SFT)
     assert parts(plan) == ["sft"] * 4 + [UNUSED, "sft", "sft"]
     assert plan.merged == [0, 1]
-    assert plan.distinct_prompts("sft") == 3
+    assert plan.distinct(plan.prompt_keys, "sft") == 3
 
 
 def test_a_copy_stays_if_the_earlier_row_is_beyond_its_fraction(make: Make) -> None:
@@ -289,7 +291,7 @@ def test_ppo_and_test_files_keep_the_first_row_of_a_prompt(make: Make) -> None:
     plan = make(
         first, second, compared("x"), validation_fraction=0, test_fraction=0.75, weights=(1, 0, 0)
     )
-    assert len(rows(plan, "evaluation/test.arrow")) == plan.distinct_prompts("test") == 3
+    assert len(rows(plan, "evaluation/test.arrow")) == plan.distinct(plan.prompt_keys, "test") == 3
 
 
 def test_sft_and_reward_model_read_every_row(make: Make) -> None:
@@ -307,3 +309,116 @@ def test_excluded_rows_have_no_effect(make) -> None:
     assert parts(plan) == [UNUSED, "ppo", "ppo", UNUSED]
     assert rows(plan, "ppo/train.arrow") == [1, 2]
     assert (plan.merged, plan.unservable, plan.left_out) == ([0, 0], [0, 0], [0, 0])
+
+
+# --- held out means held out ----------------------------------------------------------------------
+
+HALF_HELD_OUT: dict[str, Any] = {"validation_fraction": 0, "test_fraction": 0.5}
+LONG = "please write me a short poem about the sea and the wind for my"  # 14 words
+
+
+def dialogue(*turns: str, system: str | None = None) -> Example:
+    roles = ("user", "assistant") * len(turns)
+    start = () if system is None else (Message("system", system),)
+    return Example((*start, *map(Message, roles, turns)), "Yes.", "No.")
+
+
+def test_a_dialogue_and_its_continuations_are_in_one_part(make: Make) -> None:
+    rows = [
+        dialogue(*[f"Opening {n}?", "Go on.", "And then?", "So.", "Why?"][: 2 * length - 1])
+        for n in range(20)
+        for length in (1, 2, 3)
+    ]
+    plan = make(rows, **HALF_HELD_OUT, weights=(1, 0, 0))
+    found = parts(plan)
+    assert found == [part for part in found[::3] for _ in range(3)]
+    assert Counter(found) == {"test": 30, "sft": 30}
+    assert plan.distinct(plan.prompt_keys, "test") == 30
+    assert plan.distinct(plan.conversation_keys, "test") == 10
+
+
+def test_a_system_message_begins_another_conversation(make: Make) -> None:
+    rows = [dialogue("Hello", system=f"You are {n}.") for n in range(4)] + [dialogue("Hello")]
+    plan = make(rows, **HALF_HELD_OUT, weights=(1, 0, 0), near_duplicates="keep")
+    assert plan.distinct(plan.conversation_keys, "test") == 3  # 2.5, rounded in favour of test
+    # Their first turns are equal, so those in training are near duplicates of those in the test.
+    assert plan.near == [2]
+
+
+def test_near_duplicates_of_held_out_prompts_leave_training(make: Make) -> None:
+    rows = [dialogue(f"{LONG} {one}") for one in ("friend", "brother")] + compared(*range(18))
+    plans = {
+        choice: make(rows, **HALF_HELD_OUT, weights=(1, 0, 0), seed=seed, near_duplicates=choice)
+        for choice in ("drop", "keep")
+        for seed in range(20)
+        if sorted(parts(make(rows, **HALF_HELD_OUT, weights=(1, 0, 0), seed=seed,
+                             near_duplicates="keep"))[:2]) == ["sft", "test"]
+    }  # fmt: skip
+    # "... wind for my friend" has 11 grams, 10 of them also in the other: 10 / 12 = 0.83.
+    assert sorted(parts(plans["keep"])[:2]) == ["sft", "test"]
+    assert sorted(parts(plans["drop"])[:2]) == [UNUSED, "test"]
+    assert plans["drop"].near == plans["keep"].near == [1]
+    assert Counter(parts(plans["drop"])) == {"test": 10, "sft": 9, UNUSED: 1}
+
+
+def test_near_duplicates_of_test_prompts_leave_validation(make: Make) -> None:
+    rows = [dialogue(f"{LONG} {one}") for one in ("friend", "brother", "sister")]
+    plan = make(rows, validation_fraction=0.3, test_fraction=0.3, weights=(1, 0, 0))
+    assert sorted(parts(plan)) == [UNUSED, UNUSED, "test"]  # one of them was for validation
+    assert plan.near == [2]
+
+
+def test_a_test_source_is_the_evaluation_and_leaves_no_trace_in_training(make: Make) -> None:
+    benchmark = [dialogue("Question 0?"), dialogue("A question of its own?"), asked(f"{LONG} dog")]
+    near = dialogue(f"{LONG} cat")
+    longer = dialogue("question 1?", "Tell me more.", "More.")
+    rows = [*compared(*range(6)), longer, near, dialogue("QUESTION 0?", "What?", "That.")]
+    plan = make(rows, (benchmark, {"phases": ("test",)}), **NOTHING_HELD_OUT, weights=(1, 0, 0))
+    found = parts(plan)
+    assert found[9:] == ["test", "test", "test"]
+    assert found[:9] == [UNUSED, *["sft"] * 6, UNUSED, UNUSED]
+    assert (plan.in_test, plan.near, plan.unservable) == ([2, 0], [1, 0], [0, 0])
+    assert rows_of_test(plan) == [9, 10, 11]
+
+
+def rows_of_test(plan: Blend) -> list[int]:
+    return rows(plan, "evaluation/test.arrow")
+
+
+HH_RLHF = Path(__file__).parents[3] / "shared/data/hh-rlhf/harmless-base-test.jsonl.gz"
+
+
+@pytest.mark.skipif(not HH_RLHF.is_file(), reason="HH-RLHF is not in the folder beside the project")
+def test_no_test_prompt_of_hh_rlhf_continues_or_begins_a_training_prompt(make: Make) -> None:
+    """With the fractions of conf/smollm2."""
+    source = SourceConfig(name="Anthropic/hh-rlhf", path=str(HH_RLHF))
+    found = [record for _, record in read(source, seed=0) if isinstance(record, Example)]
+    assert len(found) > 2_200
+    plan = make(found, validation_fraction=0.2, test_fraction=0.1, weights=(1, 6, 3), seed=0)
+    prompts: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
+    for example, part in zip(found, parts(plan), strict=True):
+        turns = tuple(normalized(message.content) for message in example.prompt)
+        if part != UNUSED:
+            prompts[part == "test"].add(turns)
+    assert len(prompts[True]) > 200
+    begun = {turns[:length] for turns in prompts[False] for length in range(len(turns) + 1)}
+    assert [turns for turns in prompts[True] if turns in begun] == []
+    begun = {turns[:length] for turns in prompts[True] for length in range(len(turns) + 1)}
+    assert [turns for turns in prompts[False] if turns in begun] == []
+    assert plan.near == [near_in_hh_rlhf(found, plan)]
+
+
+def near_in_hh_rlhf(found: list[Example], plan: Blend) -> int:
+    """Rows that leave, by comparing all pairs of first turns."""
+
+    def grams(example: Example) -> frozenset[str]:
+        words = normalized(example.prompt[0].content).split(" ")
+        runs = [" ".join(words[at : at + 5]) for at in range(len(words) - 4)]
+        return frozenset(runs or [" ".join(words)])
+
+    whole = [grams(example) for example in found]
+    out = [
+        set(g) for g, part in zip(whole, parts(plan), strict=True) if part in ("test", "validation")
+    ]
+    left = [set(g) for g, part in zip(whole, parts(plan), strict=True) if part == UNUSED]
+    return sum(any(len(a & b) / len(a | b) >= 0.8 for b in out) for a in left)

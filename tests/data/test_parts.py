@@ -155,7 +155,7 @@ def test_a_phase_that_gets_no_prompt_is_an_error(prompts: int, empty: str, left:
     with pytest.raises(DataError) as error:
         split(range(prompts), **NOTHING_HELD_OUT)
     assert error.value.message == (
-        f"{empty}: found no prompt among {prompts} distinct prompts, expected at least 1 "
+        f"{empty}: found none of {prompts} distinct conversations, expected at least 1 "
         f"(sizes: test 0, validation 0, {left}; "
         f"able to serve: sft {prompts}, reward_model {prompts}, ppo {prompts}). "
         "Fix: add data, or change weights, validation_fraction or test_fraction "
@@ -166,11 +166,11 @@ def test_a_phase_that_gets_no_prompt_is_an_error(prompts: int, empty: str, left:
 def test_a_held_out_part_that_gets_no_prompt_is_an_error() -> None:
     # Of four prompts test and validation have a quota of 0.08.
     with pytest.raises(
-        DataError, match=r"^test, validation: found no prompt among 4 distinct prompts, .* \("
+        DataError, match=r"^test, validation: found none of 4 distinct conversations, .* \("
     ):
         split("abcd")
     with pytest.raises(
-        DataError, match=r"^validation: found no prompt among 4 distinct prompts, .* \("
+        DataError, match=r"^validation: found none of 4 distinct conversations, .* \("
     ):
         split("abcd", test_fraction=0)
 
@@ -179,7 +179,7 @@ def test_a_phase_that_no_prompt_can_serve_is_an_error() -> None:
     # Two demonstrations and three bare prompts.
     with pytest.raises(
         DataError,
-        match=r"^reward_model: found no prompt .*able to serve: sft 2, reward_model 0, ppo 3",
+        match=r"^reward_model: found none of .*able to serve: sft 2, reward_model 0, ppo 3",
     ):
         split("abcde", [SFT, SFT, PPO, PPO, PPO], **NOTHING_HELD_OUT)
 
@@ -196,8 +196,8 @@ def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, na
     prompts = [*range(10), 10, 11, 11, 12]
     with pytest.raises(
         DataError,
-        match=rf"^3 distinct prompts serve only phases of weight 0 \({named}\)\. Fix: give .* "
-        r"weight",
+        match=rf"^3 distinct conversations serve only phases of weight 0 \({named}\)\. Fix: "
+        r"give .* weight",
     ):
         split(prompts, [ALL] * 10 + [serves] * 4, weights=weights, **NOTHING_HELD_OUT)
 

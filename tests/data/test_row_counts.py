@@ -98,3 +98,13 @@ def test_if_most_rows_are_bad_the_column_map_is_suspected_and_no_fraction_is_adv
         counted(rows=10, bad=6).check_bad_fraction(0.1, "files (own.jsonl)")
     assert "max_bad_fraction to" not in str(error.value)
     assert len(str(error.value).splitlines()) == 5
+
+
+@pytest.mark.parametrize("bad", [1, 9])
+def test_rows_in_another_encoding_are_to_be_converted(bad: int) -> None:
+    counts = RowCounts(rows=10)
+    for line in range(bad):
+        counts.add_unused(f"own.csv:{line}", Unused("not UTF-8"))
+    with pytest.raises(DataError, match=r"own\.csv:0: not UTF-8\n(.|\n)*Fix: convert the file, for "
+                       r"example: iconv -f latin1 -t utf-8 FILE > NEW_FILE$"):  # fmt: skip
+        counts.check_bad_fraction(0.0, "files (own.csv)")

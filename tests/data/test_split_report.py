@@ -24,8 +24,11 @@ REPORT = {
             "skipped": {},
             "left_out_by_fraction": 0,
             "duplicates_merged": 0,
+            "repeats_of_held_out": 37,
+            "near_duplicates": 30,
+            "without_reference": 0,
             "parts": {
-                "sft": 31_000,
+                "sft": 30_963,
                 "reward_model": 62_000,
                 "ppo": 61_000,
                 "validation": 3_100,
@@ -38,6 +41,9 @@ REPORT = {
             "skipped": {"the scores are equal": 800},
             "left_out_by_fraction": 4_600,
             "duplicates_merged": 12,
+            "repeats_of_held_out": 0,
+            "near_duplicates": 0,
+            "without_reference": 0,
             "parts": {"sft": 4_000, "validation": 300, "test": 288},
         },
     },
@@ -48,6 +54,14 @@ REPORT = {
         "reward_model": 35_000,
         "ppo": 35_000,
     },
+    "conversations": {
+        "test": 1_000,
+        "validation": 2_000,
+        "sft": 20_000,
+        "reward_model": 13_500,
+        "ppo": 13_500,
+    },
+    "without_reference": {},
     "files": {
         "sft/train.arrow": {
             "rows": 34_000,
@@ -107,6 +121,8 @@ REPORT = {
         "weights": [2, 4, 4],
         "validation_fraction": 0.02,
         "test_fraction": 0.04,
+        "near_duplicates": "drop",
+        "without_reference": "error",
         "over_long_prompts": "drop",
         "over_long_responses": "error",
         "sft_loss": "response",
@@ -117,13 +133,13 @@ MARKDOWN = r"""# Prepared data
 
 ## Rows of each source
 
-| source | rows | bad | skipped | beyond fraction | merged | used |
-|:---|---:|---:|---:|---:|---:|---:|
-| Anthropic/hh-rlhf | 160,800 | 1,322 | 0 | 0 | 0 | 159,478 |
-| files (my_rows\_.jsonl) | 10,000 | 0 | 800 | 4,600 | 12 | 4,588 |
-| all sources | 170,800 | 1,322 | 800 | 4,600 | 12 | 164,066 |
+| source | rows | bad | skipped | beyond fraction | merged | near held-out | used |
+|:---|---:|---:|---:|---:|---:|---:|---:|
+| Anthropic/hh-rlhf | 160,800 | 1,322 | 0 | 0 | 0 | 37 | 159,441 |
+| files (my_rows\_.jsonl) | 10,000 | 0 | 800 | 4,600 | 12 | 0 | 4,588 |
+| all sources | 170,800 | 1,322 | 800 | 4,600 | 12 | 37 | 164,029 |
 
-Merged rows repeat a row of an earlier source: same prompt, same answers.
+Merged rows repeat a row of an earlier source: same prompt, same answers. Rows near held-out ones have a conversation of a test source, or a first user turn that nearly repeats a held-out one: the Jaccard similarity of their 5-grams of words is at least 0.8. 30 rows are such near duplicates.
 
 | source | rows |  | reason |
 |:---|---:|:---|:---|
@@ -133,25 +149,25 @@ Merged rows repeat a row of an earlier source: same prompt, same answers.
 
 ## Prompts of each part
 
-| part | distinct prompts | share | requested |
-|:---|---:|---:|---:|
-| sft | 25,000 | 25.0% | 18.8% |
-| reward_model | 35,000 | 35.0% | 37.6% |
-| ppo | 35,000 | 35.0% | 37.6% |
-| validation | 3,000 | 3.0% | 2.0% |
-| test | 2,000 | 2.0% | 4.0% |
+| part | distinct prompts | conversations | share | requested |
+|:---|---:|---:|---:|---:|
+| sft | 25,000 | 20,000 | 40.0% | 18.8% |
+| reward_model | 35,000 | 13,500 | 27.0% | 37.6% |
+| ppo | 35,000 | 13,500 | 27.0% | 37.6% |
+| validation | 3,000 | 2,000 | 4.0% | 2.0% |
+| test | 2,000 | 1,000 | 2.0% | 4.0% |
 
-The weights 2 : 4 : 4 divide all prompts outside validation and test. Shares differ from the requested ones if some prompts cannot serve every phase.
+The weights 2 : 4 : 4 divide all conversations outside validation and test. Shares differ from the requested ones if some conversations cannot serve every phase, or rows near held-out ones were left out.
 
-No prompt is in two parts: all 3 pairs of parts were compared.
+A conversation is the system message and the first user turn. None is in two parts: all 3 pairs of parts were compared.
 
 Rows of each source and part:
 
 | source | sft | reward_model | ppo | validation | test |
 |:---|---:|---:|---:|---:|---:|
-| Anthropic/hh-rlhf | 31,000 | 62,000 | 61,000 | 3,100 | 2,378 |
+| Anthropic/hh-rlhf | 30,963 | 62,000 | 61,000 | 3,100 | 2,378 |
 | files (my_rows\_.jsonl) | 4,000 | 0 | 0 | 300 | 288 |
-| all sources | 35,000 | 62,000 | 61,000 | 3,400 | 2,666 |
+| all sources | 34,963 | 62,000 | 61,000 | 3,400 | 2,666 |
 
 ## Files of each phase
 
@@ -214,7 +230,7 @@ The first row of each phase, as the model sees it. It learns the marked tokens.
 
 TERMINAL = """\
 Prepared data: 170,800 rows read, 1,322 bad, 800 skipped, 4,600
-beyond fractions, 12 merged
+beyond fractions, 12 merged, 37 near held-out prompts
 
                 rows   validation rows   merged   dropped   cut
  ──────────────────────────────────────────────────────────────
@@ -263,6 +279,37 @@ def test_cut_texts_are_not_reported_as_dropped():
         "- prompts longer than max_prompt_tokens = 512: 8 of 1,000 (0.8%), cut"
         in render_markdown(report)
     )
+
+
+def test_near_duplicates_that_stay_are_named_on_the_page_and_in_the_terminal():
+    report = deepcopy(REPORT)
+    report["settings"]["near_duplicates"] = "keep"
+    page = render_markdown(report)
+    assert "30 rows are such near duplicates, which are trained on (`split.near_dup" in page
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(report, console)
+    warning = "WARNING: training includes 30 near duplicates of held-out prompts\n"
+    assert console.file.getvalue().endswith(warning)
+
+
+def test_prompts_without_a_true_answer_are_counted_where_others_have_one():
+    report = deepcopy(REPORT)
+    report["sources"]["files (my_rows_.jsonl)"]["without_reference"] = 500
+    report["without_reference"] = {
+        "ppo/train.arrow": {"files (my_rows_.jsonl)": 400},
+        "evaluation/test.arrow": {"Anthropic/hh-rlhf": 3, "files (my_rows_.jsonl)": 20},
+    }
+    assert (
+        "\n\n500 rows have prompts without a true answer. In ppo/train.arrow: files "
+        "(my_rows\\_.jsonl) 400. In evaluation/test.arrow: Anthropic/hh-rlhf 3, files "
+        "(my_rows\\_.jsonl) 20.\n\n"
+    ) in render_markdown(report)
+    report["settings"]["without_reference"] = "drop"
+    report["without_reference"] = {}
+    assert (
+        "\n\n500 rows have prompts without a true answer, which are kept out of PPO and the final "
+        "evaluation.\n\n"
+    ) in render_markdown(report)
 
 
 def test_the_terminal():

@@ -56,8 +56,8 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
     sources = [{"name": "files", "path": "a/own.jsonl"}, {"name": "files", "path": "b/own.jsonl"}]
     report = prepare(own, more, sources=sources, max_bad_fraction=0.1)
     assert list(report) == [
-        "sources", "distinct_prompts", "files", "overlap", "lengths", "pretraining", "settings",
-        "examples",
+        "sources", "distinct_prompts", "conversations", "without_reference", "files", "overlap",
+        "lengths", "pretraining", "settings", "examples",
     ]  # fmt: skip
     assert list(report["sources"]) == ["files (own.jsonl)", "files (own.jsonl) #2"]
     first, second = report["sources"].values()
@@ -67,6 +67,9 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
         "skipped": {"a tie": 1},
         "left_out_by_fraction": 0,
         "duplicates_merged": 0,
+        "repeats_of_held_out": 0,
+        "near_duplicates": 0,
+        "without_reference": 0,
         "parts": {"test": 1, "validation": 1, "sft": 2, "reward_model": 3, "ppo": 3},
     }
     (part,) = (part for part, rows in second["parts"].items() if rows)
@@ -76,6 +79,9 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
         "skipped": {},
         "left_out_by_fraction": 0,
         "duplicates_merged": 2,
+        "repeats_of_held_out": 0,
+        "near_duplicates": 0,
+        "without_reference": 0,
         "parts": dict.fromkeys(PARTS, 0) | {part: 1},
     }
     assert report["distinct_prompts"] == {
@@ -84,6 +90,13 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
         "sft": 2,
         "reward_model": 3,
         "ppo": 3,
+    }
+    assert report["conversations"] == report["distinct_prompts"]
+    label = "files (own.jsonl)"
+    assert report["without_reference"] == {
+        "ppo/train.arrow": {label: 3},
+        "ppo/validation.arrow": {label: 1},
+        "evaluation/test.arrow": {label: 1},
     }
     assert report["overlap"] == {
         "test and validation": 0,
@@ -118,6 +131,8 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
         "weights": [2, 4, 4],
         "validation_fraction": 0.1,
         "test_fraction": 0.1,
+        "near_duplicates": "drop",
+        "without_reference": "error",
         "over_long_prompts": "error",
         "over_long_responses": "error",
         "sft_loss": "response",
@@ -139,7 +154,7 @@ def test_every_row_of_a_source_is_accounted_for(write_records, prepare: Prepare,
         {"name": "files", "path": "second.jsonl", "phases": ("reward_model",)},
     ]
     report = prepare(first, second, sources=sources, only="reward_model", max_bad_fraction=0.1)
-    unservable = "none of the phases that may train on the source can use the record"
+    unservable = "none of the phases that may use the source can use the record"
     one, two = report["sources"].values()
     assert (one["rows"], one["bad"], one["skipped"]) == (23, {"empty": 1}, {"a tie": 2})
     assert (
@@ -164,6 +179,7 @@ def test_headline(write_records, prepare: Prepare, ten) -> None:
         "data/distinct_prompts": 10,
         "data/bad_rows": 0,
         "data/duplicates_merged": 2,
+        "data/near_duplicates": 0,
         "data/dropped_rows": 0,
         "data/truncated_texts": 0,
         "data/sft_train_rows": 2,
@@ -191,5 +207,7 @@ def test_a_prompt_in_two_parts_is_an_error(
     blend = module.blend
     monkeypatch.setattr(module, "blend", broken)
     again = [asked(f"QUESTION {n}?", "Other.", "Answers.") for n in range(10)]
-    with pytest.raises(AssertionError, match=r"^parts share prompts: .*'test and reward_model': 1"):
+    with pytest.raises(
+        AssertionError, match=r"^parts share conversations: .*'test and reward_model': 1"
+    ):
         prepare(write_records("own", *ten, *again))

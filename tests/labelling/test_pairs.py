@@ -87,6 +87,6 @@ def test_what_split_could_not_use_is_left_out_and_counted(tmp_path):
         "the two answers are equal": 1,
         "the second answer is empty": 1,
         "a NUL character in the text": 1,
-        "column 'first' is missing; the columns are prompt, second": 1,
+        "column 'first' is missing; the columns are 'prompt', 'second'": 1,
         "not JSON (Expecting value)": 1,
     }

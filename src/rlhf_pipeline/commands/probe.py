@@ -100,7 +100,7 @@ def short(parameters: Mapping[str, Any], trained: list[str]) -> dict[str, Any]:
     weights: dict[str, float] = dict(zip(PHASES, split.weights, strict=True))
     share = dict.fromkeys(weights, 0.0)  # training rows of a phase, for a row of each source
     for source in split.sources:
-        phases = source.phases or PHASES
+        phases = [phase for phase in PHASES if source.may_serve(phase)]
         total = sum(weights[phase] for phase in phases) or 1
         for phase in phases:
             share[phase] += source.fraction * weights[phase] / total

@@ -79,7 +79,9 @@ class SourceConfig(Block):
     """Split of the data set on the hub, or of a saved DatasetDict. None: the default of the source,
     in most cases "train"."""
     columns: ColumnMap | None = None
-    """For "files": the columns to read. None: prompt, chosen and rejected."""
+    """For "files": the columns to read. None: the columns of TRL's formats (`prompt`, `chosen` and
+    `rejected`; `chosen` and `rejected`; `prompt` and `completion`; `messages`; `prompt` alone),
+    whichever the file has."""
     samples: PositiveInt | None = None
     """Number of rows that the synthetic source generates (None: 30,000), or maximum number of rows
     to read of any other source (None: all)."""
@@ -129,9 +131,27 @@ class BlendedSourceConfig(SourceConfig):
 
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the source's distinct prompts to use. A smaller share is part of a larger one."""
-    phases: tuple[Phase, ...] | None = Field(default=None, min_length=1)
+    phases: tuple[Phase | Literal["test"], ...] | None = Field(default=None, min_length=1)
     """Phases that may use the source. None: all that its rows can serve (demonstrations: SFT;
-    comparisons: all three; bare prompts: PPO)."""
+    comparisons: all three; bare prompts: PPO). ["test"]: all its prompts belong to the final
+    evaluation, such as those of a benchmark, and their conversations leave all other sources."""
+
+    @property
+    def is_test(self) -> bool:
+        """Whether all rows belong to the final evaluation."""
+        return self.phases == ("test",)
+
+    def may_serve(self, phase: Phase) -> bool:
+        """Whether a training phase may use the source."""
+        return self.phases is None or phase in self.phases
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        if not self.is_test and "test" in (self.phases or ()):
+            yield (
+                f"phases: found test beside other phases in {list(self.phases or ())}, expected "
+                "test alone. Fix: list the source's other files as another source"
+            )
 
     def records(self) -> SourceConfig:
         """The fields that decide the records."""
@@ -164,16 +184,25 @@ class SplitConfig(Block):
     model_config = ConfigDict(hide_input_in_errors=True)  # a rejected path may contain a secret
 
     sources: tuple[BlendedSourceConfig, ...] = Field(min_length=1)
-    """Sources, read in this order. All rows of a prompt, from any source, are in one part."""
+    """Sources, read in this order. All rows of a conversation (system message and first user turn),
+    from any source, are in one part."""
     weights: tuple[float, float, float] = (2, 4, 4)
-    """Weights of SFT, reward model and PPO in the distinct prompts that are not held out; only
-    their ratio matters. The default 2, 4, 4 is DeepSpeed-Chat's, for comparable results. Prompts
-    that some phases cannot use are divided among the other phases."""
+    """Weights of SFT, reward model and PPO in the distinct conversations that are not held out;
+    only their ratio matters. The default 2, 4, 4 is DeepSpeed-Chat's, for comparable results. What
+    some phases cannot use is divided among the other phases."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Fraction of the distinct prompts for the validation of all three phases. No phase trains on
-    them."""
+    """Fraction of the distinct conversations for the validation of all three phases. No phase
+    trains on them."""
     test_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Fraction of the distinct prompts for the final evaluation alone."""
+    """Fraction of the distinct conversations for the final evaluation alone."""
+    near_duplicates: Literal["drop", "keep"] = "drop"
+    """What to do with a conversation for training whose first user turn nearly repeats a held-out
+    one: the Jaccard similarity of their 5-grams of words is at least 0.8. "drop" leaves it out;
+    "keep" is for few prompts that all repeat one long instruction. The report counts them.
+    Validation is compared with test in the same way."""
+    without_reference: Literal["error", "drop"] = "error"
+    """What to do with prompts without a true answer if a reward or a judge reads true answers.
+    "error" refuses the run; "drop" keeps all of them out of PPO and the final evaluation."""
     max_prompt_tokens: PositiveInt
     """Maximum length of a prompt in tokens, including the chat template."""
     max_response_tokens: PositiveInt

@@ -1,4 +1,4 @@
-"""Assign the rows of all sources to parts: take fractions, merge duplicates, split by prompt."""
+"""Assign the rows of all sources to parts: fractions, duplicates, conversations, held-out texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,11 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.data.parts import PARTS, Part, assign, first_rows, fraction_of
+from rlhf_pipeline.data.near_duplicates import near_duplicates
+from rlhf_pipeline.data.parts import PARTS, Part, among, assign, first_rows, fraction_of
 from rlhf_pipeline.data.phase_files import Table
-from rlhf_pipeline.data.record_files import keys, phase_bits, serves
+from rlhf_pipeline.data.record_files import first_turns, keys, phase_bits, serves
+from rlhf_pipeline.data.true_answers import true_answers
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,10 @@ class Blend:
     """(N,) uint8: the phases that may use a row, as bits in the order of PHASES."""
     prompt_keys: np.ndarray
     """(N, 16) uint8: equal for equal prompts."""
+    conversation_keys: np.ndarray
+    """(N, 16) uint8: equal for prompts of one conversation, which are in one part."""
+    references: pa.DictionaryArray
+    """The true answer of the prompt of each of the N rows, or null."""
     starts: list[int]
     """First row of each source, and N."""
     left_out: list[int]
@@ -31,6 +37,12 @@ class Blend:
     `phases: [ppo]`."""
     merged: list[int]
     """Rows of each source that repeat a row of an earlier source: same prompt, same answers."""
+    in_test: list[int]
+    """Rows of each source that leave it, since a test source has their conversation."""
+    near: list[int]
+    """Rows of each source whose first turn nearly repeats a held-out one: left out, or kept."""
+    unanswered: list[int]
+    """Rows of each source whose prompt has no true answer."""
 
     def rows(self, table: Table) -> tuple[np.ndarray, int]:
         """The rows of a table as (N,) bool, and the number of rows left out as repeated prompts."""
@@ -44,52 +56,91 @@ class Blend:
         chosen[candidates[repeated]] = False
         return chosen, int(repeated.sum())
 
-    def distinct_prompts(self, part: Part) -> int:
-        """Number of distinct prompts of a part."""
-        chosen = self.prompt_keys[self.parts == PARTS.index(part)]
-        return len(np.unique(first_rows(chosen)))
+    def distinct(self, keys: np.ndarray, part: Part) -> int:
+        """Number of distinct prompts or conversations of a part, by their keys."""
+        return len(np.unique(first_rows(keys[self.parts == PARTS.index(part)])))
 
 
 def blend(
     config: SplitConfig, sources: Sequence[pa.Table], usable: Sequence[np.ndarray], seed: int
 ) -> Blend:
-    """Take each source's fraction, merge what an earlier source contains, split the rest by prompt.
+    """Take each source's fraction, merge what an earlier source contains, split by conversation.
 
-    Rows that a source repeats within itself stay: two annotators who agree are two judgements. A
-    row of several sources serves every phase that one of these sources may serve. `usable` has one
-    (rows,) bool for each source; False excludes a row. Raises DataError if a part gets no prompt,
-    or some prompts serve only phases of weight 0.
+    Conversations of a test source leave the other sources. Near duplicates of held-out ones leave
+    training, unless `near_duplicates` is "keep". Rows that a source repeats within itself stay: two
+    annotators who agree are two judgements. A row of several sources serves every phase that one of
+    these sources may serve. `usable` has one (rows,) bool for each source; False excludes a row.
+    Raises DataError if a part gets no conversation, some serve only phases of weight 0, or a prompt
+    has two true answers.
     """
+    rows = pa.concat_tables(sources)
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
-    prompt_keys = [keys(table, "prompt_key") for table in sources]
-    prompts = np.concatenate(prompt_keys)
-    configured = list(zip(config.sources, sources, prompt_keys, strict=True))
-    bits = np.concatenate(
-        [serves(table) & phase_bits(source.phases or PHASES) for source, table, _ in configured]
-    )
+    prompts, conversations = keys(rows, "prompt_key"), keys(rows, "conversation_key")
+    is_test = np.repeat([source.is_test for source in config.sources], np.diff(starts))
+    may_serve = [phase_bits(filter(source.may_serve, PHASES)) for source in config.sources]
+    bits = serves(rows) & np.repeat(may_serve, np.diff(starts)).astype(np.uint8)
     within_fraction = np.concatenate(
-        [fraction_of(own_keys, source.fraction, seed) for source, _, own_keys in configured]
+        [
+            fraction_of(own_keys, source.fraction, seed)
+            for source, own_keys in zip(
+                config.sources, np.split(prompts, starts[1:-1]), strict=True
+            )
+        ]
     )
     allowed = within_fraction & np.concatenate(usable)
-    used = allowed & (bits > 0)
+    references = true_answers(rows, prompts, allowed)
+    unanswered = allowed & references.is_null().to_numpy(zero_copy_only=False)
+    if config.without_reference == "drop":
+        bits[unanswered] &= ~np.uint8(phase_bits(["ppo"]))
+    in_test = allowed & ~is_test & among(conversations, conversations[allowed & is_test])
+    used = allowed & ~in_test & ((bits > 0) | is_test)
     candidates = np.flatnonzero(used)
-    example_keys = np.concatenate([keys(table, "example_key") for table in sources])
+    example_keys = keys(rows, "example_key")
     own_start = np.repeat(starts[:-1], np.diff(starts))[candidates]
     earliest = candidates[first_rows(example_keys[candidates])]
     repeated = candidates[earliest < own_start]
     used[repeated] = False
     np.bitwise_or.at(bits, earliest, bits[candidates])
-    parts = np.full(len(prompts), -1, np.int8)
-    parts[used] = assign(prompts[used], bits[used], config, seed)
+    parts = np.full(len(prompts), PARTS.index("test"), np.int8)
+    divided = used & ~is_test
+    parts[divided] = assign(conversations[divided], bits[divided], config, seed)
+    if config.without_reference == "drop":
+        used &= ~unanswered | (parts != PARTS.index("test"))
+    parts[~used] = -1
+    unservable = allowed & ~in_test & ~used
+    unservable[repeated] = False
+    near = _near_held_out(rows, conversations, parts)
+    if config.near_duplicates == "drop":
+        parts[near] = -1
     return Blend(
         parts,
         bits,
         prompts,
+        conversations,
+        references,
         starts.tolist(),
         left_out=_count_per_source(np.flatnonzero(~within_fraction), starts),
-        unservable=_count_per_source(np.flatnonzero(allowed & (bits == 0)), starts),
+        unservable=_count_per_source(np.flatnonzero(unservable), starts),
         merged=_count_per_source(repeated, starts),
+        in_test=_count_per_source(np.flatnonzero(in_test), starts),
+        near=_count_per_source(np.flatnonzero(near), starts),
+        unanswered=_count_per_source(np.flatnonzero(unanswered), starts),
     )
+
+
+def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """(N,) bool: training rows near a held-out first turn, and validation rows near a test one."""
+    used = np.flatnonzero(parts >= 0)
+    first = used[first_rows(conversations[used])]
+    distinct = np.unique(first)
+    near = np.zeros(len(parts), np.bool_)
+    test, validation = (parts[distinct] == PARTS.index(part) for part in ("test", "validation"))
+    for chosen, held_out in ((validation, test), (~test & ~validation, test | validation)):
+        near[distinct[chosen]] = near_duplicates(
+            first_turns(rows, distinct[chosen]), first_turns(rows, distinct[held_out])
+        )
+    near[used] = near[first]
+    return near
 
 
 def _count_per_source(rows: np.ndarray, starts: np.ndarray) -> list[int]:

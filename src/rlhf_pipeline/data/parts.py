@@ -1,8 +1,8 @@
-"""Assign prompts to parts: disjoint, exact for any size, the same on every machine.
+"""Assign conversations to parts: disjoint, exact for any size, the same on every machine.
 
-A prompt is identified by its 16-byte key (`records.key`). The functions take the keys of all rows
-as (N, 16) uint8 and return one value per row. Neither the order of the rows nor the number of rows
-of a prompt changes its part. Memory is a small multiple of the keys.
+A conversation is identified by its 16-byte key (`records.conversation`). The functions take the
+keys of all rows as (N, 16) uint8 and return one value per row. Neither the order of the rows nor
+the number of rows of a conversation changes its part. Memory is a small multiple of the keys.
 """
 
 import hashlib
@@ -21,32 +21,32 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int) -> np.ndarray:
-    """Assign a part to every row, by its prompt: (N,) int8, index into PARTS.
+    """Assign a part to every row, by its conversation: (N,) int8, index into PARTS.
 
-    A prompt can serve every phase that one of its rows can serve. Prompts that can serve the same
-    phases form a class, and each class is divided separately: sort by SHA-256 of the ASCII bytes
+    A conversation can serve every phase that one of its rows can serve. Those that can serve the
+    same phases form a class, and each class is divided separately: sort by SHA-256 of the bytes
     "split\\n<seed>\\n" followed by the key, then cut into consecutive runs, held-out parts first.
     The size of a run is its exact quota rounded by largest remainder, so within 1 of the quota.
 
     `config.weights` divides what validation and test leave of a class among the phases that the
-    class can serve. A change of the weights moves at most one or two prompts of a class into or out
-    of the held-out parts. Changes to other classes move none.
+    class can serve. A change of the weights moves at most one or two conversations of a class into
+    or out of the held-out parts. Changes to other classes move none.
 
     `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i]. Raises DataError if a class
-    can serve only phases of weight 0, or a part with a positive share gets no prompt.
+    can serve only phases of weight 0, or a part with a positive share gets no conversation.
     """
-    prompts, prompt_of_row = np.unique(_as_scalars(keys), return_inverse=True)
-    servable = np.zeros(len(prompts), np.uint8)
-    np.bitwise_or.at(servable, prompt_of_row, serves)
-    ordered = _hash_order(prompts, f"split\n{seed}\n")
-    parts = np.empty(len(prompts), np.int8)
+    conversations, conversation_of_row = np.unique(_as_scalars(keys), return_inverse=True)
+    servable = np.zeros(len(conversations), np.uint8)
+    np.bitwise_or.at(servable, conversation_of_row, serves)
+    ordered = _hash_order(conversations, f"split\n{seed}\n")
+    parts = np.empty(len(conversations), np.int8)
     for bits in np.unique(servable):
         members = ordered[servable[ordered] == bits]
         usable = _usable_weights(config.weights, bits, len(members))
         sizes = apportion(len(members), _part_shares(usable, config))
         parts[members] = np.repeat(np.arange(len(PARTS)), sizes)
-    _require_prompts(config, parts, servable)
-    return parts[prompt_of_row]
+    _require_conversations(config, parts, servable)
+    return parts[conversation_of_row]
 
 
 def apportion(total: int, shares: list[Fraction]) -> list[int]:
@@ -87,27 +87,34 @@ def first_rows(keys: np.ndarray) -> np.ndarray:
     return first[key_of_row]
 
 
+def among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Whether each key is one of the `known` keys: (N,) bool."""
+    return np.isin(_as_scalars(keys), _as_scalars(known))
+
+
 def _as_scalars(keys: np.ndarray) -> np.ndarray:
     """Keys as (N,) scalars, which numpy sorts as bytes, much faster than rows."""
     return np.ascontiguousarray(keys).view("V16").ravel()
 
 
-def _hash_order(prompts: np.ndarray, prefix: str) -> np.ndarray:
-    """The indices that sort distinct prompts by SHA-256 of the prefix and the key."""
-    start, keys = prefix.encode(), prompts.tobytes()
+def _hash_order(distinct: np.ndarray, prefix: str) -> np.ndarray:
+    """The indices that sort distinct keys by SHA-256 of the prefix and the key."""
+    start, keys = prefix.encode(), distinct.tobytes()
     digests = (
         hashlib.sha256(start + keys[at : at + 16]).digest() for at in range(0, len(keys), 16)
     )
-    return np.argsort(np.fromiter(digests, "V32", len(prompts)))
+    return np.argsort(np.fromiter(digests, "V32", len(distinct)))
 
 
-def _usable_weights(weights: tuple[float, float, float], bits: int, prompts: int) -> list[float]:
+def _usable_weights(
+    weights: tuple[float, float, float], bits: int, conversations: int
+) -> list[float]:
     """The weights, with 0 for the phases that a class cannot serve."""
     able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
     usable = [w if phase in able else 0 for phase, w in zip(PHASES, weights, strict=True)]
     if not any(usable):
         raise DataError(
-            f"{prompts} distinct prompts serve only phases of weight 0 "
+            f"{conversations} distinct conversations serve only phases of weight 0 "
             f"({', '.join(able) or 'none'}). Fix: give one of these phases a "
             "weight in split.weights, change `phases` of their sources, or remove these sources."
         )
@@ -127,7 +134,7 @@ def _exact_fraction(number: float) -> Fraction:
     return Fraction(str(number))
 
 
-def _require_prompts(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
+def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
     shares = (config.test_fraction, config.validation_fraction, *config.weights)
     sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
     empty = [
@@ -138,8 +145,8 @@ def _require_prompts(config: SplitConfig, parts: np.ndarray, servable: np.ndarra
             phase: np.count_nonzero(servable >> index & 1) for index, phase in enumerate(PHASES)
         }
         raise DataError(
-            f"{', '.join(empty)}: found no prompt among {len(parts)} distinct prompts, expected "
-            f"at least 1 (sizes: {_format_counts(sizes)}; able to serve: {_format_counts(able)}). "
+            f"{', '.join(empty)}: found none of {len(parts)} distinct conversations, expected at "
+            f"least 1 (sizes: {_format_counts(sizes)}; able to serve: {_format_counts(able)}). "
             "Fix: add data, or change weights, validation_fraction or test_fraction (0 disables "
             "a part)."
         )

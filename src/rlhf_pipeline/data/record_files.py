@@ -12,7 +12,14 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, Phase
-from rlhf_pipeline.data.records import Conversation, Record, Text, key, normalized_prompt
+from rlhf_pipeline.data.records import (
+    Conversation,
+    Record,
+    Text,
+    conversation,
+    key,
+    normalized_prompt,
+)
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _KEY = pa.binary(16)
@@ -24,6 +31,7 @@ _EXAMPLES = pa.schema(
         ("rejected", pa.string()),
         ("reference", pa.string()),
         ("prompt_key", _KEY),  # of the normalised prompt
+        ("conversation_key", _KEY),  # of its beginning: system message and first user turn
         ("example_key", _KEY),  # of the normalised prompt and the answers
     ]
 )
@@ -87,6 +95,7 @@ class RecordsWriter:
             "rejected": record.rejected,
             "reference": record.reference,
             "prompt_key": key(identity),
+            "conversation_key": key(conversation(identity)),
             "example_key": key(identity, *(answer.strip() for answer in answers)),
         }
         self._examples.add(row, sum(map(len, [*(turn.content for turn in prompt), *answers])))
@@ -133,6 +142,20 @@ def keys(table: pa.Table, column: str) -> np.ndarray:
     """A column of keys as (N, 16) uint8."""
     chunks = (chunk.buffers()[1] for chunk in table.column(column).chunks)
     return np.frombuffer(b"".join(chunks), np.uint8).reshape(-1, 16)
+
+
+def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
+    """Yield the first user turn of these examples; `rows` are ascending positions."""
+    start = 0
+    for batch in table.to_batches():
+        low, high = np.searchsorted(rows, (start, start + len(batch)))
+        prompts = batch.column("prompt").take(pa.array(rows[low:high] - start))
+        at, turns = prompts.offsets.to_numpy()[:-1], prompts.values
+        has_system = (
+            np.array(turns.field("role").take(pa.array(at)).to_pylist(), object) == "system"
+        )
+        yield from turns.field("content").take(pa.array(at + has_system)).to_pylist()
+        start += len(batch)
 
 
 def serves(table: pa.Table) -> np.ndarray:

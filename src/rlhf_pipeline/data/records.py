@@ -5,6 +5,10 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
+NOT_UTF8 = "not UTF-8"
+"""The reason of rows in another encoding."""
+TO_UTF8 = "convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW_FILE"
+
 Role = Literal["system", "user", "assistant"]
 Conversation = list[dict[str, str]]
 """Messages as chat templates expect them: {"role": ..., "content": ...} each."""
@@ -53,12 +57,20 @@ Record = Example | Text
 
 
 def normalized_prompt(prompt: tuple[Message, ...]) -> str:
-    """The identity of a prompt. Examples with equal identities belong to the same part.
+    """The identity of a prompt: a line for each turn.
 
     Contents are equal regardless of case, Unicode compatibility forms (NFKC) and white space. Roles
     must be equal.
     """
-    return "\n".join(f"{message.role}: {_normalized(message.content)}" for message in prompt)
+    return "\n".join(f"{message.role}: {normalized(message.content)}" for message in prompt)
+
+
+def conversation(identity: str) -> str:
+    """The system message and first user turn of a normalized prompt.
+
+    A prompt, its beginnings and its continuations belong to one conversation, and so to one part.
+    """
+    return "\n".join(identity.split("\n")[: 1 + identity.startswith("system: ")])
 
 
 def key(*parts: str) -> bytes:
@@ -71,7 +83,8 @@ def key(*parts: str) -> bytes:
     return digest.digest()[:16]
 
 
-def _normalized(text: str) -> str:
+def normalized(text: str) -> str:
+    """The text without regard to case, Unicode compatibility forms (NFKC) and white space."""
     # Case folding can produce text that is not NFKC, such as a folded ligature.
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())

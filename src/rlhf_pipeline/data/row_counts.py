@@ -8,11 +8,18 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from rlhf_pipeline.data.records import Unused
+from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused
 from rlhf_pipeline.errors import DataError
 
 _NAME = "counts.json"
 _KEPT_BAD_ROWS, _SHOWN_BAD_ROWS = 5, 3
+
+
+def fix_of(reason: str) -> str:
+    """The fix for a file with a fault in most rows."""
+    if reason == NOT_UTF8:
+        return TO_UTF8
+    return "correct the source's `columns` or the file: most rows are bad."
 
 
 @dataclass
@@ -40,11 +47,12 @@ class RowCounts:
         if bad and bad / self.rows > max_bad_fraction:
             shown = self.first_bad[:_SHOWN_BAD_ROWS]
             listed = "".join(f"\n  {place}: {reason}" for place, reason in shown)
+            reason, _ = self.bad.most_common(1)[0]
             fix = (
                 "correct these rows, or set split.max_bad_fraction to at least "
                 f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
-                if 2 * bad <= self.rows
-                else "correct the source's `columns` or the file: most rows are bad."
+                if 2 * bad <= self.rows and reason != NOT_UTF8
+                else fix_of(reason)
             )
             raise DataError(
                 f"source {label}: {bad} of {self.rows} rows are bad, more than "

@@ -67,14 +67,16 @@ def split_sources(
     output: Path,
     metrics_file: Path,
 ) -> dict[str, Any]:
-    """Divide the records by prompt, tokenize them, and write the files of `phase_files.TABLES`.
+    """Divide the records by conversation, tokenize them, write the files of `phase_files.TABLES`.
 
     The same arguments give the same bytes. The validation files of all phases come from the same
-    prompts. Memory grows by a few dozen bytes per record. `sources` and `pretraining` are folders
-    of records, in the order of the configuration. Returns the report, see `split_report`.
+    conversations. Memory grows by a few dozen bytes per record, and by the first turns of the
+    held-out ones. `sources` and `pretraining` are folders of records, in the order of the
+    configuration. Returns the report, see `split_report`.
 
     Raises:
-        DataError: too many rows are bad, a text is too long, or a part gets no prompt.
+        DataError: too many rows are bad, a text is too long, a part gets no conversation, or a
+            prompt has two true answers.
         ArtifactError: the tokenizer or its chat template is unsuitable.
     """
     tables = [examples(folder) for folder in sources]
@@ -86,7 +88,7 @@ def split_sources(
     usable = [control_tokens.usable_rows(index, table) for index, table in enumerate(tables)]
     plan = blend(config, tables, usable, seed)
     files = {table.path: PhaseFile(table, output, *plan.rows(table)) for table in TABLES}
-    batches = _needed_batches(config, tables, list(files.values()))
+    batches = _needed_batches(config, tables, plan.references, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
     maker = RowMaker(config, tokenizer.bos_token_id)
@@ -130,7 +132,10 @@ class _Batch:
 
 
 def _needed_batches(
-    config: SplitConfig, tables: Sequence[pa.Table], files: Sequence[PhaseFile]
+    config: SplitConfig,
+    tables: Sequence[pa.Table],
+    references: pa.DictionaryArray,
+    files: Sequence[PhaseFile],
 ) -> Iterator[_Batch]:
     """Yield the rows that a file needs, in the order of the sources."""
     needed = _wanted(files)
@@ -148,6 +153,7 @@ def _needed_batches(
                     batch,
                     chosen=_only(batch.chosen, chosen[numbers]),
                     rejected=_only(batch.rejected, rejected[numbers]),
+                    reference=references.take(pa.array(numbers)).to_pylist(),
                 )
                 turns = sft[numbers].tolist() if config.sft_loss == "assistant" else None
                 yield _Batch(source, numbers, batch, turns)

@@ -3,18 +3,21 @@
 The report is a dict of JSON types, stored as `report.json`:
 
     sources           label -> rows; bad and skipped rows by reason; left_out_by_fraction;
-                      duplicates_merged; parts -> rows
+                      duplicates_merged; repeats_of_held_out (left out); near_duplicates of
+                      held-out rows; rows without_reference if others have one; parts -> rows
     distinct_prompts  part -> number
+    conversations     part -> number
+    without_reference path -> source -> prompts without a true answer, of files with true answers
     files             path -> rows; duplicates_merged; dropped and truncated by reason;
                       tokens: column -> total, max, p50, p90, p99; in the order of the phases
-    overlap           "test and validation" -> number of prompts in both
+    overlap           "test and validation" -> number of conversations in both
     lengths           "prompt" and "response" -> limit; counts: length in tokens, before the
                       limit -> number
     pretraining       None, or sources (without parts), documents, tokens, block_tokens, blocks,
                       tokens_left_out
     examples          what it shows -> segments: text, and whether the model learns it
-    settings          of the configuration: weights, fractions, over_long_prompts,
-                      over_long_responses, sft_loss
+    settings          of the configuration: weights, fractions, near_duplicates, without_reference,
+                      over_long_prompts, over_long_responses, sft_loss
 """
 
 import re
@@ -57,7 +60,8 @@ def render_markdown(report: dict[str, Any]) -> str:
     environment.filters["shown"] = _shown
     sources, files = report["sources"], report["files"]
     texts = report["pretraining"] or {"sources": {}}
-    prompts = report["distinct_prompts"]
+    prompts, conversations = report["distinct_prompts"], report["conversations"]
+    total = sum(conversations.values())
     requested = _requested_shares(report["settings"])
     page = environment.get_template("split_report.md.j2").render(
         report
@@ -69,7 +73,7 @@ def render_markdown(report: dict[str, Any]) -> str:
                 for label, source in sources.items()
             ),
             "shares": [
-                (part, prompts[part], prompts[part] / sum(prompts.values()), share)
+                (part, prompts[part], found := conversations[part], found / total, share)
                 for part, share in requested.items()
             ],
             "part_rows": _with_sums(
@@ -95,8 +99,9 @@ def _rows_read(source: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _rows_unused(source: dict[str, Any]) -> tuple[int, ...]:
-    """All rows; bad and skipped rows; rows beyond the fraction; merged rows."""
-    return *_rows_read(source), source["left_out_by_fraction"], source["duplicates_merged"]
+    """All rows; bad and skipped rows; rows beyond the fraction, merged, near held-out ones."""
+    names = ("left_out_by_fraction", "duplicates_merged", "repeats_of_held_out")
+    return *_rows_read(source), *(source[name] for name in names)
 
 
 def _rows_written(file: dict[str, Any]) -> tuple[int, ...]:
@@ -106,7 +111,7 @@ def _rows_written(file: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _requested_shares(settings: dict[str, Any]) -> dict[str, float]:
-    """Part -> share of all distinct prompts that the configuration requests."""
+    """Part -> share of all conversations that the configuration requests."""
     held_out = {part: float(settings[f"{part}_fraction"]) for part in ("validation", "test")}
     rest = 1 - sum(held_out.values())
     weights = dict(zip(PHASES, settings["weights"], strict=True))
@@ -163,8 +168,8 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
     """Print a summary for a terminal of 80 columns, without reasons."""
     sources = map(_rows_unused, report["sources"].values())
     rows, *unused = (sum(numbers) for numbers in zip(*sources, strict=True))
-    named = zip(("bad", "skipped", "beyond fractions", "merged"), unused, strict=True)
-    counts = [f"{count:,} {name}" for name, count in named if count]
+    names = ("bad", "skipped", "beyond fractions", "merged", "near held-out prompts")
+    counts = [f"{count:,} {name}" for name, count in zip(names, unused, strict=True) if count]
     title = ", ".join([f"Prepared data: {rows:,} rows read", *counts])
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     table.add_column("")
@@ -178,6 +183,9 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
         numbers = (rows - validation, validation, merged, dropped, cut)
         table.add_row(folder, *(f"{count:,}" for count in numbers))
     console.print(table)
+    near = sum(source["near_duplicates"] for source in report["sources"].values())
+    if near and report["settings"]["near_duplicates"] == "keep":
+        console.print(f"WARNING: training includes {near:,} near duplicates of held-out prompts")
 
 
 def plot_lengths(report: dict[str, Any], path: Path) -> None:

@@ -13,7 +13,7 @@ from rlhf_pipeline.data.parts import PARTS, Part
 from rlhf_pipeline.data.phase_files import PhaseFile
 from rlhf_pipeline.data.row_counts import RowCounts
 
-_UNSERVABLE = "none of the phases that may train on the source can use the record"
+_UNSERVABLE = "none of the phases that may use the source can use the record"
 
 
 def build_report(
@@ -29,8 +29,10 @@ def build_report(
     `lengths` are those of "prompt" and "response" before the limits: length -> number of texts.
     """
     return {
-        "sources": _describe_sources(labels, counts, plan),
-        "distinct_prompts": {part: plan.distinct_prompts(part) for part in PARTS},
+        "sources": _describe_sources(config, labels, counts, plan),
+        "distinct_prompts": {part: plan.distinct(plan.prompt_keys, part) for part in PARTS},
+        "conversations": {part: plan.distinct(plan.conversation_keys, part) for part in PARTS},
+        "without_reference": _without_reference(labels, plan, files),
         "files": {path: file.describe() for path, file in files.items()},
         "overlap": overlap(files, plan),
         "lengths": {
@@ -44,8 +46,8 @@ def build_report(
         "settings": config.model_dump(
             mode="json",
             include={
-                "weights", "validation_fraction", "test_fraction",
-                "over_long_prompts", "over_long_responses", "sft_loss",
+                "weights", "validation_fraction", "test_fraction", "near_duplicates",
+                "without_reference", "over_long_prompts", "over_long_responses", "sft_loss",
             },
         ),
     }  # fmt: skip
@@ -58,6 +60,7 @@ def headline(report: dict[str, Any]) -> dict[str, float]:
         "data/rows": sum(source["rows"] for source in sources),
         "data/bad_rows": sum(sum(source["bad"].values()) for source in sources),
         "data/duplicates_merged": sum(source["duplicates_merged"] for source in sources),
+        "data/near_duplicates": sum(source["near_duplicates"] for source in sources),
         "data/distinct_prompts": sum(report["distinct_prompts"].values()),
         "data/dropped_rows": sum(sum(file["dropped"].values()) for file in files.values()),
         "data/truncated_texts": sum(sum(file["truncated"].values()) for file in files.values()),
@@ -75,29 +78,45 @@ def headline(report: dict[str, Any]) -> dict[str, float]:
 
 
 def overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
-    """Count the prompts that each two parts share in the written files.
+    """Count the conversations that each two parts share in the written files.
 
-    Raises AssertionError if two parts share a prompt.
+    Raises AssertionError if two parts share a conversation.
     """
-    prompts: dict[Part, np.ndarray] = {}
+    found: dict[Part, np.ndarray] = {}
     for part in PARTS:
         written = [np.empty(0, np.int64)]
         for file in files.values():
             written += file.written if file.table.part == part else []
-        prompts[part] = np.unique(plan.prompt_keys[np.concatenate(written)].view("V16"))
+        found[part] = np.unique(plan.conversation_keys[np.concatenate(written)].view("V16"))
     shared = {
-        f"{one} and {other}": len(np.intersect1d(prompts[one], prompts[other], assume_unique=True))
+        f"{one} and {other}": len(np.intersect1d(found[one], found[other], assume_unique=True))
         for one, other in combinations(PARTS, 2)
     }
     if any(shared.values()):
-        raise AssertionError(f"parts share prompts: {shared}")
+        raise AssertionError(f"parts share conversations: {shared}")
     return shared
 
 
+def _without_reference(
+    labels: Sequence[str], plan: Blend, files: Mapping[str, PhaseFile]
+) -> dict[str, dict[str, int]]:
+    """Path -> source -> prompts without a true answer, of the files with true answers."""
+    has_none = ~plan.references.is_valid().to_numpy(zero_copy_only=False)
+    counted = {}
+    for path, file in files.items():
+        if "reference" in file.table.schema.names:
+            rows = np.concatenate([np.empty(0, np.int64), *file.written])
+            rows = rows[has_none[rows]]
+            sources = np.searchsorted(plan.starts, rows, side="right") - 1
+            counted[path] = Counter(labels[source] for source in sources.tolist())
+    return {path: dict(counts) for path, counts in counted.items() if counts}
+
+
 def _describe_sources(
-    labels: Sequence[str], counts: Sequence[RowCounts], plan: Blend
+    config: SplitConfig, labels: Sequence[str], counts: Sequence[RowCounts], plan: Blend
 ) -> dict[str, Any]:
-    described = {}
+    described, drops_near = {}, config.near_duplicates == "drop"
+    has_answers = plan.references.null_count < len(plan.references)
     for index, (label, count) in enumerate(zip(labels, counts, strict=True)):
         parts = plan.parts[plan.starts[index] : plan.starts[index + 1]]
         described[label] = {
@@ -106,6 +125,9 @@ def _describe_sources(
             "skipped": count.skipped + Counter({_UNSERVABLE: plan.unservable[index]}),
             "left_out_by_fraction": plan.left_out[index],
             "duplicates_merged": plan.merged[index],
+            "repeats_of_held_out": plan.in_test[index] + drops_near * plan.near[index],
+            "near_duplicates": plan.near[index],
+            "without_reference": plan.unanswered[index] if has_answers else 0,
             "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},
         }
     return described

@@ -55,7 +55,7 @@ def limits(split: SplitConfig) -> dict[str, Lengths]:
 
 def expected_rows(split: SplitConfig, index: int) -> int | None:
     """Training rows of a phase, if every source has a number of samples."""
-    samples = [source.samples for source in split.sources]
+    samples = [source.samples for source in split.sources if not source.is_test]
     if None in samples:
         return None
     train = 1 - split.validation_fraction - split.test_fraction

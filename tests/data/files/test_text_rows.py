@@ -74,10 +74,30 @@ def test_the_search_for_the_closing_quote_is_limited(
     assert len(read(write("b.csv", b"x,y\n" + b"3,4\n" * 1000))) == 1000
 
 
-@pytest.mark.parametrize("header", [b"x,x", b"\xe9,y", b'"x"y,y', "x,y".encode("utf-16")])
-def test_an_invalid_header(write: Write, read: Read, header: bytes) -> None:
-    with pytest.raises(DataError, match=r"a.csv:1: expected a header line"):
+@pytest.mark.parametrize(
+    ("header", "fault"),
+    [
+        (b"x,y,x", "the header has column 'x' twice. Fix: rename or remove one."),
+        (b",x,", "2 columns of the header have no name. Fix: name or remove them."),
+        (b"x;y", "the header is one column, 'x;y': is the delimiter ';'? Fix: write the file "
+         "with commas, or as .jsonl."),
+        (b"x\ty", "the header is one column, 'x\\ty': is the delimiter '\\t'? Fix: write the "
+         "file with commas, or as .jsonl."),
+        (b"\xe9,y", "the header line is not UTF-8. Fix: convert the file, for example: iconv -f "
+         "latin1 -t utf-8 FILE > NEW_FILE"),
+        (b'"x"y,y', "the header line is not CSV (',' expected after '\"'). Fix: correct it."),
+        ("x,y\n".encode("utf-16"), "the header line has NUL bytes. Fix: convert the file from "
+         "UTF-16 to UTF-8."),
+    ],
+)  # fmt: skip
+def test_an_invalid_header(write: Write, read: Read, header: bytes, fault: str) -> None:
+    with pytest.raises(DataError) as error:
         read(write("a.csv", header + b"\n1,2\n"))
+    assert str(error.value).endswith(f"a.csv:1: {fault}")
+
+
+def test_one_column_without_a_name_is_the_index_of_a_table(write: Write, read: Read) -> None:
+    assert read(write("a.csv", b",x\n0,1\n")) == [("a.csv:2", {"": "0", "x": "1"})]
 
 
 def test_a_text_is_one_document(write: Write, read: Read) -> None:

@@ -8,6 +8,7 @@ from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
 from rlhf_pipeline.data.sources.adapter import columns_of, outcome
 from rlhf_pipeline.data.sources.lookup import find_source
+from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
 
 FILES = find_source("files")
 JSONFILE = find_source("local/jsonfile")
@@ -30,15 +31,12 @@ PROMPT = (
 )
 
 
-def record(row: dict[str, Any], columns: ColumnMap | None) -> Record | Unused:
+COMPARISONS = ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
+
+
+def record(row: dict[str, Any], columns: ColumnMap) -> Record | Unused:
     assert FILES.parser is not None
     return outcome(FILES.parser(columns), row)
-
-
-def test_without_a_map_the_columns_are_prompt_chosen_and_rejected() -> None:
-    row = {"prompt": "Why?", "chosen": "Because.", "rejected": " No.", "id": 7}
-    assert record(row, None) == Example(QUESTION, "Because.", " No.")
-    assert FILES.columns == ("prompt", "chosen", "rejected")
 
 
 COMPARED = Example(PROMPT, "Because.", "No.")
@@ -144,7 +142,7 @@ def test_dots_select_nested_columns() -> None:
 )
 def test_a_missing_nested_column(row: dict[str, Any]) -> None:
     assert record(row, ColumnMap(text="a.b.c")) == Unused(
-        f"column 'a.b.c' is missing; the columns are {', '.join(row)}"
+        f"column 'a.b.c' is missing; the columns are {', '.join(map(repr, row))}"
     )
 
 
@@ -173,14 +171,14 @@ def test_a_missing_nested_column(row: dict[str, Any]) -> None:
 )
 def test_bad_rows(row: dict[str, Any], reason: str) -> None:
     assert record(
-        {"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row, None
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row, COMPARISONS
     ) == Unused(reason)
 
 
 @pytest.mark.parametrize("row", [{"c": "Because.", "r": "No."}, {"c": [ANSWER], "r": [NO]}])
 def test_answers_without_a_prompt(row: dict[str, Any]) -> None:
     assert record(row, ColumnMap(chosen="c", rejected="r")) == Unused(
-        "no mapped column contains the prompt: set columns.prompt; the columns are c, r"
+        "no mapped column contains the prompt: set columns.prompt; the columns are 'c', 'r'"
     )
 
 
@@ -222,3 +220,53 @@ def test_both_read_files_only() -> None:
     assert FILES.local_only
     assert JSONFILE.local_only
     assert (FILES.kind, JSONFILE.kind) == ("any", "comparisons")
+
+
+# --- without a column map -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        # TRL's preference formats: standard, conversational, conversational with implicit prompt.
+        (
+            {"prompt": "Why?", "chosen": "Because.", "rejected": "No.", "score": 3},
+            Example(QUESTION, "Because.", "No."),
+        ),
+        ({"prompt": DIALOGUE, "chosen": [ANSWER], "rejected": [NO]}, COMPARED),
+        ({"chosen": [*DIALOGUE, ANSWER], "rejected": [*DIALOGUE, NO], "margin": 1}, COMPARED),
+        # Prompt and completion, language modelling, prompts alone.
+        ({"prompt": "Why?", "completion": "Because."}, Example(QUESTION, "Because.")),
+        ({"prompt": DIALOGUE, "completion": [ANSWER]}, Example(PROMPT, "Because.")),
+        ({"messages": [*DIALOGUE, ANSWER], "id": 7}, Example(PROMPT, "Because.")),
+        ({"prompt": DIALOGUE}, Example(PROMPT)),
+    ],
+)
+def test_the_formats_of_trl_need_no_map(row: dict[str, Any], expected: Example) -> None:
+    assert record(row, known_columns(row)) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "lines"),
+    [
+        (
+            ["prompt", "chosen", "rejected", "messages"],
+            "columns: {prompt: prompt, chosen: chosen, rejected: rejected} or columns: {chosen: "
+            "chosen, rejected: rejected} or columns: {messages: messages}",
+        ),
+        (["chosen", "rejected", "messages"], "columns: {chosen: chosen, rejected: rejected} or "
+         "columns: {messages: messages}"),
+        # Thumbs: the completion may be a bad one.
+        (["prompt", "completion", "label"], "columns: {prompt: prompt, response: completion}"),
+        (["prompt", "answer"], "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"),
+        (["prompt", " chosen", "rejected"],
+         "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"),
+    ],
+)  # fmt: skip
+def test_other_columns_need_a_line_which_the_message_states(names: list[str], lines: str) -> None:
+    with pytest.raises(ColumnError) as error:
+        known_columns(names)
+    assert str(error.value) == (
+        f"the columns do not say which of them to read; they are {str(names)[1:-1]}. Fix: add to "
+        f"the source a line such as {lines}"
+    )

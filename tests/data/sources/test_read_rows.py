@@ -12,7 +12,7 @@ from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
 from rlhf_pipeline.data.sources import own_files
 from rlhf_pipeline.data.sources.adapter import Records, Row, Rows, SkippedRowError, Source
-from rlhf_pipeline.data.sources.read_rows import read, source_origin
+from rlhf_pipeline.data.sources.read_rows import column_faults, read, source_origin
 from rlhf_pipeline.errors import ConfigError, DataError
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -299,3 +299,58 @@ def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         r"set its `path`",
     ):
         source_origin(SourceConfig(name="Anthropic/hh-rlhf"))
+
+
+# --- a look at the first rows before a run --------------------------------------------------------
+
+
+def faults_of(**source: Any) -> list[str]:
+    return [*column_faults("split.sources", [SourceConfig(**source)])]
+
+
+def test_columns_are_checked_before_a_run(tmp_path: Path) -> None:
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps(PAIR) + "\n")
+    assert faults_of(name="files", path=str(good)) == []
+    assert faults_of(name="files", path=f"{tmp_path}/*.jsonl") == []
+    assert faults_of(name="tatsu-lab/alpaca", path=str(good)) == [
+        "split.sources.0: found only bad rows at the start of tatsu-lab/alpaca (good.jsonl), such "
+        "as good.jsonl:1: column 'instruction' is missing. Fix: correct the source's `columns` or "
+        "the file: most rows are bad."
+    ]
+    columns = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
+    (fault,) = faults_of(name="files", path=str(good), columns=columns)
+    assert "good.jsonl:1: column 'question' is missing; the columns are 'prompt'," in fault
+    latin = tmp_path / "latin.csv"
+    latin.write_bytes("prompt,chosen,rejected\né,ü,ö\n".encode("latin1"))
+    (fault,) = faults_of(name="files", path=str(latin))
+    assert fault.endswith(
+        "latin.csv:2: not UTF-8. Fix: convert the file, for example: iconv -f latin1 -t utf-8 "
+        "FILE > NEW_FILE"
+    )
+    (tmp_path / "other.jsonl").write_text(json.dumps({"q": "Why?", "a": "So."}) + "\n")
+    (fault,) = faults_of(name="files", path=f"{tmp_path}/other.jsonl")
+    assert "the columns do not say which of them to read; they are 'q', 'a'. Fix: add to" in fault
+
+
+def test_one_good_row_among_the_first_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    bad = json.dumps(PAIR | {"chosen": ""})
+    file.write_text("\n".join([bad] * 9 + [json.dumps(PAIR)] + [bad] * 5))
+    assert faults_of(name="files", path=str(file)) == []
+    file.write_text("\n".join([bad] * 10 + [json.dumps(PAIR)]))
+    assert len(faults_of(name="files", path=str(file))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"name": "Dahoas/rm-static"},
+        {"name": "synthetic"},
+        {"name": "files", "path": "s3://nowhere/pairs.jsonl"},
+        {"name": "files", "path": "/nowhere/pairs.jsonl"},
+        {"name": "filez", "path": __file__},
+    ],
+)
+def test_what_is_not_here_is_left_to_its_stage(source: dict[str, Any]) -> None:
+    assert faults_of(**source) == []

@@ -16,8 +16,6 @@ Numbered = Iterator[tuple[int, Row | Unused]]
 
 _BLOCK = 2**20
 
-NOT_UTF8 = "not UTF-8"
-
 
 class FileFault(Exception):  # noqa: N818 - a fault of the file
     """A reader cannot continue. The message states reason and fix."""

@@ -3,11 +3,12 @@
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_pipeline.data.files.stream import NOT_UTF8, FileFault, Numbered, Stream, decode, is_utf8
-from rlhf_pipeline.data.records import Unused
+from rlhf_pipeline.data.files.stream import FileFault, Numbered, Stream, decode, is_utf8
+from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
 MAX_CHARACTERS = 64 * 2**20
@@ -39,12 +40,10 @@ def csv_rows(stream: Stream) -> Numbered:
     """
     lines = _records(decode(stream, newline=""))
     first, header = next(lines, (1, []))
-    if isinstance(header, Unused) or not is_utf8("".join(header)) or len(set(header)) < len(header):
-        raise FileFault(
-            first,
-            "expected a header line with distinct column names in UTF-8. Fix: write one, or "
-            "convert the file to UTF-8.",
-        )
+    if isinstance(header, Unused):
+        raise FileFault(first, f"the header line is {header.reason}. Fix: correct it.")
+    if fault := _header_fault(header):
+        raise FileFault(first, fault)
     for line, fields in lines:
         if isinstance(fields, Unused):
             yield line, fields
@@ -55,6 +54,25 @@ def csv_rows(stream: Stream) -> Numbered:
             yield line, Unused(NOT_UTF8)
         else:
             yield line, dict(zip(header, fields, strict=True))
+
+
+def _header_fault(header: list[str]) -> str | None:
+    """Why a header line is refused, and the fix."""
+    names, found = "".join(header), Counter(header)
+    if "\0" in names:
+        return "the header line has NUL bytes. Fix: convert the file from UTF-16 to UTF-8."
+    if not is_utf8(names):
+        return f"the header line is {NOT_UTF8}. Fix: {TO_UTF8}"
+    if found[""] > 1:
+        return f"{found['']} columns of the header have no name. Fix: name or remove them."
+    if twice := [name for name, count in found.items() if count > 1]:
+        return f"the header has column {twice[0]!r} twice. Fix: rename or remove one."
+    if len(header) == 1 and (delimiter := next((d for d in ";\t|" if d in names), None)):
+        return (
+            f"the header is one column, {names!r}: is the delimiter {delimiter!r}? Fix: write the "
+            "file with commas, or as .jsonl."
+        )
+    return None
 
 
 def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:

@@ -46,7 +46,7 @@ class Source:
     `parser`: the columns that it reads without a column map."""
     parse: Callable[[Row], Record] | None = None
     """Row -> record. Raises MalformedRowError or SkippedRowError."""
-    parser: Callable[[ColumnMap | None], Callable[[Row], Record]] | None = None
+    parser: Callable[[ColumnMap], Callable[[Row], Record]] | None = None
     """For your own data: column map of the configuration -> `parse`."""
     assemble: Callable[[Rows], Records] | None = None
     """For records that span several rows: places and rows -> places and records."""

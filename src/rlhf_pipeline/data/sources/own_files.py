@@ -1,7 +1,7 @@
 """Your own data in files; the configuration maps the columns."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -28,16 +28,44 @@ class ColumnError(MalformedRowError):
     """The column map does not fit the file."""
 
 
-def parser(columns: ColumnMap | None) -> Callable[[Row], Record]:
-    """The parse function of a column map; default columns are prompt, chosen and rejected."""
-    named = columns or ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
+_FORMS = (
+    {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    {"chosen": "chosen", "rejected": "rejected"},
+    {"prompt": "prompt", "response": "completion"},
+    {"messages": "messages"},
+)
+"""Column maps of TRL's formats."""
+_EXAMPLE = {"prompt": "COLUMN", "chosen": "COLUMN", "rejected": "COLUMN"}
+
+
+def known_columns(names: Collection[str]) -> ColumnMap:
+    """The column map of a table in one of TRL's formats, by the names of its columns.
+
+    Raises ColumnError with the line to add if the names fit none of the formats, or several.
+    """
+    if {*names} == {"prompt"}:  # beside it, another column may be the answer
+        return ColumnMap(prompt="prompt")
+    found = [form for form in _FORMS if {*form.values()} <= {*names}]
+    # The first form contains the second one. TRL's `label` marks bad answers, too.
+    if found and "label" not in names and found[1:] in ([], [_FORMS[1]]):
+        return ColumnMap.model_validate(found[0])
+    lines = [f"columns: {form}".replace("'", "") for form in found or [_EXAMPLE]]
+    raise ColumnError(
+        f"the columns do not say which of them to read; they are {', '.join(map(repr, names))}. "
+        f"Fix: add to the source a line such as {' or '.join(lines)}"
+    )
+
+
+def parser(named: ColumnMap) -> Callable[[Row], Record]:
+    """The parse function of a column map."""
 
     def parse(row: Row) -> Record:
         try:
             values = {column: _column_value(row, column) for column in columns_of(named)}
             return _record(values, named)
         except ColumnError as error:
-            raise MalformedRowError(f"{error}; the columns are {', '.join(row)}") from None
+            listed = ", ".join(map(repr, row))
+            raise MalformedRowError(f"{error}; the columns are {listed}") from None
 
     return parse
 
@@ -82,7 +110,7 @@ def _reference(row: Row, column: str) -> str | None:
     """The true answer as text (numbers as Python prints them); None if the row has none."""
     value = row[column]
     if value is None or isinstance(value, str):
-        return value
+        return (value or "").strip() or None  # CSV has no other way to leave it out
     if isinstance(value, int | float):
         return str(value)
     raise MalformedRowError(

@@ -1,15 +1,19 @@
 """Read a source: find its rows, parse them, and check the records."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from glob import glob
 from itertools import islice
+from pathlib import Path
 
-from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.files.location import Origin, find_files, origin
 from rlhf_pipeline.data.files.rows import data_set_rows, read_rows
 from rlhf_pipeline.data.files.stream import is_utf8
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
+from rlhf_pipeline.data.row_counts import fix_of
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
 from rlhf_pipeline.data.sources.lookup import find_source
+from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
 from rlhf_pipeline.errors import ConfigError, DataError, without_secrets
 from rlhf_pipeline.hub import commit_of, is_commit
 
@@ -63,12 +67,13 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
     if source.generate is not None:
         yield from source.generate(config, seed)
         return
-    parse = source.parser(config.columns) if source.parser is not None else source.parse
-    split = config.split or source.split
+    split, parse, columns = config.split or source.split, source.parse, source.columns
+    if source.parser is not None and config.path is not None:
+        named = config.columns or _known_columns(config, config.path, split)
+        parse, columns = source.parser(named), columns_of(named)
     if config.path is None:
         rows = _hub_rows(source, config, split, revision)
     else:
-        columns = source.columns if config.columns is None else columns_of(config.columns)
         rows = read_rows(config.path, columns, split)
     rows = islice(rows, config.samples)
     if source.assemble is not None:
@@ -78,6 +83,40 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
         records = ((place, outcome(parse, row)) for place, row in rows)
     for place, record in records:
         yield place, (record_fault(record) or record)
+
+
+def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
+    """Local files of which no row can be read, by a look at their first ten rows.
+
+    Files that are missing or empty are left to stage `source`: something may write them before.
+    """
+    for index, source in enumerate(sources):
+        found = glob(str(Path(source.path).expanduser())) if source.path else ()  # noqa: PTH207
+        if not any(Path(file).stat().st_size for file in found):
+            continue
+        try:
+            rows = [*read(source.model_copy(update={"samples": 10}), seed=0)]
+        except DataError as error:
+            yield f"{place}.{index}: {error}"
+            continue
+        except ConfigError:  # a fault of the source's name or fields, which is another line
+            continue
+        bad = [(where, row.reason) for where, row in rows if isinstance(row, Unused) and row.bad]
+        if rows and len(bad) == len(rows):
+            (where, reason), *_ = bad
+            yield (
+                f"{place}.{index}: found only bad rows at the start of {source.label()}, such as "
+                f"{where}: {reason}. Fix: {fix_of(reason)}"
+            )
+
+
+def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:
+    """The column map of the first sound row; raises DataError if its columns are in no format."""
+    rows = (row for _, row in read_rows(path, (), split) if not isinstance(row, Unused))
+    try:
+        return known_columns(next(rows, {"prompt": None}))  # without a sound row, any map will do
+    except ColumnError as error:
+        raise DataError(f"source {config.label()}: {error}") from None
 
 
 def _hub_rows(
