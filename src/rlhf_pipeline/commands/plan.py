@@ -49,31 +49,21 @@ def plan(
     conf_source: str | None,
     params: dict[str, Any],
     pipeline: str,
-    probe: bool,
-    largest: bool,
     as_json: bool,
     **options: str | None,
 ) -> None:
     """Print the plan of a pipeline; `options` are those of `make_plan`."""
-    from rlhf_pipeline.commands.plan_display import show, show_largest
-    from rlhf_pipeline.commands.probe import measured_hours
+    from rlhf_pipeline.commands.plan_display import show
 
-    if largest:
-        show_largest(console)
-        return
     check_names([pipeline], {})
     loader = loader_of(project, env, conf_source, params, options["model"])
     parameters, split = read(loader)
     nodes = {node.name for node in pipelines[pipeline].nodes}
     found = make_plan(parameters, nodes, split, **options)
-    hours: dict[str, float] = {}
-    if probe:
-        conf = Path(loader.conf_source)
-        hours = measured_hours(project, conf, env, parameters, pipeline, found.works)
     if as_json:
-        print(to_json(found, hours))
+        print(to_json(found))
     else:
-        show(found, hours, console)
+        show(found, console)
 
 
 def loader_of(
@@ -160,7 +150,7 @@ def _model(parameters: Mapping[str, Any], model: str | None) -> tuple[str, Shape
     return config.path or "the model of base_model.architecture", shape
 
 
-def to_json(plan: Plan, hours: Mapping[str, float]) -> str:
+def to_json(plan: Plan) -> str:
     """The plan for programs. Sizes are in bytes."""
     return json.dumps(
         {
@@ -168,13 +158,13 @@ def to_json(plan: Plan, hours: Mapping[str, float]) -> str:
             "parameters": plan.shape.parameters,
             "hardware": asdict(plan.hardware),
             "lengths": "published split" if plan.is_measured else "limits",
-            "stages": [_stage(plan, stage, hours.get(stage)) for stage in plan.fits],
+            "stages": [_stage(plan, stage) for stage in plan.fits],
         },
         indent=2,
     )
 
 
-def _stage(plan: Plan, stage: str, hours: float | None) -> dict[str, Any]:
+def _stage(plan: Plan, stage: str) -> dict[str, Any]:
     fit, memory = plan.fits[stage], plan.fits[stage].memory
     return {
         "stage": stage,
@@ -187,6 +177,5 @@ def _stage(plan: Plan, stage: str, hours: float | None) -> dict[str, Any]:
         "libraries": memory.libraries,
         "models": {model.name: memory.parts_of(model) for model in memory.models},
         "main_memory": memory.main_of_node(plan.hardware.ranks),
-        "hours": hours,
         **asdict(plan.works[stage]),
     }

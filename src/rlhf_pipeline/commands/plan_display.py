@@ -1,14 +1,11 @@
 """The tables of `kedro rlhf plan`."""
 
-from collections.abc import Mapping
-
 from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.commands.plan import Plan
 from rlhf_pipeline.sizing.fit import Fit, size_text
 from rlhf_pipeline.sizing.hardware import GIB
-from rlhf_pipeline.sizing.largest import METHODS, largest_models
 from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work
 
 COLUMNS = {
@@ -23,7 +20,7 @@ COLUMNS = {
 """Heads of the components with a column, for 80 columns in all; the others are added up."""
 
 
-def show(plan: Plan, hours: Mapping[str, float], console: Console) -> None:
+def show(plan: Plan, console: Console) -> None:
     """Print the plan as tables."""
     hardware = plan.hardware
     nodes = f"{hardware.nodes} nodes of " if hardware.nodes > 1 else ""
@@ -36,7 +33,7 @@ def show(plan: Plan, hours: Mapping[str, float], console: Console) -> None:
     console.print("\n[bold]Memory of a rank at its peak, GiB")
     console.print(_memory_table(plan))
     console.print("\n[bold]Work of all ranks; disk and main memory of a node, GiB")
-    console.print(_work_table(plan, hours))
+    console.print(_work_table(plan))
     source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
     console.print(f"[dim]Rows and lengths: {source}.\n")
     for stage, fit in plan.fits.items():
@@ -70,12 +67,12 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _work_table(plan: Plan, hours: Mapping[str, float]) -> Table:
+def _work_table(plan: Plan) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("stage", no_wrap=True)
     counts = ("batch", "a\nrank", "passes", "steps", "tokens", "FLOP")
     sizes = ("check-\npoints", "models", "main\nmemory")
-    for name in (*counts, *sizes, *(["hours"] if hours else [])):
+    for name in (*counts, *sizes):
         table.add_column(name, justify="right", no_wrap=True)
     for stage, work in plan.works.items():
         main = plan.fits[stage].memory.main_of_node(plan.hardware.ranks)
@@ -86,7 +83,6 @@ def _work_table(plan: Plan, hours: Mapping[str, float]) -> Table:
             _count(work.tokens),
             "?" if work.flops is None else f"{work.flops:.1e}".replace("e+", "e"),
             *map(_gib, (work.checkpoints, work.saved_models, main)),
-            *([f"{hours[stage]:.2g}" if stage in hours else ""] if hours else []),
         )
     return table
 
@@ -112,18 +108,6 @@ def movement_warning(work: Work) -> str:
         f"{work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: raise ppo.steps, "
         "ppo.ppo_epochs or ppo.actor.optimizer.learning_rate"
     )
-
-
-def show_largest(console: Console) -> None:
-    """Print the largest published model for each GPU size and way to train."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("one GPU with", no_wrap=True)
-    for method in METHODS:
-        table.add_column(method)
-    for size, found in largest_models().items():
-        table.add_row(f"[bold]{size} GiB", *(name or "-" for name in found))
-    console.print("[bold]Largest model whose PPO, with all four models, fits one GPU")
-    console.print(table)
 
 
 def _count(value: float | None) -> str:
