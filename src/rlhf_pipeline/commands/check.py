@@ -26,13 +26,14 @@ from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.preflight import check_lengths, preflight
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.sizing.hardware import Hardware, named
 from rlhf_pipeline.sizing.models import base_model_shape, published
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, write_job
-from rlhf_pipeline.stages.launch.layout import LOOPBACK, rank_count
+from rlhf_pipeline.stages.launch.layout import rank_count
 from rlhf_pipeline.stages.launch.resources import gpu_count
 
 NO_COMMIT = "0" * 40
