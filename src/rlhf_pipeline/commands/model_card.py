@@ -51,10 +51,15 @@ def model_card(
     ]
     return environment.get_template("model_card.md.j2").render(
         title=f"{model} {policy.stage.upper()}" + (f", version {version}" if version else ""),
-        policy=policy, digest=digest, license=license_name, origins=origins, leaves=leaves,
-        evaluation=_evaluation(policy), verdict=json.loads(tags.get("rlhf.verdict", "null")),
+        policy=policy,
+        digest=digest,
+        license=license_name,
+        origins=origins,
+        leaves=leaves,
+        evaluation=_evaluation(policy),
+        verdict=json.loads(tags.get("rlhf.verdict", "null")),
         adapter_of=adapter_of,
-    )  # fmt: skip
+    )
 
 
 def _shown(value: object) -> str:
