@@ -41,7 +41,6 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
         from rlhf_pipeline.explain import explained_errors
 
         with explained_errors(show_traceback=ctx.params.pop("traceback")):

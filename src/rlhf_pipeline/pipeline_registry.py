@@ -1,5 +1,3 @@
-"""The registered pipelines."""
-
 from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.pipelines import (

@@ -192,7 +192,6 @@ def _sources_at_commits(config: SplitConfig) -> SplitConfig:
 
 
 def _hidden_size(parameters: Mapping[str, Any]) -> int:
-    """The width of the base model's layers."""
     config = BaseModelConfig.model_validate(parameters["base_model"])
     if (shape := base_model_shape(config)) is None:
         raise ConfigError(

@@ -1,5 +1,3 @@
-"""`kedro rlhf compare`: what differs between policies, and whether one is better."""
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

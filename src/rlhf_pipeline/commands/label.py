@@ -1,5 +1,3 @@
-"""`kedro rlhf label`: a page on which people compare answers."""
-
 import socket
 from collections.abc import Iterable
 from contextlib import suppress

@@ -1,5 +1,3 @@
-"""`kedro rlhf plan`: memory, work and disk of each stage, before anything is loaded."""
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass

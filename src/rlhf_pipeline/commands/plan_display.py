@@ -1,5 +1,3 @@
-"""The tables of `kedro rlhf plan`."""
-
 from rich.console import Console
 from rich.table import Table
 

@@ -1,5 +1,3 @@
-"""`kedro rlhf report`: the page of an evaluation, in a browser."""
-
 import json
 import webbrowser
 from pathlib import Path

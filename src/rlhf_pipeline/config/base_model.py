@@ -59,7 +59,6 @@ class BaseModelConfig(Block):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether `path` names a file of llama.cpp's format."""
         return self.path is not None and self.path.endswith(".gguf")
 
     @field_validator("architecture")

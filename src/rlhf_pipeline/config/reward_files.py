@@ -1,5 +1,3 @@
-"""Check the files of PPO's rewards without importing or loading them."""
-
 import ast
 import inspect
 import json

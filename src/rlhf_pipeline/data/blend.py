@@ -144,5 +144,4 @@ def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray)
 
 
 def _count_per_source(rows: np.ndarray, starts: np.ndarray) -> list[int]:
-    """How many of these rows belong to each source."""
     return np.diff(np.searchsorted(rows, starts)).tolist()

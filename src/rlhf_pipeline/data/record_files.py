@@ -66,7 +66,6 @@ class ArrowWriter:
         self._stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
 
     def close(self) -> None:
-        """Finish the file."""
         self._stream.close()
         self._file.close()
 
@@ -82,7 +81,6 @@ class RecordsWriter:
         return self
 
     def add(self, place: str, record: Record) -> None:
-        """Append a record."""
         if isinstance(record, Text):
             self._texts.add({"id": place, "text": record.text}, len(record.text))
             return

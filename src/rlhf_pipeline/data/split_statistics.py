@@ -1,5 +1,3 @@
-"""Build the report of the split, and the metrics that summarize it."""
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations

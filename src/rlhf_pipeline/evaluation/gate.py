@@ -55,7 +55,6 @@ class Check:
     passed: bool
 
     def __str__(self) -> str:
-        """The condition as a sentence."""
         source = "" if self.parameter is None else f" (register.{self.parameter})"
         return f"{self.what}: found {self.found}, expected {self.expected}{source}"
 

@@ -72,7 +72,6 @@ class RewardModelJudge:
 
     @torch.no_grad()
     def score(self, answers: AnswerBatch) -> list[float]:
-        """Score each answer at its last token."""
         sequences = answers.scored.sequences
         scores = by_micro_batches(
             sequence_scores, self.model, sequences, self.micro_batch_tokens, self.world
@@ -87,7 +86,6 @@ class GoldJudge:
     name: str = GOLD
 
     def score(self, answers: AnswerBatch) -> list[float | None]:
-        """Score each answer; None if the prompt's source has no gold score."""
         rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
         return [gold_score(*row) for row in rows]
 
@@ -100,7 +98,6 @@ class FunctionJudge:
     function: FunctionSource
 
     def score(self, answers: AnswerBatch) -> list[float]:
-        """Call the function with all answers together."""
         return list(self.function(answers.scored, answers.text).tolist())
 
 
@@ -112,7 +109,6 @@ class ReferenceJudge:
     agrees: Callable[[str, str], bool]
 
     def score(self, answers: AnswerBatch) -> list[float | None]:
-        """Compare each answer with its row's reference; None for a row without one."""
         rows = zip(answers.text.references, answers.text.responses, strict=True)
         return [None if true is None else float(self.agrees(true, given)) for true, given in rows]
 
@@ -125,7 +121,6 @@ class ModelJudge:
     source: ModelSource
 
     def score(self, answers: AnswerBatch) -> list[float]:
-        """Score each answer at its last token."""
         return list(self.source(answers.scored, answers.text).tolist())
 
 

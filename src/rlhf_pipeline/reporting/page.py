@@ -121,7 +121,6 @@ def _sections(
     answers: Answers,
     reward_report: Mapping[str, Any] | None,
 ) -> Iterable[tuple[str, str, list[Chart]]]:
-    """The title, the introduction and the charts of each section that has data."""
     candidate = compared["candidate"]
     records = {stage: read_json_lines(folder / CURVES) for stage, folder in models.items()}
     score = f"Score of {reward_title(compared['rewards'] or ['trained'])}"

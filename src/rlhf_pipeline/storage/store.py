@@ -95,7 +95,6 @@ class Store:
                 return None
 
     def write(self, name: str, text: str) -> None:
-        """Write a text."""
         with self._open() as (store, root):
             store.pipe_file(f"{root}/{name}", text.encode())
 
@@ -241,7 +240,6 @@ def _is_inside(name: str, entry: FileEntry) -> bool:
 
 
 def _is_current(folder: Path, manifest: Manifest, files: Mapping[str, FileEntry]) -> bool:
-    """Whether a folder contains an artifact's manifest, and files of the right sizes."""
     try:
         present = Manifest.read(folder)
     except ArtifactError:

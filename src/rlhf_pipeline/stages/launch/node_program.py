@@ -62,12 +62,10 @@ class NodeProgram:
 
     @property
     def own_ranks(self) -> range:
-        """The ranks on this node."""
         return Layout(self.ranks).ranks_of(self.node)
 
     @property
     def command(self) -> list[str]:
-        """The command that runs the program on this machine."""
         job_file = str(Path(self.directory) / "job.json")
         if not self.distributed:
             return [sys.executable, "-m", self.program, job_file]
