@@ -253,7 +253,7 @@ def report(catalog: CatalogProtocol, project: Path, evaluation: str | None, show
 def label(catalog: CatalogProtocol, project: Path, **given: Any) -> None:
     """Let people compare answers on a page; their votes are data for `split`.
 
-    EVALUATION is the folder of an evaluation, or a policy as for `kedro rlhf compare`.
+    EVALUATION is a version of an evaluation, its folder, or a policy as for `kedro rlhf compare`.
     """
     from rlhf_pipeline.commands.label import label as serve
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rlhf_pipeline.commands.plan import make_plan
-from rlhf_pipeline.commands.plan_display import show
+from rlhf_pipeline.commands.plan import make_plan, show
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.stages import BLOCKS

@@ -1,5 +1,3 @@
-"""The model card of an exported policy: what it is, how good, and made from what."""
-
 import json
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The base model: an existing model to start from, or the architecture of a small one to build."""
-
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path

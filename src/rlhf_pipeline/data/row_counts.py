@@ -1,5 +1,3 @@
-"""Counts of a source's rows: bad and skipped rows by reason."""
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field

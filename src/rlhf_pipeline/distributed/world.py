@@ -71,7 +71,6 @@ class World:
         return gather_json(value, torch.device("cpu"), self.host)
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
         torch.distributed.barrier()
 
 

@@ -264,7 +264,7 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
         metrics[f"{policy}/held_out_perplexity"] = value
     for judge, counts in evaluation.get("pairwise_judges", {}).items():
         metrics |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
-    rates = {}
+    rates: dict[str, Any] = {}
     for judge, rate in evaluation["win_rates"].items():
         metrics[f"p_value/{judge}"] = rate["paired"]["p_value"]
         rates |= {f"win_rate/{judge}": rate, f"paired_win_rate/{judge}": rate["paired"]}

@@ -72,11 +72,9 @@ class Verdict:
 
     @property
     def refusals(self) -> list[str]:
-        """The conditions that do not hold."""
         return [str(check) for check in self.checks if not check.passed]
 
     def record(self) -> dict[str, Any]:
-        """The verdict as JSON types."""
         checks = [asdict(check) for check in self.checks]
         return asdict(self) | {"checks": checks, "refusals": self.refusals}
 

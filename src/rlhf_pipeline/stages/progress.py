@@ -49,7 +49,6 @@ class StageProgress:
     """Step and time of the newest record."""
 
     def after(self, records: list[dict[str, Any]], run: StageRun) -> "StageProgress":
-        """The progress after new records."""
         resumed = run.resume_from or 0
         new = [(each["step"], each["time"]) for each in records if each["step"] > resumed]
         metrics = dict(self.metrics)

@@ -234,7 +234,6 @@ class Store:
 
 
 def _is_inside(name: str, entry: FileEntry) -> bool:
-    """Whether neither name nor digest would reach another folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "/" not in entry.sha256
 

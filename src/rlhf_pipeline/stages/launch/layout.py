@@ -34,7 +34,6 @@ class Layout:
     """Names of the nodes, if they are known."""
 
     def ranks_of(self, node: int) -> range:
-        """The ranks on a node."""
         first = sum(self.ranks[:node])
         return range(first, first + self.ranks[node])
 

@@ -141,12 +141,10 @@ class NodeProgram:
                 kill_group(process)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The program that `as_json` described."""
         return cls(**fields | {"ranks": tuple(fields["ranks"])})
 
 
