@@ -24,14 +24,7 @@ from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
 from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
 from rlhf_pipeline.runtime.files import put_in_place, require_space
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
-from rlhf_pipeline.storage.files import (
-    explained,
-    link_or_copy,
-    open_store,
-    pieces,
-    size_of,
-    upload,
-)
+from rlhf_pipeline.storage.files import explained, link_or_copy, open_store, pieces, size_of, upload
 
 OBJECTS = "objects"
 PROBE = "write-test"

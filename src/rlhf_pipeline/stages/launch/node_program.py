@@ -16,12 +16,7 @@ from typing import Any, Self
 
 import rlhf_pipeline
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.program import (
-    DETERMINISTIC,
-    LOOPBACK,
-    RENDEZVOUS,
-    SEPARATE_FILES,
-)
+from rlhf_pipeline.runtime.program import DETERMINISTIC, LOOPBACK, RENDEZVOUS, SEPARATE_FILES
 from rlhf_pipeline.stages.launch.layout import Layout
 from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices, search_path
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
