@@ -125,7 +125,7 @@ def make_plan(
         gpu: name or gibibytes of a GPU.
         gpus: such as 8x80. Neither: the hardware at hand.
     """
-    name, shape = _model(parameters, model)
+    name, shape = model_shape(parameters, model)
     if gpu is None and gpus is None:
         hardware = hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
     else:
@@ -144,7 +144,11 @@ def make_plan(
     )
 
 
-def _model(parameters: Mapping[str, Any], model: str | None) -> tuple[str, Shape]:
+def model_shape(parameters: Mapping[str, Any], model: str | None = None) -> tuple[str, Shape]:
+    """Name and sizes of a published model, or of `base_model`.
+
+    Raises ConfigError if nothing on this machine says the sizes.
+    """
     if model is not None:
         return model, find_model(model).shape
     config = BaseModelConfig.model_validate(parameters["base_model"])
