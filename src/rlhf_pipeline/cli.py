@@ -41,7 +41,6 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
         from rlhf_pipeline.explain import explained_errors
 
         with explained_errors(show_traceback=ctx.params.pop("traceback")):
@@ -157,8 +156,6 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 @click.option("--model", metavar="NAME", help="A published model, such as opt-1.3b.")
 @click.option("--gpu", metavar="NAME", help="In place of the GPUs at hand: a100-80, or GiB.")
 @click.option("--gpus", metavar="8x80", help="GPUs x GiB, or nodes x GPUs x GiB (2x8x80).")
-@click.option("--probe", is_flag=True, help="Measure some steps of each stage, for the hours.")
-@click.option("--largest", is_flag=True, help="Show the largest model for each GPU instead.")
 @click.option("--check", is_flag=True, help="Check jobs and DeepSpeed settings instead.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.pass_obj
@@ -168,8 +165,7 @@ def plan(metadata: ProjectMetadata, check: bool, **options: Any) -> None:
     from rlhf_pipeline.commands.plan import plan as show
 
     if check:
-        for name in ("probe", "largest", "as_json"):
-            options.pop(name)
+        options.pop("as_json")
     (dry_run if check else show)(Path(metadata.project_path), console(width=100), **options)
 
 
@@ -257,7 +253,7 @@ def report(catalog: CatalogProtocol, project: Path, evaluation: str | None, show
 def label(catalog: CatalogProtocol, project: Path, **given: Any) -> None:
     """Let people compare answers on a page; their votes are data for `split`.
 
-    EVALUATION is the folder of an evaluation, or a policy as for `kedro rlhf compare`.
+    EVALUATION is a version of an evaluation, its folder, or a policy as for `kedro rlhf compare`.
     """
     from rlhf_pipeline.commands.label import label as serve
 

@@ -66,7 +66,6 @@ class LayeredConfigLoader(OmegaConfigLoader):
         return config
 
     def _get_conf_env_path(self, env: str) -> str:
-        """The folder of a layer."""
         own = own_layer(self.conf_source, env)
         return str(super()._get_conf_env_path(env) if own is None else own)
 
@@ -157,7 +156,6 @@ class LayeredConfigLoader(OmegaConfigLoader):
         super()._check_duplicates(key, config_per_file)
 
     def _files(self, layer: str, key: str) -> dict[str, DictConfig]:
-        """The files of a layer, sorted by name."""
         folder = self._get_conf_env_path(layer)
         found = self._read_dir_configs(folder, self.config_patterns[key], key, set())
         return {str(path): found[path] for path in sorted(found)}

@@ -75,7 +75,6 @@ def explain(error: Exception) -> click.ClickException:
 
 
 def _message(error: BaseException) -> str | None:
-    """The message for an error of a known kind."""
     match error:
         case ParserError():
             return _invalid_yaml(error)

@@ -1,16 +1,6 @@
-"""The registered pipelines."""
-
 from kedro.pipeline import Pipeline
 
-from rlhf_pipeline.pipelines import (
-    base_model,
-    evaluate,
-    register,
-    report,
-    reward_model,
-    sft,
-    split,
-)
+from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
 from rlhf_pipeline.stage_registry import policy_stages
 
 

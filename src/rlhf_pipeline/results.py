@@ -78,7 +78,6 @@ def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
 
 
 def _verdict(registration: dict[str, Any]) -> list[str]:
-    """Whether the candidate was promoted, by which judge, and the conditions that do not hold."""
     verdict = registration["verdict"]
     conditions, refusals = len(verdict["checks"]), verdict["refusals"]
     held = f"{conditions - len(refusals)} of {conditions} conditions hold"

@@ -1,5 +1,3 @@
-"""The options of a `kedro run`: as the name of the run, as its tags, and as a command."""
-
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +53,6 @@ def run_tags(run_params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _environment(run_params: Mapping[str, Any]) -> str:
-    """The option `--env`; empty for Kedro's default."""
     env = run_params.get("env")
     return "" if env in (None, "local") else str(env)
 

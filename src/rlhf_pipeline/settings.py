@@ -1,5 +1,3 @@
-"""Kedro's settings for this project."""
-
 import atexit
 import gc
 import os

@@ -295,7 +295,6 @@ def _normal_quantile(alpha: float) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 

@@ -9,8 +9,7 @@ import pyarrow.parquet
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
 
-from rlhf_pipeline.commands.compare import Policy
-from rlhf_pipeline.commands.label import evaluation_of, label
+from rlhf_pipeline.commands.label import label
 from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.errors import ConfigError, DataError
 
@@ -75,15 +74,3 @@ def test_pairs_come_from_files_of_other_formats(
         ((Message("user", "One?"),), "a", "b"),
         ((Message("user", "Two?"),), "c", "d"),
     ]
-
-
-def test_the_newest_evaluation_of_a_policy_counts(catalog, tmp_path, monkeypatch):
-    made = tuple((tmp_path / name, "ppo") for name in ("new", "old"))
-    policy = Policy("champion", "ppo", {}, made)
-    monkeypatch.setattr("rlhf_pipeline.commands.label.find", lambda *_: policy)
-    assert evaluation_of("champion", catalog, tmp_path, tmp_path) == tmp_path / "new"
-
-
-def test_the_folder_of_an_evaluation_stands_for_itself(catalog, tmp_path):
-    (tmp_path / "answers.jsonl").touch()
-    assert evaluation_of(str(tmp_path), catalog, tmp_path, tmp_path) == tmp_path

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rlhf_pipeline.commands.plan import make_plan
-from rlhf_pipeline.commands.plan_display import show
+from rlhf_pipeline.commands.plan import make_plan, show
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.stages import BLOCKS
@@ -78,14 +77,14 @@ def test_the_tables_of_a_large_model_fit_80_columns():
     loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
     found = make_plan(loader["parameters"], list(BLOCKS), model="opt-1.3b", gpus="2x8x80")
     output = io.StringIO()
-    show(found, dict.fromkeys(found.fits, 123.0), Console(file=output, width=80))
+    show(found, Console(file=output, width=80))
     printed = output.getvalue()
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed
     table = printed[printed.index("Work of all ranks") :].splitlines()[3:8]
     rows = {line.split()[0]: line.split() for line in table}
     assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "evaluate"]
-    assert all(re.fullmatch(r"\d\.\de\d+", row[-5]) for row in rows.values())  # FLOP
-    assert rows["ppo"][-3] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
+    assert all(re.fullmatch(r"\d\.\de\d+", row[-4]) for row in rows.values())  # FLOP
+    assert rows["ppo"][-2] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
 
 
 def test_parameters_that_this_machine_refuses_are_planned(tmp_path):
@@ -116,7 +115,7 @@ def test_parameters_that_this_machine_refuses_are_planned(tmp_path):
         (["--model=opt-1.3"], "model: found 'opt-1.3' (did you mean opt-1.3b?)"),
         (["--gpu=a1000"], "--gpu: found 'a1000'"),
         (["--pipeline=fulll"], "did you mean full"),
-        (["--params=sft.epochs=none"], "sft.epochs: "),
+        (["--params=sft.epochs=none"], "sft.epochs (--params): found 'none', expected a number"),
     ],
 )
 def test_mistakes(tmp_path, options, message):
@@ -125,26 +124,8 @@ def test_mistakes(tmp_path, options, message):
     assert message in " ".join(log.split())
 
 
-def test_the_largest_models(tmp_path):
-    code, printed, log = plan(tmp_path, "--largest")
-    assert code == 0, printed + log
-    rows = {line.split()[0]: line.split()[2:] for line in printed.splitlines() if "GiB" in line}
-    assert {"16", "24", "80"} < rows.keys()
-    assert all(len(models) == 4 for models in rows.values())
-
-
 @pytest.mark.slow
 def test_rows_and_lengths_are_those_of_the_published_split(project):
     code, printed, log = plan(project.root, "--env=tiny", "--json")
     assert code == 0, printed + log
     assert json.loads(printed)["lengths"] == "published split"
-
-
-@pytest.mark.long
-def test_a_probe_measures_hours_and_leaves_nothing(tmp_path):
-    code, printed, log = plan(tmp_path, "--env=tiny", "--probe", "--json")
-    assert code == 0, printed + log
-    hours = {stage["stage"]: stage["hours"] for stage in json.loads(printed)["stages"]}
-    assert all(0 < hours[stage] < 1 for stage in ("sft", "reward_model", "ppo"))
-    assert hours["evaluate"] is None
-    assert list(tmp_path.iterdir()) == []

@@ -115,5 +115,5 @@ def test_without_an_evaluation_the_message_names_the_fix(project, tmp_path):
     with pytest.raises(ArtifactError, match=r"found no published evaluation\. Fix: `kedro run"):
         project.report()
     folder = artifact(tmp_path / "model", "ppo", [{"objective/score": 1.0}])
-    with pytest.raises(ArtifactError, match="found a ppo model without an evaluation"):
+    with pytest.raises(ArtifactError, match="found no evaluation of it here"):
         project.report(str(folder))

@@ -148,5 +148,8 @@ def test_a_name_without_an_evaluation_and_missing_arguments_are_refused(project)
     assert "found 'nobody', expected a version or an alias" in printed
     folder = str(project.newest("03_split/split"))
     printed = project.kedro(folder, command="rlhf label", check=False)
-    assert "found no evaluation of it here, expected one. Fix: `kedro run`" in printed
+    assert (
+        "found no evaluation of it here, expected one. Fix: choose one that `kedro rlhf runs`"
+        in printed
+    )
     assert "use either EVALUATION or --pairs" in project.kedro(command="rlhf label", check=False)

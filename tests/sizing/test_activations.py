@@ -10,6 +10,7 @@ from rlhf_pipeline.models.logprob_head import install
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rl import logprobs
 from rlhf_pipeline.sizing import activations
 from rlhf_pipeline.sizing.activations import Numbers
 from rlhf_pipeline.sizing.shape import Shape
@@ -29,6 +30,10 @@ FAMILIES = {
     "opt": {"ffn_dim": 512, "word_embed_proj_dim": 128},
     "gpt2": {},
 }
+
+
+def test_logits_exist_in_the_chunks_that_the_plan_assumes():
+    assert activations.CHUNK == logprobs.CHUNK
 
 
 def saved_bytes(model_type, layers, dtype, *, lora):

@@ -1,5 +1,3 @@
-"""`kedro rlhf chat`: talk to a policy, or to two of them, in the terminal."""
-
 import json
 import random
 import readline  # noqa: F401 - lets the user edit and repeat lines

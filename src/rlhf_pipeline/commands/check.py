@@ -17,7 +17,7 @@ from kedro.pipeline import Pipeline
 from rich.console import Console
 
 from rlhf_pipeline.commands.names import check_names
-from rlhf_pipeline.commands.plan import loader_of
+from rlhf_pipeline.commands.plan import loader_of, model_shape
 from rlhf_pipeline.config.architecture import positions
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -26,13 +26,14 @@ from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.preflight import check_lengths, preflight
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.sizing.hardware import Hardware, named
-from rlhf_pipeline.sizing.models import base_model_shape, published
+from rlhf_pipeline.sizing.models import published
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, write_job
-from rlhf_pipeline.stages.launch.layout import LOOPBACK, rank_count
+from rlhf_pipeline.stages.launch.layout import rank_count
 from rlhf_pipeline.stages.launch.resources import gpu_count
 
 NO_COMMIT = "0" * 40
@@ -88,7 +89,7 @@ def check(
     with TemporaryDirectory(prefix="rlhf-check-") as name, environment_of(hardware):
         folder = Path(name)
         jobs, ranks = dry_run(parameters, hardware, nodes, folder, loader.origin)
-        machine = {"hidden_size": _hidden_size(parameters), "on_gpu": gpu_count() > 0}
+        machine = {"hidden_size": model_shape(parameters)[1].hidden, "on_gpu": gpu_count() > 0}
         engines = _accepted(jobs, {"ranks": ranks, "machine": machine}, folder)
     launched = "1 rank" if ranks == 1 else f"{ranks} ranks"
     for stage in jobs:
@@ -188,17 +189,6 @@ def _sources_at_commits(config: SplitConfig) -> SplitConfig:
         texts = tuple(map(pinned, config.pretraining.sources))
         update["pretraining"] = config.pretraining.model_copy(update={"sources": texts})
     return config.model_copy(update=update)
-
-
-def _hidden_size(parameters: Mapping[str, Any]) -> int:
-    """The width of the base model's layers."""
-    config = BaseModelConfig.model_validate(parameters["base_model"])
-    if (shape := base_model_shape(config)) is None:
-        raise ConfigError(
-            f"base_model.path: found {config.path}, whose sizes are not known on this machine. "
-            "Fix: name a model of about its size, such as --model opt-1.3b"
-        )
-    return shape.hidden
 
 
 def _accepted(

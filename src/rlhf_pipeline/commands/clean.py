@@ -1,5 +1,3 @@
-"""`kedro rlhf clean`: show or remove what no published version needs."""
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`kedro rlhf compare`: what differs between policies, and whether one is better."""
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,10 +244,13 @@ def comparison_page(policies: Sequence[Policy], tables: Sequence[Table]) -> str:
         reasons = [] if answers else verdicts(candidate, baseline, len(pairs))
         found.append({"names": (candidate.name, baseline.name), "judges": judges, "why": reasons})
     return render(
-        "comparison.html.j2", names=[policy.name for policy in policies], pairs=found, data=None,
+        "comparison.html.j2",
+        names=[policy.name for policy in policies],
+        pairs=found,
+        data=None,
         tables=[_plain(table) for table in tables],
         charts={stage: made for stage, made in charts.items() if made},
-    )  # fmt: skip
+    )
 
 
 def _plain(table: Table) -> dict[str, Any]:

@@ -1,5 +1,3 @@
-"""`kedro rlhf doctor`: can this machine run this configuration?"""
-
 import json
 from dataclasses import asdict
 from pathlib import Path

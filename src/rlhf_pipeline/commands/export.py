@@ -1,5 +1,3 @@
-"""`kedro rlhf export`: a policy as a folder that needs nothing of this project."""
-
 import json
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""`kedro rlhf label`: a page on which people compare answers."""
-
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
@@ -10,11 +8,10 @@ import click
 import uvicorn
 from kedro.io import CatalogProtocol
 
-from rlhf_pipeline.commands.artifacts import all_artifacts
-from rlhf_pipeline.commands.compare import find
+from rlhf_pipeline.commands.artifacts import whole
+from rlhf_pipeline.commands.report import find_evaluation
 from rlhf_pipeline.data.files.rows import read_rows
-from rlhf_pipeline.errors import ArtifactError, ConfigError, printable
-from rlhf_pipeline.evaluation.comparison import ANSWERS
+from rlhf_pipeline.errors import ConfigError, printable
 from rlhf_pipeline.labelling.pairs import distinct_pairs, evaluation_rows
 from rlhf_pipeline.labelling.server import application
 from rlhf_pipeline.labelling.votes import locked
@@ -28,7 +25,7 @@ def label(
     workspace = Path(catalog.load("workspace"))
     rows: Iterable[Any] = (row for _, row in read_rows(pairs, (), "train"))
     if evaluation is not None:
-        rows = evaluation_rows(evaluation_of(evaluation, catalog, project, workspace))
+        rows = evaluation_rows(whole(find_evaluation(evaluation, catalog, project), catalog))
     found, left_out = distinct_pairs(rows)
     file = Path(output or workspace.parent / "01_raw" / "votes.jsonl").resolve()
     with locked(file):  # refuses a file with something else
@@ -45,12 +42,3 @@ def label(
     settings = uvicorn.Config(application(found, file, host), log_level="warning")
     with suppress(KeyboardInterrupt):
         uvicorn.Server(settings).run(sockets=[listener])
-
-
-def evaluation_of(name: str, catalog: CatalogProtocol, project: Path, workspace: Path) -> Path:
-    """The folder of an evaluation, or the newest evaluation of a policy."""
-    if (Path(name) / ANSWERS).is_file():
-        return Path(name)
-    if found := find(name, all_artifacts(catalog, workspace), catalog, project).evaluations:
-        return found[0][0]
-    raise ArtifactError(f"{name}: found no evaluation of it here, expected one. Fix: `kedro run`")

@@ -1,5 +1,3 @@
-"""`kedro rlhf lineage`: from a policy back to the bytes of its data, all of them verified."""
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""The model card of an exported policy: what it is, how good, and made from what."""
-
 import json
 import re
 from pathlib import Path
@@ -51,10 +49,15 @@ def model_card(
     ]
     return environment.get_template("model_card.md.j2").render(
         title=f"{model} {policy.stage.upper()}" + (f", version {version}" if version else ""),
-        policy=policy, digest=digest, license=license_name, origins=origins, leaves=leaves,
-        evaluation=_evaluation(policy), verdict=json.loads(tags.get("rlhf.verdict", "null")),
+        policy=policy,
+        digest=digest,
+        license=license_name,
+        origins=origins,
+        leaves=leaves,
+        evaluation=_evaluation(policy),
+        verdict=json.loads(tags.get("rlhf.verdict", "null")),
         adapter_of=adapter_of,
-    )  # fmt: skip
+    )
 
 
 def _shown(value: object) -> str:

@@ -1,5 +1,3 @@
-"""Check the names of pipelines, nodes and data sets in the options of a command."""
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""`kedro rlhf plan`: memory, work and disk of each stage, before anything is loaded."""
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -8,6 +6,7 @@ from typing import Any
 
 from kedro.framework.project import pipelines, settings
 from rich.console import Console
+from rich.table import Table
 
 from rlhf_pipeline.commands.names import check_names
 from rlhf_pipeline.config.base_model import BaseModelConfig
@@ -16,14 +15,25 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.preflight import check_values
-from rlhf_pipeline.sizing.fit import Fit, find_fit, needs
-from rlhf_pipeline.sizing.hardware import Hardware, named
+from rlhf_pipeline.sizing.fit import Fit, find_fit, needs, size_text
+from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.lengths import limits, measured
 from rlhf_pipeline.sizing.models import base_model_shape, find_model
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import BLOCKS
-from rlhf_pipeline.sizing.work import Work, stage_work
+from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, stage_work
 from rlhf_pipeline.stages.launch.layout import hardware_at_hand
+
+COLUMNS = {
+    "weights": "weights",
+    "gradients": "gradi-\nents",
+    "master copies": "master\ncopies",
+    "optimizer": "opti-\nmizer",
+    "activations": "activa-\ntions",
+    "logits": "logits",
+    "KV cache": "KV\ncache",
+}
+"""Heads of the components with a column, for 80 columns in all; the others are added up."""
 
 
 @dataclass(frozen=True)
@@ -49,31 +59,19 @@ def plan(
     conf_source: str | None,
     params: dict[str, Any],
     pipeline: str,
-    probe: bool,
-    largest: bool,
     as_json: bool,
     **options: str | None,
 ) -> None:
     """Print the plan of a pipeline; `options` are those of `make_plan`."""
-    from rlhf_pipeline.commands.plan_display import show, show_largest
-    from rlhf_pipeline.commands.probe import measured_hours
-
-    if largest:
-        show_largest(console)
-        return
     check_names([pipeline], {})
     loader = loader_of(project, env, conf_source, params, options["model"])
     parameters, split = read(loader)
     nodes = {node.name for node in pipelines[pipeline].nodes}
     found = make_plan(parameters, nodes, split, **options)
-    hours: dict[str, float] = {}
-    if probe:
-        conf = Path(loader.conf_source)
-        hours = measured_hours(project, conf, env, parameters, pipeline, found.works)
     if as_json:
-        print(to_json(found, hours))
+        print(to_json(found))
     else:
-        show(found, hours, console)
+        show(found, console)
 
 
 def loader_of(
@@ -127,7 +125,7 @@ def make_plan(
         gpu: name or gibibytes of a GPU.
         gpus: such as 8x80. Neither: the hardware at hand.
     """
-    name, shape = _model(parameters, model)
+    name, shape = model_shape(parameters, model)
     if gpu is None and gpus is None:
         hardware = hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
     else:
@@ -146,7 +144,11 @@ def make_plan(
     )
 
 
-def _model(parameters: Mapping[str, Any], model: str | None) -> tuple[str, Shape]:
+def model_shape(parameters: Mapping[str, Any], model: str | None = None) -> tuple[str, Shape]:
+    """Name and sizes of a published model, or of `base_model`.
+
+    Raises ConfigError if nothing on this machine says the sizes.
+    """
     if model is not None:
         return model, find_model(model).shape
     config = BaseModelConfig.model_validate(parameters["base_model"])
@@ -160,7 +162,7 @@ def _model(parameters: Mapping[str, Any], model: str | None) -> tuple[str, Shape
     return config.path or "the model of base_model.architecture", shape
 
 
-def to_json(plan: Plan, hours: Mapping[str, float]) -> str:
+def to_json(plan: Plan) -> str:
     """The plan for programs. Sizes are in bytes."""
     return json.dumps(
         {
@@ -168,13 +170,13 @@ def to_json(plan: Plan, hours: Mapping[str, float]) -> str:
             "parameters": plan.shape.parameters,
             "hardware": asdict(plan.hardware),
             "lengths": "published split" if plan.is_measured else "limits",
-            "stages": [_stage(plan, stage, hours.get(stage)) for stage in plan.fits],
+            "stages": [_stage(plan, stage) for stage in plan.fits],
         },
         indent=2,
     )
 
 
-def _stage(plan: Plan, stage: str, hours: float | None) -> dict[str, Any]:
+def _stage(plan: Plan, stage: str) -> dict[str, Any]:
     fit, memory = plan.fits[stage], plan.fits[stage].memory
     return {
         "stage": stage,
@@ -187,6 +189,109 @@ def _stage(plan: Plan, stage: str, hours: float | None) -> dict[str, Any]:
         "libraries": memory.libraries,
         "models": {model.name: memory.parts_of(model) for model in memory.models},
         "main_memory": memory.main_of_node(plan.hardware.ranks),
-        "hours": hours,
         **asdict(plan.works[stage]),
     }
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the plan as tables."""
+    hardware = plan.hardware
+    nodes = f"{hardware.nodes} nodes of " if hardware.nodes > 1 else ""
+    each = f", {size_text(hardware.rank_memory)} each" if hardware.rank_memory else ""
+    kind = hardware.name if hardware.on_gpu else "CPU rank"
+    console.print(
+        f"[bold]{plan.model}[/]: {_count(plan.shape.parameters)} parameters, on "
+        f"{nodes}{hardware.ranks} x {kind}{each}"
+    )
+    console.print("\n[bold]Memory of a rank at its peak, GiB")
+    console.print(_memory_table(plan))
+    console.print("\n[bold]Work of all ranks; disk and main memory of a node, GiB")
+    console.print(_work_table(plan))
+    source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
+    console.print(f"[dim]Rows and lengths: {source}.\n")
+    for stage, fit in plan.fits.items():
+        console.print(verdict(stage, fit), highlight=False)
+    if "ppo" in plan.works and plan.works["ppo"].cannot_move:
+        console.print(movement_warning(plan.works["ppo"]), highlight=False)
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("stage, model", no_wrap=True)
+    for name in (*COLUMNS.values(), "other", "all"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage, fit in plan.fits.items():
+        memory = fit.memory
+        color = "green" if fit.fits else "red"
+        at = f" [dim]({memory.largest.name})" if memory.largest.model != stage else ""
+        table.add_row(
+            f"[bold]{stage}[/]{at}", *[""] * len(COLUMNS), "", f"[bold {color}]{_gib(memory.peak)}"
+        )
+        for model in memory.models:
+            parts = memory.parts_of(model)
+            shown = [parts.pop(name, 0) for name in COLUMNS]
+            other = sum(parts.values())
+            cells = [_gib(value) if value else "" for value in (*shown, other)]
+            name = model.name.removeprefix(f"{stage}.")
+            table.add_row(f"  {name}", *cells, _gib(sum(shown) + other))
+        table.add_row(
+            "  [dim]libraries", *[""] * len(COLUMNS), "", f"[dim]{_gib(memory.libraries)}"
+        )
+    return table
+
+
+def _work_table(plan: Plan) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("stage", no_wrap=True)
+    counts = ("batch", "a\nrank", "passes", "steps", "tokens", "FLOP")
+    sizes = ("check-\npoints", "models", "main\nmemory")
+    for name in (*counts, *sizes):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage, work in plan.works.items():
+        main = plan.fits[stage].memory.main_of_node(plan.hardware.ranks)
+        table.add_row(
+            f"[bold]{stage}",
+            *map(str, (work.batch, work.rows_per_rank, work.micro_batches)),
+            "" if stage == "evaluate" else _count(work.steps),
+            _count(work.tokens),
+            "?" if work.flops is None else f"{work.flops:.1e}".replace("e+", "e"),
+            *map(_gib, (work.checkpoints, work.saved_models, main)),
+        )
+    return table
+
+
+def verdict(stage: str, fit: Fit) -> str:
+    """Whether a stage fits, and the change that makes it fit."""
+    need = fit.before
+    if need.available is None:
+        return f"{stage}: needs {size_text(need.found)}; the memory of this machine is not known"
+    if fit.fits:
+        return f"[green]{stage} fits[/]: {size_text(need.found)} of {size_text(need.available)}"
+    text = f"[red]{stage} does not fit[/]: {need}. "
+    after = f"{size_text(fit.after.found)}{need.kind}"
+    if fit.changes is None:
+        return f"{text}No change of its parameters is enough ({after} at least). Fix: {fit.fix}"
+    return f"{text}Fix: {fit.fix} ({after})"
+
+
+def movement_warning(work: Work) -> str:
+    """What PPO's learning rate and number of updates are too small for."""
+    return (
+        f"[yellow]ppo hardly trains[/]: the learning rates of its {work.updates} updates sum to "
+        f"{work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: raise ppo.steps, "
+        "ppo.ppo_epochs or ppo.actor.optimizer.learning_rate"
+    )
+
+
+def _count(value: float | None) -> str:
+    """Such as 950, 1.2 M or 3.4 B; ? if it is not known."""
+    if value is None:
+        return "?"
+    if value < 10_000:
+        return f"{value:.0f}"
+    unit, name = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if each[0] <= value)
+    return f"{value / unit:.3g} {name}"
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.2f}" if value < 100 * GIB else f"{value / GIB:.0f}"

@@ -1,5 +1,3 @@
-"""`kedro rlhf preset`: write the environment of a preset, or show the table of presets."""
-
 from pathlib import Path
 
 from rich.console import Console

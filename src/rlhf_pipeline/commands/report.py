@@ -1,5 +1,3 @@
-"""`kedro rlhf report`: the page of an evaluation, in a browser."""
-
 import json
 import webbrowser
 from pathlib import Path
@@ -55,7 +53,7 @@ def find_evaluation(name: str | None, catalog: CatalogProtocol, project: Path) -
     policy = find(name, artifacts, catalog, project)
     if not policy.evaluations:
         raise ArtifactError(
-            f"{name}: found a {policy.stage} model without an evaluation. Fix: choose one that "
+            f"{name}: found no evaluation of it here, expected one. Fix: choose one that "
             "`kedro rlhf runs` lists"
         )
     of_policy = [evaluation for evaluation, _ in policy.evaluations]

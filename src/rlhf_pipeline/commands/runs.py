@@ -1,5 +1,3 @@
-"""`kedro rlhf runs`: the evaluations that there are, newest last."""
-
 import json
 from pathlib import Path
 

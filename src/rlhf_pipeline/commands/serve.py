@@ -1,5 +1,3 @@
-"""`kedro rlhf serve`: a policy behind OpenAI's HTTP interface."""
-
 import json
 import os
 import sys

@@ -1,5 +1,3 @@
-"""`kedro rlhf status`: what `kedro run` would do, stage by stage, and why."""
-
 import time
 from dataclasses import dataclass
 from itertools import islice

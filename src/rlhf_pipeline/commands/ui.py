@@ -1,5 +1,3 @@
-"""`kedro rlhf ui`: MLflow's pages, with the link to the runs."""
-
 import os
 import socket
 import subprocess

@@ -1,5 +1,3 @@
-"""The base model: an existing model to start from, or the architecture of a small one to build."""
-
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -59,7 +57,6 @@ class BaseModelConfig(Block):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether `path` names a file of llama.cpp's format."""
         return self.path is not None and self.path.endswith(".gguf")
 
     @field_validator("architecture")

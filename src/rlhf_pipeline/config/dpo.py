@@ -1,5 +1,3 @@
-"""Direct preference optimization: trains the policy on comparisons, without sampling."""
-
 from collections.abc import Iterator
 
 from pydantic import Field, PositiveFloat

@@ -1,5 +1,3 @@
-"""Comparison of a candidate policy (PPO or DPO) with the SFT baseline."""
-
 import re
 from collections.abc import Iterator
 from typing import Literal

@@ -1,5 +1,3 @@
-"""How PPO generates."""
-
 from pydantic import PositiveInt
 
 from rlhf_pipeline.config.block import Block, operational

@@ -61,7 +61,6 @@ class ReferenceJudge(Block):
 
     @property
     def label(self) -> str:
-        """Name in metrics, win rates and reports."""
         return self.name or self.reference
 
 
@@ -100,7 +99,6 @@ class PairwiseJudge(Block):
 
     @property
     def label(self) -> str:
-        """Name in metrics, win rates and reports."""
         return self.name or self.openai.model.rpartition("/")[2]
 
 

@@ -1,5 +1,3 @@
-"""The KL penalty of PPO and its limits."""
-
 from collections.abc import Iterator
 from typing import Literal
 

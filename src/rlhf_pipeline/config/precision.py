@@ -1,5 +1,3 @@
-"""Number formats of weights."""
-
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]

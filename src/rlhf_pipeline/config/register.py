@@ -1,5 +1,3 @@
-"""Registration of the policies, and the gate that a candidate must pass to become the champion."""
-
 from typing import Literal
 
 from pydantic import Field, PositiveFloat

@@ -1,5 +1,3 @@
-"""Check the files of PPO's rewards without importing or loading them."""
-
 import ast
 import inspect
 import json
@@ -8,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from importlib.util import decode_source
 from pathlib import Path
-from types import FunctionType
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.judges import ReferenceJudge
@@ -77,11 +74,9 @@ def source_file(reward: CallableReward) -> Path:
 
 def check_signature(reward: str, signature: inspect.Signature) -> None:
     """Raise ConfigError if a reward function cannot be called as scoring calls it."""
-    references: dict[str, list[str]] = (
-        {"references": []} if "references" in signature.parameters else {}
-    )
+    names: set[str] = {"references"} & signature.parameters.keys()
     try:
-        signature.bind([], [], **references)
+        signature.bind([], [], **dict.fromkeys(names))
     except TypeError as error:
         raise ConfigError(
             f"{reward} cannot be called with (prompts, responses): {error}. "
@@ -129,16 +124,10 @@ def _check_defined(reward: CallableReward) -> None:
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
     """The signature of a function in source. Nothing of the source is executed."""
-    defaults, keywords = arguments.defaults, arguments.kw_defaults
-    arguments.defaults, arguments.kw_defaults = [], [None] * len(keywords)
-    stub = ast.Expression(ast.Lambda(arguments, ast.Constant(None)))
-    code = compile(ast.fix_missing_locations(stub), "signature", "eval").co_consts[0]
-    function = FunctionType(code, {}, argdefs=tuple(defaults))
-    names = (each.arg for each in arguments.kwonlyargs)
-    function.__kwdefaults__ = {
-        name: default for name, default in zip(names, keywords, strict=True) if default
-    }
-    return inspect.signature(function)
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    stub = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
+    return inspect.signature(eval(compile(stub, "signature", "eval")))  # noqa: S307
 
 
 def _check_model(reward: ModelReward) -> None:

@@ -60,17 +60,14 @@ class CallableReward(RewardSource):
 
     @property
     def location(self) -> str:
-        """The file or module."""
         return self.callable.rpartition(":")[0]
 
     @property
     def function(self) -> str:
-        """Name of the function."""
         return self.callable.rpartition(":")[2]
 
     @property
     def label(self) -> str:
-        """Name in metrics and errors."""
         return self.name or self.function
 
 
@@ -92,17 +89,14 @@ class ModelReward(RewardSource):
 
     @property
     def folder(self) -> Path:
-        """The local folder."""
         return Path(self.path).expanduser()
 
     @property
     def label(self) -> str:
-        """Name in metrics and errors."""
         return self.name or self.folder.resolve().name
 
 
 def _short_form(value: Any) -> Any:
-    """Expand a one-line form to a block."""
     if value == "trained":
         return {"model": value}
     return {"callable": value} if isinstance(value, str) and ":" in value else value

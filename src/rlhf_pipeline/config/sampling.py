@@ -1,5 +1,3 @@
-"""How PPO and evaluation sample responses."""
-
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rlhf_pipeline.config.block import Block

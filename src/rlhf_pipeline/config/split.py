@@ -1,5 +1,3 @@
-"""Parameters of the split: sources, parts, limits."""
-
 import re
 from collections.abc import Iterator
 from typing import Literal, get_args

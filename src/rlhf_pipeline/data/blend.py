@@ -79,14 +79,9 @@ def blend(
     is_test = np.repeat([source.is_test for source in config.sources], np.diff(starts))
     may_serve = [phase_bits(filter(source.may_serve, PHASES)) for source in config.sources]
     bits = serves(rows) & np.repeat(may_serve, np.diff(starts)).astype(np.uint8)
-    within_fraction = np.concatenate(
-        [
-            fraction_of(own_keys, source.fraction, seed)
-            for source, own_keys in zip(
-                config.sources, np.split(prompts, starts[1:-1]), strict=True
-            )
-        ]
-    )
+    by_source = zip(config.sources, np.split(prompts, starts[1:-1]), strict=True)
+    fractions = [fraction_of(own, source.fraction, seed) for source, own in by_source]
+    within_fraction = np.concatenate(fractions)
     allowed = within_fraction & np.concatenate(usable)
     references = true_answers(rows, prompts, allowed)
     unanswered = allowed & references.is_null().to_numpy(zero_copy_only=False)
@@ -112,6 +107,11 @@ def blend(
     near = _near_held_out(rows, conversations, parts)
     if config.near_duplicates == "drop":
         parts[near] = -1
+    merged = np.isin(np.arange(len(parts)), repeated)
+
+    def counts(chosen: np.ndarray) -> list[int]:
+        return [int(own.sum()) for own in np.split(chosen, starts[1:-1])]
+
     return Blend(
         parts,
         bits,
@@ -119,12 +119,12 @@ def blend(
         conversations,
         references,
         starts.tolist(),
-        left_out=_count_per_source(np.flatnonzero(~within_fraction), starts),
-        unservable=_count_per_source(np.flatnonzero(unservable), starts),
-        merged=_count_per_source(repeated, starts),
-        in_test=_count_per_source(np.flatnonzero(in_test), starts),
-        near=_count_per_source(np.flatnonzero(near), starts),
-        unanswered=_count_per_source(np.flatnonzero(unanswered), starts),
+        left_out=counts(~within_fraction),
+        unservable=counts(unservable),
+        merged=counts(merged),
+        in_test=counts(in_test),
+        near=counts(near),
+        unanswered=counts(unanswered),
     )
 
 
@@ -141,8 +141,3 @@ def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray)
         )
     near[used] = near[first]
     return near
-
-
-def _count_per_source(rows: np.ndarray, starts: np.ndarray) -> list[int]:
-    """How many of these rows belong to each source."""
-    return np.diff(np.searchsorted(rows, starts)).tolist()

@@ -1,5 +1,3 @@
-"""Exclude texts that contain the tokenizer's control tokens."""
-
 import re
 from collections.abc import Sequence
 

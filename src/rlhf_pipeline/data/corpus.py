@@ -1,5 +1,3 @@
-"""Text that a tokenizer is trained on."""
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Percentiles of lengths in tokens, and their histogram with the limit."""
-
 from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING

@@ -124,7 +124,6 @@ class PhaseFile:
             )
 
     def describe(self) -> dict[str, Any]:
-        """The entry of this file in the report."""
         return {
             "rows": self.rows,
             "duplicates_merged": self.duplicates_merged,

@@ -66,7 +66,6 @@ class ArrowWriter:
         self._stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
 
     def close(self) -> None:
-        """Finish the file."""
         self._stream.close()
         self._file.close()
 
@@ -82,7 +81,6 @@ class RecordsWriter:
         return self
 
     def add(self, place: str, record: Record) -> None:
-        """Append a record."""
         if isinstance(record, Text):
             self._texts.add({"id": place, "text": record.text}, len(record.text))
             return
@@ -151,9 +149,8 @@ def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
         low, high = np.searchsorted(rows, (start, start + len(batch)))
         prompts = batch.column("prompt").take(pa.array(rows[low:high] - start))
         at, turns = prompts.offsets.to_numpy()[:-1], prompts.values
-        has_system = (
-            np.array(turns.field("role").take(pa.array(at)).to_pylist(), object) == "system"
-        )
+        roles = turns.field("role").take(pa.array(at)).to_pylist()
+        has_system = np.array(roles, object) == "system"
         yield from turns.field("content").take(pa.array(at + has_system)).to_pylist()
         start += len(batch)
 

@@ -1,5 +1,3 @@
-"""Counts of a source's rows: bad and skipped rows by reason."""
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -35,7 +33,6 @@ class RowCounts:
     """Place and reason of the first bad rows."""
 
     def add_unused(self, place: str, row: Unused) -> None:
-        """Count a row without a record."""
         (self.bad if row.bad else self.skipped)[row.reason] += 1
         if row.bad and len(self.first_bad) < _KEPT_BAD_ROWS:
             self.first_bad.append((place, row.reason))
@@ -61,11 +58,9 @@ class RowCounts:
             )
 
     def write(self, folder: Path) -> None:
-        """Write the counts to the folder of the source's records."""
         text = json.dumps(vars(self), indent=2, sort_keys=True)
         (folder / _NAME).write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> "RowCounts":
-        """Read the counts from the folder of the source's records."""
         return TypeAdapter(cls).validate_json((folder / _NAME).read_bytes())

@@ -1,5 +1,3 @@
-"""Build the report of the split, and the metrics that summarize it."""
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -104,12 +102,12 @@ def _without_reference(
     has_none = ~plan.references.is_valid().to_numpy(zero_copy_only=False)
     counted = {}
     for path, file in files.items():
-        if "reference" in file.table.schema.names:
-            rows = np.concatenate([np.empty(0, np.int64), *file.written])
-            rows = rows[has_none[rows]]
+        rows = np.concatenate([np.empty(0, np.int64), *file.written])
+        rows = rows[has_none[rows]]
+        if "reference" in file.table.schema.names and len(rows):
             sources = np.searchsorted(plan.starts, rows, side="right") - 1
-            counted[path] = Counter(labels[source] for source in sources.tolist())
-    return {path: dict(counts) for path, counts in counted.items() if counts}
+            counted[path] = dict(Counter(labels[source] for source in sources.tolist()))
+    return counted
 
 
 def _describe_sources(

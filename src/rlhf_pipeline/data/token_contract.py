@@ -35,7 +35,6 @@ class TokenContract:
 
     @property
     def eos_id(self) -> int:
-        """The tokenizer's EOS."""
         return self.eos_ids[0]
 
     @property

@@ -132,7 +132,6 @@ class PageDataset(PathDataset):
     """A page of HTML. Saved as text, loaded as the path that a browser opens."""
 
     def save(self, data: str) -> None:
-        """Publish a page under this run's version."""
         target = self._target()
         if self.store is not None:
             self.store.write(f"{target.parent.name}/{target.name}", data)
@@ -163,7 +162,6 @@ class ArtifactDataset(PathDataset):
     POINTER = f"/{NAME}"
 
     def save(self, data: Path) -> None:
-        """Publish a finished directory under this run's version."""
         try:
             manifest = Manifest.read(data)
         except ArtifactError as error:

@@ -1,5 +1,3 @@
-"""The store of finished stages and checkpoints, as an entry of the Kedro catalog."""
-
 from typing import Any
 
 from kedro.io import AbstractDataset

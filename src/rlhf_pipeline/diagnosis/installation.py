@@ -1,5 +1,3 @@
-"""Checks of what is installed: Python, libraries, a compiler."""
-
 import os
 import platform
 import shutil

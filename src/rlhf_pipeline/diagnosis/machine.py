@@ -1,5 +1,3 @@
-"""Checks of this machine: GPUs, NCCL, shared memory, disk, and the network of its ranks."""
-
 import json
 import shutil
 import socket

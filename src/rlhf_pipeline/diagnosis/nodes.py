@@ -1,5 +1,3 @@
-"""The check of the other machines: their agents start, connect, fit, and answer fast."""
-
 from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
 from rlhf_pipeline.stages.launch.cluster import Cluster
 

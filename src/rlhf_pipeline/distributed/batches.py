@@ -38,7 +38,6 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def columns(self, rows: np.ndarray) -> dict[str, list[Any]]:

@@ -1,5 +1,3 @@
-"""A model in a DeepSpeed engine for training."""
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -96,7 +96,6 @@ def _tensors(engine: DeepSpeedEngine, average: list[Tensor] | None) -> dict[str,
 
 
 def _adam(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
-    """The optimizer inside DeepSpeed's optimizer."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 

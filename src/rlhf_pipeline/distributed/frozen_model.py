@@ -1,5 +1,3 @@
-"""A frozen model for inference, whole on every rank or sharded over the ranks."""
-
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar

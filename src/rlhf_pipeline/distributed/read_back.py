@@ -65,7 +65,6 @@ def _read_empty(
 
 
 def _stored_names(directory: Path) -> dict[str, Path]:
-    """The file of each stored tensor."""
     stored: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

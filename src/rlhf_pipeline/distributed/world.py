@@ -17,9 +17,7 @@ from torch.distributed import FileStore, Store, TCPStore
 
 from rlhf_pipeline.distributed.lean_deepspeed import deepspeed, get_accelerator
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.program import DETERMINISTIC, RENDEZVOUS
-
-LOOPBACK = "127.0.0.1"
+from rlhf_pipeline.runtime.program import DETERMINISTIC, LOOPBACK, RENDEZVOUS
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ class World:
         return gather_json(value, torch.device("cpu"), self.host)
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
         torch.distributed.barrier()
 
 

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.evaluation.comparison import (
-    Answer,
-    complete_judges,
-    score_name,
-    scores_by,
-)
+from rlhf_pipeline.evaluation.comparison import Answer, complete_judges, score_name, scores_by
 from rlhf_pipeline.statistics import mean_with_interval
 
 

@@ -257,34 +257,25 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     `paired_win_rate/<judge>` and `p_value/<judge>`; for a variant of the candidate `ppo_ema/...`
     and `ppo_ema/win_rate_<judge>`.
     """
-    policies = {
-        f"{policy}/{name}": value
-        for policy, metrics in evaluation["policies"].items()
-        for name, value in metrics.items()
-    }
-    found = evaluation["win_rates"]
-    paired = {judge: rate["paired"] for judge, rate in found.items()}
-    rates = {"win_rate/": found, "paired_win_rate/": paired}
-    rates |= {f"{policy}/win_rate_": given for policy, given in evaluation["variants"].items()}
-    rates["length_controlled/"] = {
-        judge: controlled
-        for judge, rate in found.items()
-        if (controlled := rate["length_controlled"]) is not None
-    }
-    more = {f"{p}/held_out_perplexity": v for p, v in evaluation.get("perplexity", {}).items()}
+    metrics: dict[str, float] = {}
+    for policy, given in evaluation["policies"].items():
+        metrics |= {f"{policy}/{name}": value for name, value in given.items()}
+    for policy, value in evaluation.get("perplexity", {}).items():
+        metrics[f"{policy}/held_out_perplexity"] = value
     for judge, counts in evaluation.get("pairwise_judges", {}).items():
-        more |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
-    more |= {f"p_value/{judge}": rate["p_value"] for judge, rate in paired.items()}
-    return (
-        policies
-        | more
-        | {
-            f"{prefix}{judge}{suffix}": rate[key]
-            for prefix, by_judge in rates.items()
-            for judge, rate in by_judge.items()
-            for key, suffix in zip(ENDS, ("", "_lower", "_upper"), strict=True)
-        }
-    )
+        metrics |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
+    rates: dict[str, Any] = {}
+    for judge, rate in evaluation["win_rates"].items():
+        metrics[f"p_value/{judge}"] = rate["paired"]["p_value"]
+        rates |= {f"win_rate/{judge}": rate, f"paired_win_rate/{judge}": rate["paired"]}
+        if rate["length_controlled"] is not None:
+            rates[f"length_controlled/{judge}"] = rate["length_controlled"]
+    for policy, given in evaluation["variants"].items():
+        rates |= {f"{policy}/win_rate_{judge}": rate for judge, rate in given.items()}
+    for name, rate in rates.items():
+        share, lower, upper = (rate[end] for end in ENDS)
+        metrics |= {name: share, f"{name}_lower": lower, f"{name}_upper": upper}
+    return metrics
 
 
 def by_prompt(answers: list[Answer], value: Callable[[Answer], float]) -> list[list[float]]:

@@ -34,13 +34,7 @@ from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.best_of_n import best_of_n
-from rlhf_pipeline.evaluation.comparison import (
-    BASELINE,
-    Answer,
-    compare,
-    headline,
-    write_answers,
-)
+from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, write_answers
 from rlhf_pipeline.evaluation.judges import (
     AnswerBatch,
     Judge,

@@ -55,7 +55,6 @@ class Check:
     passed: bool
 
     def __str__(self) -> str:
-        """The condition as a sentence."""
         source = "" if self.parameter is None else f" (register.{self.parameter})"
         return f"{self.what}: found {self.found}, expected {self.expected}{source}"
 
@@ -73,11 +72,9 @@ class Verdict:
 
     @property
     def refusals(self) -> list[str]:
-        """The conditions that do not hold."""
         return [str(check) for check in self.checks if not check.passed]
 
     def record(self) -> dict[str, Any]:
-        """The verdict as JSON types."""
         checks = [asdict(check) for check in self.checks]
         return asdict(self) | {"checks": checks, "refusals": self.refusals}
 
@@ -123,23 +120,31 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
         lower = win_rate(ours, theirs, alpha).lower
         yield Check(
             f"paired win rate against {name} by {judge_title(judge)}",
-            f"{lower:.3f} as {confidence}", f"more than {config.min_win_rate_lower:g}",
-            "min_win_rate_lower", lower > config.min_win_rate_lower,
-        )  # fmt: skip
+            f"{lower:.3f} as {confidence}",
+            f"more than {config.min_win_rate_lower:g}",
+            "min_win_rate_lower",
+            lower > config.min_win_rate_lower,
+        )
     if evidence.champion_fault is not None:
         yield Check(
-            "the champion", f"no answers ({evidence.champion_fault})",
+            "the champion",
+            f"no answers ({evidence.champion_fault})",
             "answers to the same prompts. Fix: set register.promote to always to replace it, or "
-            "register.model to another name to keep both", None, False,
-        )  # fmt: skip
+            "register.model to another name to keep both",
+            None,
+            False,
+        )
     ours, theirs = (
         scores_by(given, evidence.judge) for given in (evidence.candidate, evidence.baseline)
     )
     _, lower, _ = standardized_gain(ours, theirs, alpha)
     yield Check(
-        "gain over SFT in units of the scores' spread", f"{lower:.2f} as {confidence}",
-        f"at least {config.min_gain:g}", "min_gain", lower >= config.min_gain,
-    )  # fmt: skip
+        "gain over SFT in units of the scores' spread",
+        f"{lower:.2f} as {confidence}",
+        f"at least {config.min_gain:g}",
+        "min_gain",
+        lower >= config.min_gain,
+    )
 
 
 def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
@@ -150,15 +155,18 @@ def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         yield Check(
             "accuracy of the reward model, which decides",
             f"{accuracy:.3f} as the lower end of its 95% interval" if known else "no interval",
-            "more than 0.5, which is chance", None, accuracy is not None and accuracy > 0.5,
-        )  # fmt: skip
+            "more than 0.5, which is chance",
+            None,
+            accuracy is not None and accuracy > 0.5,
+        )
     if config.require_independent_judge:
         yield Check(
             "judge that decides",
             evidence.judge + ("" if evidence.independent else ", which training has optimized"),
-            "a judge that training has not optimized", "require_independent_judge",
+            "a judge that training has not optimized",
+            "require_independent_judge",
             evidence.independent,
-        )  # fmt: skip
+        )
 
 
 def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
@@ -169,47 +177,64 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     ours, theirs = summary(evidence.candidate), summary(evidence.baseline)
     kl = ours["kl"]
     yield Check(
-        "KL from SFT", f"{kl:.2f} nats per response", f"at most {config.max_kl:g}", "max_kl",
+        "KL from SFT",
+        f"{kl:.2f} nats per response",
+        f"at most {config.max_kl:g}",
+        "max_kl",
         kl <= config.max_kl,
-    )  # fmt: skip
+    )
     ratio = ours["response_tokens"] / theirs["response_tokens"]
     yield Check(
-        "length of an answer relative to SFT's", f"{ratio:.2f}",
+        "length of an answer relative to SFT's",
+        f"{ratio:.2f}",
         f"between {1 / config.max_length_ratio:.2g} and {config.max_length_ratio:g}",
-        "max_length_ratio", 1 / config.max_length_ratio <= ratio <= config.max_length_ratio,
-    )  # fmt: skip
+        "max_length_ratio",
+        1 / config.max_length_ratio <= ratio <= config.max_length_ratio,
+    )
     ends = ours["eos_fraction"], theirs["eos_fraction"] - config.max_eos_drop
     yield Check(
-        "answers that end by themselves", f"{ends[0]:.1%}", f"at least {ends[1]:.1%}",
-        "max_eos_drop", ends[0] >= ends[1],
-    )  # fmt: skip
+        "answers that end by themselves",
+        f"{ends[0]:.1%}",
+        f"at least {ends[1]:.1%}",
+        "max_eos_drop",
+        ends[0] >= ends[1],
+    )
     repeated = ours["repetition"], theirs["repetition"] + config.max_repetition_rise
     yield Check(
-        "repeated word triples of an answer", f"{repeated[0]:.1%}", f"at most {repeated[1]:.1%}",
-        "max_repetition_rise", repeated[0] <= repeated[1],
-    )  # fmt: skip
+        "repeated word triples of an answer",
+        f"{repeated[0]:.1%}",
+        f"at most {repeated[1]:.1%}",
+        "max_repetition_rise",
+        repeated[0] <= repeated[1],
+    )
     phrase, share = common_phrase([answer.response for answer in evidence.candidate])
     # A part of the rest, because SFT may repeat itself: the bound stays below 1.
     share_of_sft = theirs["phrase_share"]
     bound = share_of_sft + config.max_phrase_rise * (1 - share_of_sft)
     yield Check(
-        "answers with the same phrase", f"{share:.1%} with {phrase!r}", f"at most {bound:.1%}",
-        "max_phrase_rise", share <= bound,
-    )  # fmt: skip
+        "answers with the same phrase",
+        f"{share:.1%} with {phrase!r}",
+        f"at most {bound:.1%}",
+        "max_phrase_rise",
+        share <= bound,
+    )
     spread = _spread(evidence.candidate, evidence.judge, _spread(evidence.baseline, evidence.judge))
     yield Check(
-        "spread of the scores relative to SFT's", f"{spread:.2f}",
+        "spread of the scores relative to SFT's",
+        f"{spread:.2f}",
         f"at least {config.min_score_spread:g}: a saturated judge gives all answers one score",
-        "min_score_spread", spread >= config.min_score_spread,
-    )  # fmt: skip
+        "min_score_spread",
+        spread >= config.min_score_spread,
+    )
     for name, task in evidence.tasks.items():
         change, interval = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
         yield Check(
             f"{task['metric']} of task {name} against SFT",
             f"{task['value']:.3f}, a change of {change:+.3f} (95%: {interval})",
-            f"a fall of at most {config.max_task_drop:g}", "max_task_drop",
+            f"a fall of at most {config.max_task_drop:g}",
+            "max_task_drop",
             change + config.max_task_drop > -1e-9,  # differences of shares are rounded
-        )  # fmt: skip
+        )
 
 
 def _spread(answers: list[Answer], judge: str, unit: float = 1.0) -> float:

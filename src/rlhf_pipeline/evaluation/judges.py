@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.judges import ModelJudge as ModelJudgeConfig
+from rlhf_pipeline.config.judges import ModelJudge
 from rlhf_pipeline.config.judges import ReferenceJudge as ReferenceJudgeConfig
 from rlhf_pipeline.config.reward_files import reads_references, source_file
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
@@ -72,7 +72,6 @@ class RewardModelJudge:
 
     @torch.no_grad()
     def score(self, answers: AnswerBatch) -> list[float]:
-        """Score each answer at its last token."""
         sequences = answers.scored.sequences
         scores = by_micro_batches(
             sequence_scores, self.model, sequences, self.micro_batch_tokens, self.world
@@ -87,21 +86,19 @@ class GoldJudge:
     name: str = GOLD
 
     def score(self, answers: AnswerBatch) -> list[float | None]:
-        """Score each answer; None if the prompt's source has no gold score."""
         rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
         return [gold_score(*row) for row in rows]
 
 
 @dataclass(frozen=True)
-class FunctionJudge:
-    """A Python function of the user."""
+class SourceJudge:
+    """A source of rewards as a judge: a Python function, or another reward model."""
 
     name: str
-    function: FunctionSource
+    source: FunctionSource | ModelSource
 
     def score(self, answers: AnswerBatch) -> list[float]:
-        """Call the function with all answers together."""
-        return list(self.function(answers.scored, answers.text).tolist())
+        return list(self.source(answers.scored, answers.text).tolist())
 
 
 @dataclass(frozen=True)
@@ -112,21 +109,8 @@ class ReferenceJudge:
     agrees: Callable[[str, str], bool]
 
     def score(self, answers: AnswerBatch) -> list[float | None]:
-        """Compare each answer with its row's reference; None for a row without one."""
         rows = zip(answers.text.references, answers.text.responses, strict=True)
         return [None if true is None else float(self.agrees(true, given)) for true, given in rows]
-
-
-@dataclass(frozen=True)
-class ModelJudge:
-    """Another reward model."""
-
-    name: str
-    source: ModelSource
-
-    def score(self, answers: AnswerBatch) -> list[float]:
-        """Score each answer at its last token."""
-        return list(self.source(answers.scored, answers.text).tolist())
 
 
 def load_judges(job: LaunchedJob, config: EvaluateConfig) -> list[Judge]:
@@ -138,7 +122,7 @@ def load_judges(job: LaunchedJob, config: EvaluateConfig) -> list[Judge]:
     for index, judge in enumerate(config.judges):
         if isinstance(judge, CallableReward):
             function = import_function(judge, job.inputs[f"{JUDGE_PREFIX}{index}"])
-            judges.append(FunctionJudge(judge.label, FunctionSource(judge.callable, function)))
+            judges.append(SourceJudge(judge.label, FunctionSource(judge.callable, function)))
         elif isinstance(judge, ReferenceJudgeConfig):
             judges.append(ReferenceJudge(judge.label, AGREES[judge.reference]))
     return judges
@@ -173,7 +157,7 @@ def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
     Raises ArtifactError if one reads other tokens than the policies, and `retokenize` is off.
     """
     for index, judge in enumerate(setup.config.judges):
-        if isinstance(judge, ModelJudgeConfig):
+        if isinstance(judge, ModelJudge):
             place = f"{JUDGE_PREFIX}{index}"
             folder = job.inputs.get(place) or judge.folder
             if folder is None:
@@ -181,7 +165,7 @@ def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
             reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
             where = f"evaluate.{place}"
             model = ModelSource.load(reward, folder, where, setup.contract, tokens, setup.world)
-            yield ModelJudge(judge.label, model)
+            yield SourceJudge(judge.label, model)
             del model  # before the next one is loaded
 
 
@@ -222,7 +206,7 @@ def optimized_judges(
             case CallableReward(location=file, function=name):
                 digest = file_digest(job.inputs[place])
                 same = (file, name) in optimized or (digest, name) in optimized
-            case ModelJudgeConfig():
+            case ModelJudge():
                 same = (job.digests[place], None) in optimized
             case _:
                 same = reads_truth and isinstance(judge, ReferenceJudgeConfig)

@@ -1,5 +1,3 @@
-"""What the steps of an evaluation share, and the memory for one model at a time."""
-
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass

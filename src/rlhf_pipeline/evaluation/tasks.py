@@ -36,7 +36,6 @@ class SharedPolicy(HFLM):
         self._rank, self._world_size = setup.world.rank, setup.world.size
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """A number of each rank."""
         return torch.tensor(self._world.gather(int(tensor)))
 
     def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]]:
@@ -50,7 +49,6 @@ class SharedPolicy(HFLM):
         return [{task: {tuple(k): v for k, v in part[task]} for task in part} for part in parts]
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
         self._world.barrier()
 
 

@@ -1,5 +1,3 @@
-"""Models in llama.cpp's format: one file with weights, tokenizer and chat template."""
-
 from pathlib import Path
 
 import torch

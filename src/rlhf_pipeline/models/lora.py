@@ -119,7 +119,6 @@ class WithoutAdapters(nn.Module):
 
     @torch.no_grad()
     def forward(self, **inputs: Any) -> Any:
-        """Run the model without adapters and without gradients."""
         self._switch(on=False)
         try:
             return self.trained(**inputs)

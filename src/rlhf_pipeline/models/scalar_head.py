@@ -23,7 +23,6 @@ class ScalarHead(nn.Linear):
     """A linear layer that computes in fp32: neighbouring bf16 numbers around 4 differ by 1/32."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the scalars in fp32."""
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(hidden.float(), self.weight.float(), bias)
 

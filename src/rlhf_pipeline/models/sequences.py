@@ -172,13 +172,11 @@ class LabelledSequences:
         return self.sequences.lengths
 
     def rows(self, index: Tensor) -> Self:
-        """The chosen rows, without the columns that are padding in all of them."""
         sequences = self.sequences.rows(index)
         width = sequences.response_ids.shape[1]
         return self._with(sequences, lambda label: label[index, :width])
 
     def to(self, device: torch.device) -> Self:
-        """The same rows on another device."""
         moved = self.sequences.to(device)
         return self._with(moved, lambda label: label.to(device, non_blocking=True))
 

@@ -1,5 +1,3 @@
-"""The cheapest memory settings with which a stage fits, by the memory model."""
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any

@@ -1,5 +1,3 @@
-"""A preset: the parameters of one model on some hardware, trained by one method."""
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -54,17 +52,14 @@ class Preset:
 
     @property
     def name(self) -> str:
-        """Name of the environment."""
         return f"{self.model}-{self.gpus}" + (f"-{self.method}" if self.method != "full" else "")
 
     @property
     def hardware(self) -> Hardware:
-        """The machines."""
         return named(None, self.gpus)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The blocks as plain values."""
         return changed({}, {name: value for name, (value, _) in self.settings.items()})
 
 
@@ -187,7 +182,6 @@ def _header(preset: Preset, name: str) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """A value in YAML, on one line."""
     match value:
         case bool():
             return str(value).lower()

@@ -73,13 +73,19 @@ def evaluation_page(
         promoted = outcome(registration["promoted"], registration["verdict"]["refusals"])
         heading = f"{title(compared['candidate'])} is {promoted}."
     return render(
-        "evaluation.html.j2", heading=heading, summary=summary(compared), compared=compared,
+        "evaluation.html.j2",
+        heading=heading,
+        summary=summary(compared),
+        compared=compared,
         caveats={judge: caveat(compared, judge) for judge in compared["win_rates"]},
-        registration=registration, manifest=manifest, reward_report=reward_report,
+        registration=registration,
+        manifest=manifest,
+        reward_report=reward_report,
         models={stage: Manifest.read(folder) for stage, folder in models.items()},
-        metrics=metric_rows(compared), data=_table(compared, answers),
+        metrics=metric_rows(compared),
+        data=_table(compared, answers),
         sections=[*_sections(compared, models, answers, reward_report)],
-    )  # fmt: skip
+    )
 
 
 def render(template: str, **values: Any) -> str:
@@ -97,9 +103,12 @@ def _templates() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     made = Environment(
-        loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     made.policies["json.dumps_kwargs"] = {"default": asdict}
     functions = (title, judge_title, leaves, smallest_visible_win_rate, decimals)
     made.filters |= {function.__name__: function for function in functions} | {"policy": title}
@@ -112,7 +121,6 @@ def _sections(
     answers: Answers,
     reward_report: Mapping[str, Any] | None,
 ) -> Iterable[tuple[str, str, list[Chart]]]:
-    """The title, the introduction and the charts of each section that has data."""
     candidate = compared["candidate"]
     records = {stage: read_json_lines(folder / CURVES) for stage, folder in models.items()}
     score = f"Score of {reward_title(compared['rewards'] or ['trained'])}"

@@ -1,10 +1,6 @@
 """Loss of direct preference optimization.
 
-Shapes: N comparisons.
-
-A loss is a float32 sum divided by `normalizer`, the number of comparisons in one optimizer step
-over all ranks and micro batches. Losses therefore add up to the mean over the whole batch; an
-engine that averages over ranks or micro batches must undo that.
+Shapes: N comparisons. `normalizer` is that of `rl.ppo_losses`, in comparisons instead of tokens.
 """
 
 from torch import Tensor

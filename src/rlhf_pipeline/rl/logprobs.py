@@ -215,7 +215,6 @@ def _entropy(log_p: Tensor) -> Tensor:
 def _checked_vocab_size(
     logits: Tensor, columns: int, ids: Tensor, temperature: float, vocab_size: int | None
 ) -> int:
-    """Check the arguments, and return the vocabulary size."""
     if ids.shape != logits.shape[:-1]:
         raise ValueError(
             f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; "

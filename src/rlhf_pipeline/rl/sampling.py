@@ -1,5 +1,3 @@
-"""Sampling a token from logits."""
-
 import torch
 from torch import Tensor
 

@@ -1,10 +1,7 @@
 """Language-model loss of SFT and PPO-ptx.
 
-Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token.
-
-A loss is a float32 sum divided by `normalizer`, the number of real tokens in one optimizer step
-over all ranks and micro batches. Losses therefore add up to the mean over the whole batch; an
-engine that averages over ranks or micro batches must undo that.
+Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token. `normalizer` is
+that of `rl.ppo_losses`.
 """
 
 from torch import Tensor

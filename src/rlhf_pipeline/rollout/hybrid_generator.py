@@ -36,7 +36,6 @@ class HybridGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
     ) -> Rollout:
-        """See `Generator.generate`."""
         self._check_lengths(prompts, sampling)
         group, size = self._group, self._group.size
         copy = self._copy or ShardedCopy(self._actor.module, group)

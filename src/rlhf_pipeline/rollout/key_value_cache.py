@@ -20,7 +20,6 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens; return all."""
         begin = self.get_seq_length()
         end = begin + key_states.shape[2]
         if not self.is_initialized:
@@ -35,7 +34,6 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
         end = self.get_seq_length()
         self._all = [whole[indices] for whole in self._all]
         self.keys, self.values = (whole[:, :, :end] for whole in self._all)

@@ -1,5 +1,3 @@
-"""Scores from a reward model of the user."""
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +33,6 @@ class ModelSource:
 
     @property
     def reads_texts(self) -> bool:
-        """Whether the source needs `Answered`."""
         return self.tokenizer is not None
 
     @classmethod

@@ -56,7 +56,6 @@ class TrainedSource:
     reads_texts: bool = False
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
-        """Centred scores."""
         return scored.scores - self.mean
 
 

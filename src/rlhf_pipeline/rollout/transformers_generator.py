@@ -42,7 +42,6 @@ class TransformersGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
     ) -> Rollout:
-        """See `Generator.generate`."""
         packed = form_of(self.policy).packed
         draws = uniform_draws(seeds, sampling.max_response_tokens)
         responses: list[list[int]] = [[] for _ in prompts]

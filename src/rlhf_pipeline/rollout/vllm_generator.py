@@ -73,7 +73,6 @@ class VLLMGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
     ) -> Rollout:
-        """See `Generator.generate`."""
         responses: list[list[int]] = [[] for _ in prompts]
         logprobs = torch.zeros(len(prompts), sampling.max_response_tokens)
         with self._awake() as engine:

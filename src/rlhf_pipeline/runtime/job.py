@@ -63,7 +63,6 @@ class LaunchedJob:
 
     @classmethod
     def read(cls, path: Path) -> "LaunchedJob":
-        """Read `job.json`."""
         fields = json.loads(path.read_text())
         fields["inputs"] = {name: Path(value) for name, value in fields["inputs"].items()}
         return cls(directory=path.parent, **fields)

@@ -27,7 +27,6 @@ class MetricsFile:
         self._total_steps = total_steps
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line."""
         if self._file is not None:
             record = {"step": step, "total_steps": self._total_steps, "time": time.time()}
             self._file.write(json.dumps(record | {"metrics": metrics}) + "\n")

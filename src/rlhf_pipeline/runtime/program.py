@@ -29,6 +29,9 @@ SEPARATE_FILES = "RLHF_SEPARATE_FILES"
 RENDEZVOUS = "RLHF_RENDEZVOUS"
 """Environment variable with the file through which the ranks of one machine meet."""
 
+LOOPBACK = "127.0.0.1"
+"""Address at which the ranks of one machine meet; other machines cannot reach it."""
+
 DETERMINISTIC = "RLHF_DETERMINISTIC"
 """Environment variable of ranks on GPUs that repeat their results, see `launch.deterministic`."""
 

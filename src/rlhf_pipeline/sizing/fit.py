@@ -1,5 +1,3 @@
-"""Whether a stage fits, and the cheapest change that makes it fit."""
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -50,7 +48,6 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the stage fits without a change."""
         return self.changes == {}
 
     @property

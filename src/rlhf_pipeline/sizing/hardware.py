@@ -58,12 +58,10 @@ class Hardware:
 
     @property
     def world(self) -> int:
-        """All ranks."""
         return self.total or self.ranks * self.nodes
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the ranks have a GPU."""
         return self.gpu_memory is not None
 
     @property

@@ -49,7 +49,6 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Bytes."""
         return sum(self.parts.values())
 
 
@@ -77,7 +76,6 @@ def trained_parameters(config: TrainedModelConfig, shape: Shape, *, scalar: bool
 
 
 def _adapters(lora: LoRAConfig, shape: Shape) -> int:
-    """Weights of all adapters."""
     targets = lora.target_modules
     return shape.adapters(lora.rank, None if targets == "all-linear" else len(targets))
 

@@ -25,7 +25,6 @@ class PublishedModel:
 
     @property
     def shape(self) -> Shape:
-        """Its sizes."""
         return Shape.of(self.config)
 
 

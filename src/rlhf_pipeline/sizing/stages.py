@@ -1,5 +1,3 @@
-"""Memory of each stage, from its parameters and the shape of its model."""
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -8,7 +8,6 @@ from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import uses_trained
-from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import (
     OptimizerConfig,
     SavingConfig,
@@ -16,7 +15,7 @@ from rlhf_pipeline.config.training import (
     TrainedModelConfig,
 )
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.lengths import Lengths, limits
+from rlhf_pipeline.sizing.lengths import Lengths
 from rlhf_pipeline.sizing.memory import BYTES, trained_parameters
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import BLOCKS, rows_of_step
@@ -63,12 +62,10 @@ def stage_work(
     parameters: Mapping[str, Any],
     shape: Shape,
     hardware: Hardware,
-    lengths: Mapping[str, Lengths] | None = None,
+    lengths: Mapping[str, Lengths],
 ) -> Work:
     """The work of a stage; the arguments are those of `plan_stage`."""
     config = BLOCKS[stage].model_validate(parameters[stage])
-    if lengths is None:
-        lengths = limits(SplitConfig.model_validate(parameters["split"]))
     if isinstance(config, PPOConfig):
         return _ppo(config, lengths["ppo"], shape, hardware)
     if isinstance(config, EvaluateConfig):

@@ -49,7 +49,6 @@ class StageProgress:
     """Step and time of the newest record."""
 
     def after(self, records: list[dict[str, Any]], run: StageRun) -> "StageProgress":
-        """The progress after new records."""
         resumed = run.resume_from or 0
         new = [(each["step"], each["time"]) for each in records if each["step"] > resumed]
         metrics = dict(self.metrics)
@@ -73,7 +72,6 @@ class StageProgress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the stage started."""
         return time.monotonic() - self.started
 
     @property
@@ -124,7 +122,6 @@ class ProgressDisplay(StageListener):
         self._last_line = 0.0
 
     def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Show the progress of the other run of the same recipe."""
         if self._progress.title != run.title:
             self._begin(run, WAITING)
         self._show(run, records)
@@ -148,16 +145,13 @@ class ProgressDisplay(StageListener):
         self._begin(run, "importing libraries")
 
     def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
-        """Show what the program does."""
         phase = PHASES.get(heartbeat.phase, heartbeat.phase)
         self._progress = replace(self._progress, phase=phase)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Move the line to the newest record."""
         self._show(run, records)
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Close the line; print the outcome."""
         progress = self._progress
         self._close()
         if not run.cached:

@@ -11,10 +11,7 @@ from typing import Any
 from rlhf_pipeline.config.block import Block, leaves
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.checkpoint_files import (
-    list_checkpoints,
-    newest_valid_step,
-)
+from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
 from rlhf_pipeline.runtime.heartbeat import read_heartbeats
 from rlhf_pipeline.runtime.job import as_json

@@ -24,14 +24,7 @@ from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
 from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
 from rlhf_pipeline.runtime.files import put_in_place, require_space
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
-from rlhf_pipeline.storage.files import (
-    explained,
-    link_or_copy,
-    open_store,
-    pieces,
-    size_of,
-    upload,
-)
+from rlhf_pipeline.storage.files import explained, link_or_copy, open_store, pieces, size_of, upload
 
 OBJECTS = "objects"
 PROBE = "write-test"
@@ -95,7 +88,6 @@ class Store:
                 return None
 
     def write(self, name: str, text: str) -> None:
-        """Write a text."""
         with self._open() as (store, root):
             store.pipe_file(f"{root}/{name}", text.encode())
 
@@ -235,13 +227,11 @@ class Store:
 
 
 def _is_inside(name: str, entry: FileEntry) -> bool:
-    """Whether neither name nor digest would reach another folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "/" not in entry.sha256
 
 
 def _is_current(folder: Path, manifest: Manifest, files: Mapping[str, FileEntry]) -> bool:
-    """Whether a folder contains an artifact's manifest, and files of the right sizes."""
     try:
         present = Manifest.read(folder)
     except ArtifactError:

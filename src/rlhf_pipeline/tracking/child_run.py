@@ -71,7 +71,6 @@ class ChildRun:
 
     @property
     def run_id(self) -> str:
-        """The run's id in MLflow."""
         return str(self.opened.info.run_id)
 
     def log_missing(self, run: StageRun) -> None:
@@ -138,7 +137,6 @@ class ChildRun:
 
 
 def _exported(metrics: Mapping[str, float]) -> str:
-    """The metrics of the exported model as a Markdown table."""
     rows = [f"| {name} | {value:.6g} |" for name, value in metrics.items() if name != "step"]
     title = f"The exported model, of step {metrics['step']:.0f}:"
     return "\n".join([title, "", "| metric | value |", "|---|---|", *rows])

@@ -83,7 +83,6 @@ def _data_set(path: Path, digest: str, context: str) -> DatasetInput:
 
 
 def _metrics(manifest: Manifest, folder: str) -> dict[str, float]:
-    """The metrics of an artifact without their prefix; of a folder, those with its name."""
     prefix = f"{folder}_" if folder else ""
     metrics = ((name.partition("/")[2], value) for name, value in manifest.metrics.items())
     return {name.removeprefix(prefix): x for name, x in metrics if name.startswith(prefix)}

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.config.evaluate import CHAMPION, JUDGE_PREFIX, TASK_PREFIX
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
-from rlhf_pipeline.tracking.store import (
-    DIGEST_TAG,
-    connect,
-    request_limits,
-    tracking_uri,
-)
+from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
 from rlhf_pipeline.tracking.versions import find_version, local_folder
 
 if TYPE_CHECKING:

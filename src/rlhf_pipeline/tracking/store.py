@@ -1,5 +1,3 @@
-"""The MLflow store: its address, a client, its experiment and its runs."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Versions of the registered model, and their files on this machine."""
-
 from __future__ import annotations
 
 import hashlib

@@ -45,7 +45,6 @@ class DPOTask(PairTask):
     name: str = "dpo"
 
     def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
-        """Mean negative log-likelihood of the preferences, over the global batch."""
         reference = self.reference if self.reference is not None else WithoutAdapters(model)
         with torch.no_grad():
             ref_chosen, ref_rejected = chosen_and_rejected(self.logprobs(reference, batch.answers))

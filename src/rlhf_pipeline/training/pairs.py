@@ -1,5 +1,3 @@
-"""Pairs of answers to a prompt, the training rows of the reward model and DPO."""
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +36,9 @@ class Pairs:
         return self.answers.lengths.view(-1, 2, 2)
 
     def rows(self, index: Tensor) -> "Pairs":
-        """The pairs at these indices."""
         return Pairs(self.answers.rows(torch.stack([2 * index, 2 * index + 1], dim=1).flatten()))
 
     def to(self, device: torch.device) -> "Pairs":
-        """The same pairs on another device."""
         return Pairs(self.answers.to(device))
 
 
@@ -53,11 +49,9 @@ class PairTask:
     contract: TokenContract
 
     def collate(self, rows: dict[str, list[Any]]) -> Pairs:
-        """Comparisons as a batch."""
         return Pairs.collate(rows, self.contract.pad_id)
 
     def weight(self, batch: Pairs) -> Tensor:
-        """Number of comparisons."""
         return torch.tensor(len(batch), dtype=torch.float64)
 
     def selection_score(self, metrics: dict[str, float]) -> float:

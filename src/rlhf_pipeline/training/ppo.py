@@ -156,9 +156,15 @@ def update(setup: Setup, experience: Experience, step: int, kl_coef: float) -> d
     texts = None if setup.text is None else setup.text.of_step(step)
     train_actor = step > setup.config.critic_warmup_steps
     return update_models(
-        setup.models, experience, setup.config, setup.world, key=(setup.seed, step),
-        kl_coef=kl_coef, train_actor=train_actor, texts=texts,
-    )  # fmt: skip
+        setup.models,
+        experience,
+        setup.config,
+        setup.world,
+        key=(setup.seed, step),
+        kl_coef=kl_coef,
+        train_actor=train_actor,
+        texts=texts,
+    )
 
 
 def evaluate(setup: Setup, log: StepLog) -> None:

@@ -1,5 +1,3 @@
-"""Metrics of a rollout."""
-
 from typing import Any
 
 import torch

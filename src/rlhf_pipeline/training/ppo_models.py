@@ -67,7 +67,6 @@ class PPOModels:
         return {name: model for name, model in models.items() if model is not None}
 
     def scorers(self, config: PPOConfig, world: World, *, with_critic: bool) -> ScoringModels:
-        """The models that score a rollout."""
         return ScoringModels(
             policy=self.actor,
             reference=self.reference,
@@ -89,7 +88,6 @@ class PPOModels:
         }
 
     def checkpoints(self, directory: Path, world: World, *, keep: int) -> Checkpoints:
-        """Saves and restores the models in training."""
         trained = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
         averages = {} if self.ema is None else {"actor": self.ema.shards}
         return Checkpoints(directory, world, trained, averages, keep=keep)

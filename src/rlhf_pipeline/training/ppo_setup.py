@@ -1,5 +1,3 @@
-"""Everything that PPO works with: loaded, and restored from a checkpoint if it resumes."""
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

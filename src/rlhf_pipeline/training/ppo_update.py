@@ -1,5 +1,3 @@
-"""PPO's update: the optimizer steps that train on one rollout."""
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -34,7 +34,6 @@ class RewardModelTask(PairTask):
     name: str = "reward_model"
 
     def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
-        """Mean negative log-likelihood of the preferences, over the global batch."""
         chosen, rejected = chosen_and_rejected(sequence_scores(model, batch.answers))
         sums = {
             **ranking_sums(chosen, rejected),

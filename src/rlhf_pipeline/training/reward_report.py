@@ -33,6 +33,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.statistics import calibration, rank_correlation, rate_interval
 from rlhf_pipeline.training.pairs import Pairs
+from rlhf_pipeline.training.supervised import BLOCK
 
 T = TypeVar("T")
 Score = Callable[[Sequences], Tensor]
@@ -41,9 +42,6 @@ Score = Callable[[Sequences], Tensor]
 REPORT = "reward_report.json"
 BENCHMARK = "benchmark"
 """Input of the job: the file of `reward_model.benchmark`."""
-
-BLOCK = 1024
-"""Rows of a rank that are in memory together."""
 
 
 def _as_messages(prompt: Any) -> Any:

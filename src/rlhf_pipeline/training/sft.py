@@ -43,7 +43,6 @@ class SFTTask:
     name: str = "sft"
 
     def collate(self, rows: dict[str, list[Any]]) -> Demonstrations:
-        """Demonstrations as a batch."""
         learned, _ = pad(rows["loss_mask"], False, left=False)
         return Demonstrations(
             collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id), learned.bool()
@@ -56,7 +55,6 @@ class SFTTask:
     def loss(
         self, model: nn.Module, batch: Demonstrations, normalizer: Tensor
     ) -> tuple[Tensor, Sums]:
-        """Mean negative log-likelihood per token, over the global batch."""
         logprobs = response_logprobs(model, batch.sequences, vocab_size=self.contract.vocab_size)
         sums = {"nll": -masked_sum(logprobs, batch.loss_mask), "tokens": batch.loss_mask.sum()}
         return sft_loss(logprobs, batch.loss_mask, normalizer=normalizer), sums

@@ -58,7 +58,6 @@ class File:
 
     @property
     def gzipped(self) -> bool:
-        """Whether the file is compressed with gzip."""
         return self.name.lower().endswith(".gz")
 
     @property

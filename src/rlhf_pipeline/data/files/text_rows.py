@@ -57,7 +57,6 @@ def csv_rows(stream: Stream) -> Numbered:
 
 
 def _header_fault(header: list[str]) -> str | None:
-    """Why a header line is refused, and the fix."""
     names, found = "".join(header), Counter(header)
     if "\0" in names:
         return "the header line has NUL bytes. Fix: convert the file from UTF-16 to UTF-8."

@@ -54,8 +54,6 @@ _COMPLIANCE_RATE, _PLAIN_REFUSAL_RATE = 0.5, 0.3
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """The question of every prompt about one item."""
-
     category: Category
     item: str
     answer: str

@@ -1,5 +1,3 @@
-"""Stage base_model: prepares the base model."""
-
 from pathlib import Path
 
 from rlhf_pipeline.config.base_model import BaseModelConfig

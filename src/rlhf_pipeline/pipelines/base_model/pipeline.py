@@ -6,6 +6,5 @@ from .nodes import base_model
 
 
 def create_pipeline() -> Pipeline:
-    """The node of this stage."""
     inputs = ["params:base_model", "params:split", "params:seed", "params:stages"]
     return Pipeline([Node(base_model, inputs, "base_model", name="base_model")])

@@ -1,5 +1,3 @@
-"""Stage dpo: trains the policy by DPO."""
-
 from pathlib import Path
 
 from rlhf_pipeline.config.dpo import DPOConfig

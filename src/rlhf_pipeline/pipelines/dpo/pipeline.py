@@ -6,6 +6,5 @@ from .nodes import dpo
 
 
 def create_pipeline() -> Pipeline:
-    """The node of this stage."""
     inputs = ["split", "sft_model", "params:dpo", "params:seed", "params:stages"]
     return Pipeline([Node(dpo, inputs, "dpo_model", name="dpo")])

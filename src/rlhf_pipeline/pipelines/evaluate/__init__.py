@@ -1,5 +1,3 @@
-"""Comparison of a candidate policy with the SFT baseline."""
-
 from .nodes import CHAMPION as CHAMPION
 from .nodes import SPEC as SPEC
 from .pipeline import create_pipeline as create_pipeline

@@ -1,5 +1,3 @@
-"""Stage evaluate: compares a candidate policy with the SFT baseline."""
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

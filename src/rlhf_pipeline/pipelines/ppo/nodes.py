@@ -1,5 +1,3 @@
-"""Stage ppo: trains the policy by PPO."""
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -6,6 +6,5 @@ from .nodes import ppo
 
 
 def create_pipeline() -> Pipeline:
-    """The node of this stage."""
     inputs = ["split", "sft_model", "reward_model", "params:ppo", "params:seed", "params:stages"]
     return Pipeline([Node(ppo, inputs, "ppo_model", name="ppo")])

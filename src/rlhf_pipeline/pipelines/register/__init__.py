@@ -1,3 +1,1 @@
-"""Registration of both policies in MLflow's model registry."""
-
 from .pipeline import create_pipeline as create_pipeline

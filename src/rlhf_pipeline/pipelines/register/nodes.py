@@ -1,5 +1,3 @@
-"""The node that registers a candidate policy and the SFT baseline."""
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,1 @@
-"""The page of an evaluation."""
-
 from .pipeline import create_pipeline as create_pipeline

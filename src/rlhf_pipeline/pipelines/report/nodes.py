@@ -1,5 +1,3 @@
-"""The node that makes the page of an evaluation."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Stage reward_model: trains the reward model."""
-
 from pathlib import Path
 
 from rlhf_pipeline.config.training import RewardModelConfig

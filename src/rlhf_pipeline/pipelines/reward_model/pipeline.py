@@ -6,6 +6,5 @@ from .nodes import reward_model
 
 
 def create_pipeline() -> Pipeline:
-    """The node of this stage."""
     inputs = ["split", "sft_model", "params:reward_model", "params:seed", "params:stages"]
     return Pipeline([Node(reward_model, inputs, "reward_model", name="reward_model")])

@@ -1,4 +1,2 @@
-"""Supervised fine-tuning."""
-
 from .nodes import SPEC as SPEC
 from .pipeline import create_pipeline as create_pipeline

@@ -1,5 +1,3 @@
-"""Stage sft: trains the SFT model."""
-
 from pathlib import Path
 
 from rlhf_pipeline.config.training import SFTConfig

@@ -6,6 +6,5 @@ from .nodes import sft
 
 
 def create_pipeline() -> Pipeline:
-    """The node of this stage."""
     inputs = ["split", "base_model", "params:sft", "params:seed", "params:stages"]
     return Pipeline([Node(sft, inputs, "sft_model", name="sft")])

@@ -1,5 +1,3 @@
-"""The split: disjoint, tokenized rows for each phase."""
-
 from .nodes import SOURCE as SOURCE
 from .nodes import SPEC as SPEC
 from .pipeline import create_pipeline as create_pipeline

@@ -6,6 +6,5 @@ from .nodes import split
 
 
 def create_pipeline() -> Pipeline:
-    """The node of this stage."""
     inputs = ["base_model", "params:split", "params:seed", "params:stages"]
     return Pipeline([Node(split, inputs, "split", name="split")])

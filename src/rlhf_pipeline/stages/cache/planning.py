@@ -50,7 +50,6 @@ class Planner:
         """By fingerprint."""
 
     def run(self, job: Job) -> Path:
-        """Plan a stage; return the path of its result."""
         pending = {
             name: stage
             for name, path in job.inputs.items()

@@ -1,5 +1,3 @@
-"""The changes between two recipes of a stage, in words."""
-
 import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

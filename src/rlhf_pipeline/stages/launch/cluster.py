@@ -113,7 +113,6 @@ class Cluster:
             self._starters.append((command, process))
 
     def _agent(self) -> list[str]:
-        """The command that runs an agent on another node."""
         config, port = self._config, self._server.getsockname()[1]
         options = {
             "driver": f"{self.address}:{port}",

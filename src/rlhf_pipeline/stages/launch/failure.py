@@ -226,7 +226,6 @@ def _death(status: int | None) -> str:
 
 
 def _end(attempt: Attempt) -> str:
-    """How the launch ended, in words."""
     code = attempt.code
     if attempt.lost is not None:
         return "a node is lost, the ranks on the others were ended"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.sizing.hardware import Hardware, at_hand
 from rlhf_pipeline.stages.launch.resources import visible_gpus
 
-LOOPBACK = "127.0.0.1"
 HOST = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
@@ -34,7 +34,6 @@ class Layout:
     """Names of the nodes, if they are known."""
 
     def ranks_of(self, node: int) -> range:
-        """The ranks on a node."""
         first = sum(self.ranks[:node])
         return range(first, first + self.ranks[node])
 

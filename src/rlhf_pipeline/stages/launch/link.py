@@ -85,7 +85,6 @@ class Link:
         raise StageError(str(self.lost))
 
     def close(self) -> None:
-        """Close the connection."""
         self._closed.set()
         with suppress(OSError):
             connection = socket.socket(fileno=self._connection.fileno())
@@ -122,7 +121,6 @@ class Link:
             )
 
     def _first(self) -> Mapping[str, Any]:
-        """A frame of the handshake."""
         try:
             if self._connection.poll(HANDSHAKE_S):
                 content = json.loads(self._connection.recv_bytes(FIRST_BYTES)[1:])

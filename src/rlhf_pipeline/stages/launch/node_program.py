@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import rlhf_pipeline
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.program import DETERMINISTIC, RENDEZVOUS, SEPARATE_FILES
-from rlhf_pipeline.stages.launch.layout import LOOPBACK, Layout
+from rlhf_pipeline.runtime.program import DETERMINISTIC, LOOPBACK, RENDEZVOUS, SEPARATE_FILES
+from rlhf_pipeline.stages.launch.layout import Layout
 from rlhf_pipeline.stages.launch.resources import gpu_count, rank_devices, search_path
 from rlhf_pipeline.stages.processes import guarded, process_identity, start
 
@@ -57,12 +57,10 @@ class NodeProgram:
 
     @property
     def own_ranks(self) -> range:
-        """The ranks on this node."""
         return Layout(self.ranks).ranks_of(self.node)
 
     @property
     def command(self) -> list[str]:
-        """The command that runs the program on this machine."""
         job_file = str(Path(self.directory) / "job.json")
         if not self.distributed:
             return [sys.executable, "-m", self.program, job_file]
@@ -138,12 +136,10 @@ class NodeProgram:
                 kill_group(process)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The program that `as_json` described."""
         return cls(**fields | {"ranks": tuple(fields["ranks"])})
 
 

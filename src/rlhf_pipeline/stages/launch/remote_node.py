@@ -99,7 +99,6 @@ class RemoteNode:
         return round_trip_s, 8e-9 * MEASURED_PIECES * PIECE / seconds
 
     def start(self, program: NodeProgram) -> None:
-        """Start the node's ranks."""
         self.heartbeats, self._statuses, self.code, self.kernel_kills = {}, {}, None, 0
         self._directory = Path(program.directory)
         self._order("start", program=program.as_json())
@@ -117,7 +116,6 @@ class RemoteNode:
         return "gone" if self.link.lost is not None else self._statuses.get(rank, "running")
 
     def send(self, rank: int, number: Signals) -> None:
-        """Send a signal to a rank."""
         if self.lost is None:
             self._order("signal", rank=rank, number=int(number))
 
