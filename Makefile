@@ -73,7 +73,9 @@ overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, with an
 vllm: $(VENV)/vllm.stamp   # adds vLLM for `ppo.generator: vllm`, and runs the tests that need it
 	$(PYTEST) $(VLLM_TESTS) $(ARGS)
 
-oldest newest: %: .venv-%/stamp   # the quick tests with the oldest and the newest versions of pyproject.toml
+oldest: .venv-oldest/stamp   # the quick tests with the oldest versions of pyproject.toml
+newest: .venv-newest/stamp   # the same with the newest
+oldest newest:
 	OMP_NUM_THREADS=1 .venv-$@/bin/pytest --numprocesses=2 --dist=loadgroup -m "not slow and not long" $(ARGS)
 
 airflow: .venv-airflow/stamp   # an environment with Airflow, and the tests that need it

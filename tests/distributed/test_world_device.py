@@ -70,7 +70,7 @@ def joining(gpus, monkeypatch, rank_environment):
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
     monkeypatch.setattr(distributed, "is_initialized", lambda: False)
-    monkeypatch.setattr(distributed, "TCPStore", lambda *arguments, **options: None)
+    monkeypatch.setattr(module, "TCPStore", lambda *arguments, **options: None)
     monkeypatch.setattr(socket, "create_server", lambda *arguments, **options: socket.socket())
     monkeypatch.setattr(
         distributed, "init_process_group", lambda *arguments, **options: seen.update(options)

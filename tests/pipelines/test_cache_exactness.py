@@ -97,6 +97,7 @@ def world(tmp_path_factory):
 
     (root / "folder").mkdir()
     (root / "folder" / "config.json").write_text("{}")
+    (root / "folder" / "tokenizer.json").write_text("{}")
     (root / "folder" / "chat_template.jinja").write_text("{{ messages }}")
     rows = [
         {"prompt": f"Question {n}?", "chosen": f"Right {n}.", "rejected": f"Wrong {n}."}

@@ -354,13 +354,13 @@ def test_empty_responses_are_a_fault_and_short_ones_are_not():
 
 
 def test_equal_returns_are_not_a_fault(world, policy, reward_model, rows, tmp_path):
-    """Without a KL penalty and without EOS, all returns are -1: no variance to explain."""
+    """Beside a penalty of 1e9, float32 has no digit for a score: no variance to explain."""
     wordy = load_policy(policy, "fp32")
     wordy.model.embed_tokens.weight.data[:, 0] = 1e3
     wordy.lm_head.weight.data[TokenContract.read(policy).eos_id, 0] = -1e3
     folder = tmp_path / "sft_model"
     save_model(wordy, load_tokenizer(policy), folder)
-    config = ppo_config(steps=1, evaluations=1, lam=1.0, kl={"coef": 0.0})
+    config = ppo_config(steps=1, evaluations=1, lam=1.0, kl={"coef": 0.0}, missing_eos_penalty=1e9)
     train_ppo(tmp_path, world, folder, reward_model, rows, config)
     (line,) = lines(tmp_path)
     assert line["metrics"]["rollout/eos_fraction"] == 0.0

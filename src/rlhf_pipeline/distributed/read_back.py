@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.runtime import heartbeat
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
@@ -46,6 +45,7 @@ from rlhf_pipeline.evaluation.judges import (
 from rlhf_pipeline.evaluation.pairwise import judge_pairs
 from rlhf_pipeline.evaluation.perplexity import HeldOut, held_out_answers, perplexity
 from rlhf_pipeline.evaluation.setup import Setup, free_memory, logprobs, with_model
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences

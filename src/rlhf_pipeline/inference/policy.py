@@ -17,12 +17,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from rlhf_pipeline.config.architecture import positions_in
@@ -30,6 +25,11 @@ from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.template import render_dialogues, render_prompts
 from rlhf_pipeline.data.token_contract import TokenContract, control_tokens
 from rlhf_pipeline.errors import DataError, PipelineError
+from rlhf_pipeline.models.lean_transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 from rlhf_pipeline.models.sequences import pad
 from rlhf_pipeline.rl.logprobs import position_ids

@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -90,7 +91,8 @@ def application(
     policy: Policy, name: str, *, batch_size: int, max_tokens: int, host: str = LOOPBACK[0]
 ) -> FastAPI:
     """The server of one policy; see `main`."""
-    app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None, max_body_size=MAX_BODY)
+    app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MAX_BODY)
     batcher, started = Batcher(batch_size), int(time.time())
     if host in LOOPBACK:  # no page of a browser may reach it under another name
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK])

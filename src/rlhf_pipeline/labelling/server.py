@@ -10,6 +10,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, StringConstraints
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rlhf_pipeline.data.records import key
@@ -37,10 +38,11 @@ class Choice(BaseModel):
 def application(pairs: Sequence[Pair], file: Path, host: str) -> FastAPI:
     """The page and its requests; only `host` and this machine are answered (DNS rebinding)."""
     by_id = {pair.pair: pair for pair in pairs}
-    app = FastAPI(openapi_url=None, max_body_size=MAX_BODY)
+    app = FastAPI(openapi_url=None)
     app.middleware("http")(check_origin)
     hosts = ["127.0.0.1", "localhost", host]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MAX_BODY)
 
     @app.get("/state")
     def state(annotator: Name) -> dict[str, Any]:

@@ -8,14 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.base_model import COMMIT, BaseModelConfig
 from rlhf_pipeline.data.corpus import corpus
@@ -23,6 +16,12 @@ from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
 from rlhf_pipeline.data.token_contract import TokenContract, end_tokens
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models.gguf_file import bits_per_weight, load_gguf
+from rlhf_pipeline.models.lean_transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from rlhf_pipeline.models.loading import load_tokenizer, plain_generation
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 from rlhf_pipeline.runtime.job import LaunchedJob

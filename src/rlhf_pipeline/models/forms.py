@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.logprob_head import LogprobHead, Question, asking
 from rlhf_pipeline.models.packing import PACKED
 from rlhf_pipeline.models.sequences import collate

@@ -1,15 +1,14 @@
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GgufConfig, PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.lean_transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 
 def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -6,16 +6,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import (
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.lean_transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-
-from rlhf_pipeline.config.precision import Precision, Quantization
-from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.logprob_head import install
 from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments

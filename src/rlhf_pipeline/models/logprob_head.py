@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of
 
 

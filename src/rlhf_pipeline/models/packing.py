@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf_pipeline.models.lean_transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+)
 from rlhf_pipeline.models.sequences import Packed
 
 PACKED = "packed"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 from transformers.utils import find_adapter_config_file
 
 from rlhf_pipeline.errors import ArtifactError, without_secrets
+from rlhf_pipeline.models.lean_transformers import AutoConfig
 
 
 def loading_arguments(

@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_pipeline.config.precision import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.lean_transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from rlhf_pipeline.models.loading import DTYPES, HEAD, quantization, without_dropout
 from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments

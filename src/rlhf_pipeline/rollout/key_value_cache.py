@@ -3,8 +3,9 @@
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from rlhf_pipeline.models.lean_transformers import Cache, DynamicCache
 
 
 class RoomyLayer(DynamicLayer):

@@ -14,10 +14,10 @@ from math import gcd
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 
 COLUMNS, ROWS, COLUMNS_AND_GATHER = "colwise", "rowwise", "colwise_gather_output"
 STYLES = {COLUMNS: 0, ROWS: 1, COLUMNS_AND_GATHER: 0}

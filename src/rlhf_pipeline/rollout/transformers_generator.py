@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.lean_transformers import DynamicCache, PreTrainedModel
 from rlhf_pipeline.models.sequences import Sequences, collate, pad
 from rlhf_pipeline.rl.sampling import sampled
 from rlhf_pipeline.rollout.generation import Rollout, Seed, uniform_draws

@@ -27,10 +27,10 @@ def rollout_metrics(
     return {
         "objective/score": sums["score"] / count,
         "objective/shaped_score": sums["shaped"] / count,
-        "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
         "objective/clipped_fraction": sums["clipped"] / count,
         "objective/kl": sums["kl"] / count,
         "objective/kl_k3": sums["kl_k3"] / count,
+        "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
         **{name: value / count for name, value in sums.items() if "/" in name},

@@ -83,6 +83,7 @@ def test_a_node_reports_its_own_ranks_only(ends):
 
 def test_a_node_whose_gpus_cannot_be_counted_is_reported(ends, pool, tmp_path, monkeypatch):
     node, agent = ends
+    monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
     obeying = pool.submit(obey_and_report, agent)
     node.start(NodeProgram("program", str(tmp_path), ranks=(1, 1), node=1))
