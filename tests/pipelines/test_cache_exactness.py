@@ -36,6 +36,12 @@ STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evalua
 EVERY_TIME = ("register", "report")
 """Nodes that are no stages."""
 
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 512,
+}  # fmt: skip
+"""The base model, which has no weights here; the sizes are for its memory."""
+
 FILES = {
     "source": ["counts"],
     "split": ["sft/rows", "reward_model/rows", "ppo/rows", "evaluation/rows"],
@@ -96,7 +102,7 @@ def world(tmp_path_factory):
         ).write(stage.export)
 
     (root / "folder").mkdir()
-    (root / "folder" / "config.json").write_text("{}")
+    (root / "folder" / "config.json").write_text(json.dumps(CONFIG))
     (root / "folder" / "tokenizer.json").write_text("{}")
     (root / "folder" / "chat_template.jinja").write_text("{{ messages }}")
     rows = [
