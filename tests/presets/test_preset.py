@@ -44,12 +44,12 @@ def test_several_nodes_wait_for_a_scheduler():
 
 
 def test_every_rank_has_its_share_of_a_batch():
-    # 3 ranks: 32 and 64 become 33 and 66; 512 responses become 8 minibatches of 66.
+    # 3 ranks: 32, 64 and 512 become 33, 66 and 513; a rollout is one minibatch.
     parameters = make_preset("opt-1.3b", "3x80", "full").parameters
     assert parameters["sft"]["batch_size"] == 33
     assert parameters["reward_model"]["batch_size"] == parameters["dpo"]["batch_size"] == 66
-    assert parameters["ppo"]["minibatch_size"] == 66
-    assert parameters["ppo"]["rollout_batch_size"] == 528
+    assert parameters["ppo"]["minibatch_size"] == 513
+    assert parameters["ppo"]["rollout_batch_size"] == 513
     text = as_yaml(make_preset("opt-1.3b", "8x8x80", "full"), "x")
     assert "batch_size: 64                            # for 64 ranks; InstructGPT has 32\n" in text
 
