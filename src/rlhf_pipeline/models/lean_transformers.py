@@ -33,7 +33,7 @@ def _unchanged(function: Any = None, **options: Any) -> Any:
 
 
 with hidden("sklearn"), patch.object(torch.compiler, "disable", _unchanged):
-    from transformers import (
+    from transformers import (  # noqa: F401
         AttentionInterface,
         AttentionMaskInterface,
         AutoConfig,
@@ -45,16 +45,3 @@ with hidden("sklearn"), patch.object(torch.compiler, "disable", _unchanged):
         GenerationConfig,
         PreTrainedModel,
     )
-
-__all__ = [
-    "AttentionInterface",
-    "AttentionMaskInterface",
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "AutoModelForSequenceClassification",
-    "AutoTokenizer",
-    "Cache",
-    "DynamicCache",
-    "GenerationConfig",
-    "PreTrainedModel",
-]
