@@ -110,7 +110,8 @@ def test_the_policy_was_evaluated_against_sft(trained):
     assert sorted(evaluation["policies"]) == ["sft", "simpo"]
     assert evaluation["policies"]["simpo"]["kl"] != 0.0
     page = trained.newest("08_reporting/simpo_evaluation.html").read_text()
-    assert "SimPO never saw the scores of this judge." in page
+    assert evaluation["judge"] == "gold" and evaluation["independent"]
+    assert "SIMPO was trained to maximize" not in page  # no reward model took part
     assert "SIMPO's answer" in trained.output
 
 
