@@ -111,6 +111,7 @@ def test_the_policy_was_evaluated_against_sft(trained):
     assert evaluation["policies"]["simpo"]["kl"] != 0.0
     page = trained.newest("08_reporting/simpo_evaluation.html").read_text()
     assert evaluation["judge"] == "gold" and evaluation["independent"]
+    assert "SIMPO was not trained on this judge." in page
     assert "SIMPO was trained to maximize" not in page  # no reward model took part
     assert "SIMPO's answer" in trained.output
 

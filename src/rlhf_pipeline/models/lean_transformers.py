@@ -2,7 +2,7 @@
 
 Up to version 5.20, they import scikit-learn for assisted generation, with pandas and pyarrow, and
 load torch's compiler only to exclude continuous batching from it. That takes each rank seconds.
-Modules import model classes from here, so that none of them is the first to import them.
+Every module imports model classes from here, so that the first import is always this one.
 """
 
 import sys
