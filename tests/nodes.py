@@ -1,17 +1,14 @@
 """Nodes on one machine: network namespaces with addresses, host names and folders of their own."""
 
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-from rlhf_pipeline.stages.launch.link import TOKEN
 
 PROJECT = Path(__file__).parents[1]
 KEDRO = str(Path(sys.executable).with_name("kedro"))
@@ -38,7 +35,7 @@ class Nodes:
         mark = uuid.uuid4().hex[:6]
         self.folder = folder
         self.root = folder / "root"
-        """The workspace: every node sees a folder of its own here if it is private."""
+        """The workspace, which the nodes share unless they have folders of their own."""
         self.root.mkdir()
         self.names = [f"n{mark}{number}" for number in range(count)]
         self.hosts = [f"node-{number}" for number in range(count)]
@@ -59,77 +56,68 @@ class Nodes:
             _ip("-n", name, "addr", "add", f"{self.addresses[number]}/24", "dev", inside)
             _ip("-n", name, "link", "set", inside, "up")
             _ip("-n", name, "link", "set", "lo", "up")
+        self.enter = folder / "enter"
+        """A command that runs another one on a node: `enter NUMBER COMMAND`."""
+        lines = [f"case $1 in", *(f"{n}) name={each};;" for n, each in enumerate(self.names)), "esac"]
+        lines += [
+            "export number=$1; shift",
+            "exec ip netns exec $name unshare --mount --uts sh -c '",
+            "hostname node-$number",
+            f"mount --bind {self._known_hosts} /etc/hosts",
+            f"test ! -d {self.root}$number || mount --bind {self.root}$number {self.root}",
+            "exec \"$@\"' enter \"$@\"",
+        ]
+        self.enter.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        self.enter.chmod(0o755)
 
     def start(
-        self,
-        number: int,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        *,
-        private: bool = False,
+        self, number: int, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a node; its output is in `output(number)`.
-
-        With `private`, the node has its own folder under the path of the workspace.
-        """
-        steps = [f"hostname {self.hosts[number]}", f"mount --bind {self._known_hosts} /etc/hosts"]
-        if private and number > 0:
-            own = self.folder / f"root{number}"
-            own.mkdir(exist_ok=True)
-            steps.append(f"mount --bind {own} {self.root}")
-        inside = " && ".join([*steps, f"exec {shlex.join(command)}"])
+        """Start a command on a node; its output is in `output(number)`."""
         with self.output(number).open("ab") as file:
             return subprocess.Popen(
-                [
-                    *("ip", "netns", "exec", self.names[number]),
-                    *("unshare", "--mount", "--uts", "sh", "-c", inside),
-                ],
+                [str(self.enter), str(number), *command],
                 env=os.environ | (environment or {}),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=PROJECT,
             )
 
+    def separate(self, number: int) -> None:
+        """Give a node a folder of its own under the path of the workspace."""
+        Path(f"{self.root}{number}").mkdir()
+
     def output(self, number: int) -> Path:
         """The file with the output of all commands on a node."""
         return self.folder / f"node{number}.out"
 
-    def start_runs(
+    def start_run(
         self,
         *arguments: str,
-        numbers: Sequence[int] | None = None,
-        private: bool = False,
-        prefix: Callable[[int], list[str]] = lambda number: [],
+        prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         **parameters: object,
-    ) -> list[subprocess.Popen[bytes]]:
-        """Start `kedro run` with one rank for each node, on every node as a scheduler does.
+    ) -> subprocess.Popen[bytes]:
+        """Start `kedro run` on the first node, with one rank for each node.
 
         Args:
             arguments: those of `kedro run`.
-            numbers: the nodes; None: all.
-            private: as for `start`.
-            prefix: the beginning of the command of a node.
-            environment: further variables. None: those of a plain scheduler.
+            prefix: the beginning of the command.
+            environment: further variables.
             parameters: of the run, by name.
         """
         launch = {
             "root": self.root,
-            "launch.mode": "rank_env",
+            "launch.mode": "command",
+            "launch.nodes": len(self.names),
+            "launch.command": f"{self.enter} {{node}} {{command}}",
+            "launch.address": self.addresses[0],
             "launch.processes": 1,
             **parameters,
         }
         params = ",".join(f"{name}={value}" for name, value in launch.items())
         command = [KEDRO, "run", *arguments, f"--params={params}"]
-        plain = {"NNODES": str(len(self.names)), "MASTER_ADDR": self.addresses[0]}
-        started = []
-        for number in range(len(self.names)) if numbers is None else numbers:
-            shared = plain | {"NODE_RANK": str(number)} if environment is None else environment
-            variables = {TOKEN: "secret"} | shared
-            started.append(
-                self.start(number, [*prefix(number), *command], variables, private=private)
-            )
-        return started
+        return self.start(0, [*prefix, *command], environment)
 
     def unplug(self, number: int) -> None:
         """Cut a node's cable: nothing arrives, and nobody is told."""

@@ -43,7 +43,6 @@ from rlhf_pipeline.stage_registry import parameter_blocks, policy_stages, stage_
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
 from rlhf_pipeline.stages.job import STAGES, Stages
-from rlhf_pipeline.stages.launch.cluster import Cluster, serve_other_node
 from rlhf_pipeline.stages.launch.layout import hardware_at_hand
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
@@ -77,12 +76,8 @@ class PreflightHook:
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Check what the chosen nodes need, and say what the user should know.
-
-        On a machine that another one drives, this hook does its part of the run and ends it.
-        """
+        """Check what the chosen nodes need, and say what the user should know."""
         provide_default_blocks(catalog)
-        serve_other_node(launch_config(catalog))
         check_pipeline(pipeline, catalog)
         nodes = self._nodes = {node.name for node in pipeline.nodes}
         base_model = BaseModelConfig.model_validate(catalog.load("params:base_model"))
@@ -214,7 +209,6 @@ class StagesHook:
         self._console = console
         self._project = Path()
         self._tracker: MlflowTracker | None = None
-        self._cluster = Cluster()
         self._stored: StoredStages | None = None
         self._chosen: dict[str, Any] = {}
         self._summary = ""
@@ -238,9 +232,8 @@ class StagesHook:
         changes = changes_since(published_inputs(pipeline, catalog), catalog, context)
         if catalog.load("parameters").get("inputs") != "newest":
             refuse_mixture(changes, whole_run(run_params, pipeline))
-        self._cluster = Cluster(context.launch)
         self._stored = context.stored
-        context = replace(context, mixture=changes, cluster=self._cluster)
+        context = replace(context, mixture=changes)
         provide_stages(catalog, StageRunner(context))
         catalog[PROJECT] = MemoryDataset(self._project, copy_mode="assign")
         self._tracker = tracker
@@ -285,7 +278,6 @@ class StagesHook:
                 logger.warning("%s", fault.message)
 
     def _end(self, status: Status, summary: str) -> None:
-        self._cluster.close(0 if status == "FINISHED" else 1)
         if self._tracker is not None:
             self._tracker.end(status, summary)
             self._tracker = None

@@ -77,7 +77,7 @@ def misfits(parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False
     ppo = PPOConfig.model_validate(parameters["ppo"])
     evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
     yield from list(batch_size_faults(values, processes)) or group_faults(ppo, processes)
-    yield from machine_faults(values, layout.ranks[layout.node], gpus, elsewhere=elsewhere)
+    yield from machine_faults(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from source_faults("split.sources", split.records(), wants_text=False)
     yield from () if elsewhere else column_faults("split.sources", split.records())
     yield from path_faults(base_model.path)

@@ -26,7 +26,6 @@ from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.preflight import check_lengths, preflight
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.sizing.hardware import Hardware, named
 from rlhf_pipeline.sizing.models import published
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
@@ -132,8 +131,12 @@ def dry_run(
         raise ConfigError(
             f"launch: found {ranks} ranks with mode {launch.mode} and processes {launch.processes},"
             f" expected {hardware.world}: {hardware.ranks} on each of {hardware.nodes} nodes. Fix: "
-            f"set launch.processes to {hardware.ranks}, and launch.mode to "
-            f"{'local' if hardware.nodes == 1 else 'rank_env'}"
+            f"set launch.processes to {hardware.ranks}, and "
+            + (
+                "launch.mode to local"
+                if hardware.nodes == 1
+                else f"launch.nodes to {hardware.nodes}"
+            )
         )
     planner = DryRun(RunContext(workspace=folder, launch=launch))
     values: dict[str, Any] = {f"params:{name}": block for name, block in blocks.items()}
@@ -151,7 +154,7 @@ def dry_run(
 
 @contextmanager
 def environment_of(hardware: Hardware | None) -> Iterator[None]:
-    """The environment in which a scheduler starts the first node of some hardware.
+    """The environment of the first node of some hardware.
 
     None: this machine, without a change.
     """
@@ -159,13 +162,7 @@ def environment_of(hardware: Hardware | None) -> Iterator[None]:
         yield
         return
     gpus = range(hardware.ranks) if hardware.on_gpu else ()
-    with patch.dict(
-        os.environ,
-        CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)),
-        NODE_RANK="0",
-        NNODES=str(hardware.nodes),
-        MASTER_ADDR=LOOPBACK,
-    ):
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(map(str, gpus))):
         os.environ.pop("DS_ACCELERATOR", None)
         yield
 

@@ -18,32 +18,30 @@ class LaunchConfig(Block):
     """Repeat results on GPUs bit for bit (docs/cache.md); a CPU does without. Attention and matrix
     products then add in a fixed order, which costs some speed, and a model whose operations cannot
     is refused in its first step. Part of the recipe if true."""
-    mode: Literal["local", "hostfile", "rank_env", "command"] = operational("local")
-    """The nodes (machines) that train together (docs/cluster.md). local: this machine alone.
-    hostfile: those of `hostfile`, on which DeepSpeed's launcher starts an agent. rank_env: a
-    scheduler starts `kedro run` on each node. command: those on which `command` starts an agent."""
+    mode: Literal["local", "hostfile", "command"] = operational("local")
+    """The machines (nodes) that train together (docs/cluster.md). local: this machine alone.
+    hostfile: those of `hostfile`, on which DeepSpeed's launcher starts the ranks. command: those on
+    which `command` starts them. `kedro run` runs on the first of them only."""
     hostfile: str | None = operational(None)
     """DeepSpeed's file of hosts, with lines such as `worker-1 slots=8`. The first is this machine.
     Files elsewhere, such as /job/hostfile, are never read."""
-    launcher: Literal["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"] = operational("pdsh")
-    """DeepSpeed's launcher that starts the agents of a hostfile."""
+    launcher: Literal["pdsh", "openmpi", "mpich", "impi", "slurm"] = operational("pdsh")
+    """DeepSpeed's launcher that starts the ranks of a hostfile."""
     launcher_args: str = operational("")
     """Further arguments of that launcher, as `deepspeed --launcher_args` takes them."""
     nodes: int | None = operational(None, ge=2)
     """Number of nodes with `command`, this machine included."""
     command: str | None = operational(None)
-    """Command that starts an agent, which replaces {command}, on the other nodes: once for all of
-    them, such as `srun --nodes=3 --ntasks-per-node=1 {command}`; or, if it contains {node}, once
-    for each number from 1, such as `kubectl exec worker-{node} -- {command}`."""
+    """Command that starts the ranks, on this machine as well. It either starts {command} once for
+    each rank, such as `srun --nodes=4 --ntasks-per-node=8 {command}`; or it contains {node} and
+    runs once for each number from 0, such as `kubectl exec worker-{node} -- {command}`. {command}
+    then starts all ranks of that node."""
     address: str | None = operational(None)
-    """Name or address of this machine that the other nodes reach. None: the first host of the
-    hostfile, the scheduler's master address, or the name of this machine."""
-    port: int = operational(29511, ge=1024, le=65535)
-    """TCP port of this machine to which the agents of the other nodes connect."""
-    node_timeout_s: float = operational(30.0, ge=1)
-    """Seconds of silence after which a node counts as lost, and the stage ends everywhere."""
-    start_timeout_s: float = operational(600.0, gt=0)
-    """Seconds that the other nodes have to connect."""
+    """Name or address of this machine at which the ranks meet. None: the first host of the
+    hostfile, or the name of this machine."""
+    node_timeout_s: float = operational(30.0, ge=5)
+    """Seconds of silence after which a node counts as lost, and the stage ends everywhere. The
+    ranks end themselves if they do not hear of this machine for so long."""
     continue_from: int | None = operational(None, ge=1)
     """Number of ranks of earlier runs: their finished stages are reused, and an unfinished stage
     resumes from its checkpoint on the present ranks. None: another number of ranks starts anew."""

@@ -61,8 +61,7 @@ class Setup:
     @cached_property
     def ranks(self) -> int:
         """Training processes on this machine."""
-        layout = node_layout(self.launch, self.gpus)
-        return layout.ranks[layout.node]
+        return node_layout(self.launch, self.gpus).ranks[0]
 
 
 Check = Callable[[Setup], Finding]

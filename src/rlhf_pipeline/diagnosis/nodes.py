@@ -1,29 +1,37 @@
-from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
-from rlhf_pipeline.stages.launch.cluster import Cluster
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-START_S = BUDGET_S / 2
-"""Seconds that the agents have to connect. Those that do not are ended before the check is."""
-SLOW_GBIT = 1.0
-"""Below this bandwidth a warning: a model of 7 billion parameters takes two minutes."""
+from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
+from rlhf_pipeline.stages.launch.cluster import on_several_machines
+from rlhf_pipeline.stages.launch.failure import log_tail, logged_cause
+from rlhf_pipeline.stages.launch.layout import node_layout
+from rlhf_pipeline.stages.launch.node_program import NodeProgram
+
+START_S = BUDGET_S - 5
+"""Seconds in which a rank must start on every machine."""
+PROGRAM = "platform"
+"""A module of Python that says where it runs, and needs neither torch nor a job."""
 
 
 def nodes(setup: Setup) -> Finding:
-    """Every other machine connects with the same code, libraries, GPUs and time."""
-    mode = setup.launch.mode
-    if mode == "local":
+    """Every rank starts: its machine has the driver's files, code and libraries."""
+    if setup.launch.mode == "local":
         return Finding("nodes", "ok", "this machine trains alone")
-    if mode == "rank_env":
-        return Finding("nodes", "ok", "the scheduler starts them; each is checked as it connects")
-    start_s = min(START_S, setup.launch.start_timeout_s)
-    cluster = Cluster(setup.launch.model_copy(update={"start_timeout_s": start_s}))
-    try:
-        measured = [(node, *node.measure()) for node in cluster.nodes()]
-    finally:
-        cluster.close(0)
-    found = "; ".join(
-        f"{node}: {1000 * seconds:.1f} ms, {gbit:.1f} Gbit/s" for node, seconds, gbit in measured
-    )
-    if min(gbit for *_, gbit in measured) < SLOW_GBIT:
-        fix = "set launch.address to the name of this machine in the faster network"
-        return Finding("nodes", "warning", found, fix)
-    return Finding("nodes", "ok", found)
+    layout = node_layout(setup.launch, setup.gpus)
+    setup.root.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="nodes-", dir=setup.root.resolve()) as folder:
+        program = on_several_machines(NodeProgram(PROGRAM, folder), setup.launch, layout)
+        with program.running() as process:
+            try:
+                code: int | None = process.wait(START_S)
+            except subprocess.TimeoutExpired:
+                code = None
+        if code == 0:
+            found = f"{program.ranks} ranks start on {len(layout.ranks)} machines"
+            return Finding("nodes", "ok", found)
+        cause = logged_cause(Path(folder)) or f"found exit code {code}"
+        if code is None:
+            cause = f"found ranks that do not start within {START_S:g} s"
+        fix = "mend what the output says; the first machine must be this one"
+        return Finding("nodes", "failure", f"{cause}{log_tail(Path(folder))}", fix)

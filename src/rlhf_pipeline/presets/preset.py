@@ -110,7 +110,10 @@ def find_preset(model: str, gpus: str, method: Method) -> Preset | None:
 def _launch(hardware: Hardware) -> Iterator[tuple[str, Value]]:
     yield "launch.processes", Value(hardware.ranks, "ranks of each node, one for each GPU")
     if hardware.nodes > 1:
-        yield "launch.mode", Value("rank_env", "a scheduler starts kedro run on each node")
+        command = f"srun --nodes={hardware.nodes} --ntasks-per-node={hardware.ranks} {{command}}"
+        yield "launch.mode", Value("command", "or hostfile: docs/cluster.md")
+        yield "launch.nodes", Value(hardware.nodes, "")
+        yield "launch.command", Value(command, "SLURM starts the ranks of a stage")
 
 
 def _shared_evenly(values: Mapping[str, Value], ranks: int) -> Iterator[tuple[str, Value]]:
@@ -166,7 +169,7 @@ def _header(preset: Preset, name: str) -> Iterator[str]:
     yield f"Written by `kedro rlhf preset {preset.model} --gpus {preset.gpus}{method}`."
     yield ""
     yield f"  kedro rlhf plan --env={name} --gpus={preset.gpus} --check"
-    yield f"  kedro run --env={name}" + ("        # on each node" if hardware.nodes > 1 else "")
+    yield f"  kedro run --env={name}" + ("        # on the first node" if hardware.nodes > 1 else "")
     yield ""
     yield f"Expected peak of a GPU in GiB: {peaks}."
     yield f"Expected main memory of a node: {ceil(main / GIB)} GiB."

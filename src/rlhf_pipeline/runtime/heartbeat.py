@@ -1,6 +1,6 @@
 """The progress of each rank as a small file, so that the driver can name a stuck rank.
 
-    heartbeats/rank0.json   a `Heartbeat`; rewritten when a phase begins, or once a second
+    heartbeats/rank0.json   a `Heartbeat`; rewritten when a phase begins, and once a second
 
 A program calls `at` when a phase begins and `tick` when a piece of it is done. Both change memory
 only. A thread writes the file, so training never waits for a disk and no rank waits for another.
@@ -8,11 +8,12 @@ only. A thread writes the file, so training never waits for a disk and no rank w
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,11 +22,17 @@ from rlhf_pipeline.runtime.files import write_atomically
 FOLDER = "heartbeats"
 LAUNCH = "RLHF_LAUNCH"
 """Environment variable with driver and work directory. All processes of a launch have it, even
-those that left its process group; programs started by hand or on another machine do not."""
+those that left its process group; programs started by hand do not."""
 WRITE_EVERY_S, PAUSE_S = 1.0, 0.1
 """Seconds between two writes: within a phase, and of two short phases."""
 
-Phase = Literal["loading", "rollout", "scoring", "update", "evaluation", "saving", "finished"]
+Phase = Literal[
+    "loading", "rollout", "scoring", "update", "evaluation", "saving",
+    "finished", "interrupted", "failed",
+]  # fmt: skip
+ENDS = ("finished", "interrupted", "failed")
+"""Phases of a rank whose process ends: all its work is done, it obeyed SIGTERM, or it left its
+reason in a report."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,9 @@ class Heartbeat:
 
     rank: int
     pid: int | None
-    """Its process id if the driver runs on the same machine, else None."""
+    """Its process id; None for a program that was started by hand."""
+    machine: str = ""
+    """Where the process runs, see `machine`."""
     phase: Phase = "loading"
     step: int | None = None
     """The training step, from 1."""
@@ -48,6 +57,8 @@ class Heartbeat:
     """Pieces done in this phase."""
     longest_row: int = 0
     """Tokens of the longest row of any micro batch so far."""
+    beat: int = field(default=0, compare=False)
+    """Number of this report: a rank that waits makes no progress, but it reports."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" of step {self.step}"
@@ -56,19 +67,25 @@ class Heartbeat:
 
 _here = Heartbeat(rank=0, pid=None)
 _file: Path | None = None
+_beats = 0
 _writing = threading.Lock()
 _begun = threading.Event()
+
+
+def machine() -> str:
+    """Host and process namespace: containers with equal names do not see each other's processes."""
+    return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def start(directory: Path, rank: int) -> None:
     """Start to report into a work directory, in phase `loading`."""
     global _here, _file
     pid, now = os.getpid() if LAUNCH in os.environ else None, time.time()
-    _here = Heartbeat(rank, pid, since=now, progressed=now)
+    _here = Heartbeat(rank, pid, machine(), since=now, progressed=now)
     _file = directory / FOLDER / f"rank{rank}.json"
     _file.parent.mkdir(exist_ok=True)
     _write(_file, _here)
-    threading.Thread(target=_report, args=(_file, _here), daemon=True).start()
+    threading.Thread(target=_report, args=(_file,), daemon=True).start()
 
 
 def at(phase: Phase, step: int | None = None) -> None:
@@ -85,7 +102,7 @@ def at(phase: Phase, step: int | None = None) -> None:
         ticks=0,
     )
     _begun.set()
-    if phase == "finished":
+    if phase in ENDS:
         flush()
 
 
@@ -150,18 +167,17 @@ def _occupied(folder: Path) -> dict[str, int]:
     return blocks
 
 
-def _report(path: Path, written: Heartbeat) -> None:
+def _report(path: Path) -> None:
     while True:
         time.sleep(PAUSE_S)
         _begun.wait(WRITE_EVERY_S)  # a rank that is killed has left the phase that it was in
         _begun.clear()
-        newest = _here
-        if newest is not written:
-            with suppress(OSError):  # a full disk must fail where results are written, not here
-                _write(path, newest)
-                written = newest
+        with suppress(OSError):  # a full disk must fail where results are written, not here
+            _write(path, _here)
 
 
 def _write(path: Path, heartbeat: Heartbeat) -> None:
+    global _beats
     with _writing:
-        write_atomically(path, json.dumps(asdict(heartbeat)), force=False)
+        _beats += 1
+        write_atomically(path, json.dumps(asdict(replace(heartbeat, beat=_beats))), force=False)

@@ -14,17 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf_pipeline.errors import PipelineError, without_secrets
-from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.errors import Interrupted, PipelineError, without_secrets
+from rlhf_pipeline.runtime import heartbeat, pulse
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
 
 ERRORS = "errors"
 """Folder of the work directory in which a failing rank writes its reason: `<time>-rank<n>.txt`."""
-
-SEPARATE_FILES = "RLHF_SEPARATE_FILES"
-"""Environment variable of ranks whose node does not share the file system of rank 0."""
 
 RENDEZVOUS = "RLHF_RENDEZVOUS"
 """Environment variable with the file through which the ranks of one machine meet."""
@@ -52,6 +49,7 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the driver to a stuck rank
     try:
         heartbeat.start(job.directory, rank)
+        pulse.follow(job.directory)
         metrics = main(job)
         if rank == 0:
             write_manifest(job, metrics)
@@ -59,12 +57,17 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
     except BaseException as error:
         reason = str(error) if isinstance(error, PipelineError) else traceback.format_exc()
         with suppress(OSError):  # on a full disk, the driver explains the failure
-            report = job.directory / ERRORS / f"{time.time_ns()}-rank{rank}.txt"
-            report.parent.mkdir(exist_ok=True)
-            write_atomically(report, without_secrets(reason[-REASON_CHARACTERS:]))
-            heartbeat.flush()
+            write_report(job.directory, rank, reason)
+            heartbeat.at("interrupted" if isinstance(error, Interrupted) else "failed")
         raise
     _exit()
+
+
+def write_report(directory: Path, rank: int, reason: str) -> None:
+    """Write why a rank fails into a work directory, where the driver finds it."""
+    report = directory / ERRORS / f"{time.time_ns()}-rank{rank}.txt"
+    report.parent.mkdir(exist_ok=True)
+    write_atomically(report, without_secrets(reason[-REASON_CHARACTERS:]))
 
 
 def _exit() -> NoReturn:

@@ -8,7 +8,6 @@ from typing import Any
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.stages.events import StageListener
-from rlhf_pipeline.stages.launch.cluster import Cluster
 from rlhf_pipeline.stages.stored import StoredStages
 
 
@@ -28,8 +27,6 @@ class RunContext:
     `inputs` accepts them."""
     listener: StageListener = field(default_factory=StageListener)
     """Follows every stage."""
-    cluster: Cluster = field(default_factory=Cluster)
-    """The other nodes."""
     stored: StoredStages | None = None
     """The copies in a store; it is also a listener."""
 

@@ -2,18 +2,16 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rlhf_pipeline.runtime.heartbeat import LAUNCH
+from rlhf_pipeline.runtime.heartbeat import LAUNCH, machine
 
 
 def process_identity(pid: int) -> str | None:
@@ -25,11 +23,6 @@ def process_identity(pid: int) -> str | None:
         return f"{pid}@{process.create_time()}"
     except psutil.NoSuchProcess:
         return None
-
-
-def machine() -> str:
-    """Host and process namespace: containers with equal names do not see each other's processes."""
-    return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def this_process() -> str:

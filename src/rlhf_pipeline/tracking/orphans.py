@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.runtime.heartbeat import machine
 from rlhf_pipeline.stages.events import Status
-from rlhf_pipeline.stages.processes import machine, may_run, this_process
+from rlhf_pipeline.stages.processes import may_run, this_process
 from rlhf_pipeline.tracking.store import ARTIFACTS
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ import torch
 
 from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.separate_files import collect, has_separate_files, leads_file_system
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat
@@ -31,7 +29,7 @@ class Checkpoints:
     """Saves and restores the state of one training program; obeys SIGTERM after a whole step."""
 
     directory: Path
-    """Rank 0 keeps the checkpoints there. Ranks with files of their own send theirs."""
+    """All ranks write the checkpoints there: machines share it."""
     world: World
     engines: Mapping[str, DeepSpeedEngine]
     """By the model's name."""
@@ -83,27 +81,20 @@ class Checkpoints:
         heartbeat.at("saving", step)
         final = checkpoint_path(self.directory, step)
         partial = final.with_name(final.name + ".partial")
-        if has_separate_files():  # in a folder of the node's own, the only one that it removes
-            node = self.world.rank - int(os.environ["LOCAL_RANK"])
-            partial = final.with_name(f"rank{node}.partial")
         own: dict[str, FileEntry] = {}  # the files that this rank writes
-        if leads_file_system(self.world):
+        if self.world.rank == 0:
             self._require_space(step)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for name in self.engines:
                 (partial / name).mkdir()
-        if self.world.rank == 0:
             (partial / "loop.json").write_text(json.dumps(loop))
             own["loop.json"] = FileEntry.of(partial / "loop.json")
         self.world.barrier()
         for name, engine in self.engines.items():
             files = save_engine(engine, partial / name, average=self.averages.get(name))
             own |= {f"{name}/{file}": entry for file, entry in files.items()}
-        collect(self.world, partial, own)
         written = self.world.gather({name: asdict(entry) for name, entry in own.items()})
-        if has_separate_files() and leads_file_system(self.world):
-            shutil.rmtree(partial)
         if self.world.rank == 0:
             seal(partial, {name: FileEntry(**e) for files in written for name, e in files.items()})
             put_in_place(partial, final)

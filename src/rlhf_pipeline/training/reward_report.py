@@ -21,7 +21,6 @@ from rlhf_pipeline.data.tokenization import encode
 from rlhf_pipeline.distributed.batches import even_share, load_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
-from rlhf_pipeline.distributed.separate_files import spread
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.models.forward import sequence_scores
@@ -140,7 +139,7 @@ def write_report(
         zero_stage=3 if config.deepspeed.zero_stage == 3 else 0,
         precision=config.deepspeed.precision,
     )
-    spread(world, job.export)
+    world.barrier()  # the first rank has exported the model
     load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)
     model, tokens = frozen_model(load, settings, world), config.micro_batch_tokens
     score = partial(by_micro_batches, sequence_scores, model, tokens=tokens, world=world)

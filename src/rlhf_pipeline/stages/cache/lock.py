@@ -12,7 +12,8 @@ from filelock import FileLock, Timeout
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.stages.processes import machine, may_run, this_process
+from rlhf_pipeline.runtime.heartbeat import machine
+from rlhf_pipeline.stages.processes import may_run, this_process
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from rlhf_pipeline.runtime.files import mebibytes
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.launch.hints import DISK_FULL, FOLLOW_UP, advice, find_hint
+from rlhf_pipeline.stages.launch.node_program import LOG
 from rlhf_pipeline.stages.launch.ranks import Death, Ranks
-
-LOG = "program.log"
+from rlhf_pipeline.stages.launch.start_rank import FAULT
 
 AS_A_CONSEQUENCE = {signal.SIGTERM, signal.SIGABRT}
 """Signals that end a rank because another rank failed: SIGTERM from the launcher, SIGABRT from a
@@ -32,6 +32,12 @@ EXPLAINED_IN_LOG = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
 
 LONG = 10
 """Lines of a report that the cause and the fix precede."""
+
+SSH_FAILED = "255"
+"""Exit code of ssh itself; any other is that of the command."""
+
+LOG_BYTES = 2**16
+"""Length of the end of the log in which the launchers say what failed."""
 
 POLLING_S = 1.0
 """The driver sees the death of a rank at most this many seconds after its peers first report it."""
@@ -148,9 +154,8 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
         return attempt.lost, None
     if attempt.stuck is not None:
         return attempt.stuck, None
-    log = attempt.run.directory / LOG
-    reports = _reports(attempt.run.directory)
-    first_causes = causes(attempt.run.directory)
+    directory = attempt.run.directory
+    log, reports, first_causes = directory / LOG, _reports(directory), causes(directory)
     deaths = sorted(attempt.ranks.deaths.values(), key=lambda death: death.seen)
     death = next(
         (death for death in deaths if not first_causes or _precedes(death, first_causes[0])), None
@@ -164,24 +169,20 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
             status = None  # the exit code may be that of a rank with a report
         reason = f"rank {death.heartbeat.rank} {_death(status)} in {death.heartbeat}"
         if status in EXPLAINED_IN_LOG:
-            return reason + _tail(log), status
+            return reason + log_tail(directory), status
         exited = status is None or status > 0
         return reason + (_full_disk(log.parent) if exited else ""), status
     if first_causes:
         return _content(first_causes[0]), None
-    if (node := attempt.ranks.failed_node) is not None:
-        node_log = log.with_name(f"program-node{node.number}.log")
-        return (
-            f"{node}: DeepSpeed's launcher ended with exit code {node.code}{_tail(node_log)}",
-            None,
-        )
+    if (logged := logged_cause(directory) if attempt.ranks.pulse is not None else None) is not None:
+        return f"{logged}{log_tail(directory)}", status
     if attempt.orphaned:
         return "the launcher was ended while its ranks were running", status
     if status is not None and status < 0:
         return f"a rank {_death(status)}, according to the launcher", status
     if reports:  # reports of a lost peer only
-        return f"{_content(reports[0])}{_tail(log)}", None
-    return f"no rank left a reason{_full_disk(log.parent)}{_tail(log)}", None
+        return f"{_content(reports[0])}{log_tail(directory)}", None
+    return f"no rank left a reason{_full_disk(log.parent)}{log_tail(directory)}", None
 
 
 def causes(directory: Path) -> list[Path]:
@@ -208,9 +209,35 @@ def _content(report: Path) -> str:
     return f"{report.stem.rpartition('-')[2]}: {report.read_text().strip()}"
 
 
-def _tail(log: Path) -> str:
+def log_tail(directory: Path) -> str:
+    """The last lines of the log of a work directory, as the end of a sentence."""
+    log = directory / LOG
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     return "; the log ends with\n" + "\n".join(lines[-20:])
+
+
+def logged_cause(directory: Path) -> str | None:
+    """What the launchers of several machines logged of a rank or a machine that failed."""
+    text = _end_of_log(directory / LOG)
+    if (fault := re.search(f"{FAULT}(.*)", text)) is not None:
+        return fault[1]
+    for host, status in re.findall(
+        r"^(?:([^\s:]+): )?.*exits with return code = (-\d+)", text, re.M
+    ):
+        return f"a rank {f'on {host} ' if host else ''}{_death(int(status))}"
+    ended = re.findall(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)", text, re.M)
+    for host, code in ended:
+        if code == SSH_FAILED:
+            return f"node {host} is lost: its ssh connection failed or was cut"
+    if ended and not _reports(directory):  # they tell more
+        return f"node {ended[0][0]}: DeepSpeed's launcher ended with exit code {ended[0][1]}"
+    return None
+
+
+def _end_of_log(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def _logged_status(log: Path) -> int | None:

@@ -21,7 +21,14 @@ from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.stages.job import StageSpec
-from rlhf_pipeline.stages.launch.failure import Attempt, causes, kernel_kills, stage_error
+from rlhf_pipeline.stages.launch.cluster import ClusterProgram, on_several_machines
+from rlhf_pipeline.stages.launch.failure import (
+    Attempt,
+    causes,
+    kernel_kills,
+    logged_cause,
+    stage_error,
+)
 from rlhf_pipeline.stages.launch.hints import PORT
 from rlhf_pipeline.stages.launch.layout import node_layout
 from rlhf_pipeline.stages.launch.node_program import NodeProgram, kill_group
@@ -64,27 +71,28 @@ def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
         shutil.rmtree(run.directory / folder, ignore_errors=True)
     config = context.launch
-    nodes = context.cluster.nodes() if spec.distributed else []
     start, kills_before = time.monotonic(), kernel_kills()
-    program = NodeProgram(spec.program, str(run.directory), spec.distributed)
-    if spec.distributed:
-        layout = node_layout(config, gpu_count())
-        program = replace(
-            program,
-            ranks=layout.ranks,
-            address=context.cluster.address,
-            port=free_port(config.master_port),
-            deterministic=config.deterministic,
-        )
+    program = _program(spec, run, config)
+    pulse = program.pulse if isinstance(program, ClusterProgram) else None
     hang_timeout_s = config.hang_timeout_s if spec.distributed else None
-    ranks = Ranks(run.directory, program.own_ranks, hang_timeout_s, nodes)
+    ranks = Ranks(run.directory, program.ranks, hang_timeout_s, pulse)
     attempt = _supervise(Attempt(run, config, program.command, ranks), program, context.listener)
     if attempt.code != 0 or not (run.export / NAME).is_file():
         kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
-        if kills is not None:
-            kills += sum(node.kernel_kills for node in nodes)
         seconds = time.monotonic() - start
         raise stage_error(replace(attempt, seconds=seconds, kernel_kills=kills))
+
+
+def _program(spec: StageSpec, run: StageRun, config: LaunchConfig) -> NodeProgram:
+    """The program of a stage, on the machines of the configuration."""
+    program = NodeProgram(spec.program, str(run.directory), spec.distributed)
+    if not spec.distributed:
+        return program
+    layout = node_layout(config, gpu_count())
+    program = replace(program, ranks=layout.ranks[0], deterministic=config.deterministic)
+    if len(layout.ranks) > 1:
+        return on_several_machines(program, config, layout)
+    return replace(program, port=free_port(config.master_port))
 
 
 def _supervise(attempt: Attempt, program: NodeProgram, listener: StageListener) -> Attempt:
@@ -94,13 +102,11 @@ def _supervise(attempt: Attempt, program: NodeProgram, listener: StageListener) 
     one or two more seconds to notice.
     """
     run, ranks = attempt.run, attempt.ranks
-    with _signals_raise(), _on_nodes(run, ranks, program), program.running() as process:
+    with _signals_raise(), program.running() as process:
         tail = _MetricsTail(run, listener)
         try:
             stuck = _follow(process, ranks, tail, attempt.config)
             code = 0 if ranks.finished else process.poll()
-            if code == 0 and ranks.nodes and not ranks.finished:
-                code = None  # the launcher here knows nothing of the ranks on other nodes
             orphaned = code is not None and bool(ranks.alive)
             lost = ranks.lost
         except BaseException:  # a signal to this process, or an error of a listener
@@ -112,20 +118,6 @@ def _supervise(attempt: Attempt, program: NodeProgram, listener: StageListener) 
     return replace(attempt, code=code, stuck=stuck, orphaned=orphaned, lost=lost)
 
 
-@contextmanager
-def _on_nodes(run: StageRun, ranks: Ranks, program: NodeProgram) -> Iterator[None]:
-    """Run the program on the other nodes inside the block."""
-    separate = [node.prepare(run) for node in ranks.nodes]
-    try:
-        for node, is_separate in zip(ranks.nodes, separate, strict=True):
-            log = f"program-node{node.number}.log"
-            node.start(replace(program, node=node.number, log=log, separate_files=is_separate))
-        yield
-    finally:
-        for node in ranks.nodes:
-            node.end()
-
-
 def _follow(
     process: subprocess.Popen[bytes], ranks: Ranks, tail: "_MetricsTail", config: LaunchConfig
 ) -> str | None:
@@ -135,10 +127,11 @@ def _follow(
         The report of the rank that hangs, or None.
 
     Raises:
-        Interrupted: the scheduler sent a signal to another node.
+        Interrupted: ranks obeyed a signal of a scheduler.
     """
     stuck, run = None, tail.run
-    while not _ended(process, ranks) and ranks.failed_s < _settle_s(run, ranks, config):
+    ended = _End(process, ranks, run)
+    while not ended.is_certain():
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
@@ -154,23 +147,33 @@ def _follow(
     return stuck
 
 
-def _ended(process: subprocess.Popen[bytes], ranks: Ranks) -> bool:
-    """Whether the program has ended on all nodes, or has failed on one of them."""
-    if ranks.finished or ranks.lost is not None or ranks.failed_node is not None:
-        return True
-    code = process.poll()
-    return code is not None and (code != 0 or not ranks.nodes)
+class _End:
+    """Sees that a program has ended or failed, and that nothing more is to be learned from it."""
 
+    def __init__(self, process: subprocess.Popen[bytes], ranks: Ranks, run: StageRun) -> None:
+        self._process = process
+        self._ranks = ranks
+        self._run = run
+        self._ended_at: float | None = None
 
-def _settle_s(run: StageRun, ranks: Ranks, config: LaunchConfig) -> float:
-    """Seconds that the other ranks have to report after a rank has failed.
+    def is_certain(self) -> bool:
+        """Whether all ranks are finished, or have had the time to report why they are not.
 
-    Ranks that lost a peer report it at once. The peer's node may be lost, which takes longer to
-    notice.
-    """
-    if ranks.nodes and not ranks.deaths and not causes(run.directory):
-        return config.node_timeout_s + SETTLE_S
-    return SETTLE_S
+        Ranks that lost a peer report it at once. On several machines, a lost one is noticed later,
+        and a shared file system shows reports later.
+        """
+        ranks, pulse = self._ranks, self._ranks.pulse
+        if ranks.finished or ranks.lost is not None:
+            return True
+        code = self._process.poll()
+        if pulse is None:
+            return code is not None or ranks.failed_s >= SETTLE_S
+        folder = self._run.directory
+        explained = ranks.deaths or causes(folder) or logged_cause(folder)
+        if self._ended_at is None and (explained or code is not None or ranks.failed_s):
+            self._ended_at = time.monotonic()
+        patience_s = SETTLE_S if explained else pulse.timeout_s + SETTLE_S
+        return self._ended_at is not None and time.monotonic() > self._ended_at + patience_s
 
 
 @contextmanager
@@ -209,9 +212,9 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
     start = renewed = time.monotonic()
     warned = False
     while alive := ranks.read():
-        for rank in set(alive) - asked:
-            ranks.send(rank, signal.SIGTERM)
-            asked.add(rank)
+        if new := set(alive) - asked:
+            ranks.send(signal.SIGTERM, new)
+            asked |= new
         before, saving = saving, [h for h in ranks.heartbeats.values() if h.phase == "saving"]
         now = time.monotonic()
         renewed = now if saving != before else renewed

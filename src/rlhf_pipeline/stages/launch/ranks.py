@@ -1,6 +1,6 @@
 """The ranks of a launch as the driver sees them: their progress, and which of them ended too early.
 
-The ranks of this machine write files; agents report those of other nodes.
+All ranks write files. The driver sees the processes of this machine, and the silence of the others.
 
 DeepSpeed's launcher checks the ranks once a second and returns the exit code of the first failed
 rank that it meets, which may have failed only because a peer was lost. So the driver checks the
@@ -10,7 +10,7 @@ ranks itself, more often.
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from rlhf_pipeline.errors import Interrupted
-from rlhf_pipeline.runtime.heartbeat import Heartbeat, read_heartbeats
+from rlhf_pipeline.runtime.heartbeat import ENDS, Heartbeat, machine, read_heartbeats
 from rlhf_pipeline.runtime.program import ERRORS
-from rlhf_pipeline.stages.launch.remote_node import RemoteNode
+from rlhf_pipeline.runtime.pulse import Pulse
 
 ALIVE = ("running", "stopped")
 RESUME = "Run the same command again to resume; finished stages are kept"
@@ -49,26 +49,26 @@ class Ranks:
 
     Args:
         directory: the work directory.
-        own: the ranks on this machine.
+        processes: number of ranks.
         hang_timeout_s: seconds without progress after which the ranks count as stuck, or None.
-        nodes: the other nodes.
+        pulse: what ranks on other machines follow; None if there are none.
     """
 
     def __init__(
         self,
         directory: Path,
-        own: range,
+        processes: int,
         hang_timeout_s: float | None,
-        nodes: Sequence[RemoteNode] = (),
+        pulse: Pulse | None = None,
     ) -> None:
         self._directory = directory
-        self._own = own
         self._hang_timeout_s = hang_timeout_s
-        self.nodes = nodes
-        self._node_of = {rank: node for node in nodes for rank in node.ranks}
-        self.processes = len(own) + len(self._node_of)
+        self.pulse = pulse
+        self.processes = processes
         self.heartbeats: dict[int, Heartbeat] = {}
         self.deaths: dict[int, Death] = {}
+        self._beats: dict[int, tuple[int, float]] = {}
+        """The newest report of each rank, and when the driver has first seen it."""
         self._progressed = time.monotonic()
         self._failed_at: float | None = None
 
@@ -84,7 +84,7 @@ class Ranks:
         reports = (self._directory / ERRORS).glob("*.txt")
         reported = {int(report.stem.rpartition("-rank")[2]) for report in reports}
         for rank, status in ended.items():
-            if newest[rank].phase != "finished" and rank not in reported:
+            if newest[rank].phase not in ENDS and rank not in reported:
                 known = None if isinstance(status, str) else status
                 self.deaths[rank] = Death(newest[rank], time.time(), known)
         if self._failed_at is None and (reported or self.deaths):
@@ -92,13 +92,12 @@ class Ranks:
 
     def read(self) -> list[int]:
         """Read the heartbeats, without judging what has ended; return the ranks that are alive."""
-        found = read_heartbeats(self._directory)  # a shared folder contains those of all nodes
-        newest = {rank: heartbeat for rank, heartbeat in found.items() if rank in self._own}
-        for node in self.nodes:
-            node.update()
-            newest |= node.heartbeats
+        newest, now = read_heartbeats(self._directory), time.monotonic()
+        for rank, heartbeat in newest.items():
+            if self._beats.get(rank, (0, now))[0] != heartbeat.beat:
+                self._beats[rank] = heartbeat.beat, now
         if newest != self.heartbeats:
-            self.heartbeats, self._progressed = newest, time.monotonic()
+            self.heartbeats, self._progressed = newest, now
         return self.alive
 
     @property
@@ -123,24 +122,41 @@ class Ranks:
 
     @property
     def lost(self) -> str | None:
-        """Why a node can no longer be reached; None while all can."""
-        return next((node.lost for node in self.nodes if node.lost is not None), None)
+        """The machine of which no rank reports any more; None if there is none."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, heartbeat in sorted(self.heartbeats.items()):
+            if not self._is_here(rank) and heartbeat.phase not in ENDS:
+                ranks_of.setdefault(heartbeat.machine, []).append(rank)
+        for where, ranks in ranks_of.items():
+            if self.pulse is not None and all(map(self._is_silent, ranks)):
+                listed = ", ".join(map(str, ranks))
+                return (
+                    f"node {where.partition('/')[0]} (rank{'s'[: len(ranks) - 1]} {listed}) is "
+                    f"lost: it has been silent for {self.pulse.timeout_s:g} s "
+                    "(launch.node_timeout_s)"
+                )
+        return None
 
     def raise_if_interrupted(self) -> None:
-        """Raise Interrupted if a scheduler has sent a signal to an agent: its node may vanish."""
-        for node in self.nodes:
-            if node.interrupted is not None:
-                raise Interrupted(f"{node.interrupted}. {RESUME}")
-
-    @property
-    def failed_node(self) -> RemoteNode | None:
-        """A node on which DeepSpeed's launcher has failed."""
-        return next((node for node in self.nodes if node.code), None)
+        """Raise Interrupted if ranks have obeyed a scheduler that sent them SIGTERM."""
+        for heartbeat in self.heartbeats.values():
+            if heartbeat.phase == "interrupted":
+                step = heartbeat.step
+                raise Interrupted(f"ended by SIGTERM to the ranks, after step {step}. {RESUME}")
 
     def status(self, rank: int) -> int | str:
         """The exit status of a rank, as far as known, else "running", "stopped" or "gone"."""
-        node = self._node_of.get(rank)
-        return _status(self.heartbeats[rank].pid) if node is None else node.status(rank)
+        heartbeat = self.heartbeats[rank]
+        if self._is_here(rank):
+            return _status(heartbeat.pid)
+        return "gone" if heartbeat.phase in ENDS or self._is_silent(rank) else "running"
+
+    def _is_here(self, rank: int) -> bool:
+        return self.heartbeats[rank].machine in ("", machine())
+
+    def _is_silent(self, rank: int) -> bool:
+        since = self._beats[rank][1]
+        return self.pulse is not None and time.monotonic() > since + self.pulse.timeout_s
 
     @property
     def stuck(self) -> bool:
@@ -167,17 +183,21 @@ class Ranks:
 
     def request_stacks(self) -> None:
         """Make every rank print the stacks of its threads into the log."""
-        for rank in self.alive:
-            self.send(rank, signal.SIGUSR1)
+        self.send(signal.SIGUSR1, self.alive)
 
-    def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank, unless it has just ended."""
-        pid = self.heartbeats[rank].pid
-        if rank in self._node_of:
-            self._node_of[rank].send(rank, number)
-        elif pid is not None:
+    def send(self, number: signal.Signals, ranks: Collection[int]) -> None:
+        """Send a signal to ranks, except to those that have just ended.
+
+        Ranks of other machines get it all, with the next pulse.
+        """
+        here = [rank for rank in ranks if self._is_here(rank)]
+        for rank in here:
+            pid = self.heartbeats[rank].pid
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                if pid is not None:
+                    os.kill(pid, number)
+        if self.pulse is not None and len(here) < len(ranks):
+            self.pulse.send(number)
 
 
 def _status(pid: int | None) -> int | str:

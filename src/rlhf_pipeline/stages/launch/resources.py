@@ -85,15 +85,34 @@ def search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def free_port(configured: int | None) -> int:
+def free_port(configured: int | None, address: str = "") -> int:
     """The configured port, or any free one. Raises ConfigError if the configured port is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", configured or 0))
+            probe.bind((address, configured or 0))
         except OSError:
             raise ConfigError(
                 f"launch.master_port: port {configured} is in use. Fix: set another port, or null "
                 "to pick a free one"
             ) from None
         return int(probe.getsockname()[1])
+
+
+def meeting_address(name: str) -> str:
+    """The address of this machine that a name stands for, at which other machines reach it.
+
+    Raises ConfigError if it belongs to another machine, or other machines cannot reach it.
+    """
+    try:
+        address = socket.gethostbyname(name)
+        if address.startswith("127.") and address != name:
+            raise OSError(f"it is {address}, which other machines cannot reach; see /etc/hosts")
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"launch.address: found {name}, expected an address of this machine ({error}). Fix: "
+            "start `kedro run` on the first machine, or set launch.address"
+        ) from error
+    return address

@@ -1,0 +1,112 @@
+"""Start one rank of a launch on several machines: check its machine, then become its program.
+
+    python -P start_rank.py DIRECTORY LAUNCH SECONDS
+
+DeepSpeed's launchers, `srun`, `mpirun` and `torchrun` run this file. They number the ranks in
+different variables, and start them with the environment of their own machine.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlhf_pipeline.runtime.program import RENDEZVOUS, write_report
+from rlhf_pipeline.runtime.pulse import EVERY_S, PULSE, Beat, read_beat
+from rlhf_pipeline.stages.cache.code import code_of_package, library_version
+from rlhf_pipeline.stages.job import TRAINING_LIBRARIES
+from rlhf_pipeline.stages.launch.resources import search_path
+
+FAULT = "cannot start: "
+"""Begins the line in the log of a rank that does not see the driver's files."""
+NUMBERS = (
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+)
+"""Variables with a rank's number, its number on its machine, and the number of ranks, as
+DeepSpeed's launcher and torchrun, Open MPI, MPICH, and SLURM name them. The first pair counts:
+`mpirun` and `torchrun` may themselves run under SLURM."""
+
+
+def installation() -> dict[str, str]:
+    """What must be equal on all machines: Python, the code and the libraries."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    versions = {name: library_version(name) for name in TRAINING_LIBRARIES}
+    return {"python": python, "code": code_of_package()[:12], **versions}
+
+
+def main(directory: Path, launch: str, timeout_s: float) -> NoReturn:
+    """Replace this process by the rank's program, or exit with the reason why that cannot be."""
+    host = socket.gethostname()
+    beat = _await_beat(directory, launch, timeout_s)
+    if beat is None:
+        sys.exit(
+            f"{FAULT}{host} does not see the driver's files in {directory}. Fix: set root to a "
+            "folder on a file system that all machines share, under the same path"
+        )
+    rank, local_rank, count = _numbers(os.environ)
+    faults = list(_faults(beat.plan, count, is_first=local_rank == 0))
+    if faults:
+        write_report(directory, rank, f"{host}: {faults[0]}")
+        sys.exit(f"{FAULT}{host}: {faults[0]}")
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank}
+    environment = {
+        **beat.plan["defaults"],
+        **os.environ,
+        **beat.plan["settings"],
+        **{name: str(number) for name, number in numbers.items()},
+        "PATH": search_path(),
+        PULSE: f"{launch} {timeout_s:g}",
+    }
+    environment.pop(RENDEZVOUS, None)
+    command = [sys.executable, "-m", beat.plan["program"], str(directory / "job.json")]
+    os.execve(sys.executable, command, environment)  # noqa: S606 - no shell
+
+
+def _await_beat(directory: Path, launch: str, timeout_s: float) -> Beat | None:
+    """The driver's pulse, which a file system may show some seconds later."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        beat = read_beat(directory)
+        if beat is not None and beat.launch == launch:
+            return beat
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(EVERY_S)
+
+
+def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
+    """This rank, its number on this machine, and the number of ranks if the launcher says it."""
+    for rank, local_rank, count in NUMBERS:
+        if rank in environment and local_rank in environment:
+            ranks = environment.get(count)
+            found = int(environment[rank]), int(environment[local_rank])
+            return *found, None if ranks is None else int(ranks)
+    names = " or ".join(f"{rank} and {local_rank}" for rank, local_rank, _ in NUMBERS)
+    sys.exit(f"{FAULT}found no number of this rank, expected {names} in the environment")
+
+
+def _faults(plan: Mapping[str, Any], count: int | None, *, is_first: bool) -> Iterator[str]:
+    """Why this rank cannot take part."""
+    expected = int(plan["settings"]["WORLD_SIZE"])
+    if count is not None and count != expected:
+        yield (
+            f"found {count} ranks, expected {expected}. Fix: let launch.command start {{command}} "
+            "once for each rank, or set launch.nodes and launch.processes to what it starts"
+        )
+    found = installation() if is_first else {}
+    for name, value in found.items():
+        if value != plan["installation"][name]:
+            yield (
+                f"{name}: found {value}, expected {plan['installation'][name]} as on the driver's "
+                "machine. Fix: install the same environment on all machines"
+            )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
