@@ -3,11 +3,11 @@
     python benchmarks/node_kills.py                    # 10 losses
     python benchmarks/node_kills.py --kills 2 --stages ppo
 
-The nodes are network namespaces with addresses and folders of their own. Node 1 is lost during the
-start of a stage, at a random moment of training, or while a checkpoint is being written. Either all
-its processes are killed, or its cable is cut. Requirements: `kedro run` on node 0 ends within
-60 seconds and names the node; no process is left on either node; the same command resumes; the
-final weights and metrics equal those of an uninterrupted run bit for bit. Results:
+The nodes are network namespaces with addresses of their own; sshd and pdsh start the ranks. Node 1
+is lost during the start of a stage, at a random moment of training, or while a checkpoint is being
+written. Either all its processes are killed, or its cable is cut. Requirements: `kedro run` on node
+0 ends within 60 seconds and names the node; no process is left on either node; the same command
+resumes; the final weights and metrics equal those of an uninterrupted run bit for bit. Results:
 benchmarks/results/node-kills/.
 """
 
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(PROJECT / "tests"))
-from nodes import Nodes, missing
+from nodes import Nodes, missing, programs, ssh_servers
 
 RESULTS = PROJECT / "benchmarks" / "results" / "node-kills"
 STEPS = {  # 6 to 12 steps
@@ -96,14 +96,14 @@ def lose_and_compare(
     while True:
         begin = fresh(nodes, stage)
         written = nodes.output(0).stat().st_size
-        runs = start(nodes, f"--nodes={stage}", parameters(stage))
+        run = start(nodes, f"--nodes={stage}", parameters(stage))
         try:
-            wait_for(random_moment(moment, expected, draw), runs[0], nodes, stage)
+            wait_for(random_moment(moment, expected, draw), run, nodes, stage)
             break
         except TooLateError:
-            complete(nodes, runs)
+            complete(nodes, run)
     at_step = steps_taken(workspace(nodes, stage))
-    ended_s = lose(nodes, way, runs[0])
+    ended_s = lose(nodes, way, run)
     left = processes_left(nodes)
     with nodes.output(0).open() as file:
         file.seek(written)
@@ -111,7 +111,7 @@ def lose_and_compare(
     nodes.plug(1)
     for number in (0, 1):
         nodes.kill(number)
-        runs[number].wait()
+    run.wait()
     complete(nodes, start(nodes, f"--nodes={stage}", parameters(stage)))
     found = result(workspace(nodes, stage), begin)
     return {
@@ -120,7 +120,8 @@ def lose_and_compare(
         "node 1": way,
         "at_step": at_step,
         "ended_s": ended_s,
-        "named": f"node 1 (node-1, {nodes.addresses[1]}, rank 1) is lost: " in message,
+        "named": f"node {nodes.addresses[1]} is lost: " in message
+        or "node node-1 (rank 1) is lost: " in message,
         "left": left,
         "resumed_from": found["resumed_from"],
         "same_weights": found["weights"] == expected["weights"],
@@ -148,8 +149,7 @@ def wait_for(kill: Kill, driver: subprocess.Popen[bytes], nodes: Nodes, stage: s
                 raise TooLateError
             time.sleep(0.001)
 
-    # Node 1 takes part from the moment at which it has received the job.
-    wait(lambda: any(node_folder(nodes, stage).glob("*/job.json")))
+    wait(lambda: any(folder.glob("*/heartbeats/driver.json")))
     wait(lambda: steps_taken(folder) >= kill.step)
     moment = time.monotonic() + kill.after_s
     wait(lambda: time.monotonic() > moment)
@@ -176,44 +176,38 @@ def lose(nodes: Nodes, way: str, driver: subprocess.Popen[bytes]) -> float | Non
 def processes_left(nodes: Nodes) -> int:
     """The processes on both nodes after some time: a node that was cut off notices it later."""
     deadline = time.monotonic() + LIMIT_S / 2
-    while (left := len(nodes.processes(0) + nodes.processes(1))) and time.monotonic() < deadline:
+    while (left := len(programs(nodes))) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 
 
-def start(nodes: Nodes, chosen: str, options: dict[str, object]) -> list[subprocess.Popen[bytes]]:
-    """Start a run on both nodes, as a scheduler does."""
+def start(nodes: Nodes, chosen: str, options: dict[str, object]) -> subprocess.Popen[bytes]:
+    """Start a run on both nodes by ssh; a node that was killed needs a new server."""
     # Each stage has parameters of its own, so the published inputs of a later one differ.
-    return nodes.start_runs("--env=tiny", chosen, private=True, inputs="newest", **options)
+    return nodes.start_run("--env=tiny", chosen, inputs="newest", **ssh_servers(nodes), **options)
 
 
-def complete(nodes: Nodes, runs: list[subprocess.Popen[bytes]]) -> None:
-    """Wait until runs have ended without error."""
-    if [run.wait() for run in runs] != [0, 0]:
-        raise SystemExit(f"a run failed, see {nodes.output(0)} and {nodes.output(1)}")
+def complete(nodes: Nodes, run: subprocess.Popen[bytes]) -> None:
+    """Wait until a run has ended without error."""
+    if run.wait() != 0:
+        raise SystemExit(f"a run failed, see {nodes.output(0)}")
 
 
 def parameters(stage: str) -> dict[str, object]:
-    """Some seconds of training with a checkpoint every second step, to which both nodes write."""
+    """Some seconds of training with a checkpoint every second step, to which both ranks write."""
     engines = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
     zero = {f"{engine}.deepspeed.zero_stage": 2 for engine in engines}
     return {**STEPS[stage], f"{stage}.checkpoint_every": 2, f"{stage}.evaluations": 1, **zero}
 
 
 def workspace(nodes: Nodes, stage: str) -> Path:
-    """The folder of a stage on node 0."""
+    """The folder of a stage."""
     return nodes.root / "07_workspace" / stage
 
 
-def node_folder(nodes: Nodes, stage: str) -> Path:
-    """The same folder as node 1 sees it."""
-    return nodes.folder / "root1" / "07_workspace" / stage
-
-
 def fresh(nodes: Nodes, stage: str) -> float:
-    """Remove what both nodes have of a stage; return the time."""
-    for folder in (workspace(nodes, stage), node_folder(nodes, stage)):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove what there is of a stage; return the time."""
+    shutil.rmtree(workspace(nodes, stage), ignore_errors=True)
     return time.time()
 
 

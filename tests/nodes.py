@@ -9,8 +9,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 PROJECT = Path(__file__).parents[1]
+SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
 KEDRO = str(Path(sys.executable).with_name("kedro"))
 
 
@@ -58,14 +62,18 @@ class Nodes:
             _ip("-n", name, "link", "set", "lo", "up")
         self.enter = folder / "enter"
         """A command that runs another one on a node: `enter NUMBER COMMAND`."""
-        lines = [f"case $1 in", *(f"{n}) name={each};;" for n, each in enumerate(self.names)), "esac"]
+        lines = [
+            "case $1 in",
+            *(f"{n}) name={each};;" for n, each in enumerate(self.names)),
+            "esac",
+        ]
         lines += [
             "export number=$1; shift",
             "exec ip netns exec $name unshare --mount --uts sh -c '",
             "hostname node-$number",
             f"mount --bind {self._known_hosts} /etc/hosts",
             f"test ! -d {self.root}$number || mount --bind {self.root}$number {self.root}",
-            "exec \"$@\"' enter \"$@\"",
+            'exec "$@"\' enter "$@"',
         ]
         self.enter.write_text("\n".join(["#!/bin/sh", *lines, ""]))
         self.enter.chmod(0o755)
@@ -145,6 +153,55 @@ class Nodes:
             self.kill(number)
             _ip("netns", "del", name)
         _ip("link", "del", self._bridge)
+
+
+def programs(nodes: Nodes) -> list[str]:
+    """The command lines of ranks and launchers on all nodes."""
+    found = []
+    for number in range(len(nodes.names)):
+        for pid in nodes.processes(number):
+            with suppress(psutil.NoSuchProcess):
+                found.append(" ".join(psutil.Process(pid).cmdline()))
+    return [command for command in found if "07_workspace" in command]
+
+
+def missing_ssh() -> str | None:
+    """Why no node can be reached by ssh, or None."""
+    if shutil.which("sshd", path=SBIN) is None or shutil.which("pdsh") is None:
+        return "needs sshd (openssh-server) and pdsh"
+    return None
+
+
+def ssh_servers(nodes: Nodes) -> dict[str, Any]:
+    """Start a server on each node; return what makes DeepSpeed use them, for `start_run`."""
+    folder = nodes.folder
+    for name in ("host", "user"):
+        if not (folder / name).exists():
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            subprocess.run(command, check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = (
+        f"-o HostKey={folder}/host -o AuthorizedKeysFile={folder}/user.pub -o UsePAM=no "
+        "-o StrictModes=no -o PermitRootLogin=yes -o PidFile=none"
+    )
+    sshd = [str(shutil.which("sshd", path=SBIN)), "-D", "-e", "-f", "/dev/null", *server.split()]
+    for number in range(len(nodes.names)):
+        if not any("sshd" in psutil.Process(pid).name() for pid in nodes.processes(number)):
+            nodes.start(number, sshd)
+    client = folder / "bin" / "ssh"
+    client.parent.mkdir(exist_ok=True)
+    client.write_text(
+        f"#!/bin/sh\nexec {shutil.which('ssh')} -F /dev/null -i {folder}/user "
+        '-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "$@"\n'
+    )
+    client.chmod(0o755)
+    hosts = folder / "hosts"
+    hosts.write_text("".join(f"{address} slots=1\n" for address in nodes.addresses))
+    return {
+        "environment": {"PATH": f"{client.parent}:{os.environ['PATH']}"},
+        **{"launch.mode": "hostfile", "launch.hostfile": hosts, "launch.processes": "null"},
+        **{"launch.nodes": "null", "launch.command": "null"},
+    }
 
 
 def _ip(*arguments: str) -> None:

@@ -82,7 +82,8 @@ def without_deepspeed(monkeypatch):
 
 
 def test_the_jobs_are_those_of_the_nodes(checked):
-    jobs, ranks = checked("2x8x80", launch={"mode": "rank_env", "processes": 8})
+    srun = {"mode": "command", "nodes": 2, "command": "srun {command}", "processes": 8}
+    jobs, ranks = checked("2x8x80", launch=srun)
     assert ranks == 16
     assert list(jobs) == [
         *("base_model", "source", "split", "sft", "reward_model", "ppo", "evaluate"),
@@ -147,7 +148,7 @@ def test_a_model_of_unknown_size_is_refused(plan, without_deepspeed):
             "2x8x80",
             {"launch": {"processes": 8}},
             "launch: found 8 ranks with mode local and processes 8, expected 16: 8 on each of 2 "
-            "nodes. Fix: set launch.processes to 8, and launch.mode to rank_env",
+            "nodes. Fix: set launch.processes to 8, and launch.mode to command with launch.nodes 2",
         ),
         (
             "8x80",

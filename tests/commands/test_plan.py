@@ -88,13 +88,13 @@ def test_the_tables_of_a_large_model_fit_80_columns():
 
 
 def test_parameters_that_this_machine_refuses_are_planned(tmp_path):
-    """4-bit weights need a GPU, and two nodes need a scheduler; a plan needs neither."""
+    """4-bit weights need a GPU, and two nodes another machine; a plan needs neither."""
     code, printed, log = plan(
         tmp_path,
         "--model=opt-6.7b",
         "--gpus=2x8x80",
         "--json",
-        params=["sft.lora.quantize=nf4", "sft.deepspeed.precision=bf16", "launch.mode=rank_env"],
+        params=["sft.lora.quantize=nf4", "sft.deepspeed.precision=bf16"],
     )
     assert code == 0, printed + log
     found = json.loads(printed)

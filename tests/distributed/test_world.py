@@ -5,16 +5,18 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import rlhf_pipeline
+from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.runtime.program import RENDEZVOUS
 from rlhf_pipeline.stages.launch import node_program
+from rlhf_pipeline.stages.launch.cluster import on_several_machines
+from rlhf_pipeline.stages.launch.layout import node_layout
 from rlhf_pipeline.stages.launch.node_program import NodeProgram
 
 SOURCE = Path(rlhf_pipeline.__file__).parent
@@ -79,8 +81,9 @@ def test_each_launch_meets_in_a_new_private_folder(tmp_path, monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr(node_program, "start", started)
-    one = NodeProgram("program", str(tmp_path), ranks=(2,))
-    for program in (one, one, replace(one, ranks=(2, 2))):
+    one = NodeProgram("program", str(tmp_path), ranks=2)
+    config = LaunchConfig(mode="command", nodes=2, command="srun {command}", address="127.0.0.1")
+    for program in (one, one, on_several_machines(one, config, node_layout(config, 0))):
         with pytest.raises(InterruptedError), program.running():
             pass
     assert folders[0] != folders[1] and not any(folder.exists() for folder in folders)

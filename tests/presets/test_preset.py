@@ -36,9 +36,14 @@ def test_numbers_are_numbers_in_yaml():
     assert yaml.safe_load(text)["sft"]["optimizer"]["learning_rate"] == 9.65e-6
 
 
-def test_several_nodes_wait_for_a_scheduler():
+def test_a_scheduler_starts_the_ranks_of_several_nodes():
     preset = make_preset("opt-1.3b", "2x8x80", "full")
-    assert preset.parameters["launch"] == {"processes": 8, "mode": "rank_env"}
+    assert preset.parameters["launch"] == {
+        "processes": 8,
+        "mode": "command",
+        "nodes": 2,
+        "command": "srun --nodes=2 --ntasks-per-node=8 {command}",
+    }
     assert "8 GPUs of 80 GB on each of 2 nodes; all weights train" in as_yaml(preset, "x")
     assert make_preset("opt-1.3b", "8x80", "full").parameters["launch"] == {"processes": 8}
 

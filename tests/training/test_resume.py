@@ -337,26 +337,6 @@ def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
-def test_a_node_that_misjudges_its_file_system_removes_nothing_of_others(
-    world, tmp_path, monkeypatch
-):
-    from dataclasses import replace
-
-    from rlhf_pipeline.runtime.program import SEPARATE_FILES
-    from rlhf_pipeline.training.resume import Checkpoints
-
-    Checkpoints(tmp_path, world, {}, keep=2).save(10, {})
-    (tmp_path / "best-00000010").mkdir()
-    (tmp_path / "step-00000020.partial").mkdir()  # the first rank is writing it
-    monkeypatch.setenv(SEPARATE_FILES, "true")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    Checkpoints(tmp_path, replace(world, rank=1), {}, keep=2).save(20, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best-00000010", "step-00000010", "step-00000020.partial",
-    ]  # fmt: skip
-    assert newest_valid_step(tmp_path) == 10
-
-
 def test_a_later_checkpoint_that_is_damaged_does_not_displace_a_new_one(world, tmp_path):
     from rlhf_pipeline.training.resume import Checkpoints
 

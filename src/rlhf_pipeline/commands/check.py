@@ -131,12 +131,8 @@ def dry_run(
         raise ConfigError(
             f"launch: found {ranks} ranks with mode {launch.mode} and processes {launch.processes},"
             f" expected {hardware.world}: {hardware.ranks} on each of {hardware.nodes} nodes. Fix: "
-            f"set launch.processes to {hardware.ranks}, and "
-            + (
-                "launch.mode to local"
-                if hardware.nodes == 1
-                else f"launch.nodes to {hardware.nodes}"
-            )
+            f"set launch.processes to {hardware.ranks}, and launch.mode to "
+            + ("local" if hardware.nodes == 1 else f"command with launch.nodes {hardware.nodes}")
         )
     planner = DryRun(RunContext(workspace=folder, launch=launch))
     values: dict[str, Any] = {f"params:{name}": block for name, block in blocks.items()}

@@ -169,7 +169,9 @@ def _header(preset: Preset, name: str) -> Iterator[str]:
     yield f"Written by `kedro rlhf preset {preset.model} --gpus {preset.gpus}{method}`."
     yield ""
     yield f"  kedro rlhf plan --env={name} --gpus={preset.gpus} --check"
-    yield f"  kedro run --env={name}" + ("        # on the first node" if hardware.nodes > 1 else "")
+    yield f"  kedro run --env={name}" + (
+        "        # on the first node" if hardware.nodes > 1 else ""
+    )
     yield ""
     yield f"Expected peak of a GPU in GiB: {peaks}."
     yield f"Expected main memory of a node: {ceil(main / GIB)} GiB."

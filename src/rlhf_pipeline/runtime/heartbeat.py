@@ -42,8 +42,6 @@ class Heartbeat:
     rank: int
     pid: int | None
     """Its process id; None for a program that was started by hand."""
-    machine: str = ""
-    """Where the process runs, see `machine`."""
     phase: Phase = "loading"
     step: int | None = None
     """The training step, from 1."""
@@ -59,6 +57,8 @@ class Heartbeat:
     """Tokens of the longest row of any micro batch so far."""
     beat: int = field(default=0, compare=False)
     """Number of this report: a rank that waits makes no progress, but it reports."""
+    machine: str = ""
+    """Where the process runs, see `machine`."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" of step {self.step}"
@@ -81,7 +81,7 @@ def start(directory: Path, rank: int) -> None:
     """Start to report into a work directory, in phase `loading`."""
     global _here, _file
     pid, now = os.getpid() if LAUNCH in os.environ else None, time.time()
-    _here = Heartbeat(rank, pid, machine(), since=now, progressed=now)
+    _here = Heartbeat(rank, pid, since=now, progressed=now, machine=machine())
     _file = directory / FOLDER / f"rank{rank}.json"
     _file.parent.mkdir(exist_ok=True)
     _write(_file, _here)

@@ -1,22 +1,20 @@
 """The driver's pulse: a file by which the ranks of several machines see that the driver is there.
 
-    heartbeats/driver.json   a `Beat`; rewritten once a second
+    heartbeats/driver.json   {"launch": ..., "number": 7, "ended": false, "plan": {...}}
 
-The work directory must lie on a file system that the machines share. A rank ends itself if the
-driver ends the launch, has started another one, or falls silent: its machine is lost, or the file
-system is. The driver passes signals to the ranks in the same way.
+The driver rewrites it once a second, in the work directory, which lies on a file system that the
+machines share. A rank ends itself if the driver ends the launch, has started another one, or falls
+silent: its machine is lost, or the file system is.
 """
 
 import faulthandler
 import json
 import os
 import secrets
-import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,76 +29,60 @@ PULSE = "RLHF_PULSE"
 EVERY_S = 1.0
 
 
-@dataclass(frozen=True)
-class Beat:
-    """The state of a launch, as its driver sees it."""
-
-    launch: str
-    """A number that no other launch has: who reads it shares the driver's files."""
-    plan: dict[str, Any]
-    """What a machine needs to start a rank, see `stages.launch.start_rank`."""
-    number: int = 0
-    signals: list[int] = field(default_factory=list)
-    """Signals for all ranks on other machines, in order."""
-    ended: bool = False
-
-
 class Pulse:
     """The driver's side: write the file as long as the launch runs.
 
     Args:
         directory: the work directory.
         timeout_s: seconds of silence after which ranks and driver count each other as lost.
-        plan: see `Beat`.
+        plan: what a machine needs to start a rank, see `stages.launch.start_rank`.
     """
 
-    def __init__(self, directory: Path, timeout_s: float, plan: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, timeout_s: float, plan: Mapping[str, Any]) -> None:
         self.timeout_s = timeout_s
         self.launch = secrets.token_hex(8)
+        """A number that no other launch has: who reads it in the file shares the driver's files."""
         self._file = directory / FOLDER / NAME
-        self._beat = Beat(self.launch, plan)
-        self._changing = threading.Lock()
-        self._ended = threading.Event()
+        self._plan = plan
+        self._number = 0
 
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Keep the ranks alive inside the block, and end them after it."""
         self._file.parent.mkdir(exist_ok=True)
         self._write()
-        threading.Thread(target=self._repeat, daemon=True).start()
+        ended = threading.Event()
+        thread = threading.Thread(target=self._repeat, args=(ended,), daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            self._ended.set()
+            ended.set()
+            thread.join()
             with suppress(OSError):  # the disk is full: the ranks miss the pulse instead
                 self._write(ended=True)
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to all ranks on other machines."""
-        self._write(signals=[*self._beat.signals, int(number)])
-
-    def _repeat(self) -> None:
-        while not self._ended.wait(EVERY_S):
+    def _repeat(self, ended: threading.Event) -> None:
+        while not ended.wait(EVERY_S):
             with suppress(OSError):  # as above
                 self._write()
 
-    def _write(self, **changes: Any) -> None:
-        with self._changing:
-            ended = self._beat.ended  # the thread must not revive an ended launch
-            self._beat = replace(self._beat, number=self._beat.number + 1, **changes)
-            if not ended:
-                write_atomically(self._file, json.dumps(asdict(self._beat)), force=False)
+    def _write(self, *, ended: bool = False) -> None:
+        self._number += 1
+        beat = {"launch": self.launch, "number": self._number, "ended": ended, "plan": self._plan}
+        write_atomically(self._file, json.dumps(beat), force=False)
 
 
-def read_beat(directory: Path) -> Beat | None:
-    """The newest beat; None if there is none, or it cannot be read now."""
+def read_beat(directory: Path) -> dict[str, Any]:
+    """The newest state of a launch as its driver wrote it; empty if it cannot be read now."""
     with suppress(OSError):
-        return Beat(**json.loads((directory / FOLDER / NAME).read_text()))
-    return None
+        beat: dict[str, Any] = json.loads((directory / FOLDER / NAME).read_text())
+        return beat
+    return {}
 
 
 def follow(directory: Path) -> None:
-    """Obey the driver's pulse in a thread, if this rank belongs to a launch on several machines."""
+    """Follow the driver's pulse in a thread, if ranks on other machines do so."""
     if PULSE in os.environ:
         launch, timeout_s = os.environ[PULSE].split()
         arguments = (directory, launch, float(timeout_s))
@@ -108,18 +90,15 @@ def follow(directory: Path) -> None:
 
 
 def _follow(directory: Path, launch: str, timeout_s: float) -> None:
-    number = obeyed = 0
+    number = 0
     while True:
         beat = read_beat(directory)
-        if beat is not None and (beat.launch != launch or beat.ended):
+        if beat and (beat["launch"] != launch or beat["ended"]):
             _end()
-        if beat is not None and beat.number != number:
-            number = beat.number
+        if beat and beat["number"] != number:
+            number = beat["number"]
             # Ends this process even if reading from a lost file system never returns.
             faulthandler.dump_traceback_later(timeout_s, exit=True)
-            for each in beat.signals[obeyed:]:
-                os.kill(os.getpid(), each)
-            obeyed = len(beat.signals)
         time.sleep(EVERY_S)
 
 

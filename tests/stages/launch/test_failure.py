@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.runtime.pulse import Pulse
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.launch.failure import Attempt, stage_error
 from rlhf_pipeline.stages.launch.ranks import Death, Ranks
@@ -27,7 +28,7 @@ def attempt(tmp_path):
         run=run,
         config=LaunchConfig(),
         command=["deepspeed", "a b"],
-        ranks=Ranks(tmp_path, range(2), None),
+        ranks=Ranks(tmp_path, 2, None),
         code=1,
         seconds=31.4,
     )
@@ -203,3 +204,33 @@ def test_a_removed_work_directory_is_the_cause(attempt):
         f"stage sft: {attempt.run.directory} was removed while the stage was running. Fix: repeat "
         "the command; the stage starts from its first step"
     )
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("pdsh@a: b: ssh exited with exit code 1\npdsh@a: c: ssh exited with exit code 255",
+         "node c is lost: its ssh connection failed or was cut"),
+        ("b: [INFO] exits with return code = 1\nc: [x] [y] exits with return code = -9",
+         "a rank on c was ended by SIGKILL"),
+        ("b: cannot start: c does not see the driver's files", "c does not see the driver's files"),
+        ("pdsh@a: b: ssh exited with exit code 1", "node b: DeepSpeed's launcher ended with exit "
+         "code 1; the log ends with\npdsh@a: b: ssh exited with exit code 1"),
+    ],
+)  # fmt: skip
+def test_the_launchers_of_several_machines_say_which_one_failed(attempt, tmp_path, log, reason):
+    (tmp_path / "program.log").write_text(log)
+    ranks = Ranks(tmp_path, 2, None, Pulse(tmp_path, 30.0, {}))
+    assert text(attempt, ranks=ranks).partition("\n")[2].startswith(reason)
+    report(attempt, 0, "ValueError: the cause")
+    assert "rank0: ValueError: the cause" in text(attempt, ranks=ranks)
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_cause_if_its_launcher_ends(attempt, tmp_path):
+    (tmp_path / "program.log").write_text("pdsh@a: b: ssh exited with exit code 1")
+    report(attempt, 0, LOST_PEER)
+    ranks = Ranks(tmp_path, 2, None, Pulse(tmp_path, 30.0, {}))
+    assert LOST_PEER in text(attempt, ranks=ranks)
+    with (tmp_path / "program.log").open("a") as file:
+        file.write("\npdsh@a: c: ssh exited with exit code 255")
+    assert "node c is lost" in text(attempt, ranks=ranks)

@@ -201,7 +201,7 @@ def test_a_second_signal_kills_the_program_at_once(tmp_path):
         with _signals_raise(), pytest.raises(Interrupted, match="SIGINT"):
             again.start()
             try:
-                _let_save(Ranks(tmp_path, range(1), None), "toy", 200.0)
+                _let_save(Ranks(tmp_path, 1, None), "toy", 200.0)
             finally:
                 kill_group(process)
         assert time.monotonic() - start < 200

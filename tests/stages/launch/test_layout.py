@@ -1,10 +1,10 @@
-"""The nodes of a run, from hostfiles and the variables of schedulers."""
+"""The nodes of a run, from its configuration."""
 
 import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.stages.launch.layout import SCHEDULERS, node_layout, rank_count
+from rlhf_pipeline.stages.launch.layout import node_layout, rank_count
 
 HOSTS = """
 # two machines
@@ -25,25 +25,10 @@ def hostfile(tmp_path):
     return write
 
 
-@pytest.fixture
-def variables(monkeypatch):
-    """Sets the variables of a scheduler, and removes all others."""
-
-    def put(**values):
-        for scheduler in SCHEDULERS:
-            for name in (scheduler.node, scheduler.nodes, scheduler.local_rank):
-                monkeypatch.delenv(name, raising=False)
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-
-    return put
-
-
 def test_a_hostfile_gives_hosts_and_ranks(hostfile):
     layout = node_layout(hostfile(HOSTS), gpus=8)
     assert layout.ranks == (8, 4) and layout.hosts == ("gpu-1", "gpu-2")
-    assert layout.address == "gpu-1" and layout.node == 0
-    assert list(layout.ranks_of(1)) == [8, 9, 10, 11]
+    assert layout.address == "gpu-1"
     assert node_layout(hostfile(HOSTS, processes=2, address="10.0.0.1"), 8).ranks == (2, 2)
     assert node_layout(hostfile(HOSTS, address="10.0.0.1"), 8).address == "10.0.0.1"
 
@@ -67,56 +52,9 @@ def test_a_missing_hostfile_is_refused(tmp_path):
         node_layout(config, gpus=1)
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"NODE_RANK": "1", "NNODES": "3", "MASTER_ADDR": "10.0.0.1"},
-        {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1"},
-        {"CROSS_RANK": "1", "CROSS_SIZE": "3", "MASTER_ADDR": "10.0.0.1"},
-        {"PET_NODE_RANK": "1", "PET_NNODES": "3", "PET_MASTER_ADDR": "10.0.0.1"},
-        {
-            "SKYPILOT_NODE_RANK": "1",
-            "SKYPILOT_NUM_NODES": "3",
-            "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3",
-        },
-        {
-            "DSTACK_NODE_RANK": "1",
-            "DSTACK_NODES_NUM": "3",
-            "DSTACK_MASTER_NODE_IP": "10.0.0.1",
-        },
-        {"SLURM_NODEID": "1", "SLURM_NNODES": "3", "SLURM_STEP_NODELIST": "10.0.0.1"},
-    ],
-)
-def test_schedulers_name_the_node(variables, found):
-    variables(**found)
-    layout = node_layout(LaunchConfig(mode="rank_env"), gpus=4)
-    assert layout.ranks == (4, 4, 4) and layout.node == 1
-    assert layout.address == "10.0.0.1" and not layout.is_idle
-
-
-def test_one_process_of_a_node_does_the_work(variables):
-    variables(GROUP_RANK="0", GROUP_WORLD_SIZE="2", MASTER_ADDR="a", LOCAL_RANK="3")
-    assert node_layout(LaunchConfig(mode="rank_env"), gpus=4).is_idle
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ({}, "found rank_env, but none of the variables"),
-        ({"NODE_RANK": "2", "NNODES": "2", "MASTER_ADDR": "a"}, "found NODE_RANK=2 and NNODES=2"),
-        ({"NODE_RANK": "x", "NNODES": "2", "MASTER_ADDR": "a"}, "found NODE_RANK=x and NNODES=2"),
-        ({"NODE_RANK": "0", "NNODES": "2"}, "launch.address: found null"),
-    ],
-)
-def test_an_incomplete_environment_is_refused(variables, monkeypatch, found, message):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    variables(**found)
-    with pytest.raises(ConfigError, match=message):
-        node_layout(LaunchConfig(mode="rank_env"), gpus=1)
-
-
-def test_a_stray_hostfile_and_stray_variables_are_never_read(variables):
-    variables(NODE_RANK="1", NNODES="4", MASTER_ADDR="elsewhere")
+def test_a_stray_hostfile_and_stray_variables_are_never_read(monkeypatch):
+    for name, value in {"NODE_RANK": "1", "NNODES": "4", "MASTER_ADDR": "elsewhere"}.items():
+        monkeypatch.setenv(name, value)
     assert node_layout(LaunchConfig(), gpus=2).ranks == (2,)
 
 

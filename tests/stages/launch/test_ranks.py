@@ -10,6 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.runtime.pulse import Pulse
 from rlhf_pipeline.stages.launch import ranks as module
 from rlhf_pipeline.stages.launch.ranks import Ranks
 
@@ -44,7 +45,7 @@ def beat(directory, rank, **fields):
 
 
 def test_the_start_up_may_take_five_minutes(tmp_path, clock):
-    ranks = Ranks(tmp_path, range(2), 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0)
     clock[0] += 299
     ranks.update()
     assert not ranks.stuck
@@ -53,7 +54,7 @@ def test_the_start_up_may_take_five_minutes(tmp_path, clock):
 
 
 def test_progress_of_any_rank_resets_the_watchdog(tmp_path, clock):
-    ranks = Ranks(tmp_path, range(2), 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0)
     for seconds, rank in ((0, 0), (9, 1), (9, 0)):
         clock[0] += seconds
         beat(tmp_path, rank, ticks=int(clock[0]))
@@ -62,7 +63,7 @@ def test_progress_of_any_rank_resets_the_watchdog(tmp_path, clock):
     clock[0] += 11
     ranks.update()
     assert ranks.stuck
-    assert not Ranks(tmp_path, range(2), None).stuck
+    assert not Ranks(tmp_path, 2, None).stuck
 
 
 @pytest.mark.parametrize(
@@ -82,14 +83,14 @@ def test_progress_of_any_rank_resets_the_watchdog(tmp_path, clock):
 def test_the_rank_behind_is_named(tmp_path, one, other):
     for rank, fields in ((0, other), (1, one)):
         beat(tmp_path, rank, phase="update", step=7, **fields)
-    ranks = Ranks(tmp_path, range(2), 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0)
     ranks.update()
     assert ranks.describe().startswith("rank 1 is behind, in update of step 7 since ")
 
 
 def test_a_rank_that_did_not_start_is_behind(tmp_path):
     beat(tmp_path, 0)
-    ranks = Ranks(tmp_path, range(2), 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0)
     ranks.update()
     assert ranks.describe().startswith("rank 1 did not start\n  rank 0: loading since ")
 
@@ -98,7 +99,7 @@ def test_the_signal_that_ended_a_rank_is_known(tmp_path, sleeper):
     victim, healthy = sleeper(), sleeper()
     beat(tmp_path, 0, pid=healthy.pid)
     beat(tmp_path, 1, pid=victim.pid)
-    ranks = Ranks(tmp_path, range(2), None)
+    ranks = Ranks(tmp_path, 2, None)
     ranks.update()
     assert ranks.deaths == {} and ranks.failed_s == 0 and ranks.alive == [0, 1]
     victim.send_signal(signal.SIGBUS)
@@ -112,7 +113,7 @@ def test_the_signal_that_ended_a_rank_is_known(tmp_path, sleeper):
 def test_the_signal_of_a_reaped_rank_is_unknown(tmp_path, sleeper):
     victim = sleeper()
     beat(tmp_path, 0, pid=victim.pid)
-    ranks = Ranks(tmp_path, range(1), None)
+    ranks = Ranks(tmp_path, 1, None)
     ranks.update()
     victim.kill()
     victim.wait()
@@ -124,7 +125,7 @@ def test_the_signal_of_a_reaped_rank_is_unknown(tmp_path, sleeper):
 def test_a_rank_that_finished_or_left_a_reason_is_not_a_death(tmp_path, sleeper, last_words):
     victim = sleeper()
     beat(tmp_path, 0, pid=victim.pid)
-    ranks = Ranks(tmp_path, range(1), None)
+    ranks = Ranks(tmp_path, 1, None)
     ranks.update()
     if last_words == "finished":
         beat(tmp_path, 0, pid=victim.pid, phase="finished")
@@ -140,7 +141,7 @@ def test_a_rank_that_finished_or_left_a_reason_is_not_a_death(tmp_path, sleeper,
 
 def test_ranks_are_finished_when_each_has_said_so_and_has_ended(tmp_path, sleeper):
     process = sleeper()
-    ranks = Ranks(tmp_path, range(2), 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0)
     ranks.update()
     assert not ranks.finished
     beat(tmp_path, 0, phase="finished")
@@ -152,3 +153,37 @@ def test_ranks_are_finished_when_each_has_said_so_and_has_ended(tmp_path, sleepe
     process.kill()
     process.wait()
     assert ranks.finished
+
+
+def test_a_machine_whose_ranks_are_all_silent_is_lost(tmp_path, clock):
+    """The clock of this process counts, so those of the machines may differ."""
+    ranks = Ranks(tmp_path, 4, 3600.0, Pulse(tmp_path, 30.0, {}))
+    places = {0: "", 1: "worker-1/7", 2: "worker-1/7", 3: "worker-2/7"}
+
+    def report(beats):
+        for rank, number in enumerate(beats):
+            beat(tmp_path, rank, pid=os.getpid(), beat=number, machine=places[rank])
+        ranks.update()
+
+    report([1, 1, 1, 1])
+    clock[0] += 20
+    report([1, 1, 2, 2])
+    clock[0] += 20
+    report([1, 1, 2, 3])  # rank 0 runs here, so its process counts
+    assert ranks.lost is None and ranks.deaths.keys() == {1}
+    clock[0] += 20
+    report([1, 1, 2, 4])
+    assert ranks.lost == (
+        "node worker-1 (ranks 1, 2) is lost: it has been silent for 30 s (launch.node_timeout_s)"
+    )
+    assert not ranks.stuck
+
+
+@pytest.mark.parametrize("phase", ["finished", "failed", "interrupted"])
+def test_a_machine_whose_ranks_have_ended_is_not_lost(tmp_path, clock, phase):
+    ranks = Ranks(tmp_path, 1, None, Pulse(tmp_path, 30.0, {}))
+    beat(tmp_path, 0, pid=1, phase=phase, machine="worker-1/7")
+    ranks.update()
+    clock[0] += 60
+    ranks.update()
+    assert ranks.lost is None and ranks.alive == [] and ranks.deaths == {}

@@ -4,30 +4,49 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from nodes import KEDRO, PROJECT, Nodes, missing
+from nodes import KEDRO, PROJECT, SBIN, Nodes, missing, missing_ssh, programs, ssh_servers
 from waiting import HANGS_S, wait_until
 
 REASON = missing()
-SBIN = "/usr/sbin:/usr/local/sbin:/sbin"
-SOURCE = Path(__file__).parents[3] / "src"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(REASON is not None, reason=f"no nodes: {REASON}"),
 ]
-LONGER = {"sft.epochs": 3, "sft.checkpoint_every": 3, "sft.evaluations": 1}
+LONGER = {"sft.epochs": 3, "sft.checkpoint_every": 3, "sft.evaluations": 1, "inputs": "newest"}
 """Long enough to be killed in the middle."""
+SOON = {"launch.node_timeout_s": 10, **LONGER}
+CHECKPOINT = "07_workspace/sft/*/checkpoints/step-*6"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A workspace with the data and the base model."""
+    made = Nodes(tmp_path_factory.mktemp("prepared"))
+    run = made.start_run("--env=tiny", "--to-nodes=split", **{"launch.mode": "local"})
+    assert run.wait(HANGS_S) == 0, made.output(0).read_text()
+    made.remove()
+    return made.root
 
 
 @pytest.fixture
-def nodes(tmp_path):
+def nodes(tmp_path, prepared):
     made = Nodes(tmp_path)
+    shutil.copytree(prepared, made.root, symlinks=True, dirs_exist_ok=True)
     yield made
     made.remove()
+
+
+@pytest.fixture
+def ssh(nodes):
+    """Servers on both nodes, and the variables and parameters with which DeepSpeed uses them."""
+    if (reason := missing_ssh()) is not None:
+        pytest.skip(reason)
+    return ssh_servers(nodes)
 
 
 def metrics(root: Path, stage: str) -> list[dict[str, float]]:
@@ -42,15 +61,19 @@ def first_losses(root: Path, stage: str) -> dict[str, float]:
     return {name: value for name, value in step.items() if name.endswith("/loss")}
 
 
-def run_all(nodes: Nodes, *arguments: str, **options: object) -> list[int]:
-    """Run to the end on all nodes; return the exit codes."""
-    return [run.wait(HANGS_S) for run in nodes.start_runs("--env=tiny", *arguments, **options)]
+def ends_well(nodes: Nodes, run: subprocess.Popen[bytes]) -> str:
+    """Wait until a run has ended without error on two nodes; return its output."""
+    code, shown = run.wait(HANGS_S), nodes.output(0).read_text()
+    assert code == 0, shown
+    (manifest,) = nodes.root.glob("07_workspace/sft/*/export/manifest.json")
+    assert json.loads(manifest.read_text())["ranks"] == 2
+    return shown
 
 
 def test_two_nodes_train_as_one_node_with_two_ranks(nodes, project):
     """The recipe of the first stage is the same, so each reuses the result of the other."""
-    assert run_all(nodes, "--to-nodes=ppo", private=True) == [0, 0], nodes.output(0).read_text()
-    assert "node 1 (" in nodes.output(0).read_text()  # it received files
+    run = nodes.start_run("--env=tiny", "--to-nodes=ppo")
+    assert run.wait(HANGS_S) == 0, nodes.output(0).read_text()
     for stage, count in {"sft": 1, "reward_model": 1, "ppo": 2}.items():
         expected, found = (first_losses(each.root, stage) for each in (project, nodes))
         assert len(expected) == count and found == pytest.approx(expected, abs=1e-5)
@@ -63,123 +86,110 @@ def test_two_nodes_train_as_one_node_with_two_ranks(nodes, project):
         {path.name for path in each.root.glob("07_workspace/sft/*")} for each in (project, nodes)
     )
     assert two <= one
-    assert not (nodes.folder / "root1" / "08_reporting").exists()
 
 
 @pytest.mark.parametrize("end", ["kill", "unplug"])
-def test_the_end_of_a_node_ends_the_stage_everywhere_and_is_resumed(nodes, end):
-    options = {"private": True, "launch.node_timeout_s": 5, **LONGER}
-    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", **options)
-    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
+def test_the_end_of_a_node_ends_the_stage_everywhere_and_is_resumed(nodes, ssh, end):
+    run = nodes.start_run("--env=tiny", "--nodes=sft", **SOON, **ssh)
+    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
     getattr(nodes, end)(1)
-    start = time.monotonic()
-    assert runs[0].wait(60) == 1
-    assert time.monotonic() - start < 60
+    assert run.wait(60) == 1
     message = nodes.output(0).read_text()
-    assert "node 1 (" in message and f"{nodes.addresses[1]}, rank 1) is lost: " in message
+    assert f"node {nodes.addresses[1]} is lost: its ssh connection failed or was cut" in message
     assert "resumes after step" in message
-    wait_until(lambda: not nodes.processes(1))
-    assert runs[1].wait(10) != 0
-    if end == "unplug":
-        nodes.plug(1)
+    wait_until(lambda: not programs(nodes))
+    nodes.plug(1)
 
-    assert run_all(nodes, "--nodes=sft", **options) == [0, 0], nodes.output(0).read_text()
+    alone = {"launch.mode": "local", "launch.continue_from": 2, "launch.processes": 1, **LONGER}
+    again = nodes.start_run("--env=tiny", "--nodes=sft", **alone)  # another number of machines
+    assert again.wait(HANGS_S) == 0, nodes.output(0).read_text()
     assert "resuming from step" in nodes.output(0).read_text()
 
 
-def test_a_signal_to_another_node_lets_all_ranks_save_a_checkpoint(nodes):
-    """As a scheduler sends it before it takes one machine away."""
-    options = {"private": True, **LONGER}
-    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", **options)
-    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
-    runs[1].terminate()
-    assert [run.wait(60) for run in runs] == [130, 1]
+def test_a_node_that_falls_silent_is_named_and_the_same_command_resumes(nodes):
+    """No launcher tells: the commands of the nodes are not connected."""
+    command = f"{nodes.enter} {{node}} setsid --wait {{command}}; sleep 600"
+    options = {"launch.command": command, **SOON}
+    run = nodes.start_run("--env=tiny", "--nodes=sft", **options)
+    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
+    start = time.monotonic()
+    nodes.kill(1)
+    assert run.wait(60) == 1
     message = nodes.output(0).read_text()
-    assert f"{nodes.addresses[1]}, rank 1) received SIGTERM. Run the same command again" in message
+    assert "node node-1 (rank 1) is lost: it has been silent for 10 s" in message
+    assert time.monotonic() - start < 60
+    wait_until(lambda: not programs(nodes))
+    assert "resuming from step" in ends_well(
+        nodes, nodes.start_run("--env=tiny", "--nodes=sft", **SOON)
+    )
+
+
+def test_the_end_of_the_driver_ends_the_ranks_of_other_nodes(nodes):
+    """By SIGKILL: it can tell nobody."""
+    run = nodes.start_run("--env=tiny", "--nodes=sft", **SOON)
+    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
+    start = time.monotonic()
+    nodes.kill(0)  # with the guard, so nothing but the pulse tells node 1
+    assert run.wait(60) != 0
+    wait_until(lambda: not programs(nodes))
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("receiver", ["driver", "rank 1"])
+def test_a_signal_lets_all_ranks_save_a_checkpoint(nodes, receiver):
+    """As a scheduler sends it before it takes one machine away."""
+    run = nodes.start_run("--env=tiny", "--nodes=sft", **LONGER)
+    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
+    if receiver == "driver":
+        run.terminate()
+    else:
+        (file,) = nodes.root.glob("07_workspace/sft/*/heartbeats/rank1.json")
+        psutil.Process(json.loads(file.read_text())["pid"]).terminate()
+    assert run.wait(60) == 130
+    assert "Run the same command again to resume" in nodes.output(0).read_text()
     steps = len(metrics(nodes.root, "sft"))
     (checkpoint,) = nodes.root.glob(f"07_workspace/sft/*/checkpoints/step-*{steps}")
     assert checkpoint.is_dir()  # so no step is lost, though every third step has a checkpoint
+    wait_until(lambda: not programs(nodes))
 
 
-def test_another_number_of_nodes_resumes(nodes):
-    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", **LONGER)
-    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
-    nodes.kill(1)
-    assert runs[0].wait(60) == 1
-
-    alone = {"numbers": [0], "launch.mode": "local", "launch.continue_from": 2, **LONGER}
-    assert run_all(nodes, "--nodes=sft", **alone) == [0], nodes.output(0).read_text()
-    assert "resuming from step" in nodes.output(0).read_text()
-
-
-def ends_well(nodes: Nodes, runs: list) -> None:
-    """Wait until runs have ended without error on two nodes."""
-    codes = [run.wait(HANGS_S) for run in runs]
-    shown = "\n".join(nodes.output(number).read_text() for number in (0, 1))
-    assert codes == [0] * len(runs), shown
-    (manifest,) = nodes.root.glob("07_workspace/sft/*/export/manifest.json")
-    assert json.loads(manifest.read_text())["ranks"] == 2
-    assert next(nodes.root.rglob("heartbeats"), None) is None
-    assert [*nodes.folder.rglob("program-node1.log")]
+def test_a_folder_that_is_not_shared_is_refused_before_a_model_is_loaded(nodes):
+    nodes.separate(1)
+    run = nodes.start_run("--env=tiny", "--nodes=sft", **SOON)
+    assert run.wait(HANGS_S) == 1
+    message = nodes.output(0).read_text()
+    assert "node-1 does not see the driver's files in" in message
+    assert "Fix: set root to a folder on a file system that all machines share" in message
+    wait_until(lambda: not programs(nodes))
 
 
-def test_torchrun_starts_the_nodes(nodes):
-    def prefix(number):
-        places = f"--nnodes=2 --node_rank={number} --nproc_per_node=1 --no_python"
-        address = f"--master_addr={nodes.addresses[0]} --master_port=29400"
-        return [sys.executable, "-m", "torch.distributed.run", *places.split(), *address.split()]
-
-    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", prefix=prefix, environment={})
-    ends_well(nodes, runs)
+def test_a_hostfile_starts_the_ranks_by_ssh(nodes, ssh):
+    ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", inputs="newest", **ssh))
 
 
-def test_deepspeed_without_ssh_starts_the_nodes(nodes, tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("".join(f"{address} slots=1\n" for address in nodes.addresses))
-
-    def prefix(number):
-        options = f"--no_ssh --node_rank={number} --hostfile={hosts} --no_python --no_local_rank"
-        address = f"--master_addr={nodes.addresses[0]}"
-        runner = [sys.executable, "-m", "deepspeed.launcher.runner"]
-        return [*runner, *options.split(), address]
-
-    cpu = {"DS_ACCELERATOR": "cpu"}  # DeepSpeed shows each process the GPU of its slot
-    runs = nodes.start_runs("--env=tiny", "--to-nodes=sft", prefix=prefix, environment=cpu)
-    ends_well(nodes, runs)
+def test_open_mpi_starts_the_ranks_of_a_hostfile(nodes, ssh):
+    if shutil.which("mpirun") is None or shutil.which("ompi_info") is None:
+        pytest.skip("needs mpirun (openmpi-bin)")
+    rights = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ssh["environment"] |= rights
+    options = {
+        "launch.launcher": "openmpi",
+        "launch.launcher_args": "--mca btl_tcp_if_exclude lo",
+        "inputs": "newest",
+    }
+    ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", **options, **ssh))
 
 
-@pytest.mark.skipif(
-    shutil.which("sshd", path=SBIN) is None or shutil.which("pdsh") is None,
-    reason="needs sshd (openssh-server) and pdsh",
-)
-def test_a_hostfile_starts_agents_by_ssh(nodes, tmp_path):
-    for name in ("host", "user"):
-        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)]
-        subprocess.run(command, check=True)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    server = (
-        f"-o HostKey={tmp_path}/host -o AuthorizedKeysFile={tmp_path}/user.pub -o UsePAM=no "
-        "-o StrictModes=no -o PermitRootLogin=yes -o PidFile=none"
+def test_torchrun_starts_the_ranks(nodes, tmp_path):
+    both = tmp_path / "both"  # as `srun --ntasks-per-node=1`
+    both.write_text(f'#!/bin/sh\nfor node in 0 1; do {nodes.enter} $node "$@" & done; wait\n')
+    both.chmod(0o755)
+    torchrun = (
+        f"{both} {KEDRO.removesuffix('kedro')}torchrun --nnodes=2 --nproc_per_node=1 "
+        f"--rdzv_backend=c10d --rdzv_endpoint={nodes.addresses[0]}:29400 --no_python {{command}}"
     )
-    sshd = [str(shutil.which("sshd", path=SBIN)), "-D", "-e", "-f", "/dev/null", *server.split()]
-    nodes.start(1, sshd, private=True)
-    client = tmp_path / "bin" / "ssh"
-    client.parent.mkdir()
-    client.write_text(
-        f"#!/bin/sh\nexec {shutil.which('ssh')} -F /dev/null -i {tmp_path}/user "
-        '-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "$@"\n'
-    )
-    client.chmod(0o755)
-    hosts = tmp_path / "hosts"
-    hosts.write_text("".join(f"{address} slots=1\n" for address in nodes.addresses))
-    parameters = {"launch.mode": "hostfile", "launch.hostfile": hosts, "launch.processes": "null"}
-    path = {"PATH": f"{client.parent}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE)}
-    ends_well(
-        nodes,
-        nodes.start_runs(
-            "--env=tiny", "--to-nodes=sft", numbers=[0], environment=path, **parameters
-        ),
-    )
+    options = {"launch.command": torchrun, "inputs": "newest"}
+    ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", **options))
 
 
 @pytest.fixture
@@ -222,12 +232,19 @@ def slurm(nodes, tmp_path):
         munged.kill()
 
 
-def test_slurm_starts_the_nodes(nodes, slurm):
-    step = ["srun", "--nodes=2", "--ntasks-per-node=1"]
-    arguments = ("--env=tiny", "--to-nodes=sft")
+def test_slurm_starts_the_ranks_of_a_hostfile(nodes, slurm, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{host} slots=1\n" for host in nodes.hosts))
+    options = {
+        **{"launch.mode": "hostfile", "launch.hostfile": hosts, "launch.launcher": "slurm"},
+        **{"launch.nodes": "null", "launch.command": "null", "inputs": "newest"},
+    }
+    allocation = ["salloc", "--nodes=2", "--ntasks-per-node=1"]
     ends_well(
         nodes,
-        nodes.start_runs(*arguments, numbers=[0], prefix=lambda number: step, environment=slurm),
+        nodes.start_run(
+            "--env=tiny", "--nodes=sft", prefix=allocation, environment=slurm, **options
+        ),
     )
 
 
@@ -240,8 +257,9 @@ def test_a_job_of_slurm_resumes_after_a_signal(nodes, slurm, tmp_path):
     for documented, here in {
         "--nodes=4": "--nodes=2",
         "#SBATCH --gpus-per-node=8\n": "",  # this SLURM knows no GPUs
-        "--cpus-per-task=64": "--cpus-per-task=1",
-        "kedro run --pipeline=full": f"{KEDRO} run --env=tiny --to-nodes=sft",
+        "--ntasks-per-node=8": "--ntasks-per-node=1",
+        "--cpus-per-task=8": "--cpus-per-task=1",
+        "kedro run --pipeline=full": f"{KEDRO} run --env=tiny --nodes=sft",
         "launch.grace_s=500": f"launch.grace_s=60{params}",
     }.items():
         assert documented in text
@@ -249,27 +267,8 @@ def test_a_job_of_slurm_resumes_after_a_signal(nodes, slurm, tmp_path):
     script, output = tmp_path / "rlhf.sbatch", tmp_path / "job.out"
     script.write_text(text)
     assert nodes.start(0, ["sbatch", f"--output={output}", str(script)], slurm).wait() == 0
-    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/checkpoints/step-*6")])
-    assert nodes.start(0, ["scancel", "--signal=TERM", "1"], slurm).wait() == 0
-    wait_until(lambda: "received SIGTERM" in (text := output.read_text()) or "ended by" in text)
+    wait_until(lambda: [*nodes.root.glob(CHECKPOINT)])
+    assert nodes.start(0, ["scancel", "--signal=TERM", "--batch", "1"], slurm).wait() == 0
+    wait_until(lambda: "ended by" in output.read_text())
     wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/export/manifest.json")])
     assert "resuming from step" in output.read_text()
-
-
-def test_a_command_of_slurm_starts_the_agents(nodes, slurm):
-    parameters = {
-        "launch.mode": "command",
-        "launch.nodes": 2,
-        "launch.command": "srun --nodes=1 --ntasks=1 --nodelist=node-1 {command}",
-    }
-    ends_well(
-        nodes,
-        nodes.start_runs(
-            "--env=tiny",
-            "--to-nodes=sft",
-            numbers=[0],
-            prefix=lambda number: ["salloc", "--nodes=2"],
-            environment=slurm,
-            **parameters,
-        ),
-    )

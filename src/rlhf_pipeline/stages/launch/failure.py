@@ -58,8 +58,6 @@ class Attempt:
     """The launcher ended while ranks were still running."""
     stuck: str | None = None
     """The watchdog's report of the rank that hangs."""
-    lost: str | None = None
-    """The node that can no longer be reached, and why."""
     seconds: float = 0.0
     kernel_kills: int | None = None
     """Processes on all nodes that the kernel killed for lack of memory during the launch.
@@ -150,18 +148,18 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
     A rank that is killed cannot report it, but its peers report that they lost it. Such reports
     therefore count last, and an unexplained death counts before any report that came later.
     """
-    if attempt.lost is not None:
-        return attempt.lost, None
+    if (lost := attempt.ranks.lost) is not None:
+        return lost, None
     if attempt.stuck is not None:
         return attempt.stuck, None
     directory = attempt.run.directory
-    log, reports, first_causes = directory / LOG, _reports(directory), causes(directory)
+    reports, first_causes = _reports(directory), causes(directory)
     deaths = sorted(attempt.ranks.deaths.values(), key=lambda death: death.seen)
     death = next(
         (death for death in deaths if not first_causes or _precedes(death, first_causes[0])), None
     )
     killed = attempt.code is not None and attempt.code < 0
-    status = attempt.code if killed else _logged_status(log)
+    status = attempt.code if killed else _logged_status(directory)
     if death is not None:
         if death.status is not None:
             status = death.status
@@ -171,18 +169,19 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
         if status in EXPLAINED_IN_LOG:
             return reason + log_tail(directory), status
         exited = status is None or status > 0
-        return reason + (_full_disk(log.parent) if exited else ""), status
+        return reason + (_full_disk(directory) if exited else ""), status
     if first_causes:
         return _content(first_causes[0]), None
-    if (logged := logged_cause(directory) if attempt.ranks.pulse is not None else None) is not None:
-        return f"{logged}{log_tail(directory)}", status
+    logged = None if attempt.ranks.pulse is None else logged_cause(directory)
+    if logged is not None:
+        return logged, status
     if attempt.orphaned:
         return "the launcher was ended while its ranks were running", status
     if status is not None and status < 0:
         return f"a rank {_death(status)}, according to the launcher", status
     if reports:  # reports of a lost peer only
         return f"{_content(reports[0])}{log_tail(directory)}", None
-    return f"no rank left a reason{_full_disk(log.parent)}{log_tail(directory)}", None
+    return f"no rank left a reason{_full_disk(directory)}{log_tail(directory)}", None
 
 
 def causes(directory: Path) -> list[Path]:
@@ -211,14 +210,13 @@ def _content(report: Path) -> str:
 
 def log_tail(directory: Path) -> str:
     """The last lines of the log of a work directory, as the end of a sentence."""
-    log = directory / LOG
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    lines = _end_of_log(directory).splitlines()
     return "; the log ends with\n" + "\n".join(lines[-20:])
 
 
 def logged_cause(directory: Path) -> str | None:
     """What the launchers of several machines logged of a rank or a machine that failed."""
-    text = _end_of_log(directory / LOG)
+    text = _end_of_log(directory)
     if (fault := re.search(f"{FAULT}(.*)", text)) is not None:
         return fault[1]
     for host, status in re.findall(
@@ -230,19 +228,22 @@ def logged_cause(directory: Path) -> str | None:
         if code == SSH_FAILED:
             return f"node {host} is lost: its ssh connection failed or was cut"
     if ended and not _reports(directory):  # they tell more
-        return f"node {ended[0][0]}: DeepSpeed's launcher ended with exit code {ended[0][1]}"
+        host, code = ended[0]
+        tail = log_tail(directory)
+        return f"node {host}: DeepSpeed's launcher ended with exit code {code}{tail}"
     return None
 
 
-def _end_of_log(log: Path) -> str:
+def _end_of_log(directory: Path) -> str:
+    log = directory / LOG
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_BYTES))
         return file.read().decode(errors="replace")
 
 
-def _logged_status(log: Path) -> int | None:
+def _logged_status(directory: Path) -> int | None:
     """The exit code that DeepSpeed's launcher logged for the failed rank that it saw first."""
-    found = re.search(r"exits with return code = (-?\d+)", log.read_text(errors="replace"))
+    found = re.search(r"exits with return code = (-?\d+)", _end_of_log(directory))
     return None if found is None else int(found[1])
 
 
@@ -254,7 +255,7 @@ def _death(status: int | None) -> str:
 
 def _end(attempt: Attempt) -> str:
     code = attempt.code
-    if attempt.lost is not None:
+    if attempt.ranks.lost is not None:
         return "a node is lost, the ranks on the others were ended"
     if attempt.stuck is not None:
         return "ended by the watchdog"

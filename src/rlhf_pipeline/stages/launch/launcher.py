@@ -107,15 +107,15 @@ def _supervise(attempt: Attempt, program: NodeProgram, listener: StageListener) 
         try:
             stuck = _follow(process, ranks, tail, attempt.config)
             code = 0 if ranks.finished else process.poll()
-            orphaned = code is not None and bool(ranks.alive)
-            lost = ranks.lost
+            # On several machines, it ends as soon as one of them has failed.
+            orphaned = code is not None and bool(ranks.alive) and ranks.pulse is None
         except BaseException:  # a signal to this process, or an error of a listener
             _let_save(ranks, run.stage, attempt.config.grace_s)
             raise
         finally:
             kill_group(process)
             tail.forward()
-    return replace(attempt, code=code, stuck=stuck, orphaned=orphaned, lost=lost)
+    return replace(attempt, code=code, stuck=stuck, orphaned=orphaned)
 
 
 def _follow(
@@ -129,9 +129,8 @@ def _follow(
     Raises:
         Interrupted: ranks obeyed a signal of a scheduler.
     """
-    stuck, run = None, tail.run
-    ended = _End(process, ranks, run)
-    while not ended.is_certain():
+    stuck = None
+    while not _is_over(process, ranks, tail.run):
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
@@ -147,33 +146,21 @@ def _follow(
     return stuck
 
 
-class _End:
-    """Sees that a program has ended or failed, and that nothing more is to be learned from it."""
+def _is_over(process: subprocess.Popen[bytes], ranks: Ranks, run: StageRun) -> bool:
+    """Whether all ranks are finished, or have had the time to report why they are not.
 
-    def __init__(self, process: subprocess.Popen[bytes], ranks: Ranks, run: StageRun) -> None:
-        self._process = process
-        self._ranks = ranks
-        self._run = run
-        self._ended_at: float | None = None
-
-    def is_certain(self) -> bool:
-        """Whether all ranks are finished, or have had the time to report why they are not.
-
-        Ranks that lost a peer report it at once. On several machines, a lost one is noticed later,
-        and a shared file system shows reports later.
-        """
-        ranks, pulse = self._ranks, self._ranks.pulse
-        if ranks.finished or ranks.lost is not None:
-            return True
-        code = self._process.poll()
-        if pulse is None:
-            return code is not None or ranks.failed_s >= SETTLE_S
-        folder = self._run.directory
-        explained = ranks.deaths or causes(folder) or logged_cause(folder)
-        if self._ended_at is None and (explained or code is not None or ranks.failed_s):
-            self._ended_at = time.monotonic()
-        patience_s = SETTLE_S if explained else pulse.timeout_s + SETTLE_S
-        return self._ended_at is not None and time.monotonic() > self._ended_at + patience_s
+    Ranks that lost a peer report it at once. On several machines, a lost one is noticed later, and
+    a shared file system shows reports later.
+    """
+    if ranks.finished or ranks.lost is not None:
+        return True
+    code = process.poll()
+    if ranks.pulse is None:
+        return code is not None or ranks.failed_s >= SETTLE_S
+    explained = ranks.deaths or causes(run.directory) or logged_cause(run.directory)
+    if explained or code is not None:
+        ranks.fail()
+    return ranks.failed_s >= SETTLE_S + (0.0 if explained else ranks.pulse.timeout_s)
 
 
 @contextmanager

@@ -87,8 +87,12 @@ class Ranks:
             if newest[rank].phase not in ENDS and rank not in reported:
                 known = None if isinstance(status, str) else status
                 self.deaths[rank] = Death(newest[rank], time.time(), known)
-        if self._failed_at is None and (reported or self.deaths):
-            self._failed_at = time.monotonic()
+        if reported or self.deaths:
+            self.fail()
+
+    def fail(self) -> None:
+        """Remember when the launch has failed, the first time."""
+        self._failed_at = self._failed_at or time.monotonic()
 
     def read(self) -> list[int]:
         """Read the heartbeats, without judging what has ended; return the ranks that are alive."""
@@ -108,7 +112,7 @@ class Ranks:
 
     @property
     def failed_s(self) -> float:
-        """Seconds since the driver saw the first rank fail; 0 if none has failed."""
+        """Seconds since the driver saw that the launch has failed; 0 if it has not."""
         return 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
 
     @property
@@ -182,22 +186,18 @@ class Ranks:
         return "\n".join([first, *lines])
 
     def request_stacks(self) -> None:
-        """Make every rank print the stacks of its threads into the log."""
+        """Make every rank of this machine print the stacks of its threads into the log."""
         self.send(signal.SIGUSR1, self.alive)
 
     def send(self, number: signal.Signals, ranks: Collection[int]) -> None:
-        """Send a signal to ranks, except to those that have just ended.
+        """Send a signal to ranks of this machine, unless they have just ended.
 
-        Ranks of other machines get it all, with the next pulse.
+        SIGTERM reaches those of other machines by the agreement of all at the end of a step.
         """
-        here = [rank for rank in ranks if self._is_here(rank)]
-        for rank in here:
-            pid = self.heartbeats[rank].pid
+        for pid in [self.heartbeats[rank].pid for rank in ranks if self._is_here(rank)]:
             with suppress(ProcessLookupError):
                 if pid is not None:
                     os.kill(pid, number)
-        if self.pulse is not None and len(here) < len(ranks):
-            self.pulse.send(number)
 
 
 def _status(pid: int | None) -> int | str:

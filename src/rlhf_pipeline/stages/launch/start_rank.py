@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf_pipeline.runtime.program import RENDEZVOUS, write_report
-from rlhf_pipeline.runtime.pulse import EVERY_S, PULSE, Beat, read_beat
+from rlhf_pipeline.runtime.pulse import EVERY_S, PULSE, read_beat
 from rlhf_pipeline.stages.cache.code import code_of_package, library_version
 from rlhf_pipeline.stages.job import TRAINING_LIBRARIES
 from rlhf_pipeline.stages.launch.resources import search_path
@@ -43,41 +43,39 @@ def installation() -> dict[str, str]:
 def main(directory: Path, launch: str, timeout_s: float) -> NoReturn:
     """Replace this process by the rank's program, or exit with the reason why that cannot be."""
     host = socket.gethostname()
-    beat = _await_beat(directory, launch, timeout_s)
-    if beat is None:
+    plan = _await_plan(directory, launch, timeout_s)
+    if plan is None:
         sys.exit(
             f"{FAULT}{host} does not see the driver's files in {directory}. Fix: set root to a "
             "folder on a file system that all machines share, under the same path"
         )
     rank, local_rank, count = _numbers(os.environ)
-    faults = list(_faults(beat.plan, count, is_first=local_rank == 0))
+    faults = list(_faults(plan, count, is_first=local_rank == 0))
     if faults:
         write_report(directory, rank, f"{host}: {faults[0]}")
         sys.exit(f"{FAULT}{host}: {faults[0]}")
     numbers = {"RANK": rank, "LOCAL_RANK": local_rank}
     environment = {
-        **beat.plan["defaults"],
+        **plan["defaults"],
         **os.environ,
-        **beat.plan["settings"],
+        **plan["settings"],
         **{name: str(number) for name, number in numbers.items()},
         "PATH": search_path(),
         PULSE: f"{launch} {timeout_s:g}",
     }
     environment.pop(RENDEZVOUS, None)
-    command = [sys.executable, "-m", beat.plan["program"], str(directory / "job.json")]
+    command = [sys.executable, "-m", plan["program"], str(directory / "job.json")]
     os.execve(sys.executable, command, environment)  # noqa: S606 - no shell
 
 
-def _await_beat(directory: Path, launch: str, timeout_s: float) -> Beat | None:
-    """The driver's pulse, which a file system may show some seconds later."""
+def _await_plan(directory: Path, launch: str, timeout_s: float) -> dict[str, Any] | None:
+    """What the driver's pulse says. A file system may show it some seconds later."""
     deadline = time.monotonic() + timeout_s
-    while True:
-        beat = read_beat(directory)
-        if beat is not None and beat.launch == launch:
-            return beat
+    while (beat := read_beat(directory)).get("launch") != launch:
         if time.monotonic() > deadline:
             return None
         time.sleep(EVERY_S)
+    return dict(beat["plan"])
 
 
 def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
@@ -99,11 +97,11 @@ def _faults(plan: Mapping[str, Any], count: int | None, *, is_first: bool) -> It
             f"found {count} ranks, expected {expected}. Fix: let launch.command start {{command}} "
             "once for each rank, or set launch.nodes and launch.processes to what it starts"
         )
-    found = installation() if is_first else {}
-    for name, value in found.items():
-        if value != plan["installation"][name]:
+    found, driver = installation() if is_first else {}, plan["installation"]
+    for name in found.keys() & driver.keys():
+        if found[name] != driver[name]:
             yield (
-                f"{name}: found {value}, expected {plan['installation'][name]} as on the driver's "
+                f"{name}: found {found[name]}, expected {driver[name]} as on the driver's "
                 "machine. Fix: install the same environment on all machines"
             )
 

@@ -1,0 +1,84 @@
+"""Ranks follow the driver's pulse: real processes that end when it ends, changes or stops."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from waiting import wait_until
+
+from rlhf_pipeline.runtime.pulse import EVERY_S, PULSE, Pulse, read_beat
+
+RANK = """
+import subprocess, sys, time
+from pathlib import Path
+from rlhf_pipeline.runtime.pulse import follow
+
+child = subprocess.Popen(["sleep", "600"])
+follow(Path(sys.argv[1]))
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """Starts a process that follows the pulse; returns it with its child."""
+    started = []
+
+    def start(launch, timeout_s):
+        process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path)],
+            env=os.environ | {PULSE: f"{launch} {timeout_s}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        child = psutil.Process(int(process.stdout.readline()))
+        started.append((process, child))
+        return process, child
+
+    yield start
+    for process, child in started:
+        process.kill()
+        if child.is_running():
+            child.kill()
+
+
+def test_the_end_of_the_block_ends_ranks_and_their_children(tmp_path, rank):
+    pulse = Pulse(tmp_path, 60, {"program": "p"})
+    with pulse.beating():
+        process, child = rank(pulse.launch, 60)
+        assert read_beat(tmp_path)["plan"] == {"program": "p"}
+        number = read_beat(tmp_path)["number"]
+        wait_until(lambda: read_beat(tmp_path)["number"] > number + 2)
+        assert process.poll() is None
+    assert read_beat(tmp_path)["ended"] is True
+    assert process.wait(60) == 1
+    wait_until(lambda: not child.is_running())
+
+
+def test_another_launch_ends_the_ranks_of_the_earlier_one(tmp_path, rank):
+    with Pulse(tmp_path, 60, {}).beating():
+        process, _ = rank("an-earlier-one", 60)
+        assert process.wait(60) == 1
+
+
+def test_silence_ends_a_rank(tmp_path, rank):
+    """The file stays as the lost driver has left it."""
+    pulse = Pulse(tmp_path, 3, {})
+    (tmp_path / "heartbeats").mkdir()
+    pulse._write()
+    start = time.monotonic()
+    process, _ = rank(pulse.launch, 3)
+    assert process.wait(60) == 1
+    assert time.monotonic() - start > 3 - EVERY_S
+
+
+def test_a_file_that_cannot_be_read_now_is_no_end(tmp_path):
+    assert read_beat(tmp_path) == {}
+    (tmp_path / "heartbeats").mkdir()
+    (tmp_path / "heartbeats" / "driver.json").write_text(json.dumps({"launch": "x"}))
+    assert read_beat(tmp_path) == {"launch": "x"}
