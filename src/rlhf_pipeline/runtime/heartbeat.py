@@ -150,12 +150,13 @@ def while_writing(folder: Path) -> Iterator[None]:
 
 
 def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
-    """The newest heartbeat of each rank that has reported, by rank."""
-    found = (
-        Heartbeat(**json.loads(path.read_text()))
-        for path in sorted((directory / FOLDER).glob("rank*.json"))
-    )
-    return {heartbeat.rank: heartbeat for heartbeat in found}
+    """The newest heartbeat of each rank that has reported and can be read now, by rank."""
+    found = {}
+    for path in sorted((directory / FOLDER).glob("rank*.json")):
+        with suppress(OSError):  # on a network file system, it is being replaced
+            heartbeat = Heartbeat(**json.loads(path.read_text()))
+            found[heartbeat.rank] = heartbeat
+    return found
 
 
 def _occupied(folder: Path) -> dict[str, int]:

@@ -51,7 +51,7 @@ class ClusterProgram(NodeProgram):
         for node in range(len(devices)):
             launcher = launcher_of_machine(devices, node, self.address, self.port)
             each = template.replace("{command}", shlex.join([*launcher, *rank]))
-            script += each.replace("{node}", str(node)) + " & "
+            script += "(" + each.replace("{node}", str(node)) + ") & "
         return ["bash", "-c", script + "wait -n || exit; " * len(devices)]
 
     @property
@@ -64,10 +64,10 @@ class ClusterProgram(NodeProgram):
             f"-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval={alive_s} "
             "-o ServerAliveCountMax=2"
         )
+        settings = self.settings
         return own | {
-            "PYTHONSAFEPATH": "1",  # see NodeProgram
             "PDSH_SSH_ARGS_APPEND": f"{own.get('PDSH_SSH_ARGS_APPEND', '')} {ssh}".strip(),
-            LAUNCH: self.settings[LAUNCH],
+            **{name: settings[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH", LAUNCH)},
         }
 
     @contextmanager

@@ -199,9 +199,9 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
     start = renewed = time.monotonic()
     warned = False
     while alive := ranks.read():
-        if new := set(alive) - asked:
-            ranks.send(signal.SIGTERM, new)
-            asked |= new
+        for rank in set(alive) - asked:
+            ranks.send(rank, signal.SIGTERM)
+            asked.add(rank)
         before, saving = saving, [h for h in ranks.heartbeats.values() if h.phase == "saving"]
         now = time.monotonic()
         renewed = now if saving != before else renewed

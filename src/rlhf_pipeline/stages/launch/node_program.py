@@ -140,10 +140,9 @@ def started(
     Every process that it has started on this machine is killed, too.
     """
     environment = {**program.environment, **(variables or {})}
-    settings = program.settings
     with (
         (Path(program.directory) / LOG).open("wb") as output,
-        guarded(settings[heartbeat.LAUNCH], settings["PYTHONPATH"]),
+        guarded(environment[heartbeat.LAUNCH], environment["PYTHONPATH"]),
     ):
         process = start(
             program.command,

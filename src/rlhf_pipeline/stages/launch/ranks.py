@@ -10,7 +10,6 @@ ranks itself, more often.
 import os
 import signal
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +95,9 @@ class Ranks:
 
     def read(self) -> list[int]:
         """Read the heartbeats, without judging what has ended; return the ranks that are alive."""
-        newest, now = read_heartbeats(self._directory), time.monotonic()
+        newest, now = self.heartbeats | read_heartbeats(self._directory), time.monotonic()
         for rank, heartbeat in newest.items():
-            if self._beats.get(rank, (0, now))[0] != heartbeat.beat:
+            if rank not in self._beats or self._beats[rank][0] != heartbeat.beat:
                 self._beats[rank] = heartbeat.beat, now
         if newest != self.heartbeats:
             self.heartbeats, self._progressed = newest, now
@@ -187,17 +186,18 @@ class Ranks:
 
     def request_stacks(self) -> None:
         """Make every rank of this machine print the stacks of its threads into the log."""
-        self.send(signal.SIGUSR1, self.alive)
+        for rank in self.alive:
+            self.send(rank, signal.SIGUSR1)
 
-    def send(self, number: signal.Signals, ranks: Collection[int]) -> None:
-        """Send a signal to ranks of this machine, unless they have just ended.
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank of this machine, unless it has just ended.
 
-        SIGTERM reaches those of other machines by the agreement of all at the end of a step.
+        SIGTERM reaches the others by the agreement of all ranks at the end of a step.
         """
-        for pid in [self.heartbeats[rank].pid for rank in ranks if self._is_here(rank)]:
-            with suppress(ProcessLookupError):
-                if pid is not None:
-                    os.kill(pid, number)
+        pid = self.heartbeats[rank].pid
+        with suppress(ProcessLookupError):
+            if pid is not None and self._is_here(rank):
+                os.kill(pid, number)
 
 
 def _status(pid: int | None) -> int | str:
