@@ -41,6 +41,7 @@ NOT_RUN = {
     "kedro run --env=smollm2": "needs the model; tests/test_smollm2.py",
     "kedro run --env=tiny --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
     "kedro run --pipeline=full --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
+    'kedro run --pipeline=full --params="launch.mode': "tests/stages/launch/test_two_nodes.py",
     "kedro run --pipeline=simpo": "tests/pipelines/test_new_algorithm.py adds the algorithm",
     "kedro run --pipeline=full --params=store": "tests/test_storage.py",
     "make": "a target of the Makefile",
@@ -57,7 +58,8 @@ NOT_RUN = {
     "ssh worker-1": "needs another machine",
     "sudo apt-get": "needs root",
     "test $code": "part of a script that tests/stages/launch/test_two_nodes.py submits",
-    "torchrun": "tests/stages/launch/test_two_nodes.py",
+    "trap": "part of a script that tests/stages/launch/test_two_nodes.py submits",
+    "wait $!": "part of a script that tests/stages/launch/test_two_nodes.py submits",
 }
 """Beginnings of commands, with what they need, or the test that runs them in another place."""
 

@@ -90,16 +90,16 @@ def follow(directory: Path) -> None:
 
 
 def _follow(directory: Path, launch: str, timeout_s: float) -> None:
-    number = 0
+    beat: dict[str, Any] = {}
     while True:
-        beat = read_beat(directory)
-        if beat and (beat["launch"] != launch or beat["ended"]):
-            _end()
-        if beat and beat["number"] != number:
-            number = beat["number"]
-            # Ends this process even if reading from a lost file system never returns.
-            faulthandler.dump_traceback_later(timeout_s, exit=True)
-        time.sleep(EVERY_S)
+        # Ends this process even if reading from a lost file system never returns.
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        before = beat
+        while beat in ({}, before):
+            time.sleep(EVERY_S)
+            beat = read_beat(directory)
+            if beat and (beat["launch"] != launch or beat["ended"]):
+                _end()
 
 
 def _end() -> None:

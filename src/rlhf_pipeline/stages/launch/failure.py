@@ -224,13 +224,12 @@ def logged_cause(directory: Path) -> str | None:
     ):
         return f"a rank {f'on {host} ' if host else ''}{_death(int(status))}"
     ended = re.findall(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)", text, re.M)
+    tail = "" if _reports(directory) else log_tail(directory)
     for host, code in ended:
         if code == SSH_FAILED:
-            return f"node {host} is lost: its ssh connection failed or was cut"
-    if ended and not _reports(directory):  # they tell more
-        host, code = ended[0]
-        tail = log_tail(directory)
-        return f"node {host}: DeepSpeed's launcher ended with exit code {code}{tail}"
+            return f"node {host} is lost: its ssh connection failed or was cut{tail}"
+    if ended and tail:  # otherwise the reports tell more
+        return f"node {ended[0][0]}: DeepSpeed's launcher ended with exit code {ended[0][1]}{tail}"
     return None
 
 
