@@ -167,16 +167,19 @@ def test_a_hostfile_starts_the_ranks_by_ssh(nodes, ssh):
     ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", inputs="newest", **ssh))
 
 
-def test_open_mpi_starts_the_ranks_of_a_hostfile(nodes, ssh):
-    if shutil.which("mpirun") is None or shutil.which("ompi_info") is None:
-        pytest.skip("needs mpirun (openmpi-bin)")
-    rights = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ssh["environment"] |= rights
-    options = {
-        "launch.launcher": "openmpi",
-        "launch.launcher_args": "--mca btl_tcp_if_exclude lo",
-        "inputs": "newest",
-    }
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_mpi_starts_the_ranks_of_a_hostfile(nodes, ssh, tmp_path, launcher):
+    program = shutil.which(f"mpirun.{launcher}")  # as Debian names them
+    if program is None:
+        pytest.skip(f"needs mpirun.{launcher} (openmpi-bin, mpich)")
+    mpirun = tmp_path / "bin" / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    mpirun.chmod(0o755)
+    options: dict[str, object] = {"launch.launcher": launcher, "inputs": "newest"}
+    if launcher == "openmpi":
+        options["launch.launcher_args"] = "--mca btl_tcp_if_exclude lo"
+        rights = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        ssh["environment"] |= rights
     ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", **options, **ssh))
 
 

@@ -264,7 +264,8 @@ def _end(attempt: Attempt) -> str:
         return "exit code 0 but no manifest"
     if code < 0:
         return f"{_signal(-code)} to the launcher"
-    by_signal = f", DeepSpeed's for {_signal(256 - code)}" if code > 256 - 32 else ""
+    is_deepspeeds = code > 256 - 32 and attempt.ranks.pulse is None
+    by_signal = f", DeepSpeed's for {_signal(256 - code)}" if is_deepspeeds else ""
     return f"exit code {code}{by_signal}"
 
 
