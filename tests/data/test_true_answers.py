@@ -99,6 +99,11 @@ def test_prompts_without_a_true_answer_can_leave_ppo_and_the_evaluation(
     assert len(load("reward_model/train.arrow")) == 5
     counts = [source["without_reference"] for source in report["sources"].values()]
     assert counts == [10, 10, 0]
+    # The two of the test leave all files.
+    skipped = [source["skipped"] for source in report["sources"].values()]
+    reason = "its prompt has no true answer (split.without_reference is drop)"
+    assert sum(reasons.get(reason, 0) for reasons in skipped) == 2
+    assert {name for reasons in skipped for name, count in reasons.items() if count} == {reason}
 
 
 # --- a run that reads true answers ----------------------------------------------------------------
