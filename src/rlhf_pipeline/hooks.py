@@ -103,9 +103,10 @@ class PreflightHook:
 
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
-        """Check the model that a node reads: its positions, and the accuracy of a reward model.
+        """Check what a node reads: the model's positions, the accuracy of a reward model, and the
+        true answers that judges, or rewards of a run of PPO, read.
 
-        A model of the hub is first seen here.
+        A model of the hub is first seen here, and so are the counts of a split.
         """
         for name in {"base_model", "sft_model"} & inputs.keys():
             check_lengths(
@@ -114,20 +115,17 @@ class PreflightHook:
                 PPOConfig.model_validate(catalog.load("params:ppo")),
                 EvaluateConfig.model_validate(catalog.load("params:evaluate")),
             )
+        if "split" in inputs:
+            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
+            judges = EvaluateConfig.model_validate(catalog.load("params:evaluate")).judges
+            trains_another = "ppo" not in self._nodes and self._nodes & policy_stages().keys()
+            is_trained = "params:evaluate" in inputs
+            rewards = () if trains_another or is_trained else ppo.rewards
+            require_true_answers(inputs["split"], rewards, judges)
         if node.name == "ppo":
             given = RewardModelConfig.model_validate(catalog.load("params:reward_model"))
             ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
             check_gate(inputs["reward_model"], given.gate, ppo)
-
-    @hook_impl(tryfirst=True)
-    def after_node_run(self, node: Node, catalog: CatalogProtocol, outputs: dict[str, Any]) -> None:
-        """Refuse a split without the true answers that judges, or rewards of a run of PPO, read."""
-        if node.name == "split":
-            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
-            judges = EvaluateConfig.model_validate(catalog.load("params:evaluate")).judges
-            trains_another = "ppo" not in self._nodes and self._nodes & policy_stages().keys()
-            rewards = () if trains_another else ppo.rewards
-            require_true_answers(outputs["split"], rewards, judges)
 
 
 def provide_default_blocks(catalog: CatalogProtocol) -> None:
