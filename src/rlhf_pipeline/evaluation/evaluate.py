@@ -204,7 +204,8 @@ def judge_all(
     def judge_by(judge: Judge) -> None:
         for step, (draw, batch) in enumerate(batches.items(), start=1):
             heartbeat.at("scoring", step)
-            scores[draw][judge.name] = judge.score(batch)
+            with heartbeat.scored_by(judge.name):
+                scores[draw][judge.name] = judge.score(batch)
 
     tokens, world = setup.config.micro_batch_tokens, setup.world
     with_model(
