@@ -257,10 +257,13 @@ class StagesHook:
             self._tracker.open()
         for name, output in outputs.items():
             if name.endswith("evaluation"):
-                self._summary = summary(read_evaluation(output))
+                evaluation = read_evaluation(output)
+                self._summary = summary(evaluation)
+                if self._tracker is not None:
+                    self._tracker.log_verdict(Manifest.read(output).fingerprint, evaluation)
             if name.endswith("evaluation_page") and self._tracker is not None:
-                evaluation = Manifest.read(inputs[name.removesuffix("_page")])
-                self._tracker.log_page(evaluation.fingerprint, output)
+                fingerprint = Manifest.read(inputs[name.removesuffix("_page")]).fingerprint
+                self._tracker.log_page(fingerprint, output)
 
     @hook_impl
     def after_pipeline_run(self) -> None:
