@@ -14,11 +14,7 @@ from rich.console import Console
 
 from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.base_model import BaseModelConfig
-from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config_loader import check_environment
 from rlhf_pipeline.data.true_answers import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
@@ -85,7 +81,7 @@ class PreflightHook:
         serve_other_node(launch_config(catalog))
         check_pipeline(pipeline, catalog)
         nodes = self._nodes = {node.name for node in pipeline.nodes}
-        base_model = BaseModelConfig.model_validate(catalog.load("params:base_model"))
+        base_model = parameter_block(catalog, "base_model")
         if "base_model" in nodes and base_model.is_gguf:
             logger.warning(
                 "base_model.path: quantized weights of %s become float32; the precision they lost "
@@ -93,7 +89,7 @@ class PreflightHook:
                 base_model.path,
             )
         if any(name.startswith("evaluate") for name in nodes):
-            prompts = EvaluateConfig.model_validate(catalog.load("params:evaluate")).prompts
+            prompts = parameter_block(catalog, "evaluate").prompts
             logger.info(
                 "evaluate: at most %d prompts (evaluate.prompts), which show win rates from %.1f%% "
                 "up",
@@ -109,23 +105,17 @@ class PreflightHook:
         A model of the hub is first seen here, and so are the counts of a split.
         """
         for name in {"base_model", "sft_model"} & inputs.keys():
-            check_lengths(
-                positions_in(inputs[name]),
-                SplitConfig.model_validate(catalog.load("params:split")),
-                PPOConfig.model_validate(catalog.load("params:ppo")),
-                EvaluateConfig.model_validate(catalog.load("params:evaluate")),
-            )
+            limits = (parameter_block(catalog, block) for block in ("split", "ppo", "evaluate"))
+            check_lengths(positions_in(inputs[name]), *limits)
         if "split" in inputs:
-            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
-            judges = EvaluateConfig.model_validate(catalog.load("params:evaluate")).judges
             trains_another = "ppo" not in self._nodes and self._nodes & policy_stages().keys()
             is_trained = "params:evaluate" in inputs
+            ppo, evaluate = (parameter_block(catalog, block) for block in ("ppo", "evaluate"))
             rewards = () if trains_another or is_trained else ppo.rewards
-            require_true_answers(inputs["split"], rewards, judges)
+            require_true_answers(inputs["split"], rewards, evaluate.judges)
         if node.name == "ppo":
-            given = RewardModelConfig.model_validate(catalog.load("params:reward_model"))
-            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
-            check_gate(inputs["reward_model"], given.gate, ppo)
+            gate = parameter_block(catalog, "reward_model").gate
+            check_gate(inputs["reward_model"], gate, parameter_block(catalog, "ppo"))
 
 
 def provide_default_blocks(catalog: CatalogProtocol) -> None:
@@ -135,6 +125,11 @@ def provide_default_blocks(catalog: CatalogProtocol) -> None:
             catalog[f"params:{name}"] = block()
 
 
+def parameter_block(catalog: CatalogProtocol, name: str) -> Any:
+    """A parameter block, validated."""
+    return parameter_blocks()[name].model_validate(catalog.load(f"params:{name}"))
+
+
 def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     """Check what the nodes of a run need: stores, prompts for each phase, memory, a free port.
 
@@ -142,17 +137,14 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     """
     check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
-    check_phases(SplitConfig.model_validate(catalog.load("params:split")).weights, nodes)
+    check_phases(parameter_block(catalog, "split").weights, nodes)
     launch = launch_config(catalog)
     free_port(launch.master_port)
     if launch.memory_check == "off":
         return
     refuses = launch.memory_check == "refuse"
     hardware = hardware_at_hand(launch)
-    blocks = parameter_blocks().items()
-    parameters = as_json(
-        {name: block.model_validate(catalog.load(f"params:{name}")) for name, block in blocks}
-    )
+    parameters = as_json({name: parameter_block(catalog, name) for name in parameter_blocks()})
     for warning in check_memory(parameters, nodes, hardware, refuses=refuses):
         logger.warning("%s", warning)
 

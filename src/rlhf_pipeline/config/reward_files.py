@@ -109,16 +109,9 @@ def _bound(reward: CallableReward) -> dict[str, ast.stmt]:
     for statement in statements:
         is_scope = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         for node in [statement] if is_scope else ast.walk(statement):
-            match node:
-                case (
-                    ast.Name(id=name, ctx=ast.Store())
-                    | ast.alias(asname=str(name))
-                    | ast.alias(name=name)
-                    | ast.FunctionDef(name=name)
-                    | ast.AsyncFunctionDef(name=name)
-                    | ast.ClassDef(name=name)
-                ):
-                    bound[name] = statement
+            stored = isinstance(getattr(node, "ctx", None), ast.Store) and getattr(node, "id", None)
+            if name := getattr(node, "asname", None) or getattr(node, "name", None) or stored:
+                bound[name] = statement
     return bound
 
 
@@ -136,7 +129,7 @@ def _definition(reward: CallableReward) -> ast.FunctionDef | None:
             case ast.FunctionDef() as function:
                 return function
             case ast.ImportFrom(names=names, level=level) as statement:
-                (name,) = (one.name for one in names if name == (one.asname or one.name))
+                name = [one.name for one in names if name == (one.asname or one.name)][-1]
                 module = "." * level + (statement.module or "")
                 with suppress(ConfigError, ImportError):
                     module = resolve_name(module, reward.location.rpartition(".")[0])
