@@ -13,7 +13,6 @@ from kedro.pipeline.node import Node
 from rich.console import Console
 
 from rlhf_pipeline.config.architecture import positions_in
-from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config_loader import check_environment
 from rlhf_pipeline.data.true_answers import require_true_answers
@@ -175,15 +174,13 @@ def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
     """Build the context of a run from its parameters."""
-    parameters: dict[str, Any] = catalog.load("parameters")
-    base_model = BaseModelConfig.model_validate(parameters["base_model"])
     workspace, store = Path(catalog.load("workspace")), store_of(catalog)
     stored = None if store is None else StoredStages(store, workspace)
     return RunContext(
         workspace=workspace,
         launch=launch_config(catalog),
-        forced=forced_stages(parameters.get("force"), stage_specs()),
-        trust_remote_code=base_model.trust_remote_code,
+        forced=forced_stages(catalog.load("parameters").get("force"), stage_specs()),
+        trust_remote_code=parameter_block(catalog, "base_model").trust_remote_code,
         listener=StageListener(*listeners, *([] if stored is None else [stored])),
         stored=stored,
     )

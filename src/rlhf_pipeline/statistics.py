@@ -113,10 +113,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def length_controlled(
-    candidate: Values,
-    baseline: Values,
-    extra_tokens: Values,
-    alpha: float = ALPHA,
+    candidate: Values, baseline: Values, extra_tokens: Values, alpha: float = ALPHA
 ) -> tuple[float, float, float] | None:
     """The win rate that answers of equal length would have: (rate, lower, upper).
 

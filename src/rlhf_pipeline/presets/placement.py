@@ -22,11 +22,7 @@ Settings = dict[str, Any]
 
 
 def place(
-    stage: str,
-    parameters: Mapping[str, Any],
-    shape: Shape,
-    hardware: Hardware,
-    method: Method,
+    stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: Hardware, method: Method
 ) -> tuple[Settings, StageMemory] | None:
     """The first settings that fit, in the order of their costs, and the memory that they need.
 
