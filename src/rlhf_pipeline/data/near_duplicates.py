@@ -10,7 +10,7 @@ Li, Lu and Lu 2008, "Efficient Merging and Filtering Algorithms for Approximate 
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -26,9 +26,7 @@ def near_duplicates(texts: Iterable[str], held_out: Iterable[str]) -> np.ndarray
     Memory grows with the held-out texts alone; the others are streamed.
     """
     whole = [_grams(text) for text in held_out]
-    frequency = Counter(gram for grams in whole for gram in grams)
-    common = {gram for gram, count in frequency.items() if count > _COMMON}
-    del frequency  # as large as the index below
+    common = {gram for gram, n in Counter(chain.from_iterable(whole)).items() if n > _COMMON}
 
     def telling(grams: set[str]) -> set[str]:
         """Without common grams; of nothing else, one gram that stands for all of them."""

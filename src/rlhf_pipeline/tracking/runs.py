@@ -125,11 +125,8 @@ class MlflowTracker(StageListener):
                 client.log_text(run_id, page, PAGE)
 
     def log_verdict(self, fingerprint: str, evaluation: Mapping[str, Any]) -> None:
-        """Log an evaluation as columns of MLflow's list, to its own run and to the parent.
-
-        The columns are the verdict, and the metrics that a registered policy's run has as well: the
-        win rate by the deciding judge, and the reward model's score.
-        """
+        """Log an evaluation to its run and to the parent, as columns of MLflow's list: the verdict,
+        the win rate by the judge that decides, and the reward model's score."""
         from mlflow.entities import Metric
 
         judge, candidate = evaluation["judge"], evaluation["candidate"]
