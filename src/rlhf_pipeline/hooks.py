@@ -108,9 +108,8 @@ class PreflightHook:
             check_lengths(positions_in(inputs[name]), *limits)
         if "split" in inputs:
             trains_another = "ppo" not in self._nodes and self._nodes & policy_stages().keys()
-            is_trained = "params:evaluate" in inputs
             ppo, evaluate = (parameter_block(catalog, block) for block in ("ppo", "evaluate"))
-            rewards = () if trains_another or is_trained else ppo.rewards
+            rewards = () if trains_another or "params:evaluate" in inputs else ppo.rewards
             require_true_answers(inputs["split"], rewards, evaluate.judges)
         if node.name == "ppo":
             gate = parameter_block(catalog, "reward_model").gate

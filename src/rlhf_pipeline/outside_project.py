@@ -1,7 +1,4 @@
-"""What `kedro run` and `kedro rlhf` say outside of a project, where Kedro does not know them.
-
-Kedro finds this hook by the entry point `kedro.cli_hooks` of the package.
-"""
+"""What `kedro run` and `kedro rlhf` say outside of a project; a hook of Kedro's command line."""
 
 import shlex
 from pathlib import Path

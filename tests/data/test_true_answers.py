@@ -154,6 +154,14 @@ def test_a_judge_that_reads_true_answers_needs_them_in_the_test(split: Path, jud
     require_true_answers(split, (), EvaluateConfig(judges=[f"{split}/mine.py:brief"]).judges)
 
 
+def test_a_split_of_an_earlier_version_suits_what_reads_no_true_answers(split: Path) -> None:
+    (split / "report.json").write_text("{}")
+    exact = EvaluateConfig(judges=[{"reference": "exact"}]).judges
+    with pytest.raises(DataError, match=r"^split: found one of an earlier version, .* Fix: "):
+        require_true_answers(split, (), exact)
+    require_true_answers(split, TypeAdapter(Rewards).validate_python(["trained"]), ())
+
+
 def test_a_split_with_all_true_answers_suits_every_reward(split: Path) -> None:
     (split / "report.json").write_text(json.dumps({"without_reference": {}}))
     rewards = TypeAdapter(Rewards).validate_python([f"{split}/mine.py:correct"])

@@ -97,10 +97,8 @@ def _check_defined(reward: CallableReward) -> None:
 
 
 def _bound(reward: CallableReward) -> dict[str, ast.stmt]:
-    """The names of the reward's module, each with the last statement of the module that binds it.
-
-    Raises ConfigError if the source cannot be parsed.
-    """
+    """The names of the reward's module, each with the last statement of the module that binds it;
+    raises ConfigError if the source cannot be parsed."""
     path, bound = source_file(reward), {}
     try:
         statements = ast.parse(decode_source(path.read_bytes())).body

@@ -35,7 +35,6 @@ class StageProgress:
 
     title: str
     phase: str
-    """What the program does, with the reward or the judge that scores."""
     started: float = field(default_factory=time.monotonic)
     """When the stage started, by the monotonic clock."""
     step: int | None = None
