@@ -38,12 +38,12 @@ from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 
 QUESTIONS = list(synthetic._questions())[:8]
-REFERENCES = ["a", None, "bb", "ccc", "dddd", "eeeee", "f", "g"]
+REFERENCES = ["a", "h", "bb", "ccc", "dddd", "eeeee", "f", "g"]
 JUDGE = """
 def words(prompts, responses, references):
     assert all(prompt[-1]["role"] == "user" for prompt in prompts)
     return [
-        len(response.split()) + len(reference or "")
+        len(response.split()) + len(reference)
         for response, reference in zip(responses, references, strict=True)
     ]
 """
@@ -102,7 +102,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
         assert answer["source"] == "synthetic"
         assert answer["prompt"] == f"User: {QUESTIONS[answer['row']]}"
         assert answer["messages"] == messages
-        reference = REFERENCES[answer["row"]] or ""
+        reference = REFERENCES[answer["row"]]
         assert answer["words_score"] == len(answer["response"].split()) + len(reference)
         assert answer["gold_score"] == gold_score("synthetic", messages, answer["response"])
     evaluation = json.loads((export / "evaluation.json").read_text())
@@ -340,24 +340,27 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
 def test_a_judge_by_true_answers_needs_one_for_every_prompt(inputs, world, tmp_path):
     """A judge that was asked for is never dropped."""
     judges = [{"reference": "contains"}]
-    with pytest.raises(StageError, match=r"found a prompt without a true answer.*contains\. Fix:"):
-        run(inputs, tmp_path / "a", judges=judges)
-
-    table = pa.ipc.open_stream(inputs["prompts"] / "test.arrow").read_all()
-    place, true = table.schema.get_field_index("reference"), pa.array([*"aeiouxyz"])
     complete = tmp_path / "prompts"
     shutil.copytree(inputs["prompts"], complete)
-    table = table.set_column(place, "reference", true)
-    with (
-        pa.OSFile(str(complete / "test.arrow"), "wb") as sink,
-        pa.ipc.new_stream(sink, table.schema) as writer,
-    ):
-        writer.write_table(table)
-    _, lines = run(inputs | {"prompts": complete}, tmp_path / "b", judges=judges)
+
+    def run_with(*true):
+        table = pa.ipc.open_stream(inputs["prompts"] / "test.arrow").read_all()
+        place = table.schema.get_field_index("reference")
+        table = table.set_column(place, "reference", pa.array(true))
+        with (
+            pa.OSFile(str(complete / "test.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
+            writer.write_table(table)
+        return run(inputs | {"prompts": complete}, tmp_path / f"with {true[1]}", judges=judges)
+
+    with pytest.raises(StageError, match=r"found a prompt without a true answer.*contains\. Fix:"):
+        run_with("a", None, *"iouxyz")
+    _, lines = run_with(*"aeiouxyz")
     for answer in map(json.loads, lines.splitlines()):
         expected = float("aeiouxyz"[answer["row"]] in answer["response"].casefold())
         assert answer["contains_score"] == expected
-    evaluation = evaluation_in(tmp_path / "b")
+    evaluation = evaluation_in(tmp_path / "with e")
     assert list(evaluation["win_rates"]) == ["gold", "contains", "score"]
     assert evaluation["policies"]["sft"]["contains_score_lower"] >= 0
 
