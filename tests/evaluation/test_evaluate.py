@@ -37,12 +37,12 @@ from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 
 QUESTIONS = list(synthetic._questions())[:8]
-REFERENCES = ["a", None, "bb", "ccc", "dddd", "eeeee", "f", "g"]
+REFERENCES = ["a", "h", "bb", "ccc", "dddd", "eeeee", "f", "g"]
 JUDGE = """
 def words(prompts, responses, references):
     assert all(prompt[-1]["role"] == "user" for prompt in prompts)
     return [
-        len(response.split()) + len(reference or "")
+        len(response.split()) + len(reference)
         for response, reference in zip(responses, references, strict=True)
     ]
 """
@@ -101,7 +101,7 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
         assert answer["source"] == "synthetic"
         assert answer["prompt"] == f"User: {QUESTIONS[answer['row']]}"
         assert answer["messages"] == messages
-        reference = REFERENCES[answer["row"]] or ""
+        reference = REFERENCES[answer["row"]]
         assert answer["words_score"] == len(answer["response"].split()) + len(reference)
         assert answer["gold_score"] == gold_score("synthetic", messages, answer["response"])
     evaluation = json.loads((export / "evaluation.json").read_text())
