@@ -38,6 +38,19 @@ def test_what_fits_is_left_alone(refuse):
     }
 
 
+@pytest.mark.parametrize(("minibatch", "accumulate"), [(64, "bf16"), (128, None)])
+def test_gradients_add_up_in_bf16_where_nothing_adds_up(refuse, minibatch, accumulate):
+    """One row of a minibatch on each of 64 ranks is one micro batch."""
+    refuse(lambda block: block["actor"]["deepspeed"]["zero_stage"] < 3)
+    parameters = {"ppo": {"minibatch_size": minibatch}}
+    found, _ = place("ppo", parameters, SHAPE, named(None, "8x8x80"), "full")
+    for model in ("actor", "critic"):
+        assert found[f"{model}.deepspeed"].get("accumulate") == accumulate
+    refuse(lambda block: False)  # stage 1 reduces the sums
+    found, _ = place("ppo", parameters, SHAPE, named(None, "8x8x80"), "full")
+    assert found["actor.deepspeed"] == PLAIN
+
+
 @pytest.mark.parametrize(
     ("gpus", "method", "expected"),
     [

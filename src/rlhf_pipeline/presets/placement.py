@@ -22,17 +22,15 @@ Settings = dict[str, Any]
 
 
 def place(
-    stage: str,
-    parameters: Mapping[str, Any],
-    shape: Shape,
-    hardware: Hardware,
-    method: Method,
+    stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: Hardware, method: Method
 ) -> tuple[Settings, StageMemory] | None:
     """The first settings that fit, in the order of their costs, and the memory that they need.
 
     Returns None if no setting fits.
     """
-    for tokens, strategy in product(TOKENS, [*_strategies(stage, shape, hardware, method)]):
+    one_row = parameters[stage].get("minibatch_size") == hardware.world
+    strategies = [*_strategies(stage, shape, hardware, method, one_row=one_row)]
+    for tokens, strategy in product(TOKENS, strategies):
         sizes = [*_sizes(stage, tokens)]
         smallest = _planned(stage, parameters, strategy | sizes[-1], shape, hardware)
         if fits(smallest, hardware):
@@ -59,8 +57,14 @@ def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:
         )
 
 
-def _strategies(stage: str, shape: Shape, hardware: Hardware, method: Method) -> Iterator[Settings]:
-    """What is sharded, recomputed and offloaded, cheaper ones first."""
+def _strategies(
+    stage: str, shape: Shape, hardware: Hardware, method: Method, *, one_row: bool
+) -> Iterator[Settings]:
+    """What is sharded, recomputed and offloaded, cheaper ones first.
+
+    With `one_row` of a minibatch on each rank, no gradients of micro batches add up, so at stage 3,
+    which reduces them in bf16 anyway, sums in bf16 are as exact as in fp32.
+    """
     sharded = hardware.world > 1
     if stage == "evaluate":
         yield {"precision": "bf16", "zero_stage": 0}
@@ -70,6 +74,7 @@ def _strategies(stage: str, shape: Shape, hardware: Hardware, method: Method) ->
     trained = ("actor.", "critic.") if stage == "ppo" else ("",)
     for zero, recomputes, offloads in _training(sharded, method):
         deepspeed = {"zero_stage": zero, "precision": "bf16"}
+        deepspeed |= {"accumulate": "bf16"} if one_row and zero == 3 else {}
         settings: Settings = {}
         for model in trained:
             settings |= {f"{model}gradient_checkpointing": True} if recomputes else {}
