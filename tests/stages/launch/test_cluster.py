@@ -229,6 +229,11 @@ def test_a_path_that_a_shell_would_change_is_refused(tmp_path):
         made(tmp_path / "a b")
 
 
+def test_the_path_of_the_work_directory_holds_in_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert made("ws").command[-3] == f"{tmp_path}/ws"
+
+
 def test_an_address_of_another_machine_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"launch\.address: found 192\.0\.2\.1, expected an addr"):
         made(tmp_path, address="192.0.2.1")

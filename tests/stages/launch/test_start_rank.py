@@ -14,7 +14,7 @@ from rlhf_pipeline.stages.launch import start_rank
 SHOW = """
 import json, os, sys
 names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS RLHF_PULSE RLHF_RENDEZVOUS".split()
-print(json.dumps([sys.argv[1], *(os.environ.get(name) for name in names)]))
+print(json.dumps([sys.argv[1], os.getcwd(), *(os.environ.get(name) for name in names)]))
 """
 OTHERS = [name for names in start_rank.NUMBERS for name in names]
 
@@ -25,6 +25,7 @@ def plan(tmp_path):
     settings = {"WORLD_SIZE": "16", "MASTER_ADDR": "10.0.0.1", "PYTHONPATH": str(tmp_path)}
     return {
         "program": "show",
+        "folder": "/usr",
         "defaults": {"OMP_NUM_THREADS": "3"},
         "settings": settings,
         "installation": start_rank.installation(),
@@ -65,7 +66,7 @@ def start(tmp_path, plan):
 def test_every_launcher_numbers_the_ranks(start, tmp_path, variables):
     done, launch = start(**variables)
     assert json.loads(done.stdout) == [
-        str(tmp_path / "job.json"), "9", "1", "16", "10.0.0.1", "3", f"{launch} 2", None,
+        str(tmp_path / "job.json"), "/usr", "9", "1", "16", "10.0.0.1", "3", f"{launch} 2", None,
     ]  # fmt: skip
 
 

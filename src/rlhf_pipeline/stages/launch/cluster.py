@@ -112,6 +112,7 @@ def on_several_machines(
     Raises ConfigError if the ranks could not meet at this machine, or the path of the work
     directory would not reach the other machines unchanged.
     """
+    program = replace(program, directory=str(Path(program.directory).absolute()))
     if PLAIN.fullmatch(program.directory) is None:
         raise ConfigError(
             f"root: found {program.directory}, expected letters, digits and @+=:,./_- in the path: "
@@ -127,6 +128,7 @@ def on_several_machines(
     }
     plan = {
         "program": program.program,
+        "folder": str(Path.cwd()),
         "defaults": replace(program, ranks=max(layout.ranks)).defaults,
         "settings": settings,
         "installation": start_rank.installation(),

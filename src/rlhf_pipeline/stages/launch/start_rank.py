@@ -64,6 +64,7 @@ def main(directory: Path, launch: str, timeout_s: float) -> NoReturn:
         PULSE: f"{launch} {timeout_s:g}",
     }
     environment.pop(RENDEZVOUS, None)
+    os.chdir(plan["folder"])  # ssh and kubectl start in another one
     command = [sys.executable, "-m", plan["program"], str(directory / "job.json")]
     os.execve(sys.executable, command, environment)  # noqa: S606 - no shell
 
