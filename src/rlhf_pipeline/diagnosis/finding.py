@@ -19,9 +19,9 @@ from rlhf_pipeline.storage.store import Store
 
 State = Literal["ok", "warning", "failure"]
 
-BUDGET_S = 30.0
-"""Seconds until a check counts as failed. The slowest imports torch, which takes some seconds on a
-cold disk."""
+BUDGET_S = 60.0
+"""Seconds until a check counts as failed. The slowest starts ranks on other machines: DeepSpeed's
+launchers there import torch, which takes some seconds on a cold disk."""
 
 
 @dataclass(frozen=True)
