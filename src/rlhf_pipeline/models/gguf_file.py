@@ -1,3 +1,5 @@
+import os
+import struct
 from pathlib import Path
 
 import torch
@@ -10,6 +12,15 @@ from rlhf_pipeline.models.lean_transformers import (
     PreTrainedModel,
 )
 
+SIZES = dict(
+    zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), (1, 1, 2, 2, 4, 4, 4, 1, 8, 8, 8), strict=True)
+)
+"""Bytes of the values of fixed size, by type."""
+UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10
+MAX_VALUES = 2**22
+"""Values in a header; the readers make objects of each. A vocabulary of 260,000 tokens with scores,
+types and merges has 1.5 million."""
+
 
 def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer of a `.gguf` file; quantized weights become float32.
@@ -18,6 +29,7 @@ def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     ArtifactError if the file is damaged, or transformers cannot convert its architecture.
     """
     try:
+        check_header(file)
         model = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -32,6 +44,56 @@ def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         ) from error
     model.config.quantization_config = None  # exported weights are not quantized
     return model, tokenizer
+
+
+def check_header(file: Path) -> None:
+    """Raise ValueError if the header announces more than the file contains.
+
+    The readers of gguf and transformers allocate and loop as it says. Format:
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    """
+    left, size, order = MAX_VALUES, file.stat().st_size, "<"
+    with file.open("rb") as stream:
+
+        def skip(count: int) -> None:
+            if count > size - stream.tell():
+                raise ValueError(f"byte {stream.tell()} of {size} announces {count} more bytes")
+            stream.seek(count, os.SEEK_CUR)
+
+        def number(code: str) -> int:
+            at = stream.tell()
+            skip(struct.calcsize(code))
+            stream.seek(at)
+            return int(struct.unpack(order + code, stream.read(struct.calcsize(code)))[0])
+
+        def values(kind: int, count: int) -> None:
+            nonlocal left
+            left -= count
+            if left < 0:
+                raise ValueError(f"the header announces more than {MAX_VALUES} values")
+            if kind in SIZES:
+                skip(SIZES[kind] * count)
+                return
+            for _ in range(count):
+                if kind == STRING:
+                    skip(number("Q"))
+                elif kind == ARRAY:
+                    values(number("I"), number("Q"))
+                else:
+                    raise ValueError(f"the header has a value of the unknown type {kind}")
+
+        stream.seek(4)
+        if number("I") & 0xFFFF == 0:  # big-endian, as gguf's reader decides
+            order = ">"
+        tensors, fields = number("Q"), number("Q")
+        for _ in range(fields):
+            values(STRING, 1)
+            values(number("I"), 1)
+        for _ in range(tensors):
+            values(STRING, 1)
+            values(UINT64, number("I"))
+            values(UINT32, 1)
+            values(UINT64, 1)
 
 
 def bits_per_weight(file: Path) -> float:

@@ -67,11 +67,14 @@ def test_the_search_for_the_closing_quote_is_limited(
     monkeypatch.setattr(text_rows, "MAX_CHARACTERS", 100)
     with pytest.raises(
         DataError,
-        match=r"a.csv:3: the quote of the row is never closed \(field larger than field limit "
-        r"\(100\)\)\. Fix: close it",
+        match=r"a.csv:3: the row has more than 100 characters: is its quote never closed\? Fix: "
+        r"close it",
     ):
         read(write("a.csv", b'x,y\n1,2\n1,"2\n' + b"3,4\n" * 1000))
     assert len(read(write("b.csv", b"x,y\n" + b"3,4\n" * 1000))) == 1000
+    for row in (b"1," * 60, b'"1\n",' * 30):  # a line without an end, many short fields
+        with pytest.raises(DataError, match=r"c.csv:2: the row has more than 100 characters"):
+            read(write("c.csv", b"x,y\n" + row))
 
 
 @pytest.mark.parametrize(

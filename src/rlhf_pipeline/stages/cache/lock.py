@@ -88,9 +88,10 @@ def _programs(job: str) -> Iterator[tuple[int, str]]:
     for process in psutil.process_iter(["cmdline", "uids"]):
         command, uids = process.info["cmdline"] or [], process.info["uids"]
         at = next((i for i, word in enumerate(command) if word in ("-m", "--module")), None)
-        if at is not None and job in command[at + 2 :] and uids.real == os.getuid():
-            if "python" in Path(command[0]).name:
-                yield process.pid, printable(f"python {shlex.join(command[at:])}")
+        if at is None or "python" not in Path(command[0]).name or uids.real != os.getuid():
+            continue
+        if job in command[at + 2 :]:
+            yield process.pid, printable(f"python {shlex.join(command[at:])}")
 
 
 def user(first_attempt: Path) -> str | None:
