@@ -167,6 +167,7 @@ class _Window:
         self.next_mark()
         while True:
             size = len(self.text) - self.at
+            more = min(size, MAX_CHARACTERS - size)  # twice as much, up to the limit
             try:
                 value, end = json.JSONDecoder().raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:  # broken, or cut
@@ -174,10 +175,10 @@ class _Window:
                     raise json.JSONDecodeError(
                         f"{error.msg}, or {_too_long()}", error.doc, error.pos
                     ) from None
-                if not self._grow(size):
+                if not self._grow(more):
                     raise
                 continue
-            if end + len("e+") >= len(self.text) and self._grow(size):
+            if end + len("e+") >= len(self.text) and self._grow(more):
                 continue  # a number may be cut
             element, self.at = self.text[self.at : end], end
             return _object_or_unused(value) if is_utf8(element) else Unused(NOT_UTF8)
