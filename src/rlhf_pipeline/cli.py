@@ -142,7 +142,7 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
     from rlhf_pipeline.commands.doctor import doctor as examine
     from rlhf_pipeline.commands.doctor import show
 
-    findings = examine(catalog, project)
+    findings = examine(catalog)
     show(findings, console(), as_json=as_json)
     if any(finding.state == "failure" for finding in findings):
         raise click.exceptions.Exit(1)

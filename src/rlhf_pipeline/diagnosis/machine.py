@@ -5,7 +5,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
@@ -32,14 +31,13 @@ print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
 """Runs in a process of its own: the driver never imports torch."""
 SELF_CHECK = "rlhf_pipeline.models.self_check"
 """Module that runs in a process of its own, like the probe."""
-_probing = Lock()
 
 
 def gpu(setup: Setup) -> Finding:
     """Torch can compute on every GPU that the ranks would use."""
     if setup.gpus == 0:
         return Finding("gpu", "ok", f"none; {setup.ranks} ranks train on the CPU")
-    answer = _probe_once()
+    answer = _probe()
     if isinstance(answer, str):
         fix = "install the torch that fits the driver and the GPU"
         return Finding("gpu", "failure", f"torch fails: {answer}", fix)
@@ -75,17 +73,11 @@ def nccl(setup: Setup) -> Finding:
     """Torch has NCCL if several ranks train on GPUs."""
     if setup.gpus < 2:
         return Finding("nccl", "ok", "not needed with fewer than two GPUs")
-    answer = _probe_once()
+    answer = _probe()
     version = None if isinstance(answer, str) else answer[3]
     if version is None:
         return Finding("nccl", "failure", "torch has no NCCL", "install torch with CUDA for Linux")
     return Finding("nccl", "ok", ".".join(map(str, version)))
-
-
-def _probe_once() -> list[Any] | str:
-    """What `_probe` returns. Two checks ask at once; the cache alone would run it for both."""
-    with _probing:
-        return _probe()
 
 
 @cache
