@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.diagnosis import installation, machine, nodes
+from rlhf_pipeline.diagnosis import installation, machine
 from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
 from rlhf_pipeline.hooks import launch_config, provide_default_blocks
 from rlhf_pipeline.runtime.job import as_json
@@ -20,11 +20,9 @@ CHECKS = (
     installation.compiler,
     machine.gpu,
     machine.kernels,
-    machine.nccl,
     machine.shared_memory,
     machine.disk,
-    machine.rendezvous,
-    nodes.nodes,
+    machine.nodes,
 )
 """All checks, in the order of the table."""
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
@@ -32,11 +30,6 @@ STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 def doctor(catalog: CatalogProtocol) -> list[Finding]:
     """What all checks find."""
-    return run_checks(CHECKS, setup(catalog))
-
-
-def setup(catalog: CatalogProtocol) -> Setup:
-    """What the checks look at."""
     provide_default_blocks(catalog)
     parameters = catalog.load("parameters")
     blocks = {
@@ -44,7 +37,7 @@ def setup(catalog: CatalogProtocol) -> Setup:
         for name, block in parameter_blocks().items()
     }
     values = dict(leaves(as_json(blocks)))
-    return Setup(
+    setup = Setup(
         root=Path(catalog.load("workspace")).absolute().parent,
         launch=launch_config(catalog),
         compiles=tuple(
@@ -57,6 +50,7 @@ def setup(catalog: CatalogProtocol) -> Setup:
             {v for name, v in values.items() if name.endswith(".precision")} - {None}
         ),
     )
+    return run_checks(CHECKS, setup)
 
 
 def show(findings: list[Finding], console: Console, *, as_json: bool) -> None:

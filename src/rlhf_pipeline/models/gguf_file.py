@@ -1,4 +1,3 @@
-import os
 import struct
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from rlhf_pipeline.models.lean_transformers import (
     PreTrainedModel,
 )
 
-SIZES = dict(
-    zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), (1, 1, 2, 2, 4, 4, 4, 1, 8, 8, 8), strict=True)
-)
+STRING, ARRAY, UINT64 = 8, 9, 10
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, UINT64: 8, 11: 8, 12: 8}
 """Bytes of the values of fixed size, by type."""
-UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10
 MAX_VALUES = 2**22
 """Values in a header; the readers make objects of each. A vocabulary of 260,000 tokens with scores,
 types and merges has 1.5 million."""
@@ -55,45 +52,36 @@ def check_header(file: Path) -> None:
     left, size, order = MAX_VALUES, file.stat().st_size, "<"
     with file.open("rb") as stream:
 
-        def skip(count: int) -> None:
+        def take(count: int) -> bytes:
             if count > size - stream.tell():
                 raise ValueError(f"byte {stream.tell()} of {size} announces {count} more bytes")
-            stream.seek(count, os.SEEK_CUR)
+            return stream.read(count)
 
         def number(code: str) -> int:
-            at = stream.tell()
-            skip(struct.calcsize(code))
-            stream.seek(at)
-            return int(struct.unpack(order + code, stream.read(struct.calcsize(code)))[0])
+            return int(struct.unpack(order + code, take(struct.calcsize(code)))[0])
 
-        def values(kind: int, count: int) -> None:
+        def values(kind: int, count: int = 1) -> None:
             nonlocal left
             left -= count
             if left < 0:
                 raise ValueError(f"the header announces more than {MAX_VALUES} values")
-            if kind in SIZES:
-                skip(SIZES[kind] * count)
-                return
             for _ in range(count):
-                if kind == STRING:
-                    skip(number("Q"))
-                elif kind == ARRAY:
+                if kind == ARRAY:
                     values(number("I"), number("Q"))
                 else:
-                    raise ValueError(f"the header has a value of the unknown type {kind}")
+                    take(number("Q") if kind == STRING else SIZES[kind])
 
-        stream.seek(4)
+        take(4)
         if number("I") & 0xFFFF == 0:  # big-endian, as gguf's reader decides
             order = ">"
         tensors, fields = number("Q"), number("Q")
         for _ in range(fields):
-            values(STRING, 1)
-            values(number("I"), 1)
+            values(STRING)
+            values(number("I"))
         for _ in range(tensors):
-            values(STRING, 1)
+            values(STRING)
             values(UINT64, number("I"))
-            values(UINT32, 1)
-            values(UINT64, 1)
+            take(4 + 8)  # type and offset
 
 
 def bits_per_weight(file: Path) -> float:

@@ -101,10 +101,9 @@ class Store:
             try:
                 store.pipe_file(partial, text.encode())
                 store.mv(partial, target)
-            except BaseException:
-                with suppress(Exception):
+            finally:
+                with suppress(Exception):  # only a failure leaves it
                     store.rm_file(partial)
-                raise
 
     def names(self, pattern: str) -> list[str]:
         """The names that match a pattern such as `stages/*.json`, sorted."""

@@ -79,18 +79,14 @@ def _header_fault(header: list[str]) -> str | None:
 def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:
     """Yield the fields of every row that is not blank, with the line where the row begins."""
     csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
-    begin, characters = 1, 0
+    characters = 0
 
     def lines() -> Iterator[str]:
         nonlocal characters
         for line in _lines(file):
             characters += len(line)
             if characters > MAX_CHARACTERS:
-                raise FileFault(
-                    begin,
-                    f"{_too_long()}: is its quote never closed? Fix: close it; double a quote "
-                    "inside a field.",
-                )
+                raise csv.Error(_too_long())
             yield line
 
     reader = csv.reader(lines(), strict=True)
@@ -101,12 +97,9 @@ def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]
         except StopIteration:
             return
         except csv.Error as error:
-            if str(error).startswith("unexpected end of data"):
-                raise FileFault(
-                    begin,
-                    f"the quote of the row is never closed ({error}). Fix: close it; double a "
-                    "quote inside a field.",
-                ) from None
+            if str(error) in ("unexpected end of data", _too_long()):
+                fix = "Fix: close its quote; double a quote inside a field."
+                raise FileFault(begin, f"the row does not end ({error}). {fix}") from None
             yield begin, Unused(f"not CSV ({error})")
         else:
             if fields:
@@ -172,10 +165,8 @@ class _Window:
                 value, end = json.JSONDecoder().raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:  # broken, or cut
                 if size > MAX_CHARACTERS:
-                    raise json.JSONDecodeError(
-                        f"{error.msg}, or {_too_long()}", error.doc, error.pos
-                    ) from None
-                if not self._grow(more):
+                    error.msg += f", or {_too_long()}"
+                if size > MAX_CHARACTERS or not self._grow(more):
                     raise
                 continue
             if end + len("e+") >= len(self.text) and self._grow(more):
