@@ -8,16 +8,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.diagnosis import installation, machine
+from rlhf_pipeline.diagnosis import machine
 from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
 from rlhf_pipeline.hooks import launch_config, provide_default_blocks
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks
 
 CHECKS = (
-    installation.python,
-    installation.libraries,
-    installation.compiler,
+    machine.python,
+    machine.libraries,
+    machine.compiler,
     machine.gpu,
     machine.kernels,
     machine.shared_memory,

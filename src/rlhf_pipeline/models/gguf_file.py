@@ -15,8 +15,7 @@ STRING, ARRAY, UINT64 = 8, 9, 10
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, UINT64: 8, 11: 8, 12: 8}
 """Bytes of the values of fixed size, by type."""
 MAX_VALUES = 2**22
-"""Values in a header; the readers make objects of each. A vocabulary of 260,000 tokens with scores,
-types and merges has 1.5 million."""
+"""Values in a header, of each of which the readers make objects. Large vocabularies have 1.5e6."""
 
 
 def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -72,8 +71,7 @@ def check_header(file: Path) -> None:
                     take(number("Q") if kind == STRING else SIZES[kind])
 
         take(4)
-        if number("I") & 0xFFFF == 0:  # big-endian, as gguf's reader decides
-            order = ">"
+        order = "<" if number("I") & 0xFFFF else ">"  # as gguf's reader decides
         tensors, fields = number("Q"), number("Q")
         for _ in range(fields):
             values(STRING)

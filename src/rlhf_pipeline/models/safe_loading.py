@@ -60,10 +60,7 @@ def loading_arguments(
 
 @contextmanager
 def explain_loading_errors(path: str | Path) -> Iterator[None]:
-    """Replace the errors of transformers and torch by an ArtifactError with the fix.
-
-    A memory that is too small stays what it is.
-    """
+    """Replace all errors of transformers and torch but "out of memory" by an ArtifactError."""
     try:
         yield
     except pickle.UnpicklingError as error:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from rlhf_pipeline.errors import StageError
 
-RENAME_EXCHANGE = 2  # linux/fs.h
-
 
 def write_atomically(path: Path, text: str, *, force: bool = True) -> None:
     """Write a file under another name, then rename it, so that nothing leaves a truncated file.
@@ -31,8 +29,8 @@ def write_atomically(path: Path, text: str, *, force: bool = True) -> None:
 def put_in_place(complete: Path, target: Path) -> None:
     """Give a complete file or folder its name, forced to the disk, and remove the earlier one.
 
-    If this is cut off, `target` is the earlier one or the new one. Only where the file system
-    cannot exchange two folders, such as NFS, the earlier one may be left as `.outgoing`.
+    A kill leaves the earlier one or the new one. Where the file system cannot exchange folders,
+    such as NFS, the earlier one may be left as `.outgoing`.
     """
     force_to_disk(complete)
     earlier = None
@@ -50,10 +48,9 @@ def put_in_place(complete: Path, target: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names at once (Linux, renameat2); False where that is not possible."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = os.fsencode(one.absolute()), os.fsencode(other.absolute())
-    return call is not None and call(0, names[0], 0, names[1], RENAME_EXCHANGE) == 0
+    """Exchange two names at once, by RENAME_EXCHANGE of Linux; False where that is not possible."""
+    call = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
+    return bool(call(0, os.fsencode(one.absolute()), 0, os.fsencode(other.absolute()), 2) == 0)
 
 
 def force_to_disk(path: Path) -> None:

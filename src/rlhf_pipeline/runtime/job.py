@@ -65,10 +65,7 @@ class LaunchedJob:
         return model.model_validate(self.config[name])
 
     def expect_unchanged(self, name: str, path: Path) -> None:
-        """Raise ArtifactError if an input, which no stage made, has changed since it was planned.
-
-        Call this when its bytes have been read. Inputs that were not digested are not compared.
-        """
+        """Raise ArtifactError if an input that was digested for the plan has changed meanwhile."""
         found = file_digest(path) if path.is_file() else folder_digest(path)
         if self.digests.get(name, found) != found:
             raise ArtifactError(

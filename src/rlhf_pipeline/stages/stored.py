@@ -217,10 +217,7 @@ class StoredStages(StageListener):
         self._failed_at = None
 
     def _push(self, run: StageRun, *, replace: bool) -> None:
-        """Upload an artifact, then remove the checkpoints of its stage.
-
-        Without `replace`, only if the store has none of this recipe, or a damaged pointer.
-        """
+        """Upload an artifact, or only if a valid one lacks; then remove its stage's checkpoints."""
         stored = None
         if not replace:
             with suppress(ArtifactError):

@@ -220,8 +220,7 @@ def best_of_all(
     by_line: dict[int, dict[bool, list[float]]] = {}
     for line, chosen, one in zip(benchmark.lines, benchmark.chosen, scores, strict=True):
         by_line.setdefault(line, {True: [], False: []})[chosen].append(one)
-    right = np.array([float(min(row[True]) > max(row[False])) for row in by_line.values()])
-    return _rate(right)
+    return _rate(np.array([min(row[True]) > max(row[False]) for row in by_line.values()], float))
 
 
 def _rate(right: np.ndarray) -> dict[str, float]:

@@ -14,8 +14,7 @@ from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
 MAX_CHARACTERS = 16 * 2**20
-"""Limit for a row of JSON and of CSV, and for a line of text. A longer one means a broken file. As
-Python objects, a row can take 25 times as many bytes."""
+"""Limit for a row of JSON or CSV and a line of text. Python's objects take 25 times the bytes."""
 _PIECE = 2**20
 _BOM = b"\xef\xbb\xbf"
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -160,7 +159,7 @@ class _Window:
         self.next_mark()
         while True:
             size = len(self.text) - self.at
-            more = min(size, MAX_CHARACTERS - size)  # twice as much, up to the limit
+            more = min(size, MAX_CHARACTERS - size)
             try:
                 value, end = json.JSONDecoder().raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:  # broken, or cut
