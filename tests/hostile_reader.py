@@ -122,11 +122,11 @@ def _message(kind: str, path: Path) -> str:
 
 
 if __name__ == "__main__":
-    import datasets  # noqa: F401 - once for all children
-
+    order = json.loads(Path(sys.argv[1]).read_text())
+    # Once for all children, which would spend most of their time on it.
     import rlhf_pipeline.data.files.rows
-    import rlhf_pipeline.labelling.votes
-    import rlhf_pipeline.models.gguf_file  # noqa: F401
 
-    for kind, path in json.loads(Path(sys.argv[1]).read_text()):
+    if order[0][0] in ("gguf", "model", "table"):
+        import rlhf_pipeline.models.gguf_file
+    for kind, path in order:
         print(json.dumps(read(kind, Path(path))), flush=True)
