@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.diagnosis import nodes as module
+from rlhf_pipeline.diagnosis import machine as module
 from rlhf_pipeline.diagnosis.finding import run_checks
 
 
