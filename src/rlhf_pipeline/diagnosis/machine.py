@@ -187,8 +187,10 @@ def nodes(setup: Setup) -> Finding:
         if code == 0:
             found = f"{program.ranks} ranks start on {len(layout.ranks)} machines"
             return Finding("nodes", "ok", found)
-        cause = logged_cause(Path(folder)) or f"found exit code {code}"
+        tail = log_tail(Path(folder))
         if code is None:
-            cause = f"found ranks that do not start within {START_S:g} s"
+            cause = f"found ranks that do not start within {START_S:g} s{tail}"
+        else:
+            cause = logged_cause(Path(folder)) or f"found exit code {code}{tail}"
         fix = "mend what the output says; the first machine must be this one"
-        return Finding("nodes", "failure", f"{cause}{log_tail(Path(folder))}", fix)
+        return Finding("nodes", "failure", cause, fix)
