@@ -9,6 +9,8 @@ from rlhf_pipeline.sizing.models import find_model
 
 SHAPE = find_model("llama-3-70b").shape
 PLAIN = {"zero_stage": 1, "precision": "bf16"}
+SUPERVISED = {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
+PPO = {"steps": 1, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_tokens": 64}
 
 
 @pytest.fixture
@@ -23,7 +25,14 @@ def refuse(monkeypatch):
 
 
 def placed(stage, gpus, method="full", shape=SHAPE):
-    found = place(stage, {stage: {}}, shape, named(None, gpus), method)
+    lora = {"lora": {"quantize": "nf4" if method == "qlora" else None}}
+    model = {"optimizer": {"learning_rate": 1e-5}} | ({} if method == "full" else lora)
+    block = {
+        "sft": SUPERVISED | model,
+        "ppo": PPO | {"actor": model, "critic": model},
+        "evaluate": {},
+    }[stage]
+    found = place(stage, {stage: block}, shape, named(None, gpus), method)
     return None if found is None else found[0]
 
 
@@ -112,7 +121,7 @@ def test_the_largest_sizes_that_fit_are_taken(refuse):
 def test_by_the_memory_model():
     # 16 bytes for each of 0.125 billion weights are 2 GB; for each of 66 billion, 1 TB.
     parameters = {
-        "sft": {"epochs": 1, "batch_size": 8, "optimizer": {"learning_rate": 1e-5}},
+        "sft": SUPERVISED | {"optimizer": {"learning_rate": 1e-5}},
         "split": {"sources": [{}], "max_prompt_tokens": 256, "max_response_tokens": 256},
     }
     small, large = find_model("opt-125m").shape, find_model("opt-66b").shape
