@@ -2,10 +2,12 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +52,40 @@ def kedro(tmp_path_factory):
 
     kedro.workspace = root / "data" / "07_workspace"
     return kedro
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder for PYTHONPATH with the entry points of pyproject.toml, as an installation has."""
+    folder = tmp_path_factory.mktemp("installed")
+    info = folder / "rlhf_pipeline-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: rlhf-pipeline\nVersion: 1\n")
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {place}" for name, place in entries.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["run --env=tiny", "rlhf status --params 'ppo.lr=1 2'"])
+def test_a_command_outside_of_a_project_says_what_to_write(installed, tmp_path, command):
+    done = subprocess.run(
+        [sys.executable, "-m", "kedro", *shlex.split(command)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{installed}:{PROJECT / 'src'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"kedro {command}: found no project in {tmp_path} or above it, expected one. Fix: change "
+        f"to the folder of your project, or write `rlhf-pipeline {command}`, which works in any "
+        "folder: it keeps its results there, and has a configuration\n"
+    )
 
 
 def rows(printed):

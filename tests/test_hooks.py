@@ -137,32 +137,44 @@ def test_lengths_are_checked_against_the_model_that_the_split_receives(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "refused"),
+    ("nodes", "missing", "refused"),
     [
-        (["split"], True),
-        (["split", "ppo"], True),
-        (["split", "dpo"], False),  # nobody reads the rewards of PPO
+        (["split", "sft"], "ppo/train.arrow", "correct"),
+        (["sft", "ppo"], "ppo/train.arrow", "correct"),
+        (["ppo"], "ppo/train.arrow", "correct"),
+        (["dpo"], "ppo/train.arrow", None),  # nobody reads the rewards of PPO
+        (["evaluate"], "ppo/train.arrow", None),  # PPO is trained
+        (["sft", "ppo"], "evaluation/test.arrow", "exact"),
+        (["evaluate"], "evaluation/test.arrow", "exact"),
+        (["register"], "evaluation/test.arrow", "exact"),
     ],
 )
-def test_a_split_without_true_answers_is_refused_if_rewards_read_them(tmp_path, nodes, refused):
+def test_a_split_without_true_answers_that_a_run_reads_is_refused(
+    tmp_path, nodes, missing, refused
+):
+    """Before the first stage that reads the split, whichever run has made it."""
     (tmp_path / "mine.py").write_text("def correct(prompts, responses, references): ...")
-    missing = {"ppo/train.arrow": {"files (pairs.jsonl)": 144}}
-    (tmp_path / "report.json").write_text(json.dumps({"without_reference": missing}))
+    report = {"without_reference": {missing: {"files (pairs.jsonl)": 144}}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
     conf = str(Path(__file__).parents[1] / "conf")
     parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
     parameters["ppo"] |= {"rewards": [f"{tmp_path}/mine.py:correct"]}
+    parameters["evaluate"] |= {"judges": [{"reference": "exact"}]}
     blocks = {f"params:{name}": MemoryDataset(block) for name, block in parameters.items()}
     catalog = DataCatalog(blocks | {"parameters": MemoryDataset(parameters)})
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     hook = PreflightHook()
     hook.before_pipeline_run(pipeline=pipeline, catalog=catalog)
-    after = {"node": SimpleNamespace(name="split"), "catalog": catalog}
+    reader = next(name for name in nodes if name != "split")
+    inputs = {"split": tmp_path}
+    if reader in ("evaluate", "register"):
+        inputs["params:evaluate"] = parameters["evaluate"]
     with (
-        pytest.raises(DataError, match=r"ppo/train\.arrow .*, as correct reads it")
+        pytest.raises(DataError, match=rf"{missing} .*, as {refused} reads it")
         if refused
         else nullcontext()
     ):
-        hook.after_node_run(**after, outputs={"split": tmp_path})
+        hook.before_node_run(SimpleNamespace(name=f"{reader} of a test"), catalog, inputs)
 
 
 def said_before(nodes, caplog, **changes):

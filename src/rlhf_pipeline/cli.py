@@ -1,12 +1,14 @@
 """Commands of the project: `kedro run` with readable errors, and `kedro rlhf ...`.
 
-Each command imports what it needs when it is called: every `kedro` command loads this module.
+The work of a command is the function of its name in `commands/`, imported when it is called: every
+`kedro` command loads this module.
 """
 
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,12 @@ def console(width: int = 500) -> Any:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+
+
+def work(name: str) -> Callable[..., Any]:
+    """The function that does the work of a command."""
+    found: Callable[..., Any] = getattr(import_module(f"rlhf_pipeline.commands.{name}"), name)
+    return found
 
 
 class Command(click.Command):
@@ -76,20 +84,14 @@ def on_catalog(function: Callable[..., None]) -> Callable[..., None]:
     @_PARAMS
     @click.pass_obj
     @wraps(function)
-    def command(
-        metadata: ProjectMetadata,
-        env: str | None,
-        conf_source: str | None,
-        params: dict[str, Any],
-        **options: Any,
-    ) -> None:
+    def command(metadata: Any, env: Any, conf_source: Any, params: Any, **options: Any) -> None:
         from kedro.framework.session import KedroSession
 
         root = metadata.project_path
         with KedroSession.create(
             root, env=env, conf_source=conf_source, runtime_params=params
         ) as session:
-            function(session.load_context().catalog, Path(root), **options)
+            function(session.load_context().catalog, root, **options)
 
     return command
 
@@ -125,10 +127,9 @@ def status(catalog: CatalogProtocol, _: Path, pipeline: str) -> None:
 
     from rlhf_pipeline.commands.names import check_names
     from rlhf_pipeline.commands.status import show
-    from rlhf_pipeline.commands.status import status as plan
 
     check_names([pipeline], {})
-    show(plan(pipelines[pipeline], catalog), console())
+    show(work("status")(pipelines[pipeline], catalog), console())
 
 
 @rlhf.command(cls=Command)
@@ -139,10 +140,9 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 
     The exit code is 1 if a check fails, and 0 after warnings.
     """
-    from rlhf_pipeline.commands.doctor import doctor as examine
     from rlhf_pipeline.commands.doctor import show
 
-    findings = examine(catalog, project)
+    findings = work("doctor")(catalog, project)
     show(findings, console(), as_json=as_json)
     if any(finding.state == "failure" for finding in findings):
         raise click.exceptions.Exit(1)
@@ -161,30 +161,19 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
 @click.pass_obj
 def plan(metadata: ProjectMetadata, check: bool, **options: Any) -> None:
     """Show memory, steps and disk of each stage before anything is loaded, and whether it fits."""
-    from rlhf_pipeline.commands.check import check as dry_run
-    from rlhf_pipeline.commands.plan import plan as show
-
     if check:
         options.pop("as_json")
-    (dry_run if check else show)(Path(metadata.project_path), console(width=100), **options)
+    work("check" if check else "plan")(metadata.project_path, console(width=100), **options)
 
 
 @rlhf.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove; without it the command only lists.")
-@click.option(
-    "--unfinished", is_flag=True, help="Also unfinished stages that could resume from a checkpoint."
-)
-@click.option(
-    "--versions",
-    is_flag=True,
-    help="Also published versions, except the newest of each data set and registered ones.",
-)
+@click.option("--unfinished", is_flag=True, help="Also unfinished stages that could resume.")
+@click.option("--versions", is_flag=True, help="Also published versions: not newest or registered.")
 @on_catalog
 def clean(catalog: CatalogProtocol, project: Path, **options: bool) -> None:
     """Remove work directories that no published version needs, and interrupted publications."""
-    from rlhf_pipeline.commands.clean import clean as clean_up
-
-    clean_up(catalog, console(), project, **options)
+    work("clean")(catalog, console(), project, **options)
 
 
 @rlhf.command(cls=Command)
@@ -196,18 +185,14 @@ def lineage(catalog: CatalogProtocol, project: Path, policy: str) -> None:
     POLICY is a version or an alias of the registered model, or the folder of an artifact; the
     default is the champion.
     """
-    from rlhf_pipeline.commands.lineage import lineage as walk
-
-    walk(policy, catalog, console(), project)
+    work("lineage")(policy, catalog, console(), project)
 
 
 @rlhf.command(cls=Command)
 @on_catalog
 def runs(catalog: CatalogProtocol, _: Path) -> None:
     """List the published evaluations, newest last."""
-    from rlhf_pipeline.commands.runs import runs as show
-
-    show(catalog, console())
+    work("runs")(catalog, console())
 
 
 @rlhf.command(cls=Command)
@@ -215,17 +200,13 @@ def runs(catalog: CatalogProtocol, _: Path) -> None:
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, too.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier page.")
 @on_catalog
-def compare(
-    catalog: CatalogProtocol, project: Path, policies: tuple[str, ...], **options: Any
-) -> None:
+def compare(catalog: CatalogProtocol, project: Path, policies: Any, **options: Any) -> None:
     """Show what differs between POLICIES, and whether one is better than another.
 
     POLICIES are versions or aliases of the registered model, or folders of artifacts. The first
     ones are the baselines of those that follow.
     """
-    from rlhf_pipeline.commands.compare import compare as compare_all
-
-    compare_all(policies, catalog, console(), project, **options)
+    work("compare")(policies, catalog, console(), project, **options)
 
 
 @rlhf.command(cls=Command)
@@ -238,9 +219,7 @@ def report(catalog: CatalogProtocol, project: Path, evaluation: str | None, show
     EVALUATION is a version of `kedro rlhf runs`, a folder, or a policy as for `kedro rlhf compare`;
     the default is the newest one.
     """
-    from rlhf_pipeline.commands.report import report as make
-
-    make(evaluation, catalog, console(), project, show=show)
+    work("report")(evaluation, catalog, console(), project, show=show)
 
 
 @rlhf.command(cls=Command)
@@ -255,11 +234,9 @@ def label(catalog: CatalogProtocol, project: Path, **given: Any) -> None:
 
     EVALUATION is a version of an evaluation, its folder, or a policy as for `kedro rlhf compare`.
     """
-    from rlhf_pipeline.commands.label import label as serve
-
     if (given["evaluation"] is None) == (given["pairs"] is None):
         raise click.UsageError("use either EVALUATION or --pairs")
-    serve(catalog, project, **given)
+    work("label")(catalog, project, **given)
 
 
 @rlhf.command(cls=Command)
@@ -287,12 +264,10 @@ def export(catalog: CatalogProtocol, project: Path, names: tuple[str, ...], **op
     DESTINATION is a folder or any fsspec URL (s3://...). The last file, SHA256SUMS, has the digest
     of every other file.
     """
-    from rlhf_pipeline.commands.export import export as write
-
     if len(names) > 2:
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
     policy, destination = ("champion", *names)[-2:]
-    write(policy, destination, catalog, console(), project, **options)
+    work("export")(policy, destination, catalog, console(), project, **options)
 
 
 @rlhf.command(cls=Command)
@@ -305,9 +280,8 @@ def export(catalog: CatalogProtocol, project: Path, names: tuple[str, ...], **op
 def serve(catalog: CatalogProtocol, project: Path, policy: str, **options: Any) -> None:
     """Serve POLICY to OpenAI's clients until Ctrl-C, on this machine alone."""
     from rlhf_pipeline.commands.artifacts import policy_of
-    from rlhf_pipeline.commands.serve import serve as start
 
-    start(policy_of(policy, catalog, project), policy, **options)
+    work("serve")(policy_of(policy, catalog, project), policy, **options)
 
 
 @rlhf.command(cls=Command)
@@ -322,12 +296,9 @@ def chat(
 ) -> None:
     """Talk to POLICY in the terminal."""
     from rlhf_pipeline.commands.artifacts import policy_of
-    from rlhf_pipeline.commands.chat import chat as talk
 
-    def find(name: str) -> Path:
-        return policy_of(name, catalog, project)
-
-    talk([policy, *([compare] if compare else [])], find, console(), **settings)
+    find = partial(policy_of, catalog=catalog, project=project)
+    work("chat")([policy, *([compare] if compare else [])], find, console(), **settings)
 
 
 @rlhf.command(cls=Command)
@@ -342,13 +313,7 @@ def chat(
 @click.option("--common", is_flag=True, help="Write the presets that this repository has in conf/.")
 @click.pass_obj
 def preset(
-    metadata: ProjectMetadata,
-    model: Any,
-    gpus: Any,
-    method: Any,
-    listing: bool,
-    common: bool,
-    **options: Any,
+    metadata: ProjectMetadata, model: Any, gpus: Any, method: Any, common: bool, **options: Any
 ) -> None:
     """Write an environment for MODEL, such as opt-1.3b, on the GPUs of --gpus.
 
@@ -357,7 +322,7 @@ def preset(
     from rlhf_pipeline.commands.preset import show_table, write
     from rlhf_pipeline.presets.preset import COMMON
 
-    if listing:
+    if options.pop("listing"):
         show_table(console(), model)
         return
     if not common and (model is None or gpus is None):

@@ -13,12 +13,7 @@ from kedro.pipeline.node import Node
 from rich.console import Console
 
 from rlhf_pipeline.config.architecture import positions_in
-from rlhf_pipeline.config.base_model import BaseModelConfig
-from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config_loader import check_environment
 from rlhf_pipeline.data.true_answers import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
@@ -85,7 +80,7 @@ class PreflightHook:
         serve_other_node(launch_config(catalog))
         check_pipeline(pipeline, catalog)
         nodes = self._nodes = {node.name for node in pipeline.nodes}
-        base_model = BaseModelConfig.model_validate(catalog.load("params:base_model"))
+        base_model = parameter_block(catalog, "base_model")
         if "base_model" in nodes and base_model.is_gguf:
             logger.warning(
                 "base_model.path: quantized weights of %s become float32; the precision they lost "
@@ -93,7 +88,7 @@ class PreflightHook:
                 base_model.path,
             )
         if any(name.startswith("evaluate") for name in nodes):
-            prompts = EvaluateConfig.model_validate(catalog.load("params:evaluate")).prompts
+            prompts = parameter_block(catalog, "evaluate").prompts
             logger.info(
                 "evaluate: at most %d prompts (evaluate.prompts), which show win rates from %.1f%% "
                 "up",
@@ -103,31 +98,22 @@ class PreflightHook:
 
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
-        """Check the model that a node reads: its positions, and the accuracy of a reward model.
+        """Check what a node reads: the model's positions, the accuracy of a reward model, and the
+        true answers that judges, or rewards of a run of PPO, read.
 
-        A model of the hub is first seen here.
+        A model of the hub is first seen here, and so are the counts of a split.
         """
         for name in {"base_model", "sft_model"} & inputs.keys():
-            check_lengths(
-                positions_in(inputs[name]),
-                SplitConfig.model_validate(catalog.load("params:split")),
-                PPOConfig.model_validate(catalog.load("params:ppo")),
-                EvaluateConfig.model_validate(catalog.load("params:evaluate")),
-            )
-        if node.name == "ppo":
-            given = RewardModelConfig.model_validate(catalog.load("params:reward_model"))
-            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
-            check_gate(inputs["reward_model"], given.gate, ppo)
-
-    @hook_impl(tryfirst=True)
-    def after_node_run(self, node: Node, catalog: CatalogProtocol, outputs: dict[str, Any]) -> None:
-        """Refuse a split without the true answers that judges, or rewards of a run of PPO, read."""
-        if node.name == "split":
-            ppo = PPOConfig.model_validate(catalog.load("params:ppo"))
-            judges = EvaluateConfig.model_validate(catalog.load("params:evaluate")).judges
+            limits = (parameter_block(catalog, block) for block in ("split", "ppo", "evaluate"))
+            check_lengths(positions_in(inputs[name]), *limits)
+        if "split" in inputs:
             trains_another = "ppo" not in self._nodes and self._nodes & policy_stages().keys()
-            rewards = () if trains_another else ppo.rewards
-            require_true_answers(outputs["split"], rewards, judges)
+            ppo, evaluate = (parameter_block(catalog, block) for block in ("ppo", "evaluate"))
+            rewards = () if trains_another or "params:evaluate" in inputs else ppo.rewards
+            require_true_answers(inputs["split"], rewards, evaluate.judges)
+        if node.name == "ppo":
+            gate = parameter_block(catalog, "reward_model").gate
+            check_gate(inputs["reward_model"], gate, parameter_block(catalog, "ppo"))
 
 
 def provide_default_blocks(catalog: CatalogProtocol) -> None:
@@ -137,6 +123,11 @@ def provide_default_blocks(catalog: CatalogProtocol) -> None:
             catalog[f"params:{name}"] = block()
 
 
+def parameter_block(catalog: CatalogProtocol, name: str) -> Any:
+    """A parameter block, validated."""
+    return parameter_blocks()[name].model_validate(catalog.load(f"params:{name}"))
+
+
 def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     """Check what the nodes of a run need: stores, prompts for each phase, memory, a free port.
 
@@ -144,17 +135,14 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     """
     check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
-    check_phases(SplitConfig.model_validate(catalog.load("params:split")).weights, nodes)
+    check_phases(parameter_block(catalog, "split").weights, nodes)
     launch = launch_config(catalog)
     free_port(launch.master_port)
     if launch.memory_check == "off":
         return
     refuses = launch.memory_check == "refuse"
     hardware = hardware_at_hand(launch)
-    blocks = parameter_blocks().items()
-    parameters = as_json(
-        {name: block.model_validate(catalog.load(f"params:{name}")) for name, block in blocks}
-    )
+    parameters = as_json({name: parameter_block(catalog, name) for name in parameter_blocks()})
     for warning in check_memory(parameters, nodes, hardware, refuses=refuses):
         logger.warning("%s", warning)
 
@@ -185,15 +173,13 @@ def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
     """Build the context of a run from its parameters."""
-    parameters: dict[str, Any] = catalog.load("parameters")
-    base_model = BaseModelConfig.model_validate(parameters["base_model"])
     workspace, store = Path(catalog.load("workspace")), store_of(catalog)
     stored = None if store is None else StoredStages(store, workspace)
     return RunContext(
         workspace=workspace,
         launch=launch_config(catalog),
-        forced=forced_stages(parameters.get("force"), stage_specs()),
-        trust_remote_code=base_model.trust_remote_code,
+        forced=forced_stages(catalog.load("parameters").get("force"), stage_specs()),
+        trust_remote_code=parameter_block(catalog, "base_model").trust_remote_code,
         listener=StageListener(*listeners, *([] if stored is None else [stored])),
         stored=stored,
     )
@@ -259,10 +245,13 @@ class StagesHook:
             self._tracker.open()
         for name, output in outputs.items():
             if name.endswith("evaluation"):
-                self._summary = summary(read_evaluation(output))
+                evaluation = read_evaluation(output)
+                self._summary = summary(evaluation)
+                if self._tracker is not None:
+                    self._tracker.log_verdict(Manifest.read(output).fingerprint, evaluation)
             if name.endswith("evaluation_page") and self._tracker is not None:
-                evaluation = Manifest.read(inputs[name.removesuffix("_page")])
-                self._tracker.log_page(evaluation.fingerprint, output)
+                fingerprint = Manifest.read(inputs[name.removesuffix("_page")]).fingerprint
+                self._tracker.log_page(fingerprint, output)
 
     @hook_impl
     def after_pipeline_run(self) -> None:

@@ -83,8 +83,7 @@ def _verdict(registration: dict[str, Any]) -> list[str]:
     held = f"{conditions - len(refusals)} of {conditions} conditions hold"
     found = outcome(registration["promoted"], refusals)
     judge = judge_title(verdict["judge"]) + ("" if verdict["independent"] else ", not independent")
-    tries = f"try {verdict['tries']} on this source"
     return [
-        f"{'gate':>12}  {found}: {held} (judge: {judge}; {tries})",
+        f"{'gate':>12}  {found}: {held} (judge: {judge}; try {verdict['tries']} on this test set)",
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),
     ]

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev, variance
 
 import numpy as np
 
@@ -113,10 +113,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def length_controlled(
-    candidate: Values,
-    baseline: Values,
-    extra_tokens: Values,
-    alpha: float = ALPHA,
+    candidate: Values, baseline: Values, extra_tokens: Values, alpha: float = ALPHA
 ) -> tuple[float, float, float] | None:
     """The win rate that answers of equal length would have: (rate, lower, upper).
 
@@ -184,12 +181,10 @@ def mean_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, flo
     from scipy.special import stdtrit  # here, because the driver imports this module
 
     means = _table("values", values).mean(1).tolist()
-    n = len(means)
-    if n < 2:
+    if (n := len(means)) < 2:
         raise ValueError("values has 1 entry; an interval needs at least 2")
-    mean = math.fsum(means) / n
-    half_width = float(stdtrit(n - 1, 1 - alpha / 2)) * _deviation(means) / math.sqrt(n)
-    return mean, mean - half_width, mean + half_width
+    half_width = float(stdtrit(n - 1, 1 - alpha / 2)) * stdev(means) / math.sqrt(n)
+    return (mean := fmean(means)), mean - half_width, mean + half_width
 
 
 def standardized_gain(
@@ -213,8 +208,7 @@ def standardized_gain(
     varied = [scores for scores in (ours, theirs) if np.ptp(scores) > 0]
     if not varied:
         return (gain and math.copysign(math.inf, gain),) * 3
-    variances = [_deviation(scores.ravel().tolist()) ** 2 for scores in varied]
-    unit = math.sqrt(len(varied) / sum(variances))
+    unit = math.sqrt(len(varied) / sum(variance(scores.ravel().tolist()) for scores in varied))
     squares = np.mean([((scores - scores.mean()) ** 2).mean(1) for scores in varied], axis=0)
     influence = (gains - gain) * unit - gain * unit**3 * (squares - squares.mean()) / 2
     _, lower, upper = mean_with_interval((gain * unit + influence).tolist(), alpha)
@@ -292,11 +286,6 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
 
 def _normal_quantile(alpha: float) -> float:
     return NormalDist().inv_cdf(1 - alpha / 2)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def _table(name: str, values: Values) -> np.ndarray:

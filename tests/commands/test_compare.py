@@ -90,8 +90,9 @@ def test_every_judge_compares_the_answers_to_the_same_prompts(make):
         "better and worse: the gold judge",
     ]
     # Two judges, a win rate and a gain: 5% / 4, and a third of that for three pairs.
-    assert "% with equal draws (98.75%: " in lines[0] and " of 200 prompts; gain +0." in lines[0]
-    assert "% with equal draws (99.58%: " in verdicts(better, worse, 3)[0]
+    assert "% (98.75%: " in lines[0]
+    assert " of 200 prompts, with equal draws; gain +0." in lines[0]
+    assert "% (99.58%: " in verdicts(better, worse, 3)[0]
 
 
 def test_several_answers_to_a_prompt_are_compared_draw_by_draw(make):
@@ -99,8 +100,8 @@ def test_several_answers_to_a_prompt_are_compared_draw_by_draw(make):
     draws = [replace(a, draw=draw) for a in one for draw in range(2)]
     better = [replace(a, scores=dict.fromkeys(a.scores, 1e3 * (a.draw - 0.5))) for a in draws]
     lines = verdicts(make("better", 0, answers=better), make("one", 0, answers=draws), 1)
-    assert all("better on 50.0% with equal draws (98.75%: " in line for line in lines)
-    assert " of 200 prompts with 2 answers of each policy; gain " in lines[0]
+    assert all("better on 50.0% (98.75%: " in line for line in lines)
+    assert " 2 answers of each policy, with equal draws; gain " in lines[0]
 
 
 @pytest.mark.parametrize("changes", [{"reward_model": "another"}, {"temperature": 0.5}])
@@ -120,7 +121,7 @@ def test_an_evaluation_of_both_is_found_behind_newer_ones(make):
 def test_a_policy_without_an_evaluation_is_named(make):
     one, two = make("one", 0.0), replace(make("two", 0.9), evaluations=())
     assert verdicts(two, one, 1) == [
-        "two and one: no comparison, because two has no evaluation here"
+        "two and one: no comparison, because no evaluation of two is here"
     ]
 
 
@@ -155,7 +156,7 @@ def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
     assert "The gold judge" in page and "of the scores&#39; spread, both 98.75%" in page
     assert '"y": [0.1, 0.2]' in page and '"y": [0.3, 0.4]' in page
     alone = comparison_page([policies[0], replace(policies[1], evaluations=())], tables)
-    assert "no comparison, because two has no evaluation here." in alone
+    assert "no comparison, because no evaluation of two is here." in alone
 
 
 def test_a_page_replaces_no_file_unless_asked(tmp_path):

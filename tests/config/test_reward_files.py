@@ -6,6 +6,15 @@ from rlhf_pipeline.config.judges import ReferenceJudge
 from rlhf_pipeline.config.reward_files import reads_references, reward_faults, source_file
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward
 
+SCORES = """
+raise SystemExit  # nothing is executed
+def exact(prompts, responses, references): ...
+def brief(prompts, responses): ...
+again = exact
+class Call:
+    def __call__(self, prompts, /, responses, references): ...
+call = Call()
+"""
 ONE_LABEL = '{"id2label": {"0": "a"}}'
 
 
@@ -25,9 +34,26 @@ def faults(tmp_path, source: str, function: str = "reward") -> list[str]:
         # The last definition counts.
         ("def reward(references): ...\ndef reward(prompts, responses): ...", False),
         ("def reward(prompts, responses):\n    def inner(references): ...", False),
+        ("@cache\ndef reward(prompts, responses, references): ...", True),
+        ("def exact(prompts, responses, references): ...\nreward: object = exact", True),
+        ("from scores import exact as reward, brief", True),
+        ("from scores import exact, brief as reward", False),
+        ("from scores import again as reward", True),
+        ("from scores import call as reward", True),
+        ("from scores import no_such as reward", False),
+        ("from no_such import reward", False),
+        ("reward = reward", False),
+        (
+            "class Exact:\n    def __call__(self, prompts, responses, references): ...\n"
+            "reward = Exact()",
+            True,
+        ),
+        ("class Brief:\n    def __call__(self, prompts, responses): ...\nreward = Brief()", False),
     ],
 )
-def test_a_function_reads_true_answers_by_its_parameter(tmp_path, source, reads):
+def test_a_function_reads_true_answers_by_its_parameter(tmp_path, monkeypatch, source, reads):
+    (tmp_path / "scores.py").write_text(SCORES)
+    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my.py").write_text(source)
     assert reads_references(CallableReward(callable=f"{tmp_path}/my.py:reward")) is reads
 
@@ -103,6 +129,29 @@ def test_a_function_that_scoring_cannot_call_is_refused(tmp_path, signature, mes
 @pytest.mark.parametrize("change", ["@partial(f, 1)\n{}", "{}\nreward = partial(reward, 1)"])
 def test_a_signature_that_the_source_does_not_tell_is_left_to_the_program(tmp_path, change):
     assert faults(tmp_path, change.format("def reward(weight, prompts, responses): ...")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def score(responses): ...\nreward = score",
+        "class Score:\n    def __call__(self, responses): ...\nreward = Score()",
+        "from narrow import score as reward",
+    ],
+)
+def test_the_parameters_of_what_the_name_means_are_checked(tmp_path, monkeypatch, source):
+    (tmp_path / "narrow.py").write_text("def score(responses): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (fault,) = faults(tmp_path, source)
+    assert "my.py:reward cannot be called with (prompts, responses): too many" in fault
+
+
+def test_a_relative_import_is_followed(tmp_path, monkeypatch):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "scores.py").write_text(SCORES)
+    (tmp_path / "pack" / "mine.py").write_text("from .scores import exact")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert reads_references(CallableReward(callable="pack.mine:exact"))
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,22 @@ def test_rows_beyond_the_fraction_are_not_counted_as_unservable(make: Make) -> N
     assert (plan.left_out, plan.unservable) == ([0, 7], [0, 3])
 
 
+def test_rows_that_leave_without_a_true_answer_are_not_counted_as_unservable(make: Make) -> None:
+    bare = [asked(f"Bare {n}") for n in range(3)]
+    answered = [Example((Message("user", f"Sum {n}"),), reference="1") for n in range(4)]
+    demonstrations = [asked("Demonstration", "Yes.")]
+    plan = make(
+        (bare + answered, {"phases": ("ppo",)}),
+        (demonstrations + bare[:1], {"phases": ("ppo",)}),
+        **NOTHING_HELD_OUT,
+        weights=(0, 0, 1),
+        without_reference="drop",
+    )
+    assert parts(plan) == [UNUSED] * 3 + ["ppo"] * 4 + [UNUSED] * 2
+    assert (plan.dropped, plan.unservable, plan.merged) == ([3, 1], [0, 1], [0, 0])
+    assert plan.unanswered == [3, 2]
+
+
 def test_a_smaller_fraction_is_part_of_a_larger_one(make: Make) -> None:
     plans = (
         make((compared(*range(50)), {"fraction": fraction}), **ONLY_SFT) for fraction in (0.2, 0.5)

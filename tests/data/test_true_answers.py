@@ -99,6 +99,11 @@ def test_prompts_without_a_true_answer_can_leave_ppo_and_the_evaluation(
     assert len(load("reward_model/train.arrow")) == 5
     counts = [source["without_reference"] for source in report["sources"].values()]
     assert counts == [10, 10, 0]
+    # The two of the test leave all files.
+    skipped = [source["skipped"] for source in report["sources"].values()]
+    reason = "its prompt has no true answer (split.without_reference is drop)"
+    assert sum(reasons.get(reason, 0) for reasons in skipped) == 2
+    assert {name for reasons in skipped for name, count in reasons.items() if count} == {reason}
 
 
 # --- a run that reads true answers ----------------------------------------------------------------
@@ -147,6 +152,14 @@ def test_a_judge_that_reads_true_answers_needs_them_in_the_test(split: Path, jud
     with pytest.raises(DataError, match=r"in evaluation/test\.arrow \(files \(pairs\.jsonl\) 20\)"):
         require_true_answers(split, (), evaluate.judges)
     require_true_answers(split, (), EvaluateConfig(judges=[f"{split}/mine.py:brief"]).judges)
+
+
+def test_a_split_of_an_earlier_version_suits_what_reads_no_true_answers(split: Path) -> None:
+    (split / "report.json").write_text("{}")
+    exact = EvaluateConfig(judges=[{"reference": "exact"}]).judges
+    with pytest.raises(DataError, match=r"^split: found one of an earlier version, .* Fix: "):
+        require_true_answers(split, (), exact)
+    require_true_answers(split, TypeAdapter(Rewards).validate_python(["trained"]), ())
 
 
 def test_a_split_with_all_true_answers_suits_every_reward(split: Path) -> None:

@@ -24,7 +24,7 @@ def refuse(monkeypatch):
     return install
 
 
-def placed(stage, gpus, method="full", shape=SHAPE):
+def placed(stage, gpus, method="full", shape=SHAPE, **changes):
     lora = {"lora": {"quantize": "nf4" if method == "qlora" else None}}
     model = {"optimizer": {"learning_rate": 1e-5}} | ({} if method == "full" else lora)
     block = {
@@ -32,7 +32,7 @@ def placed(stage, gpus, method="full", shape=SHAPE):
         "ppo": PPO | {"actor": model, "critic": model},
         "evaluate": {},
     }[stage]
-    found = place(stage, {stage: block}, shape, named(None, gpus), method)
+    found = place(stage, {stage: block | changes}, shape, named(None, gpus), method)
     return None if found is None else found[0]
 
 
@@ -45,6 +45,18 @@ def test_what_fits_is_left_alone(refuse):
         "micro_batch_tokens": 8192,
         "sampling.batch_size_per_gpu": 64,
     }
+
+
+@pytest.mark.parametrize(("minibatch", "accumulate"), [(64, "bf16"), (128, None)])
+def test_gradients_add_up_in_bf16_where_nothing_adds_up(refuse, minibatch, accumulate):
+    """One row of a minibatch on each of 64 ranks is one micro batch."""
+    refuse(lambda block: block["actor"]["deepspeed"]["zero_stage"] < 3)
+    sizes = {"minibatch_size": minibatch, "rollout_batch_size": minibatch}
+    found = placed("ppo", "8x8x80", **sizes)
+    for model in ("actor", "critic"):
+        assert found[f"{model}.deepspeed"].get("accumulate") == accumulate
+    refuse(lambda block: False)  # stage 1 reduces the sums
+    assert placed("ppo", "8x8x80", **sizes)["actor.deepspeed"] == PLAIN
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_the_sections_follow_the_verdict(evaluation, models):
         "Results", "Training of PPO", "Score and KL", "Distributions", "Reward model", "SFT",
         "Answers", "Origin",
     ]  # fmt: skip
-    assert "1 of 2 conditions hold. This is try 3 on test prompts of this source" in page
+    assert "1 of 2 conditions hold. This is try 3 on this test set" in page
     assert "99.17%" in page
     assert "The gold judge decides; the training has not optimized it." in page
     favours = (

@@ -92,7 +92,7 @@ def scored(contract):
 @pytest.fixture
 def rows():
     """The prompts of the responses, as columns of the prompts' table."""
-    return {"messages": PROMPTS, "reference": ["4", None, "6"]}
+    return {"messages": PROMPTS, "reference": ["4", "5", "6"]}
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Python functions of the user as sources of rewards."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlhf_pipeline.config.rewards import CallableReward
@@ -34,6 +36,20 @@ def function(source: str) -> FunctionSource:
 )
 def test_a_function_gets_prompts_responses_and_references(source, expected, scored, answered):
     assert function(source)(scored, answered).tolist() == expected
+
+
+def test_a_function_that_reads_true_answers_needs_one_for_each_prompt(scored, answered):
+    """Also one that the check of a split does not know, as it is not defined by a `def`."""
+    reads = function("f = lambda prompts, responses, references=(): [1.0] * len(responses)")
+    assert reads(scored, answered).tolist() == [1.0] * 3
+    with pytest.raises(
+        StageError,
+        match=r"^my\.py:f: found 1 of 3 prompts without a true answer, expected one for each\. "
+        r"Fix: set split\.without_reference to drop$",
+    ):
+        reads(scored, replace(answered, references=["4", None, "6"]))
+    blind = function("def f(prompts, responses): return [2.0] * len(responses)")
+    assert blind(scored, replace(answered, references=[None] * 3)).tolist() == [2.0] * 3
 
 
 FIRST = "prompt [{'role': 'user', 'content': 'Question 0?'}]"

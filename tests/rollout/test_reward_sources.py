@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.reward_sources import RewardSum
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
 
 
 def write(folder, source):
@@ -31,6 +33,26 @@ def test_a_source_of_weight_0_changes_no_bit_of_the_score(load, scored, rows, tm
     total = load("trained", zero, files=files, trained_mean=0.1)(scored, rows)
     assert torch.equal(total.scores, scored.scores - 0.1)
     assert total.parts.keys() == {"trained", "zero"}
+
+
+def test_the_heartbeat_names_the_source_that_scores(load, scored, rows, tmp_path, monkeypatch):
+    """A function that waits for a server is named in the progress line, and if it hangs."""
+    source = """
+from rlhf_pipeline.runtime import heartbeat
+
+def f(prompts, responses): return [len(heartbeat._here.scorer)] * 3
+
+def fails(prompts, responses): raise OSError("no answer")
+"""
+    monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None, "scoring", 7))
+    files = write(tmp_path, source)
+    named = {"callable": f"{tmp_path}/my.py:f", "name": "length"}
+    total = load("trained", named, files=files, trained_mean=0.1)(scored, rows)
+    assert total.parts["length"].tolist() == [6.0, 6.0, 6.0]
+    assert heartbeat._here.scorer == ""
+    with pytest.raises(StageError, match="no answer"):
+        load(f"{tmp_path}/my.py:fails", files=files)(scored, rows)
+    assert str(heartbeat._here).startswith("scoring by fails of step 7 since ")
 
 
 def test_the_score_is_the_weighted_sum_of_centred_scores(load, scored, rows, tmp_path):

@@ -54,6 +54,21 @@ def test_lines_show_headline_metrics_and_the_time_left(monkeypatch):
     assert lines[3].startswith("sft: finished in 0 s  sft/loss 1.500")
 
 
+def test_a_log_names_the_reward_that_scores(monkeypatch):
+    scoring = Heartbeat(0, 1, phase="scoring", step=1, scorer="length_reward")
+    lines = show(
+        monkeypatch,
+        lambda d: d.stage_phase(run(), scoring),
+        lambda d: d.stage_metrics(run(), [record(1, 0, **{"sft/loss": 2.0})]),
+        lambda d: d.stage_phase(run(), Heartbeat(0, 1, phase="update", step=1)),
+        lambda d: d.stage_metrics(run(), []),
+    )
+    assert lines == [
+        "sft: step 1/10  scoring: length_reward  sft/loss 2.000",
+        "sft: step 1/10  sft/loss 2.000",
+    ]
+
+
 def test_a_reused_stage_prints_one_line(monkeypatch):
     lines = show(
         monkeypatch,
@@ -126,6 +141,9 @@ def test_before_the_first_step_the_line_says_what_the_program_does():
     assert "sft 0:00 loading models and data" in line(80, display._progress)
     display.stage_phase(run(), Heartbeat(0, 1, phase="update", step=1))
     assert "sft 0:00 update" in line(80, display._progress)
+    scoring = Heartbeat(0, 1, phase="scoring", step=1, scorer="length_reward")
+    display.stage_phase(run(), scoring)
+    assert "sft 0:00 scoring: length_reward" in line(80, display._progress)
     display.stage_ended(run(), "FAILED", {})
 
 

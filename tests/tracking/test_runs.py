@@ -234,6 +234,29 @@ def test_the_page_of_an_evaluation_is_an_artifact_of_its_run(tracker, stage, cli
     assert caplog.messages == []
 
 
+def test_the_list_of_runs_shows_the_verdict(tracker, stage, client, runs, parents):
+    stage = replace(stage, stage="evaluate")
+    write_manifest(stage, {"win_rate/gold": 0.61})
+    tracker.stage_started(stage)
+    tracker.stage_ended(stage, "FINISHED", {"win_rate/gold": 0.61})
+    evaluation = {
+        "candidate": "ppo",
+        "judge": "gold",
+        "win_rates": {
+            "gold": {"rate": 0.61, "lower": 0.52, "upper": 0.7},
+            "score": {"rate": 0.8, "lower": 0.7, "upper": 0.9},
+        },
+        "policies": {"sft": {"score": 0.25}, "ppo": {"score": 1.5, "gold_score": 0.5}},
+    }
+    for _ in range(2):  # a second run that reuses the evaluation
+        tracker.log_verdict("f00d", evaluation)
+    for run in (*parents(), *runs()):
+        assert run.data.tags["rlhf.verdict"] == "By the gold judge, PPO is better."
+        columns = {name: run.data.metrics[name] for name in ("eval/win_rate", "eval/score")}
+        assert columns == {"eval/win_rate": 0.61, "eval/score": 1.5}
+        assert [value for _, _, value in history(client, run, "eval/win_rate")] == [0.61]
+
+
 def test_a_store_that_refuses_the_page_costs_one_warning(tracker, monkeypatch, caplog):
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException

@@ -343,7 +343,8 @@ def test_empty_responses_are_a_fault_and_short_ones_are_not():
     config = ppo_config(kl={"coef": 0.25})
     learned = rollout_fault(rollout, config, "at step 7", trained=True)
     assert learned.startswith(
-        "every response is empty at step 7: the actor has learned to end at once"
+        "every response is empty at step 7: the actor has learned to end at once because "
+        "ppo.rewards prefers that. "
     )
     assert "raise ppo.kl.coef (0.25)" in learned
     # One response of eight has a token before its EOS.

@@ -22,9 +22,12 @@ def test_micro_batches_do_not_change_the_result(trained, ppo_inputs, world, tmp_
 
 def test_every_minibatch_of_every_epoch_is_an_optimizer_step(ppo_inputs, world, tmp_path):
     config = ppo_config(minibatch_size=4, ppo_epochs=3)
-    models = run_ppo(config, ppo_inputs, world, tmp_path).setup.models
+    run = run_ppo(config, ppo_inputs, world, tmp_path)
     steps = 2 * 3 * 2  # rollouts x epochs x minibatches
-    assert models.actor.global_steps == models.critic.global_steps == steps
+    assert run.setup.models.actor.global_steps == run.setup.models.critic.global_steps == steps
+    # The rates of the 1st and the 7th of 12 steps of a cosine from 1e-3.
+    for name in ("optim/actor_lr", "optim/critic_lr"):
+        assert [line[name] for line in run.lines] == pytest.approx([1e-3, 5e-4])
 
 
 def test_every_epoch_trains_on_other_minibatches(ppo_inputs, world, tmp_path, monkeypatch):

@@ -65,16 +65,7 @@ class DryRun(Planner):
 
 
 def check(
-    project: Path,
-    console: Console,
-    *,
-    env: str | None,
-    conf_source: str | None,
-    params: dict[str, Any],
-    pipeline: str,
-    model: str | None,
-    gpu: str | None,
-    gpus: str | None,
+    project: Path, console: Console, *, pipeline: str, gpu: Any, gpus: Any, **configuration: Any
 ) -> None:
     """Print a line for each stage of a pipeline; the options are those of `kedro rlhf plan`.
 
@@ -83,7 +74,7 @@ def check(
         StageError: DeepSpeed refuses the settings of an engine.
     """
     check_names([pipeline], {})
-    loader = loader_of(project, env, conf_source, params, model)
+    loader = loader_of(project, **configuration)
     hardware = None if gpu is None and gpus is None else named(gpu, gpus)
     parameters, nodes = loader["parameters"], pipelines[pipeline]
     with TemporaryDirectory(prefix="rlhf-check-") as name, environment_of(hardware):

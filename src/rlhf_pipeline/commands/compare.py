@@ -192,14 +192,14 @@ def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
     pair = f"{candidate.name} and {baseline.name}"
     missing = [policy.name for policy in (candidate, baseline) if not policy.evaluations]
     if missing:
-        return [f"{pair}: no comparison, because {' and '.join(missing)} has no evaluation here"]
+        return [f"{pair}: no comparison, because no evaluation of {' or '.join(missing)} is here"]
     found = paired(candidate, baseline)
     if found is None:
         return [f"{pair}: no comparison, because no evaluation had the same prompts and judges"]
     return [
         f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
-        f"with equal draws ({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of "
-        f"{counted(rate.n, len(found[0]) // rate.n)}; {gain}"
+        f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of "
+        f"{counted(rate.n, len(found[0]) // rate.n)}, with equal draws; {gain}"
         for judge, rate, gain, confidence in judged(*found, pairs)
     ]
 

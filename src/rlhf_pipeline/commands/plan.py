@@ -52,34 +52,20 @@ class Plan:
 
 
 def plan(
-    project: Path,
-    console: Console,
-    *,
-    env: str | None,
-    conf_source: str | None,
-    params: dict[str, Any],
-    pipeline: str,
-    as_json: bool,
-    **options: str | None,
-) -> None:
-    """Print the plan of a pipeline; `options` are those of `make_plan`."""
+    project: Path, console: Console, *, pipeline: str, as_json: bool, gpu: Any, gpus: Any,
+    **configuration: Any,
+) -> None:  # fmt: skip
+    """Print the plan of a pipeline; `configuration` names what `loader_of` reads."""
     check_names([pipeline], {})
-    loader = loader_of(project, env, conf_source, params, options["model"])
+    loader = loader_of(project, **configuration)
     parameters, split = read(loader)
     nodes = {node.name for node in pipelines[pipeline].nodes}
-    found = make_plan(parameters, nodes, split, **options)
-    if as_json:
-        print(to_json(found))
-    else:
-        show(found, console)
+    found = make_plan(parameters, nodes, split, model=configuration["model"], gpu=gpu, gpus=gpus)
+    print(to_json(found)) if as_json else show(found, console)
 
 
 def loader_of(
-    project: Path,
-    env: str | None,
-    conf_source: str | None,
-    params: dict[str, Any],
-    model: str | None,
+    project: Path, env: str | None, conf_source: str | None, params: dict[str, Any], model: Any
 ) -> LayeredConfigLoader:
     """The configuration of `kedro run` with these options.
 

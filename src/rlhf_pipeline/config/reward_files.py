@@ -1,10 +1,10 @@
 import ast
 import inspect
 import json
-import symtable
 import sys
 from collections.abc import Sequence
-from importlib.util import decode_source
+from contextlib import suppress
+from importlib.util import decode_source, resolve_name
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
@@ -30,16 +30,12 @@ def reward_faults(rewards: Sequence[Block], place: str = "ppo.rewards") -> list[
 
 def reads_references(source: Block) -> bool:
     """Whether a reward or a judge reads the true answers: a judge of the kind `reference`, or a
-    function defined in its file, which is not imported, with a parameter `references`."""
+    function with a parameter `references`, as far as `_definition` finds it."""
     if not isinstance(source, CallableReward):
         return isinstance(source, ReferenceJudge)
-    defined = [
-        node.args
-        for node in ast.parse(decode_source(source_file(source).read_bytes())).body
-        if isinstance(node, ast.FunctionDef) and node.name == source.function
-    ]
-    found = [arg.arg for args in defined[-1:] for arg in ast.walk(args) if isinstance(arg, ast.arg)]
-    return "references" in found
+    found = _definition(source)
+    arguments = ast.walk(found.args) if found else ()
+    return "references" in [one.arg for one in arguments if isinstance(one, ast.arg)]
 
 
 def source_file(reward: CallableReward) -> Path:
@@ -86,40 +82,63 @@ def check_signature(reward: str, signature: inspect.Signature) -> None:
 
 
 def _check_defined(reward: CallableReward) -> None:
-    """Raise ConfigError if the source cannot be parsed, or does not define the function.
+    """Raise ConfigError if the source cannot be parsed, does not define the function, or defines it
+    with parameters that scoring cannot call."""
+    bound = _bound(reward)
+    if isinstance(bound.get(reward.function), ast.AsyncFunctionDef | None):
+        functions = sorted(name for name, by in bound.items() if isinstance(by, ast.FunctionDef))
+        raise ConfigError(
+            f"{reward.callable}: found functions {', '.join(functions) or 'none'} in "
+            f"{source_file(reward)}, expected {reward.function}"
+        )
+    function = _definition(reward)
+    if function is not None and not function.decorator_list:
+        check_signature(reward.callable, _signature(function.args))
 
-    The signature is checked if the name is bound by one plain `def`; else it is known at import.
-    """
-    path = source_file(reward)
+
+def _bound(reward: CallableReward) -> dict[str, ast.stmt]:
+    """The names of the reward's module, each with the last statement of the module that binds it;
+    raises ConfigError if the source cannot be parsed."""
+    path, bound = source_file(reward), {}
     try:
-        source = decode_source(path.read_bytes())
-        tree = ast.parse(source)
-        module = symtable.symtable(source, str(path), "exec")
+        statements = ast.parse(decode_source(path.read_bytes())).body
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{reward.callable}: {path} is not Python source: {error}") from None
-    bound = {
-        symbol.get_name()
-        for symbol in module.get_symbols()
-        if symbol.is_assigned() or symbol.is_imported()
-    } - {node.name for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
-    if reward.function not in bound:
-        functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-        raise ConfigError(
-            f"{reward.callable}: found functions {', '.join(functions) or 'none'} in {path}, "
-            f"expected {reward.function}"
-        )
-    found = [
-        node
-        for node in ast.walk(tree)
-        if reward.function in (getattr(node, "name", None), getattr(node, "asname", None))
-        or (
-            isinstance(node, ast.Name)
-            and isinstance(node.ctx, ast.Store)
-            and node.id == reward.function
-        )
-    ]
-    if len(found) == 1 and isinstance(found[0], ast.FunctionDef) and not found[0].decorator_list:
-        check_signature(reward.callable, _signature(found[0].args))
+    for statement in statements:
+        is_scope = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for node in [statement] if is_scope else ast.walk(statement):
+            stored = isinstance(getattr(node, "ctx", None), ast.Store) and getattr(node, "id", None)
+            if name := getattr(node, "asname", None) or getattr(node, "name", None) or stored:
+                bound[name] = statement
+    return bound
+
+
+def _definition(reward: CallableReward) -> ast.FunctionDef | None:
+    """The `def` of a function, in its module or in the one that it is imported from; the `__call__`
+    of an instance, without `self`. Nothing is executed.
+
+    None if the source does not tell, as for the result of `functools.partial`.
+    """
+    bound, name = _bound(reward), reward.function
+    while True:
+        match bound.pop(name, None):
+            case ast.Assign(value=ast.Name(id=name)) | ast.AnnAssign(value=ast.Name(id=name)):
+                continue
+            case ast.FunctionDef() as function:
+                return function
+            case ast.ImportFrom(names=names, level=level) as statement:
+                name = [one.name for one in names if name == (one.asname or one.name)][-1]
+                module = "." * level + (statement.module or "")
+                with suppress(ConfigError, ImportError):
+                    module = resolve_name(module, reward.location.rpartition(".")[0])
+                    return _definition(CallableReward(callable=f"{module}:{name}"))
+            case ast.Assign(value=ast.Call(func=ast.Name(id=made_by))):
+                made = bound.get(made_by)
+                for method in made.body if isinstance(made, ast.ClassDef) else ():
+                    if isinstance(method, ast.FunctionDef) and method.name == "__call__":
+                        del (method.args.posonlyargs or method.args.args)[:1]
+                        return method
+        return None
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:

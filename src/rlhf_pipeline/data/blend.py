@@ -43,6 +43,8 @@ class Blend:
     """Rows of each source whose first turn nearly repeats a held-out one: left out, or kept."""
     unanswered: list[int]
     """Rows of each source whose prompt has no true answer."""
+    dropped: list[int]
+    """Those of `unanswered` that leave all files, since only PPO or the test could use them."""
 
     def rows(self, table: Table) -> tuple[np.ndarray, int]:
         """The rows of a table as (N,) bool, and the number of rows left out as repeated prompts."""
@@ -85,6 +87,7 @@ def blend(
     allowed = within_fraction & np.concatenate(usable)
     references = true_answers(rows, prompts, allowed)
     unanswered = allowed & references.is_null().to_numpy(zero_copy_only=False)
+    servable = (bits > 0) | is_test
     if config.without_reference == "drop":
         bits[unanswered] &= ~np.uint8(phase_bits(["ppo"]))
     in_test = allowed & ~is_test & among(conversations, conversations[allowed & is_test])
@@ -102,12 +105,10 @@ def blend(
     if config.without_reference == "drop":
         used &= ~unanswered | (parts != PARTS.index("test"))
     parts[~used] = -1
-    unservable = allowed & ~in_test & ~used
-    unservable[repeated] = False
+    merged = np.isin(np.arange(len(parts)), repeated)
     near = _near_held_out(rows, conversations, parts)
     if config.near_duplicates == "drop":
         parts[near] = -1
-    merged = np.isin(np.arange(len(parts)), repeated)
 
     def counts(chosen: np.ndarray) -> list[int]:
         return [int(own.sum()) for own in np.split(chosen, starts[1:-1])]
@@ -120,11 +121,12 @@ def blend(
         references,
         starts.tolist(),
         left_out=counts(~within_fraction),
-        unservable=counts(unservable),
+        unservable=counts(allowed & ~in_test & ~servable),
         merged=counts(merged),
         in_test=counts(in_test),
         near=counts(near),
         unanswered=counts(unanswered),
+        dropped=counts(unanswered & ~in_test & ~merged & servable & ~used),
     )
 
 

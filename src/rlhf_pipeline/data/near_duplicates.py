@@ -2,15 +2,15 @@
 
 Two texts are near duplicates if the Jaccard similarity of their sets of word 5-grams is at least
 0.8; a text of fewer words is one gram. Grams that more than 100 held-out texts share, as those of a
-common instruction do, do not count: so a gram leads to at most 100 comparisons. The search is
-exact, by prefix filtering (Chaudhuri, Ganti and Kaushik 2006, "A Primitive Operator for Similarity
-Joins in Data Cleaning"): two such sets share one of their rarest grams, so few pairs are compared.
+common instruction do, do not count: so a gram leads to at most 100 held-out texts. The search is
+exact: an inverted index counts the grams that a text shares with every held-out one (ScanCount in
+Li, Lu and Lu 2008, "Efficient Merging and Filtering Algorithms for Approximate String Searches").
 """
 
-from collections import Counter, defaultdict
+from array import array
+from collections import Counter
 from collections.abc import Iterable
-from itertools import accumulate
-from math import ceil
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -26,30 +26,29 @@ def near_duplicates(texts: Iterable[str], held_out: Iterable[str]) -> np.ndarray
     Memory grows with the held-out texts alone; the others are streamed.
     """
     whole = [_grams(text) for text in held_out]
-    frequency = Counter(gram for grams in whole for gram in grams)
-    common = {gram for gram, count in frequency.items() if count > _COMMON}
+    common = {gram for gram, n in Counter(chain.from_iterable(whole)).items() if n > _COMMON}
 
     def telling(grams: set[str]) -> set[str]:
         """Without common grams; of nothing else, one gram that stands for all of them."""
         return grams - common or {" ".join(sorted(grams))}
 
-    known = [telling(grams) for grams in whole]
-    by_gram: defaultdict[str, list[int]] = defaultdict(list)
-
-    def rarest(grams: set[str]) -> list[str]:
-        """Similar sets have one of these in common, as they share 4/5 of each one's grams."""
-        ordered = sorted(grams, key=lambda gram: (frequency[gram], gram))
-        return ordered[: len(grams) - ceil(4 * len(grams) / 5) + 1]
-
-    for index, grams in enumerate(known):
-        for gram in rarest(grams):
-            by_gram[gram].append(index)
+    numbers: dict[str, int] = {}
+    grams_of_all, sizes = array("q"), np.empty(len(whole), np.int64)
+    for index, grams in enumerate(map(telling, whole)):
+        grams_of_all.extend(numbers.setdefault(gram, len(numbers)) for gram in grams)
+        sizes[index] = len(grams)
+    # The held-out texts with gram g are holders[starts[g] : starts[g + 1]].
+    holders = np.repeat(np.arange(len(whole)), sizes)[np.argsort(grams_of_all, kind="stable")]
+    starts = [0, *np.bincount(grams_of_all, minlength=len(numbers)).cumsum().tolist()]
 
     def is_near(grams: set[str]) -> bool:
-        if by_gram.keys().isdisjoint(grams):  # most texts, without sorting
+        found = numbers.keys() & grams
+        if 5 * len(found) < 4 * len(grams):  # most texts: all shared grams together are too few
             return False
-        found = {index for gram in rarest(grams) for index in by_gram.get(gram, ())}
-        return any(5 * len(grams & known[one]) >= 4 * len(grams | known[one]) for one in found)
+        owners = [holders[starts[n] : starts[n + 1]] for n in map(numbers.__getitem__, found)]
+        shared = np.bincount(np.concatenate(owners), minlength=len(whole))
+        # shared / (own + sizes - shared) >= 4 / 5
+        return bool((9 * shared >= 4 * (len(grams) + sizes)).any())
 
     return np.fromiter((is_near(telling(_grams(text))) for text in texts), np.bool_)
 

@@ -12,6 +12,7 @@ from rlhf_pipeline.data.phase_files import PhaseFile
 from rlhf_pipeline.data.row_counts import RowCounts
 
 _UNSERVABLE = "none of the phases that may use the source can use the record"
+_DROPPED = "its prompt has no true answer (split.without_reference is drop)"
 
 
 def build_report(
@@ -120,7 +121,8 @@ def _describe_sources(
         described[label] = {
             "rows": count.rows,
             "bad": count.bad,
-            "skipped": count.skipped + Counter({_UNSERVABLE: plan.unservable[index]}),
+            "skipped": count.skipped
+            + Counter({_UNSERVABLE: plan.unservable[index], _DROPPED: plan.dropped[index]}),
             "left_out_by_fraction": plan.left_out[index],
             "duplicates_merged": plan.merged[index],
             "repeats_of_held_out": plan.in_test[index] + drops_near * plan.near[index],

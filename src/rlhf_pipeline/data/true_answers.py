@@ -47,11 +47,16 @@ def require_true_answers(split: Path, rewards: Sequence[Reward], judges: Sequenc
 
     `split` is the folder of the prepared files, whose report has the counts by source.
     """
-    missing = json.loads((split / "report.json").read_text())["without_reference"]
-    readers: dict[str, Sequence[Any]] = {"ppo": rewards, "evaluation": judges}
-    for path, counts in missing.items():
-        names = [one.label for one in readers[path.partition("/")[0]] if reads_references(one)]
-        if names:
+    given: dict[str, Sequence[Any]] = {"ppo": rewards, "evaluation": judges}
+    readers = {name: [one.label for one in g if reads_references(one)] for name, g in given.items()}
+    missing = json.loads((split / "report.json").read_text()).get("without_reference")
+    if missing is None and any(readers.values()):
+        raise DataError(
+            "split: found one of an earlier version, expected one that counts true answers. Fix: "
+            "`kedro run --from-nodes=split`"
+        )
+    for path, counts in (missing or {}).items():
+        if names := readers[path.partition("/")[0]]:
             listed = ", ".join(f"{source} {count}" for source, count in counts.items())
             raise DataError(
                 f"split: found prompts without a true answer in {path} ({listed}), expected one "

@@ -132,7 +132,7 @@ def complete_judges(answers: list[Answer]) -> list[str]:
     for judge in missing.keys() - {GOLD}:
         raise StageError(
             f"evaluate.judges: found {missing[judge]} of {len(answers)} answers without a score of "
-            f"{judge}, expected none. Fix: set columns.reference of each source, or remove it"
+            f"{judge}, expected none. Fix: make it score every prompt of the test, or remove it"
         )
     return [judge for judge in answers[0].scores if judge not in missing]
 

@@ -26,12 +26,10 @@ from rlhf_pipeline.config.evaluate import (
     CandidateConfig,
     EvaluateConfig,
 )
-from rlhf_pipeline.config.judges import ReferenceJudge
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
-from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.best_of_n import best_of_n
 from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, write_answers
 from rlhf_pipeline.evaluation.judges import (
@@ -129,19 +127,10 @@ def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
 
 
 def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
-    """Load the prompts of this rank and the tokenizer.
-
-    Raises StageError if a judge needs true answers, and a prompt has none.
-    """
+    """Load the prompts of this rank and the tokenizer."""
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
     rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
     prompts = table.columns(rows)
-    wants = [judge.label for judge in config.judges if isinstance(judge, ReferenceJudge)]
-    if wants and world.any(any(true is None for true in prompts["reference"])):
-        raise StageError(
-            f"evaluate.judges: found a prompt without a true answer, expected one for each prompt "
-            f"for {wants[0]}. Fix: set columns.reference of each source, or remove the judge"
-        )
     trust = job.trust_remote_code
     tokenizer = load_tokenizer(job.inputs[f"{BASELINE}_model"], trust_remote_code=trust)
     return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world)
@@ -215,7 +204,8 @@ def judge_all(
     def judge_by(judge: Judge) -> None:
         for step, (draw, batch) in enumerate(batches.items(), start=1):
             heartbeat.at("scoring", step)
-            scores[draw][judge.name] = judge.score(batch)
+            with heartbeat.scored_by(judge.name):
+                scores[draw][judge.name] = judge.score(batch)
 
     tokens, world = setup.config.micro_batch_tokens, setup.world
     with_model(

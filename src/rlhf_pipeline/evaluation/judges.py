@@ -72,10 +72,8 @@ class RewardModelJudge:
 
     @torch.no_grad()
     def score(self, answers: AnswerBatch) -> list[float]:
-        sequences = answers.scored.sequences
-        scores = by_micro_batches(
-            sequence_scores, self.model, sequences, self.micro_batch_tokens, self.world
-        )
+        given = answers.scored.sequences, self.micro_batch_tokens, self.world
+        scores = by_micro_batches(sequence_scores, self.model, *given)
         return [score - self.model.score_mean for score in scores.tolist()]
 
 

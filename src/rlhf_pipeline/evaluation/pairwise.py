@@ -73,7 +73,8 @@ def judge_pairs(
     reports = {}
     for judge in config.judges:
         if isinstance(judge, PairwiseJudge):
-            answers, counts = _judged(answers, drawn, judge, cache)
+            with heartbeat.scored_by(judge.label):
+                answers, counts = _judged(answers, drawn, judge, cache)
             drawn = [replace(a, scores=a.scores | {judge.label: 0.0}) for a in drawn]
             reports[judge.label] = {name: counts[name] for name in COUNTS}
     return answers, drawn, reports

@@ -40,9 +40,8 @@ def perplexity(policy: nn.Module, held_out: HeldOut, setup: Setup) -> float:
     """exp of the mean negative log-likelihood per token, as `validation/perplexity` of SFT."""
     found = logprobs(policy, held_out.sequences, setup, temperature=1.0)
     losses = -found.where(held_out.learned, 0.0).double().sum(1)
-    own = zip(
-        held_out.rows.tolist(), losses.tolist(), held_out.learned.sum(1).tolist(), strict=True
-    )
+    numbers, counts = held_out.rows.tolist(), held_out.learned.sum(1).tolist()
+    own = zip(numbers, losses.tolist(), counts, strict=True)
     rows = {row: (loss, n) for part in setup.world.gather([*own]) for row, loss, n in part}
     total, tokens = (sum(values) for values in zip(*rows.values(), strict=True))
     return math.exp(min(total / tokens, 700.0))

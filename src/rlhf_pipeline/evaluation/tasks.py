@@ -39,9 +39,9 @@ class SharedPolicy(HFLM):
         return torch.tensor(self._world.gather(int(tensor)))
 
     def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]]:
-        """Of all ranks, samples by task, or results by task, metric and filter, as JSON.
+        """The samples by task, or the results by task, metric and filter, of all ranks.
 
-        The harness itself would unpickle what any process sends.
+        They travel as JSON: the harness itself would unpickle what any process sends.
         """
         parts = self._world.gather({task: _plain(found) for task, found in obj.items()})
         if any(isinstance(found, list) for found in obj.values()):

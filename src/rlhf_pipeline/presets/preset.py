@@ -171,6 +171,9 @@ def _header(preset: Preset, name: str) -> Iterator[str]:
     yield f"Expected peak of a GPU in GiB: {peaks}."
     yield f"Expected main memory of a node: {ceil(main / GIB)} GiB."
     yield "Planned and checked, not run on a GPU. docs/presets.md has the sources of the values."
+    if "accumulate" in preset.parameters["ppo"]["actor"]["deepspeed"]:
+        yield "A rank has one row of a minibatch: no gradients add up, so `accumulate: bf16` loses"
+        yield "nothing. Set it to fp32 with a larger ppo.minibatch_size."
     if preset.method == "qlora":
         yield "4-bit weights need the extra `quantization`."
     if preset.model == "opt-175b":

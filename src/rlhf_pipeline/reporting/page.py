@@ -146,7 +146,7 @@ def _sections(
         "model, whose value stands beside the title. A steep start can leave the chart."
     )
     frontiers = [*frontier({title(candidate): records.get(candidate, [])}, score, compared)]
-    path = "The path of the training on held-out prompts, and both policies on the test prompts."
+    path = "Points of a training are on held-out prompts, those of policies on the test prompts."
     measured = calibration(reward_report["calibration"]["bins"]) if reward_report else ()
     for each in (
         (f"Training of {title(candidate)}", trains, training(candidate)),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_pipeline.rl.masking import check_same_shape
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k3"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -19,10 +19,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
         x = log p(token) - log p_ref(token)
         k1 = x                          unbiased, high variance, may be negative
-        k2 = x^2 / 2                    biased, low variance
         k3 = exp(-x) - 1 + x            unbiased, low variance, never negative
 
-    This is about values. The gradient of the KL is that of k1 as a reward, and of k2 as a loss.
+    This is about values. The gradient of the KL is that of k1 as a reward, or of `kl_loss`.
 
     Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
 
@@ -34,12 +33,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     match estimator:
         case "k1":
             return log_ratio
-        case "k2":
-            return log_ratio.square() / 2
         case "k3":
             return torch.expm1(-log_ratio) + log_ratio
         case _:
-            raise ValueError(f"estimator: found {estimator!r}, expected 'k1', 'k2' or 'k3'")
+            raise ValueError(f"estimator: found {estimator!r}, expected 'k1' or 'k3'")
 
 
 def adapted_kl_coef(

@@ -5,8 +5,8 @@ Each rank calls the function once per rollout, with the rows of that rank:
     def reward(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float]
 
 `prompts` are messages ({"role": ..., "content": ...}). `responses` are texts without special tokens
-and without surrounding white space. A function with a parameter `references` also gets the
-reference answers; the value is None for a row without one.
+and without surrounding white space. A function with a parameter `references` also gets the true
+answers, one for each row.
 """
 
 import importlib
@@ -55,9 +55,15 @@ class FunctionSource:
     def __call__(self, _: Scored, answered: Answered) -> Tensor:
         """Call the function.
 
-        Raises StageError if the function fails, does not return one result per response, or returns
-        a result that is not a finite number.
+        Raises StageError if a true answer that the function reads is missing, if the function fails
+        or does not return one result per response, or if a result is not a finite number.
         """
+        missing = answered.references.count(None) if self._reads_references else 0
+        if missing:  # it would take right answers for wrong ones
+            raise StageError(
+                f"{self.place}: found {missing} of {len(answered.references)} prompts without a "
+                "true answer, expected one for each. Fix: set split.without_reference to drop"
+            )
         try:
             results = self._call(answered.prompts, answered.responses, answered.references)
         except Exception as error:
@@ -78,12 +84,12 @@ class FunctionSource:
     def _call(
         self, prompts: list[Conversation], responses: list[str], references: list[str | None]
     ) -> list[Any]:
-        return list(self.function(prompts, responses, **self._references(references)))
+        more = {"references": references} if self._reads_references else {}
+        return list(self.function(prompts, responses, **more))
 
-    def _references(self, references: list[str | None]) -> dict[str, list[str | None]]:
-        """The argument `references`, if the function has that parameter."""
-        takes_references = "references" in inspect.signature(self.function).parameters
-        return {"references": references} if takes_references else {}
+    @property
+    def _reads_references(self) -> bool:
+        return "references" in inspect.signature(self.function).parameters
 
     def _number(self, result: Any, answered: Answered, row: int) -> float:
         try:

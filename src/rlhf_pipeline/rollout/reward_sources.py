@@ -33,6 +33,7 @@ from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.rollout.function_reward import Answered, FunctionSource, import_function
 from rlhf_pipeline.rollout.model_reward import ModelSource
 from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 
@@ -77,7 +78,10 @@ class RewardSum:
         answered = Answered([], [], [])
         if any(source.reads_texts for *_, source in self.sources.values()):
             answered = self._as_text(scored, rows)
-        parts = {name: source(scored, answered) for name, (*_, source) in self.sources.items()}
+        parts = {}
+        for name, (*_, source) in self.sources.items():
+            with heartbeat.scored_by(name):
+                parts[name] = source(scored, answered)
         named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
         total = torch.stack([weight * own for weight, _, own in named]).sum(0)
         clipped = torch.stack([weight * own.clamp(-clip, clip) for weight, clip, own in named])

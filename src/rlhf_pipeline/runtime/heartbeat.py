@@ -48,10 +48,14 @@ class Heartbeat:
     """Pieces done in this phase."""
     longest_row: int = 0
     """Tokens of the longest row of any micro batch so far."""
+    scorer: str = ""
+    """The reward or the judge that scores; empty in other work."""
 
     def __str__(self) -> str:
+        by = f" by {self.scorer}" if self.scorer else ""
         step = "" if self.step is None else f" of step {self.step}"
-        return f"{self.phase}{step} since {time.strftime('%H:%M:%S', time.localtime(self.since))}"
+        since = time.strftime("%H:%M:%S", time.localtime(self.since))
+        return f"{self.phase}{by}{step} since {since}"
 
 
 _here = Heartbeat(rank=0, pid=None)
@@ -83,6 +87,7 @@ def at(phase: Phase, step: int | None = None) -> None:
         progressed=now,
         marks=_here.marks + 1,
         ticks=0,
+        scorer="",
     )
     _begun.set()
     if phase == "finished":
@@ -93,6 +98,15 @@ def tick() -> None:
     """Report that a piece of the phase is done: a micro batch, a token of each response, a file."""
     global _here
     _here = replace(_here, progressed=time.time(), ticks=_here.ticks + 1)
+
+
+@contextmanager
+def scored_by(scorer: str) -> Iterator[None]:
+    """Report the reward or the judge that scores inside the block; after an error it stays."""
+    global _here
+    _here = replace(_here, scorer=scorer)
+    yield
+    _here = replace(_here, scorer="")
 
 
 def row(tokens: int) -> None:

@@ -47,6 +47,8 @@ class StageProgress:
     the steps of earlier attempts do not count."""
     last: tuple[int, float] | None = None
     """Step and time of the newest record."""
+    scorer: str = ""
+    """The reward or the judge that scores, which a log shows as well."""
 
     def after(self, records: list[dict[str, Any]], run: StageRun) -> "StageProgress":
         resumed = run.resume_from or 0
@@ -146,7 +148,8 @@ class ProgressDisplay(StageListener):
 
     def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
         phase = PHASES.get(heartbeat.phase, heartbeat.phase)
-        self._progress = replace(self._progress, phase=phase)
+        shown = f"{phase}: {heartbeat.scorer}" if heartbeat.scorer else phase
+        self._progress = replace(self._progress, phase=shown, scorer=heartbeat.scorer)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         self._show(run, records)
@@ -178,7 +181,9 @@ class ProgressDisplay(StageListener):
             progress = self._progress
             left = [] if progress.left_s is None else [f"{progress.left_s:.0f} s left"]
             waiting = f"{progress.phase}: " if progress.phase == WAITING else ""
-            parts = "  ".join([f"{waiting}step {progress.steps or '?'}", *progress.numbers, *left])
+            scoring = [progress.phase] if progress.scorer else []
+            step = f"{waiting}step {progress.steps or '?'}"
+            parts = "  ".join([step, *scoring, *progress.numbers, *left])
             self._print(f"{run.title}: {parts}")
 
     def _close(self) -> None:

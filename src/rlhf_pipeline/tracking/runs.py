@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.errors import Interrupted, causes, without_secrets
+from rlhf_pipeline.evaluation.comparison import score_name
+from rlhf_pipeline.evaluation.report import verdict
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIPELINE = "the pipeline run"
+VERDICT_TAG = "rlhf.verdict"
 PAGE = "evaluation.html"
 """The artifact of an evaluation's run that shows it."""
 RETRY_S = 60.0
@@ -119,6 +123,22 @@ class MlflowTracker(StageListener):
             run_id = find_run(client, fingerprint)
             if run_id is not None:
                 client.log_text(run_id, page, PAGE)
+
+    def log_verdict(self, fingerprint: str, evaluation: Mapping[str, Any]) -> None:
+        """Log an evaluation to its run and to the parent, as columns of MLflow's list: the verdict,
+        the win rate by the judge that decides, and the reward model's score."""
+        from mlflow.entities import Metric
+
+        judge, candidate = evaluation["judge"], evaluation["candidate"]
+        rate, scores = evaluation["win_rates"][judge], evaluation["policies"][candidate]
+        columns = {"eval/win_rate": rate["rate"], "eval/score": scores[score_name(REWARD_MODEL)]}
+        with self._tolerate_failure("the verdict"):
+            client, parent = self._connect()
+            for run_id in filter(None, (parent, find_run(client, fingerprint))):
+                started = client.get_run(run_id).info.start_time  # a repeated point is one point
+                points = [Metric(name, value, started, 0) for name, value in columns.items()]
+                client.log_batch(run_id, metrics=points)
+                client.set_tag(run_id, VERDICT_TAG, verdict(judge, rate, candidate))
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         """Log new records; during an outage, try again every `RETRY_S`."""

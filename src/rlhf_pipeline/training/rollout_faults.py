@@ -23,7 +23,7 @@ def rollout_fault(
     if metrics["rollout/response_tokens"] != metrics["rollout/eos_fraction"]:
         return None
     cause = (
-        "the actor has learned to end at once because the reward model prefers that. Fix: raise "
+        "the actor has learned to end at once because ppo.rewards prefers that. Fix: raise "
         f"ppo.kl.coef ({config.kl.coef:g}), or check the scores of short answers"
         if trained
         else "the SFT model ends at once. Fix: check its demonstrations, and whether the chat "

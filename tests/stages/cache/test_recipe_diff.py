@@ -93,3 +93,11 @@ def test_reward_sources_are_told_apart_by_what_they_do_not_share():
     assert recipe_changes(old, changed, pending=()) == [
         "ppo.rewards [model trained] -> [callable my_rewards.py:correct, model trained]"
     ]
+
+
+@pytest.mark.parametrize(("old", "shown"), [([], "[]"), (None, "null"), ("a", "a")])
+def test_the_first_block_of_a_list_is_shown(old, shown):
+    judge = {"weight": 1.0, "name": None, "callable": "my_judges.py:brief"}
+    changed = new(config={"evaluate": {"judges": [judge]}})
+    found = recipe_changes(new(config={"evaluate": {"judges": old}}), changed, pending=())
+    assert found == [f"evaluate.judges {shown} -> [weight 1.0 callable my_judges.py:brief]"]

@@ -53,12 +53,13 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") ->
 
 
 def _shown(value: Any, other: Any) -> str:
-    """A value. Of a list of blocks only the fields that the blocks of both lists do not share."""
-    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+    """A value. A list of blocks is shown without what all blocks of both lists share."""
+    own, others = (each if isinstance(each, list) else [] for each in (value, other))
+    if not own or not all(isinstance(block, Mapping) for block in own + others):
         return _value(value)
-    fields = [set(map(_field, block.items())) for block in (*value, *(other or ()))]
-    shared = set.intersection(*fields, *([{""}] if not fields else [])) | {""}
-    texts = [" ".join(t for t in map(_field, each.items()) if t not in shared) for each in value]
+    fields = [set(map(_field, block.items())) for block in own + others]
+    shared = {""} | (set.intersection(*fields) if others else set())
+    texts = [" ".join(t for t in map(_field, each.items()) if t not in shared) for each in own]
     return f"[{', '.join(texts)}]"
 
 
