@@ -6,6 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.rollout.function_reward import import_function
+from rlhf_pipeline.runtime.job import LaunchedJob
 
 FILE = Path(__file__).parents[1] / "conf" / "smollm2" / "rewards.py"
 
@@ -23,5 +24,6 @@ FILE = Path(__file__).parents[1] / "conf" / "smollm2" / "rewards.py"
     ],
 )
 def test_one_sentence_of_five_to_twelve_words(answer, expected):
-    function = import_function(CallableReward(callable=f"{FILE}:one_sentence"), FILE)
+    job = LaunchedJob("ppo", "f", 1, {}, {"rewards.0": FILE}, {}, FILE.parent, 60.0)
+    function = import_function(CallableReward(callable=f"{FILE}:one_sentence"), job, "rewards.0")
     assert function([[]], [answer]) == [expected]

@@ -142,7 +142,7 @@ def doctor(catalog: CatalogProtocol, project: Path, as_json: bool) -> None:
     """
     from rlhf_pipeline.commands.doctor import show
 
-    findings = work("doctor")(catalog, project)
+    findings = work("doctor")(catalog)
     show(findings, console(), as_json=as_json)
     if any(finding.state == "failure" for finding in findings):
         raise click.exceptions.Exit(1)

@@ -116,6 +116,22 @@ def test_an_upload_that_fails_publishes_nothing(url, finished, tmp_path, monkeyp
     assert dataset(url, tmp_path / "one").versions() == []
 
 
+def test_one_damaged_manifest_does_not_hide_the_other_versions(url, finished, tmp_path, caplog):
+    for version in (V1, V2):
+        dataset(url, tmp_path / "one", version).save(finished)
+    pointer = tmp_path / "store" / "sft_model" / V1 / "sft_model" / "manifest.json"
+    pointer.write_text(pointer.read_text()[:100])
+    elsewhere = dataset(url, tmp_path / "two", "v")
+    assert [path.parent.name for path in elsewhere.versions()] == [V2]
+    (warning,) = caplog.messages
+    assert warning.startswith(f"a version is left out: {url}/{V1}/sft_model/manifest.json is damag")
+    assert warning.endswith("Fix: restore or remove it in the store")
+    with pytest.raises(ArtifactError):  # `clean` has to know what it needs
+        elsewhere.versions(strict=True)
+    here = dataset(url, tmp_path / "one", "v").versions()  # was published from here
+    assert [path.parent.name for path in here] == [V1, V2]
+
+
 def test_damage_in_the_store_is_found_when_the_version_is_loaded(url, finished, tmp_path):
     dataset(url, tmp_path / "one").save(finished)
     for path in (tmp_path / "store").rglob("objects/*"):

@@ -2,10 +2,7 @@
 
 import pytest
 
-from rlhf_pipeline.config.base_model import BaseModelConfig
-from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.diagnosis.finding import Setup
 
 
@@ -17,16 +14,8 @@ def setup(tmp_path, monkeypatch):
 
     def make(**fields):
         default = {
-            "project": tmp_path,
             "root": tmp_path / "data",
             "launch": LaunchConfig(),
-            "base_model": BaseModelConfig(architecture={"model_type": "llama"}, vocab_size=512),
-            "split": SplitConfig(
-                sources=[{"name": "synthetic", "samples": 600}],
-                max_prompt_tokens=64,
-                max_response_tokens=48,
-            ),
-            "evaluate": EvaluateConfig(),
             "compiles": (),
         }
         return Setup(**default | fields)

@@ -1,6 +1,4 @@
-"""All checks run at once, and none hides another."""
-
-import time
+"""All checks run, and none hides another."""
 
 from rlhf_pipeline.diagnosis.finding import Finding, run_checks
 from rlhf_pipeline.errors import ConfigError
@@ -16,10 +14,6 @@ def explained(_):
 
 def unexpected(_):
     raise ZeroDivisionError("first line\nsecond line")
-
-
-def too_slow(_):
-    time.sleep(2)
 
 
 def timed_out(_):
@@ -43,22 +37,6 @@ def test_an_error_is_a_failure_with_its_fix_and_the_order_stays(setup):
             "repair what the message names",
         ),
     ]
-
-
-def test_a_check_without_answer_is_a_failure_and_nobody_waits_for_it(setup):
-    start = time.monotonic()
-    late, on_time = run_checks([too_slow, fine], setup(), budget_s=0.2)
-    assert time.monotonic() - start < 1
-    assert (late.check, late.state) == ("too slow", "failure")
-    assert late.found == "no answer within 0.2 s"
-    assert on_time.state == "ok"
-
-
-def test_all_checks_share_one_budget(setup):
-    start = time.monotonic()
-    found = run_checks([too_slow] * 4, setup(), budget_s=0.4)
-    assert time.monotonic() - start < 1.2
-    assert [each.found for each in found] == ["no answer within 0.4 s"] * 4
 
 
 def test_a_check_that_reports_a_timeout_has_answered(setup):

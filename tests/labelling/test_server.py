@@ -198,3 +198,17 @@ def test_the_results_are_those_of_all_annotators(pairs, votes, serve):
     found = dict(request(f"{address}/results")[1])
     assert found["People prefer second to first"].endswith(" of 1 pairs: 0 wins, 1 ties, 0 losses")
     assert (found["Ann"], found["Bob"]) == ("1 of 2 pairs", "1 of 2 pairs")
+
+
+def test_a_full_disk_is_a_message_on_the_page_and_the_vote_comes_again(serve, pairs, disk):
+    file = disk.path / "votes.jsonl"
+    file.touch()
+    address = serve(pairs(1), file)
+    (pair,) = pairs(1)
+    disk.leave(0)
+    status, refused = vote(address, pair.pair)
+    assert status == 507
+    assert f"{file}: found No space left on device. Fix: make room there" in refused
+    assert file.read_text() == ""
+    disk.make_room()
+    assert vote(address, pair.pair)[1]["done"] == 1

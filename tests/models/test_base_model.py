@@ -3,13 +3,14 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BYTES, BaseModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models import base_model
 from rlhf_pipeline.models.base_model import as_loaded, build_model
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import folder_digest
 
 
 def test_every_family_is_built_for_the_tokenizer_that_loads_with_it(
@@ -83,3 +84,13 @@ def test_a_tokenizer_that_changes_when_saved_is_refused(tmp_path, monkeypatch):
         match=r"base_model\.architecture: the tokenizer changes when it is saved and loaded",
     ):
         run(tmp_path)
+
+
+def test_a_folder_that_has_changed_since_the_plan_is_refused(make_model, tmp_path):
+    folder = make_model("llama", seed=5)
+    block, planned = {"path": str(folder)}, {BYTES: folder_digest(folder)}
+    job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, planned, tmp_path, 60.0)
+    base_model.main(job)
+    (folder / "generation_config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="found other bytes than when the stage was planned"):
+        base_model.main(job)

@@ -49,7 +49,7 @@ def make_reward_model(policy, tmp_path):
 def load(policy, contract, world, tmp_path):
     """Loads the sources of `ppo.rewards`; `files` are the inputs `rewards.<index>` of the job."""
 
-    def make(*rewards, files=None, trained_mean=None, score_clip=5.0):
+    def make(*rewards, files=None, digests=None, trained_mean=None, score_clip=5.0):
         model = {"optimizer": {"learning_rate": 1e-3}}
         config = PPOConfig.model_validate(
             {
@@ -58,7 +58,7 @@ def load(policy, contract, world, tmp_path):
                 "score_clip": score_clip,
             }
         )  # fmt: skip
-        job = LaunchedJob("ppo", "f", 1, {}, files or {}, {}, tmp_path, 60.0)
+        job = LaunchedJob("ppo", "f", 1, {}, files or {}, digests or {}, tmp_path, 60.0)
         return load_rewards(
             job,
             config,

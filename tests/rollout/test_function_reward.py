@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from rlhf_pipeline.config.rewards import CallableReward
-from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.job import LaunchedJob
 
 
 def function(source: str) -> FunctionSource:
@@ -138,13 +140,24 @@ def test_a_function_of_a_module_is_imported_by_name(
     assert source(scored, answered).tolist() == [2.0] * 3
 
 
+def test_a_function_that_has_changed_since_the_plan_is_refused(load, tmp_path):
+    file = tmp_path / "my.py"
+    file.write_text("def f(prompts, responses): return [0.0] * len(responses)")
+    planned = {"rewards.0": file_digest(file)}
+    load(f"{file}:f", files={"rewards.0": file}, digests=planned)
+    file.write_text("def f(prompts, responses): return [1.0] * len(responses)")
+    with pytest.raises(ArtifactError, match=r"my\.py: found other bytes than when the stage was"):
+        load(f"{file}:f", files={"rewards.0": file}, digests=planned)
+
+
 def test_a_failure_names_the_line_of_the_users_file(tmp_path, scored, answered):
     (tmp_path / "my.py").write_text(
         "import json\n\ndef parsed(text):\n    return json.loads(text)['score']\n\n"
         "def f(prompts, responses):\n    return [parsed('{') for _ in responses]\n"
     )
     reward = CallableReward(callable=f"{tmp_path}/my.py:f")
-    source = FunctionSource("my.py:f", import_function(reward, tmp_path / "my.py"))
+    job = LaunchedJob("ppo", "f", 1, {}, {"rewards.0": tmp_path / "my.py"}, {}, tmp_path, 60.0)
+    source = FunctionSource("my.py:f", import_function(reward, job, "rewards.0"))
     with pytest.raises(StageError) as failure:
         source(scored, answered)
     assert failure.value.message.endswith(f"({tmp_path}/my.py, line 4)")

@@ -10,6 +10,7 @@ import torch
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
+from rlhf_pipeline.runtime.manifest import folder_digest
 
 
 def test_a_model_of_the_policys_tokens_scores_as_it_does_row_by_row(
@@ -119,3 +120,12 @@ def test_its_template_renders_a_fixed_date(load_one, foreign, tmp_path):
             tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
             == expected
         )
+
+
+def test_a_folder_that_has_changed_since_the_plan_is_refused(load_one, make_reward_model):
+    folder = make_reward_model()
+    planned = {"rewards.0": folder_digest(folder)}
+    load_one({"path": str(folder)}, digests=planned)
+    store_score_mean(folder, 0.5)
+    with pytest.raises(ArtifactError, match="found other bytes than when the stage was planned"):
+        load_one({"path": str(folder)}, digests=planned)

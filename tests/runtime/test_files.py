@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime import files
 from rlhf_pipeline.runtime.files import put_in_place, require_space, write_atomically
 
 PAGE = 4096
@@ -61,26 +62,46 @@ def happened(monkeypatch):
 def test_a_file_is_on_the_disk_before_it_replaces_another_one(tmp_path, happened):
     write_atomically(tmp_path / "job.json", "new")
     assert happened[:2] == ["force job.json.partial", f"force {tmp_path.name}"]
-    assert happened[2:5] == ["rename job.json.partial", "force job.json", f"force {tmp_path.name}"]
+    assert happened[2:] == ["rename job.json.partial", f"force {tmp_path.name}"]
     happened.clear()
     write_atomically(tmp_path / "rank0.json", "a heartbeat", force=False)
     assert happened == ["rename rank0.json.partial"]
 
 
-def test_a_folder_is_on_the_disk_before_the_earlier_one_goes(tmp_path, happened):
+def two_folders(tmp_path):
     for name in ("best", "best.partial"):
         (tmp_path / name / "sub").mkdir(parents=True)
         (tmp_path / name / "sub" / "weights").write_text(name)
-    put_in_place(tmp_path / "best.partial", tmp_path / "best")
-    assert (tmp_path / "best" / "sub" / "weights").read_text() == "best.partial"
+    return tmp_path / "best.partial", tmp_path / "best"
+
+
+FORCED = {"force weights", "force sub", "force best.partial"}
+
+
+def test_folders_are_exchanged_at_once_and_the_earlier_one_goes_last(tmp_path, happened):
+    complete, target = two_folders(tmp_path)
+    put_in_place(complete, target)
+    assert (target / "sub" / "weights").read_text() == "best.partial"
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
-    renamed = happened.index("rename best.partial")
-    assert set(happened[:renamed]) == {
-        "force weights", "force sub", "force best.partial", f"force {tmp_path.name}",
-        "remove best.outgoing",  # left by an earlier end
-    }  # fmt: skip
-    assert happened[-1] == "remove best.outgoing"
-    assert f"force {tmp_path.name}" in happened[renamed:]
+    assert set(happened[:3]) == FORCED
+    parent = f"force {tmp_path.name}"
+    assert happened[3:] == [parent, parent, "remove best.partial"]
+
+
+def test_the_earlier_folder_is_kept_beside_where_folders_cannot_be_exchanged(
+    tmp_path, happened, monkeypatch
+):
+    monkeypatch.setattr(files, "_exchanged", lambda one, other: False)  # as on NFS
+    complete, target = two_folders(tmp_path)
+    put_in_place(complete, target)
+    assert (target / "sub" / "weights").read_text() == "best.partial"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    parent = f"force {tmp_path.name}"
+    assert set(happened[:3]) == FORCED
+    assert happened[3:] == [
+        parent, "remove best.outgoing",  # left by an earlier end
+        "rename best.partial", parent, "remove best.outgoing",
+    ]  # fmt: skip
 
 
 def test_a_file_does_not_replace_a_folder(tmp_path):

@@ -107,6 +107,63 @@ def test_a_stage_that_was_finished_without_a_store_is_uploaded(drill, store, tmp
     assert drill.launches == 1
 
 
+def test_a_pointer_to_another_recipe_is_not_reused_and_the_run_replaces_it(
+    drill, store, caplog, tmp_path
+):
+    """As after a restored, copied or swapped file of the store."""
+    other = machine(drill, store, "one")
+    StageRunner(other).run(drill.job(value=2))
+    other.stored.close()
+    swapped = pointer(tmp_path).read_text()
+    run(drill, store, "one")
+    (mine,) = (p for p in (tmp_path / "store/stages/drill").iterdir() if p.read_text() != swapped)
+    mine.write_text(swapped)
+    two = machine(drill, store, "two")
+    planner = Planner(two)
+    planner.run(drill.job())
+    assert [stage.state for stage in planner.stages.values()] == ["run"]
+    with caplog.at_level(logging.WARNING):
+        made = StageRunner(two).run(drill.job())
+    two.stored.close()
+    assert (made / "result").read_text() == "launch 3"
+    assert "found the manifest of recipe" in warnings(caplog)[-1]
+    assert "of stage drill, expected another recipe. Fix: remove it in" in warnings(caplog)[-1]
+    assert (run(drill, store, "three") / "result").read_text() == "launch 3"
+
+
+def test_a_checkpoint_of_another_recipe_is_not_used(drill, store, caplog, tmp_path):
+    stored = StoredStages(store, tmp_path / "one")
+    here = tmp_path / "one" / "drill" / ("f" * 16)
+    unfinished = StageRun("drill", "f" * 64, 1, {}, {}, {}, here, 60.0)
+    folder = tmp_path / "made"
+    checkpoint = checkpoint_path(folder / "checkpoints", 6)
+    checkpoint.mkdir(parents=True)
+    seal(checkpoint, {})
+    (folder / "metrics.jsonl").write_text("")
+    Manifest("drill", "e" * 64, 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    store.below(f"checkpoints/drill/{'f' * 64}").push(folder, "step-00000006.json")
+    assert stored.fetch_checkpoint(unfinished, None) is None
+    assert "expected another recipe" in warnings(caplog)[-1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "of another recipe"])
+def test_a_damaged_pointer_is_mended_by_the_machine_that_has_the_artifact(
+    drill, store, tmp_path, damage
+):
+    run(drill, store, "one")
+    whole = pointer(tmp_path).read_text()
+    if damage == "cut":
+        pointer(tmp_path).write_text(whole[:100])
+    else:
+        folder = tmp_path / "other"
+        folder.mkdir()
+        Manifest("drill", "e" * 64, 1, {}, {}, {}, {}, {}).write(folder)
+        pointer(tmp_path).write_text((folder / "manifest.json").read_text())
+    run(drill, store, "one")
+    assert drill.launches == 1
+    assert pointer(tmp_path).read_text() == whole
+
+
 def test_a_damaged_artifact_in_the_store_is_made_again_and_mended(drill, store, caplog, tmp_path):
     run(drill, store, "one")
     for path in (tmp_path / "store" / "objects").iterdir():

@@ -108,6 +108,23 @@ def test_a_flipped_byte_of_the_pointer_is_named(artifact, tmp_path):
         store.pull("it.json", tmp_path / "here")
 
 
+def test_a_pointer_is_replaced_whole_or_not_at_all(artifact, tmp_path, monkeypatch):
+    """A kill or a full disk during the write leaves the earlier one."""
+    store = Store(str(tmp_path / "store"))
+    store.push(artifact, "it.json")
+
+    def cut_off(self, path, value, **options):
+        Path(path).write_bytes(value[:100])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "pipe_file", cut_off)
+        with pytest.raises(StageError, match="No space left"):
+            store.write("it.json", "x" * 1000)
+    assert store.manifest("it.json") == verify(artifact)
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["it.json", "objects"]
+
+
 def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, monkeypatch):
     source, served = tmp_path / "source", tmp_path / "served"
     source.mkdir()

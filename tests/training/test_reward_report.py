@@ -13,7 +13,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.training.reward_report import describe, ties_score
+from rlhf_pipeline.training.reward_report import describe
 
 ROWS = [
     {"prompt": "what is the colour of snow?", "chosen": "white", "rejected": ["red", "a", "blue"]},
@@ -21,10 +21,9 @@ ROWS = [
         "prompt": [{"role": "user", "content": "snow?"}],
         "chosen": ["white", "the colour is white"],
         "rejected": ["red"],
-        "id": "tied:7",
     },
     {"prompt": "what is it?", "chosen": "snow", "rejected": ["the snow", "is", "s", "what", "x"]},
-    {"prompt": "snow is", "chosen": "white", "rejected": ["red"], "id": "ref:7"},
+    {"prompt": "snow is", "chosen": "white", "rejected": ["red"], "id": 7},
 ]
 
 
@@ -45,38 +44,6 @@ def test_the_report_by_hand():
     assert report["length_correlation"] > 0.9
     assert sum(each["n"] for each in report["calibration"]["bins"]) == 4
     json.dumps(report)
-
-
-def test_the_score_of_ties_by_hand():
-    """Question 1: gap 2, spread 1, gap of its reference 3; question 2: gap 1, spread 2, gap -1.
-
-    Accuracy: tied 2 / 2, ref 1 / 2. The gap exceeds the spread in 1 of 2, and so does the lesser
-    gap. Margins: tanh(2 / 1 - 1) = 0.7615942, tanh(-1 / 2 - 1) = -0.9051483; mean -0.0717771.
-    0.3 + 0.15 + 0.1 + 0.1 + 0.01 * -0.0717771 = 0.6492822.
-    """
-    rows = {
-        "tied:1": ([4.0, 3.0, 3.5], [1.0, 0.0]),
-        "ref:1": ([5.0], [2.0, 1.0]),
-        "tied:2": ([4.0, 2.0], [1.0]),
-        "ref:2": ([0.0], [1.0, -1.0]),
-    }
-    assert ties_score(rows) == pytest.approx(0.6492822, rel=1e-6)
-    # A reference gap of 0.5 makes question 1's lesser gap smaller than its spread: tanh(-0.5).
-    harder = rows | {"ref:1": ([2.5], [2.0])}
-    expected = 0.3 + 0.15 + 0.1 + 0.01 * (-0.4621172 - 0.9051483) / 2
-    assert ties_score(harder) == pytest.approx(expected, rel=1e-6)
-    # A question without its reference counts in the accuracy of ties alone: 2 / 3.
-    alone = ties_score(rows | {"tied:3": ([0.0, 1.0], [2.0]), "17": ([0.0], [1.0])})
-    assert alone == pytest.approx(0.6492822 - 0.1, rel=1e-6)
-
-
-def test_the_score_of_ties_where_nothing_differs():
-    """Equal scores: no gap, no spread, nothing right. A gap without spread: all, and tanh(inf)."""
-    assert ties_score({"tied:1": ([1.0, 1.0], [1.0]), "ref:1": ([1.0], [1.0])}) == 0.0
-    assert ties_score({"tied:1": ([2.0, 2.0], [1.0]), "ref:1": ([2.0], [1.0])}) == pytest.approx(
-        1.01
-    )
-    assert ties_score({"tied:1": ([2.0, 2.0], [1.0]), "5": ([2.0], [1.0])}) is None
 
 
 def test_one_pair_has_one_half():
@@ -124,7 +91,7 @@ def test_the_report_of_the_exported_model(inputs, world, tmp_path):
     }
 
     model, tokenizer = load_scores(job.export, "fp32").eval(), load_tokenizer(job.export)
-    right, ties = [], {}
+    right = []
     for row in ROWS:
         prompt, chosen = row["prompt"], row["chosen"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -137,11 +104,8 @@ def test_the_report_of_the_exported_model(inputs, world, tmp_path):
             scores.append(float(found[0, -1]))
         rejected = len(row["rejected"])
         right.append(min(scores[:-rejected]) > max(scores[-rejected:]))
-        ties[row.get("id", "")] = scores[:-rejected], scores[-rejected:]
     assert report["benchmark"]["n"] == 4
     assert report["benchmark"]["rate"] == pytest.approx(sum(right) / 4)
-    assert report["benchmark"]["ties"] == pytest.approx(ties_score(ties), abs=1e-3)
-    assert metrics["benchmark/ties"] == report["benchmark"]["ties"]
     assert metrics["benchmark/accuracy"] == report["benchmark"]["rate"]
 
 

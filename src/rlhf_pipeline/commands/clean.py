@@ -31,12 +31,12 @@ def clean(
     """Show what no published version needs, and downloads; with `yes`, remove it.
 
     With `versions`, published versions count as well, except the newest one of each data set and
-    registered ones. Raises ArtifactError if it cannot know these.
+    registered ones. Raises ArtifactError if it cannot know these, or what a version needs.
     """
     workspace = Path(catalog.load("workspace"))
     root, show = workspace.parent, partial(console.print, highlight=False, soft_wrap=True)
     datasets = artifact_datasets(catalog).values()
-    published = [path for dataset in datasets for path in dataset.versions()]
+    published = [path for dataset in datasets for path in dataset.versions(strict=True)]
     local = [dataset for dataset in datasets if dataset.store is None]
     older = [path for dataset in local for path in dataset.versions()[:-1]]
     unwanted = {

@@ -7,44 +7,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.diagnosis import installation, machine, nodes, services
+from rlhf_pipeline.diagnosis import machine
 from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
-from rlhf_pipeline.hooks import launch_config, provide_default_blocks, store_of
+from rlhf_pipeline.hooks import launch_config, provide_default_blocks
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks
 
 CHECKS = (
-    installation.python,
-    installation.libraries,
-    installation.compiler,
+    machine.python,
+    machine.libraries,
+    machine.compiler,
     machine.gpu,
     machine.kernels,
-    machine.nccl,
     machine.shared_memory,
     machine.disk,
-    machine.rendezvous,
-    nodes.nodes,
-    services.base_model,
-    services.sources,
-    services.judges,
-    services.tracking_store,
-    services.store,
+    machine.nodes,
 )
 """All checks, in the order of the table."""
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
-def doctor(catalog: CatalogProtocol, project: Path) -> list[Finding]:
+def doctor(catalog: CatalogProtocol) -> list[Finding]:
     """What all checks find."""
-    return run_checks(CHECKS, setup(catalog, project))
-
-
-def setup(catalog: CatalogProtocol, project: Path) -> Setup:
-    """What the checks look at."""
     provide_default_blocks(catalog)
     parameters = catalog.load("parameters")
     blocks = {
@@ -52,13 +37,9 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
         for name, block in parameter_blocks().items()
     }
     values = dict(leaves(as_json(blocks)))
-    return Setup(
-        project=project,
+    setup = Setup(
         root=Path(catalog.load("workspace")).absolute().parent,
         launch=launch_config(catalog),
-        base_model=BaseModelConfig.model_validate(catalog.load("params:base_model")),
-        split=SplitConfig.model_validate(catalog.load("params:split")),
-        evaluate=EvaluateConfig.model_validate(catalog.load("params:evaluate")),
         compiles=tuple(
             f"{name} ({json.dumps(value)})"
             for name, value in values.items()
@@ -68,8 +49,8 @@ def setup(catalog: CatalogProtocol, project: Path) -> Setup:
         precisions=sorted(
             {v for name, v in values.items() if name.endswith(".precision")} - {None}
         ),
-        store=store_of(catalog),
     )
+    return run_checks(CHECKS, setup)
 
 
 def show(findings: list[Finding], console: Console, *, as_json: bool) -> None:

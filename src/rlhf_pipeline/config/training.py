@@ -278,8 +278,7 @@ class RewardModelConfig(SupervisedConfig):
     value; 0.5 is chance. None: PPO starts with any reward model."""
     benchmark: str | None = None
     """File of JSON lines with `prompt`, `chosen` and several `rejected` answers, such as
-    RewardBench 2: the report then has the share of rows whose chosen answer has the highest score,
-    and the score of its subset Ties.
+    RewardBench 2: the report then has the share of rows whose chosen answer has the highest score.
     Part of the recipe: another file trains the reward model, and the policies after it, again."""
 
     def models(self) -> list[StageModel]:

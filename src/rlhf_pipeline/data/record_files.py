@@ -20,6 +20,7 @@ from rlhf_pipeline.data.records import (
     key,
     normalized_prompt,
 )
+from rlhf_pipeline.errors import ArtifactError
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _KEY = pa.binary(16)
@@ -127,12 +128,12 @@ class _RowsWriter(ArrowWriter):
 
 def examples(folder: Path) -> pa.Table:
     """A source's examples, memory-mapped."""
-    return _mapped(folder / "examples.arrow")
+    return mapped(folder / "examples.arrow")
 
 
 def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the ids and texts of a source, in batches."""
-    for batch in _mapped(folder / "texts.arrow").to_batches():
+    for batch in mapped(folder / "texts.arrow").to_batches():
         yield batch.column("id").to_pylist(), batch.column("text").to_pylist()
 
 
@@ -177,5 +178,16 @@ def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
     return ExampleBatch(*(batch.column(name).to_pylist() for name in columns))
 
 
-def _mapped(path: Path) -> pa.Table:
-    return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+def mapped(path: Path) -> pa.Table:
+    """A table of an artifact, memory-mapped.
+
+    Raises ArtifactError if it is damaged: Arrow would read where its offsets lead.
+    """
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise ArtifactError(
+            f"{path}: found {error}, expected an undamaged table. Fix: run its stage again"
+        ) from error
+    return table

@@ -1,5 +1,6 @@
 """Finished artifacts and pages in the Kedro catalog."""
 
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.processes import may_run, this_process
 from rlhf_pipeline.storage.files import link_or_copy
 from rlhf_pipeline.storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 """Name of the link to the newest version."""
@@ -86,14 +89,23 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
         fix = "Fix: correct the clock, or rename it"
         return f"{self.folder}: found version {newest}, expected none later than now. {fix}"
 
-    def versions(self) -> list[Path]:
+    def versions(self, *, strict: bool = False) -> list[Path]:
         """All published versions, oldest first.
 
-        Of those in a store that were never loaded here, the outline: see `Store.pull`.
+        Of those in a store that were never loaded here, the outline: see `Store.pull`. One whose
+        manifest is damaged there is left out and reported; raises ArtifactError if `strict`.
         """
         if self.store is None:
             return sorted(self.folder.glob(f"*/{self.folder.name}"))
-        return [self._fetch(name, outline=True) for name in self._stored_versions()]
+        found = []
+        for name in self._stored_versions():
+            try:
+                found.append(self._fetch(name, outline=True))
+            except ArtifactError as error:
+                if strict:
+                    raise
+                logger.warning("a version is left out: %s", error)
+        return found
 
     def _get_versions(self) -> list[str]:
         """Kedro's list of the versions, newest first, from one listing of the store."""

@@ -1,24 +1,34 @@
 import json
+import os
+import platform
 import shutil
-import socket
 import subprocess
 import sys
-from functools import cache
+import sysconfig
+from importlib import metadata
 from pathlib import Path
-from threading import Lock
-from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import StageError, pip_install
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
-from rlhf_pipeline.stages.launch.resources import free_port
+from rlhf_pipeline.stages.launch.cluster import Cluster
+from rlhf_pipeline.stages.launch.resources import search_path
 
+DISTRIBUTION = "rlhf-pipeline"
+SOURCE = "#include <vector>\n#include <Python.h>\nint main() { return 0; }\n"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system, not a file
 SHARED_BYTES = GIB
 """Below this size ranks on GPUs may fail: containers have 64 MiB by default."""
 DISK_BYTES = 10 * GIB
 """Below this free space a warning: one checkpoint of a model of 0.6 billion parameters."""
+START_S = BUDGET_S / 2
+"""Seconds that the agents have to connect. Those that do not are ended before the check is."""
+SLOW_GBIT = 1.0
+"""Below this bandwidth a warning: a model of 7 billion parameters takes two minutes."""
 PROBE = """
 import json, torch
 count = torch.cuda.device_count()
@@ -32,18 +42,72 @@ print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
 """Runs in a process of its own: the driver never imports torch."""
 SELF_CHECK = "rlhf_pipeline.models.self_check"
 """Module that runs in a process of its own, like the probe."""
-_probing = Lock()
+
+
+def python(_: Setup) -> Finding:
+    """The interpreter is one that the tests run with."""
+    tested = str(metadata.metadata(DISTRIBUTION)["Requires-Python"])
+    found = platform.python_version()
+    if SpecifierSet(tested).contains(found, prereleases=True):
+        return Finding("python", "ok", found)
+    fix = f"create the environment with a Python of {tested}"
+    return Finding("python", "failure", f"{found}, expected {tested}", fix)
+
+
+def libraries(_: Setup) -> Finding:
+    """Every dependency is installed, in the range that the package declares."""
+    required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+    needed = [each for each in required if each.marker is None or each.marker.evaluate()]
+    faults = {each: fault for each in needed if (fault := _fault(each)) is not None}
+    if not faults:
+        return Finding("libraries", "ok", f"{len(needed)} in their tested ranges")
+    names = " ".join(f"'{each.name}{each.specifier}'" for each in faults)
+    fix = f"{pip_install()}{names}"
+    return Finding("libraries", "failure", "; ".join(faults.values()), fix)
+
+
+def _fault(requirement: Requirement) -> str | None:
+    try:
+        found = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return f"{requirement.name} is missing"
+    if requirement.specifier.contains(found, prereleases=True):
+        return None
+    return f"{requirement.name} {found}, expected {requirement.specifier}"
+
+
+def compiler(setup: Setup) -> Finding:
+    """A C++ compiler, Python's headers and ninja, for DeepSpeed's CPU Adam and vLLM's kernels."""
+    command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    missing = [] if command else ["a C++ compiler"]
+    if command:
+        include = f"-I{sysconfig.get_path('include')}"
+        compiling = [command, "-x", "c++", "-fsyntax-only", include, "-"]
+        done = subprocess.run(compiling, input=SOURCE, capture_output=True, text=True, check=False)
+        missing += [] if done.returncode == 0 else ["headers of Python or C++"]
+    missing += [] if shutil.which("ninja", path=search_path()) else ["ninja"]
+    if not missing:
+        return Finding("compiler", "ok", f"{command}, ninja")
+    found = f"missing: {', '.join(missing)}"
+    if not (setup.compiles and setup.gpus > 0):
+        only = "only offload_optimizer and generator vllm on a GPU need them"
+        return Finding("compiler", "ok", f"{found}; {only}")
+    change = f"change {', '.join(setup.compiles)}"
+    fix = f"apt-get install g++ python3-dev, pip install ninja; or {change}"
+    return Finding("compiler", "failure", found, fix)
 
 
 def gpu(setup: Setup) -> Finding:
-    """Torch can compute on every GPU that the ranks would use."""
+    """Torch can compute on every GPU that the ranks would use, and has NCCL for several."""
     if setup.gpus == 0:
         return Finding("gpu", "ok", f"none; {setup.ranks} ranks train on the CPU")
-    answer = _probe_once()
-    if isinstance(answer, str):
+    command = [sys.executable, "-P", "-c", PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
+    if done.returncode != 0:
+        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         fix = "install the torch that fits the driver and the GPU"
-        return Finding("gpu", "failure", f"torch fails: {answer}", fix)
-    version, built_for, names, _ = answer
+        return Finding("gpu", "failure", f"torch fails: {error}", fix)
+    version, built_for, names, nccl = json.loads(done.stdout.splitlines()[-1])
     if built_for is None:
         fix = "install torch with CUDA, or set DS_ACCELERATOR=cpu to train on the CPU"
         return Finding("gpu", "failure", f"{setup.gpus} GPUs, but torch {version} has no CUDA", fix)
@@ -54,6 +118,8 @@ def gpu(setup: Setup) -> Finding:
         )
         fix = "update the driver, or install torch for an older CUDA"
         return Finding("gpu", "failure", found, fix)
+    if setup.gpus > 1 and nccl is None:
+        return Finding("gpu", "failure", "torch has no NCCL", "install torch with CUDA for Linux")
     kinds = ", ".join(dict.fromkeys(names))
     found = f"{setup.gpus} x {kinds}; torch {version}, CUDA {built_for}, driver {_driver()}"
     return Finding("gpu", "ok", found)
@@ -69,34 +135,6 @@ def kernels(setup: Setup) -> Finding:
     if done.returncode != 0 or not passed:
         raise StageError((done.stderr.strip().splitlines() or ["torch sees no GPU"])[-1])
     return Finding("kernels", "ok", f"equal those of the CPU: {', '.join(passed)}")
-
-
-def nccl(setup: Setup) -> Finding:
-    """Torch has NCCL if several ranks train on GPUs."""
-    if setup.gpus < 2:
-        return Finding("nccl", "ok", "not needed with fewer than two GPUs")
-    answer = _probe_once()
-    version = None if isinstance(answer, str) else answer[3]
-    if version is None:
-        return Finding("nccl", "failure", "torch has no NCCL", "install torch with CUDA for Linux")
-    return Finding("nccl", "ok", ".".join(map(str, version)))
-
-
-def _probe_once() -> list[Any] | str:
-    """What `_probe` returns. Two checks ask at once; the cache alone would run it for both."""
-    with _probing:
-        return _probe()
-
-
-@cache
-def _probe() -> list[Any] | str:
-    """Torch's version, its CUDA, names of GPUs, NCCL's version; or the last line of its error."""
-    command = [sys.executable, "-P", "-c", PROBE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
-    if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    answer: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
 
 
 def _driver() -> str:
@@ -129,16 +167,23 @@ def disk(setup: Setup) -> Finding:
     return Finding("disk", "failure" if free < GIB else "warning", found, fix)
 
 
-def rendezvous(setup: Setup) -> Finding:
-    """The ranks can meet: a free port, a connection to it, and a name that has an address."""
-    port = free_port(setup.launch.master_port)
-    with socket.create_server(("127.0.0.1", port)) as server:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        server.accept()[0].close()
-    name = socket.gethostname()
+def nodes(setup: Setup) -> Finding:
+    """Every other machine connects with the same code, libraries, GPUs and time."""
+    mode = setup.launch.mode
+    if mode == "local":
+        return Finding("nodes", "ok", "this machine trains alone")
+    if mode == "rank_env":
+        return Finding("nodes", "ok", "the scheduler starts them; each is checked as it connects")
+    start_s = min(START_S, setup.launch.start_timeout_s)
+    cluster = Cluster(setup.launch.model_copy(update={"start_timeout_s": start_s}))
     try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        fix = f"add the line `127.0.0.1 {name}` to /etc/hosts"
-        return Finding("rendezvous", "failure", f"the name {name!r} has no address", fix)
-    return Finding("rendezvous", "ok", f"port {port} accepts; {name} is {address}")
+        measured = [(node, *node.measure()) for node in cluster.nodes()]
+    finally:
+        cluster.close(0)
+    found = "; ".join(
+        f"{node}: {1000 * seconds:.1f} ms, {gbit:.1f} Gbit/s" for node, seconds, gbit in measured
+    )
+    if min(gbit for *_, gbit in measured) < SLOW_GBIT:
+        fix = "set launch.address to the name of this machine in the faster network"
+        return Finding("nodes", "warning", found, fix)
+    return Finding("nodes", "ok", found)

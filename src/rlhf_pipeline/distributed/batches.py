@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rlhf_pipeline.data.record_files import mapped
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 
@@ -33,8 +34,8 @@ class Rows:
 
     @classmethod
     def read(cls, path: Path) -> "Rows":
-        """The rows of a file."""
-        return cls.of(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
+        """The rows of a file; raises ArtifactError if it is damaged."""
+        return cls.of(mapped(path))
 
     @property
     def num_rows(self) -> int:

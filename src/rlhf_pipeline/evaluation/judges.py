@@ -119,7 +119,7 @@ def load_judges(job: LaunchedJob, config: EvaluateConfig) -> list[Judge]:
     judges: list[Judge] = [GoldJudge()]
     for index, judge in enumerate(config.judges):
         if isinstance(judge, CallableReward):
-            function = import_function(judge, job.inputs[f"{JUDGE_PREFIX}{index}"])
+            function = import_function(judge, job, f"{JUDGE_PREFIX}{index}")
             judges.append(SourceJudge(judge.label, FunctionSource(judge.callable, function)))
         elif isinstance(judge, ReferenceJudgeConfig):
             judges.append(ReferenceJudge(judge.label, AGREES[judge.reference]))
@@ -163,6 +163,8 @@ def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
             reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
             where = f"evaluate.{place}"
             model = ModelSource.load(reward, folder, where, setup.contract, tokens, setup.world)
+            if judge.folder is not None and place not in job.inputs:
+                job.expect_unchanged(place, judge.folder)
             yield SourceJudge(judge.label, model)
             del model  # before the next one is loaded
 

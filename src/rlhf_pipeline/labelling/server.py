@@ -77,6 +77,11 @@ def application(pairs: Sequence[Pair], file: Path, host: str) -> FastAPI:
             add_vote(file, Vote(**dict(pair) | dict(given) | line))
         return state(given.annotator)
 
+    @app.exception_handler(OSError)
+    async def not_written(_: Request, error: OSError) -> Response:
+        detail = f"{file}: found {error.strerror}. Fix: make room there, or let this server write"
+        return JSONResponse({"detail": detail}, 507)
+
     @app.get("/results")
     def show_results() -> list[tuple[str, str]]:
         return results(pairs, read_votes(file))

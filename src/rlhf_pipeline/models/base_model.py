@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_pipeline.config.base_model import COMMIT, BaseModelConfig
+from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
 from rlhf_pipeline.data.corpus import corpus
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
 from rlhf_pipeline.data.token_contract import TokenContract, end_tokens
@@ -62,6 +62,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
             model = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto", **how)
         tokenizer = load_tokenizer(config.path, revision=revision, trust_remote_code=trust)
         ensure_pad_token(tokenizer, model)
+    if BYTES in job.digests:
+        job.expect_unchanged(BYTES, Path(str(config.path)))
     if config.path is not None:
         metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
     if tokenizer.chat_template is None:

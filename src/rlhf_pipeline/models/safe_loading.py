@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import find_adapter_config_file
 
-from rlhf_pipeline.errors import ArtifactError, without_secrets
+from rlhf_pipeline.errors import ArtifactError, PipelineError, without_secrets
 from rlhf_pipeline.models.lean_transformers import AutoConfig
 
 
@@ -60,7 +60,7 @@ def loading_arguments(
 
 @contextmanager
 def explain_loading_errors(path: str | Path) -> Iterator[None]:
-    """Replace the refusals of transformers and torch by an ArtifactError with the option to set."""
+    """Replace all errors of transformers and torch but "out of memory" by an ArtifactError."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -68,7 +68,9 @@ def explain_loading_errors(path: str | Path) -> Iterator[None]:
             f"{path}: found more than tensors in pytorch_model.bin, expected tensors only; reading "
             "the rest would execute it. Fix: get the model as safetensors from a trusted source"
         ) from error
-    except (OSError, ValueError) as error:
+    except (PipelineError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # the errors of a damaged file have no common base class
         message = without_secrets(str(error))
         if "trust_remote_code" in message:
             raise ArtifactError(
@@ -83,4 +85,7 @@ def explain_loading_errors(path: str | Path) -> Iterator[None]:
                 "pytorch_model.bin, set base_model.unpickle_weights to true (reads tensors, "
                 "executes nothing); otherwise save the model again with save_pretrained"
             ) from error
-        raise
+        raise ArtifactError(
+            f"{path}: transformers cannot load it: {type(error).__name__}: {message}. Fix: "
+            "download or save it again"
+        ) from error

@@ -29,6 +29,7 @@ from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.runtime.job import LaunchedJob
 
 
 @dataclass(frozen=True)
@@ -128,20 +129,24 @@ def _line(error: Exception) -> str:
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
-def import_function(reward: CallableReward, path: Path) -> Callable[..., Any]:
-    """Import the function from a file or from an installed module.
+def import_function(reward: CallableReward, job: LaunchedJob, name: str) -> Callable[..., Any]:
+    """Import the function from a file, which is the input `name`, or from an installed module.
 
-    Raises StageError if it cannot be imported or is not a function.
+    Raises StageError if it cannot be imported or is not a function, and ArtifactError if the file
+    has changed since the stage was planned.
     """
     try:
         is_file = reward.location.endswith(".py")
-        module = _run_file(path) if is_file else importlib.import_module(reward.location)
+        module = (
+            _run_file(job.inputs[name]) if is_file else importlib.import_module(reward.location)
+        )
         function = getattr(module, reward.function)
     except Exception as error:
         raise StageError(
             f"{reward.callable} cannot be imported: {type(error).__name__}: {error}. "
             "Fix: correct it; add the folders of its modules to PYTHONPATH, also the working folder"
         ) from error
+    job.expect_unchanged(name, job.inputs[name])
     if not callable(function):
         raise StageError(f"{reward.callable} is {function!r}, not a function")
     return function

@@ -126,11 +126,14 @@ def load_rewards(
                 )
                 return TrainedSource(trained_mean)
             case CallableReward():
-                return FunctionSource(reward.callable, import_function(reward, job.inputs[name]))
+                return FunctionSource(reward.callable, import_function(reward, job, name))
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
                 tokens = config.micro_batch_tokens
-                return ModelSource.load(reward, folder, f"ppo.{name}", contract, tokens, world)
+                model = ModelSource.load(reward, folder, f"ppo.{name}", contract, tokens, world)
+                if name not in job.inputs:
+                    job.expect_unchanged(name, folder)
+                return model
             case _:
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 

@@ -73,7 +73,7 @@ def _verify(directory: Path) -> None:
         for name, entry in entries.items():
             if not FileEntry(**entry).matches(directory / name):
                 raise ArtifactError(f"{directory / name} has changed since it was written")
-    except (FileNotFoundError, ValueError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(f"{directory} is damaged ({error})") from error
     except OSError as error:
         raise StageError(

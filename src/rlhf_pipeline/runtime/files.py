@@ -1,5 +1,6 @@
 """Write files completely or not at all, force them to the disk, and only if they fit."""
 
+import ctypes
 import errno
 import os
 import shutil
@@ -28,17 +29,28 @@ def write_atomically(path: Path, text: str, *, force: bool = True) -> None:
 def put_in_place(complete: Path, target: Path) -> None:
     """Give a complete file or folder its name, forced to the disk, and remove the earlier one.
 
-    If this is cut off, the earlier one is whole, a folder perhaps under the name `.outgoing`.
+    A kill leaves the earlier one or the new one. Where the file system cannot exchange folders,
+    such as NFS, the earlier one may be left as `.outgoing`.
     """
     force_to_disk(complete)
-    outgoing = target.with_name(f"{target.name}.outgoing")
-    if both_folders := complete.is_dir() and target.is_dir():
-        shutil.rmtree(outgoing, ignore_errors=True)
-        target.rename(outgoing)
-    complete.replace(target)
-    force_to_disk(target)
-    if both_folders:
-        shutil.rmtree(outgoing)
+    earlier = None
+    if complete.is_dir() and target.is_dir():
+        earlier = complete
+        if not _exchanged(complete, target):
+            earlier = target.with_name(f"{target.name}.outgoing")
+            shutil.rmtree(earlier, ignore_errors=True)
+            target.rename(earlier)
+    if earlier != complete:
+        complete.replace(target)
+    _force(target.parent)
+    if earlier is not None:
+        shutil.rmtree(earlier)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names at once, by RENAME_EXCHANGE of Linux; False where that is not possible."""
+    call = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
+    return bool(call(0, os.fsencode(one.absolute()), 0, os.fsencode(other.absolute()), 2) == 0)
 
 
 def force_to_disk(path: Path) -> None:
@@ -47,14 +59,18 @@ def force_to_disk(path: Path) -> None:
     The system writes seconds later, but may remove at once what `path` replaces.
     """
     for each in filter(Path.exists, (*path.rglob("*"), path, path.parent)):
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # some file systems cannot force folders
-                raise
-        finally:
-            os.close(descriptor)
+        _force(each)
+
+
+def _force(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot force folders
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def require_space(directory: Path, needed: int, what: str) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.manifest import folder_digest
 
 B = TypeVar("B", bound=Block)
 
@@ -60,6 +63,15 @@ class LaunchedJob:
     def block(self, name: str, model: type[B]) -> B:
         """The parameter block `name`, validated as `model`."""
         return model.model_validate(self.config[name])
+
+    def expect_unchanged(self, name: str, path: Path) -> None:
+        """Raise ArtifactError if an input that was digested for the plan has changed meanwhile."""
+        found = file_digest(path) if path.is_file() else folder_digest(path)
+        if self.digests.get(name, found) != found:
+            raise ArtifactError(
+                f"{path}: found other bytes than when the stage was planned. Fix: run the same "
+                "command again, and change nothing there until the stage has loaded it"
+            )
 
     @classmethod
     def read(cls, path: Path) -> "LaunchedJob":

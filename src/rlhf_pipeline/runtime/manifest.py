@@ -69,7 +69,7 @@ class Manifest:
             raise ArtifactError(
                 f"{directory} is not a finished artifact: it has no {NAME}"
             ) from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ArtifactError(
                 f"{path} is damaged ({error}). Fix: delete {directory} and run its stage again"
             ) from error
@@ -114,7 +114,7 @@ def _is_ours(path: Path) -> bool:
         fields = json.loads(path.read_text())
     except OSError:
         return False
-    except ValueError:
+    except (ValueError, RecursionError):
         return True
     return isinstance(fields, dict) and "fingerprint" in fields
 

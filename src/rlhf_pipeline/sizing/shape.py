@@ -12,8 +12,6 @@ from rlhf_pipeline.errors import ConfigError
 
 PLAIN = ("opt", "bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "phi")
 """Families with two matrices in the feed-forward network. Others have a third, its gate."""
-PARALLEL = ("gpt_neox", "gptj", "phi")
-"""Families whose attention and feed-forward network read the same norm or stream."""
 LEARNED_POSITIONS = ("opt", "gpt2", "gpt_neo")
 QUERY_BIAS = ("qwen2",)
 """Families with biases in the projections of queries, keys and values only."""

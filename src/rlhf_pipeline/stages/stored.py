@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.checkpoint_files import (
@@ -72,8 +73,7 @@ class StoredStages(StageListener):
     def outline(self, run: StageRun) -> Path | None:
         """A folder with the outline of the artifact in the store, for a plan; None without one."""
         folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
-        found = self._store.pull(_pointer(run), folder / "export", outline=True)
-        return None if found is None else folder
+        return None if self._pull(run, folder / "export", outline=True) is None else folder
 
     def fetch(self, run: StageRun) -> bool:
         """Download the finished artifact of a recipe into its work directory, if there is one."""
@@ -104,11 +104,7 @@ class StoredStages(StageListener):
     def _fetch(self, run: StageRun) -> bool:
         near = (path.parent for path in self._workspace.glob(f"*/*/export/{NAME}"))
         near = (path for path in near if is_finished(path.parent))
-        try:
-            manifest = self._store.pull(_pointer(run), run.export, near)
-        except ArtifactError as error:
-            logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
-            return False
+        manifest = self._pull(run, run.export, near=near)
         if manifest is None:
             return False
         write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
@@ -120,6 +116,14 @@ class StoredStages(StageListener):
         logger.info("stage %s: downloaded from %s", run.stage, self._store.name)
         return True
 
+    def _pull(self, run: StageRun, folder: Path, **options: Any) -> Manifest | None:
+        """`Store.pull` of the artifact of a recipe; None if the store has none or a damaged one."""
+        try:
+            return self._store.pull(_pointer(run), folder, recipe=_recipe(run), **options)
+        except ArtifactError as error:
+            logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
+            return None
+
     def _fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
         shelf = self._shelf(run)
         for name in reversed(shelf.names("step-*.json")):
@@ -127,7 +131,7 @@ class StoredStages(StageListener):
                 break
             folder = run.directory / DOWNLOAD
             try:
-                shelf.pull(name, folder)
+                shelf.pull(name, folder, recipe=_recipe(run))
             except ArtifactError as error:
                 logger.warning("stage %s: a checkpoint is not used: %s", run.stage, error)
                 continue
@@ -213,8 +217,12 @@ class StoredStages(StageListener):
         self._failed_at = None
 
     def _push(self, run: StageRun, *, replace: bool) -> None:
-        """Upload an artifact, then remove the checkpoints of its stage."""
-        if replace or self._store.read(_pointer(run)) is None:
+        """Upload an artifact, or only if a valid one lacks; then remove its stage's checkpoints."""
+        stored = None
+        if not replace:
+            with suppress(ArtifactError):
+                stored = self._store.manifest(_pointer(run), _recipe(run))
+        if stored is None:
             self._store.push(run.export, _pointer(run))
         shelf = self._shelf(run)
         shelf.remove(shelf.names("step-*.json"))
@@ -248,6 +256,10 @@ class StoredStages(StageListener):
 
 def _pointer(run: StageRun) -> str:
     return f"stages/{run.stage}/{run.fingerprint}.json"
+
+
+def _recipe(run: StageRun) -> tuple[str, str]:
+    return run.stage, run.fingerprint
 
 
 def _objects(shelf: Store, pointers: Iterable[str]) -> set[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import fsspec
 from filelock import FileLock
+from fsspec.utils import get_protocol
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
 from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
@@ -28,6 +29,8 @@ from rlhf_pipeline.storage.files import explained, link_or_copy, open_store, pie
 
 OBJECTS = "objects"
 PROBE = "write-test"
+RENAMING = {"file", "local", "sftp", "ssh"}
+"""Protocols with a rename that replaces a file at once. Object stores write a whole object."""
 SMALL = 2**20
 """Bytes of the largest JSON file in an outline."""
 
@@ -88,8 +91,19 @@ class Store:
                 return None
 
     def write(self, name: str, text: str) -> None:
+        """Write a text, completely or not at all where the file system can rename a file."""
         with self._open() as (store, root):
-            store.pipe_file(f"{root}/{name}", text.encode())
+            target = f"{root}/{name}"
+            if get_protocol(self.url) not in RENAMING:
+                store.pipe_file(target, text.encode())
+                return
+            partial = f"{target}.{secrets.token_hex(4)}.partial"
+            try:
+                store.pipe_file(partial, text.encode())
+                store.mv(partial, target)
+            finally:
+                with suppress(Exception):  # only a failure leaves it
+                    store.rm_file(partial)
 
     def names(self, pattern: str) -> list[str]:
         """The names that match a pattern such as `stages/*.json`, sorted."""
@@ -124,8 +138,11 @@ class Store:
         self.write(pointer, (artifact / NAME).read_text())
         return sent
 
-    def manifest(self, pointer: str) -> Manifest | None:
-        """The manifest of an artifact, or None. Raises ArtifactError if it is damaged."""
+    def manifest(self, pointer: str, recipe: tuple[str, str] | None = None) -> Manifest | None:
+        """The manifest of an artifact, or None.
+
+        Raises ArtifactError if it is damaged, or not of the `recipe`: stage and fingerprint.
+        """
         text = self.read(pointer)
         if text is None:
             return None
@@ -140,10 +157,21 @@ class Store:
             raise ArtifactError(
                 f"{self.name}/{pointer} is damaged. Fix: restore or remove it in the store"
             )
+        if recipe not in (None, (manifest.stage, manifest.fingerprint)):
+            raise ArtifactError(
+                f"{self.name}/{pointer}: found the manifest of recipe {manifest.fingerprint[:12]} "
+                f"of stage {manifest.stage}, expected another recipe. Fix: remove it in the store"
+            )
         return manifest
 
     def pull(
-        self, pointer: str, folder: Path, near: Iterable[Path] = (), *, outline: bool = False
+        self,
+        pointer: str,
+        folder: Path,
+        near: Iterable[Path] = (),
+        *,
+        outline: bool = False,
+        recipe: tuple[str, str] | None = None,
     ) -> Manifest | None:
         """Download an artifact unless the folder contains it; None if the store does not have it.
 
@@ -151,9 +179,9 @@ class Store:
         lock beside the folder. A file that one of the artifacts `near` contains is linked. An
         `outline` is the manifest, the folders, the curves and the small JSON files: what an
         artifact was made from and what it measured. Raises ArtifactError if the artifact is damaged
-        in the store.
+        in the store, or not of the `recipe`, see `manifest`.
         """
-        manifest = self.manifest(pointer)
+        manifest = self.manifest(pointer, recipe)
         if manifest is None:
             return None
         files = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from rlhf_pipeline.errors import ConfigError, StageError, suggestion, without_secrets
+from rlhf_pipeline.errors import ConfigError, suggestion, without_secrets
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -65,21 +65,6 @@ def connect(uri: str, project: Path) -> MlflowClient:
     # MLflow's migrations fail if two processes run them on one empty database.
     with FileLock(artifacts / ".lock"):
         return MlflowClient(uri)
-
-
-def check_store(uri: str, project: Path) -> None:
-    """Ask the store something. Raises StageError if it does not answer, or is of another MLflow."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        with request_limits(after_failure=True):
-            connect(uri, project).get_experiment_by_name(EXPERIMENT)
-    except MlflowException as error:
-        reason = str(error).partition("\n")[0]
-        raise StageError(
-            f"{without_secrets(uri)}: found {without_secrets(reason)}, expected a store that "
-            "answers. Fix: start the server, or correct or unset MLFLOW_TRACKING_URI"
-        ) from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,8 +58,6 @@ class BenchmarkRow(BaseModel):
     prompt: Annotated[Conversation, BeforeValidator(_as_messages)] = Field(min_length=1)
     chosen: Annotated[list[str], BeforeValidator(_as_list)] = Field(min_length=1)
     rejected: list[str] = Field(min_length=1)
-    id: Any = None
-    """`tied:N` and `ref:N` in the subset Ties of RewardBench 2, see `ties_score`."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,6 @@ class Benchmark:
 
     lines: list[int]
     """The line of each answer, from 1."""
-    ids: dict[int, str]
-    """The id of each line."""
     chosen: list[bool]
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
@@ -84,7 +80,6 @@ def read_benchmark(job: LaunchedJob, contract: TokenContract) -> Benchmark | Non
         return None
     place, model = f"reward_model.benchmark: {job.inputs[BENCHMARK]}", job.inputs["sft_model"]
     lines: list[int] = []
-    row_ids: dict[int, str] = {}
     chosen: list[bool] = []
     prompts: list[Conversation] = []
     texts: list[str] = []
@@ -101,7 +96,6 @@ def read_benchmark(job: LaunchedJob, contract: TokenContract) -> Benchmark | Non
                 ) from None
             answers = [*row.chosen, *row.rejected]
             lines += [number] * len(answers)
-            row_ids[number] = str(row.id)
             chosen += [True] * len(row.chosen) + [False] * len(row.rejected)
             prompts += [row.prompt] * len(answers)
             texts += answers
@@ -119,7 +113,7 @@ def read_benchmark(job: LaunchedJob, contract: TokenContract) -> Benchmark | Non
                 f"{name}: found {len(prompt_ids) + len(response_ids)} tokens, expected at most the "
                 f"model's {limit} positions. Fix: remove the line"
             )
-    return Benchmark(lines, row_ids, chosen, *ids)
+    return Benchmark(lines, chosen, *ids)
 
 
 def write_report(
@@ -155,7 +149,6 @@ def write_report(
         report["benchmark"] = found = best_of_all(benchmark, contract, score, world)
         ends = {"": "rate", "_lower": "lower", "_upper": "upper"}
         metrics |= {f"benchmark/accuracy{suffix}": found[key] for suffix, key in ends.items()}
-        metrics["benchmark/ties"] = found["ties"]
     if world.rank == 0:
         (job.export / REPORT).write_text(json.dumps(report, indent=2))
     return {name: value for name, value in metrics.items() if value is not None}
@@ -210,12 +203,11 @@ def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> 
 
 def best_of_all(
     benchmark: Benchmark, contract: TokenContract, score: Score, world: World
-) -> dict[str, float | None]:
-    """How often all chosen answers have higher scores than all rejected ones; the score of ties.
+) -> dict[str, float]:
+    """How often all chosen answers have higher scores than all rejected ones.
 
     With one chosen of four answers this is the accuracy of RewardBench 2 (Malik et al. 2025,
-    https://arxiv.org/abs/2506.01937), where equal scores are wrong. With several chosen answers it
-    is the accuracy in its subset Ties; `ties` is that subset's own score, see `ties_score`.
+    https://arxiv.org/abs/2506.01937), where equal scores are wrong.
     """
 
     def work(rows: np.ndarray) -> list[float]:
@@ -228,45 +220,7 @@ def best_of_all(
     by_line: dict[int, dict[bool, list[float]]] = {}
     for line, chosen, one in zip(benchmark.lines, benchmark.chosen, scores, strict=True):
         by_line.setdefault(line, {True: [], False: []})[chosen].append(one)
-    right = np.array([float(min(row[True]) > max(row[False])) for row in by_line.values()])
-    by_id = {benchmark.ids[line]: (row[True], row[False]) for line, row in by_line.items()}
-    return _rate(right) | {"ties": ties_score(by_id)}
-
-
-def ties_score(rows: Mapping[str, tuple[list[float], list[float]]]) -> float | None:
-    """The score of the subset Ties of RewardBench 2, at most 1.01; None without its rows.
-
-        0.3 mean(g > 0) + 0.3 mean(g_ref > 0) + 0.2 mean(g > s) + 0.2 mean(m > s)
-                                              + 0.01 mean(tanh(m / s - 1))
-
-    Question N has a row `tied:N` with several right answers and `ref:N` with one.
-
-        g, g_ref    gap: lowest score of a right answer minus highest of a wrong one
-        s           spread: highest minus lowest score of the right answers of `tied:N`
-        m           min(g, g_ref); tanh is 0 if m and s are 0
-
-    Means with s or m are over the questions that have both rows. Source: `process_single_model` of
-    rewardbench/utils.py in https://github.com/allenai/reward-bench, commit 05a9005.
-
-    Args:
-        rows: by id, the scores of the right and of the wrong answers.
-    """
-    found: dict[str, dict[str, tuple[float, float]]] = {"tied": {}, "ref": {}}
-    for name, (right, wrong) in rows.items():
-        kind, _, number = name.partition(":")
-        if kind in found:
-            found[kind][number] = min(right) - max(wrong), max(right) - min(right)
-    tied, ref = found["tied"], found["ref"]
-    both = [(*tied[number], ref[number][0]) for number in tied if number in ref]
-    if not both:
-        return None
-    gap, spread, gap_of_ref = np.array(both).T
-    least = np.minimum(gap, gap_of_ref)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        margin = np.nan_to_num(np.tanh(least / spread - 1), nan=0.0)
-    accuracies = [np.mean([gap > 0 for gap, _ in kind.values()]) for kind in (tied, ref)]
-    preferred = np.mean(gap > spread) + np.mean(least > spread)
-    return float(0.3 * sum(accuracies) + 0.2 * preferred + 0.01 * margin.mean())
+    return _rate(np.array([min(row[True]) > max(row[False]) for row in by_line.values()], float))
 
 
 def _rate(right: np.ndarray) -> dict[str, float]:

@@ -57,7 +57,7 @@ def test_a_broken_csv_row_is_one_bad_row(
 
 
 def test_a_quote_that_is_never_closed(write: Write, read: Read) -> None:
-    with pytest.raises(DataError, match=r"a.csv:3: the quote of the row is never closed"):
+    with pytest.raises(DataError, match=r"a.csv:3: the row does not end \(unexpected"):
         read(write("a.csv", b'x,y\n1,2\n1,"2\n' + b"3,4\n" * 1000))
 
 
@@ -67,11 +67,14 @@ def test_the_search_for_the_closing_quote_is_limited(
     monkeypatch.setattr(text_rows, "MAX_CHARACTERS", 100)
     with pytest.raises(
         DataError,
-        match=r"a.csv:3: the quote of the row is never closed \(field larger than field limit "
-        r"\(100\)\)\. Fix: close it",
+        match=r"a.csv:3: the row does not end \(the row has more than 100 characters\)\. Fix: "
+        r"close its quote",
     ):
         read(write("a.csv", b'x,y\n1,2\n1,"2\n' + b"3,4\n" * 1000))
     assert len(read(write("b.csv", b"x,y\n" + b"3,4\n" * 1000))) == 1000
+    for row in (b"1," * 60, b'"1\n",' * 30):  # a line without an end, many short fields
+        with pytest.raises(DataError, match=r"c.csv:2: the row does not end \(the row has more"):
+            read(write("c.csv", b"x,y\n" + row))
 
 
 @pytest.mark.parametrize(

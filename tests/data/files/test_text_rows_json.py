@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_pipeline.data.files import text_rows
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.errors import DataError
 
@@ -100,7 +101,7 @@ def test_an_array(write: Write, read: Read) -> None:
         (b'[{"x": 1},\n', 2, "Expecting value"),
         (b'[{"x": 1},\n{"x": "ab', 2, "Unterminated string starting at"),
         (b'[{"x": 1}]\n[{"x": 2}]', 2, "Extra data"),
-        (b'[{"x": "\xe9"}]', 1, "not UTF-8"),
+        (b'[{"x": 1},\n' + b" " * 3_000_000 + b'\n{"x": 2 3}]', 3, "Expecting ',' delimiter"),
         (b"[" * 100_000 + b"]" * 100_000, 1, "nested too deeply"),
         (b"[" + b"1" * 10_000 + b"]", 1, "a number of too many digits"),
     ],
@@ -112,3 +113,40 @@ def test_a_broken_array(write: Write, read: Read, content: bytes, line: int, rea
         f"a.json:{line}: the JSON array is broken ({reason}). Fix: correct it, or write one "
         "object per line" in str(caught.value)
     )
+
+
+def test_an_element_that_is_not_utf_8_is_one_bad_row(write: Write, read: Read) -> None:
+    assert read(write("a.json", b'[{"x": "\xe9"}, {"x": 2}]')) == [
+        ("a.json:1", Unused("not UTF-8")),
+        ("a.json:2", {"x": 2}),
+    ]
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_elements_that_the_pieces_of_a_file_cut(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(text_rows, "_PIECE", size)
+    elements = read(write("a.json", b'[{"x": [1, "a,]b"]}, 1234,\n {"\\u00e9": {}} , -1.5e3]\n'))
+    assert [element for _, element in elements] == [
+        {"x": [1, "a,]b"]},
+        Unused("a JSON int, not an object"),
+        {"é": {}},
+        Unused("a JSON float, not an object"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.jsonl", b'{"x": 1}\n{"x": "' + b"a" * 200 + b'"}\n', 2),
+        ("a.json", b'[{"x": 1},\n\n{"x": "' + b"a" * 200, 3),
+    ],
+)
+def test_a_row_has_a_limit(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, line: int
+) -> None:
+    monkeypatch.setattr(text_rows, "_PIECE", 16)
+    monkeypatch.setattr(text_rows, "MAX_CHARACTERS", 100)
+    with pytest.raises(DataError, match=rf"{name}:{line}: .*the row has more than 100 characters"):
+        read(write(name, content))

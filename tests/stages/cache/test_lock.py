@@ -3,13 +3,16 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+from threading import Thread
 
 import psutil
 import pytest
 from waiting import HANGS_S, once, wait_until
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.stages.cache.lock import user
+from rlhf_pipeline.stages.cache.lock import await_programs, user
 from rlhf_pipeline.stages.cache.workspace import attempts
 
 
@@ -82,5 +85,36 @@ def test_the_lock_of_a_killed_process_is_free(drill, held, caplog):
         export = drill.run(wait=False)
     assert attempts(export.parent) == [export.parent]
     assert (drill.launches, (export / "result").read_text()) == (2, "launch 2")
-    assert reports(caplog, "still works in")
+    command = rf"\(python -m drill_program {re.escape(str(export.parent / 'job.json'))}\)"
+    pattern = rf"process \d+ {command} still works in {re.escape(str(export.parent))}; waiting"
+    assert [message for message in caplog.messages if re.match(pattern, message)] != []
     assert user(export.parent).startswith(f"process {os.getpid()} since ")
+
+
+@pytest.fixture
+def others(tmp_path):
+    """Starts processes, and ends them."""
+    started = []
+
+    def start(*command, **options):
+        started.append(subprocess.Popen(command, cwd="/", **options))
+        wait_until(lambda: psutil.Process(started[-1].pid).cmdline()[1:] == [*command[1:]])
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_only_own_programs_are_waited_for(tmp_path, others):
+    """Any other process may have the path of the job on its command line."""
+    job = str(tmp_path / "job.json")
+    others("tail", "-f", "/dev/null", job)
+    others(sys.executable, "-c", "import time; time.sleep(60)", job)
+    if os.getuid() == 0:  # a program of another user, which the shell imitates
+        imitated = ("python", "-c", "read line; :", "-m", "program", job)
+        others(*imitated, executable="/bin/sh", stdin=subprocess.PIPE, user=65534)
+    waiting = Thread(target=await_programs, args=[tmp_path], daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()

@@ -3,20 +3,21 @@
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from rlhf_pipeline.data.files.stream import FileFault, Numbered, Stream, decode, is_utf8
 from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused
 from rlhf_pipeline.data.sources.adapter import Row
 
-MAX_CHARACTERS = 64 * 2**20
-"""Limit for a field of CSV and for a line of text. A longer one means a broken file."""
+MAX_CHARACTERS = 16 * 2**20
+"""Limit for a row of JSON or CSV and a line of text. Python's objects take 25 times the bytes."""
 _PIECE = 2**20
 _BOM = b"\xef\xbb\xbf"
-_NEVER_CLOSED = ("unexpected end of data", "field larger than field limit")
-"""Messages of the csv module for a field that reaches the end of the file or `MAX_CHARACTERS`."""
+_BLANK = re.compile(r"[ \t\n\r]*")
 
 
 def text_rows(stream: Stream) -> Numbered:
@@ -77,20 +78,27 @@ def _header_fault(header: list[str]) -> str | None:
 def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:
     """Yield the fields of every row that is not blank, with the line where the row begins."""
     csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
-    reader = csv.reader(file, strict=True)
+    characters = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal characters
+        for line in _lines(file):
+            characters += len(line)
+            if characters > MAX_CHARACTERS:
+                raise csv.Error(_too_long())
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
     while True:
-        begin = reader.line_num + 1
+        begin, characters = reader.line_num + 1, 0
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            if str(error).startswith(_NEVER_CLOSED):
-                raise FileFault(
-                    begin,
-                    f"the quote of the row is never closed ({error}). Fix: close it; double a "
-                    "quote inside a field.",
-                ) from None
+            if str(error) in ("unexpected end of data", _too_long()):
+                fix = "Fix: close its quote; double a quote inside a field."
+                raise FileFault(begin, f"the row does not end ({error}). {fix}") from None
             yield begin, Unused(f"not CSV ({error})")
         else:
             if fields:
@@ -104,22 +112,82 @@ def json_rows(stream: Stream) -> Numbered:
 
 
 def _array(stream: Stream) -> Numbered:
-    """Yield number and object of every element of the array, which must fit into memory."""
+    """Yield number and object of every element of the array."""
+    window = _Window(decode(stream, newline="\n"))
     try:
-        elements = json.load(stream)
+        window.next_mark()
+        window.at += 1
+        number, more = 0, window.next_mark() != "]"
+        while more:
+            number += 1
+            yield number, window.next_element()
+            mark = window.next_mark()
+            if mark not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' delimiter", window.text, window.at)
+            more = mark == ","
+            window.at += more
+        window.at += 1
+        if window.next_mark():
+            raise json.JSONDecodeError("Extra data", window.text, window.at)
     except (ValueError, RecursionError) as error:
+        at = error.pos if isinstance(error, json.JSONDecodeError) else window.at
         raise FileFault(
-            error.lineno if isinstance(error, json.JSONDecodeError) else 1,
+            window.line + window.text.count("\n", 0, at),
             f"the JSON array is broken ({_describe_error(error)}). Fix: correct it, or write one "
             "object per line (.jsonl).",
         ) from None
-    yield from enumerate(map(_object_or_unused, elements), start=1)
+
+
+class _Window:
+    """The part of a JSON text from the next element on, so that memory is constant."""
+
+    def __init__(self, file: io.TextIOWrapper) -> None:
+        self._file = file
+        self.text, self.at = "", 0
+        self.line = 1
+        """Line of the file in which `text` begins."""
+
+    def next_mark(self) -> str:
+        """The next character that is not blank; empty at the end of the file."""
+        while True:
+            self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text) or not self._grow():
+                return self.text[self.at : self.at + 1]
+
+    def next_element(self) -> Row | Unused:
+        """Raises JSONDecodeError, or another ValueError or RecursionError, at what is no JSON."""
+        self.next_mark()
+        while True:
+            size = len(self.text) - self.at
+            more = min(size, MAX_CHARACTERS - size)
+            try:
+                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:  # broken, or cut
+                if size > MAX_CHARACTERS:
+                    error.msg += f", or {_too_long()}"
+                if size > MAX_CHARACTERS or not self._grow(more):
+                    raise
+                continue
+            if end + len("e+") >= len(self.text) and self._grow(more):
+                continue  # a number may be cut
+            element, self.at = self.text[self.at : end], end
+            return _object_or_unused(value) if is_utf8(element) else Unused(NOT_UTF8)
+
+    def _grow(self, size: int = 0) -> bool:
+        """Read on, and forget what is before `at`; False at the end of the file."""
+        piece = self._file.read(max(size, _PIECE))
+        if piece:
+            self.line += self.text.count("\n", 0, self.at)
+            self.text, self.at = self.text[self.at :] + piece, 0
+        return bool(piece)
 
 
 def json_lines(stream: Stream) -> Numbered:
     """Yield line number and object of every line that is not blank."""
     # Only "\n" ends a line of JSON Lines.
-    for number, line in enumerate(decode(stream, newline="\n"), start=1):
+    for number, line in enumerate(_lines(decode(stream, newline="\n")), start=1):
+        if len(line) > MAX_CHARACTERS:
+            raise FileFault(number, f"{_too_long()}. Fix: write one object per line, or split it.")
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -127,6 +195,15 @@ def json_lines(stream: Stream) -> Numbered:
                 yield number, Unused(_line_fault(line, error))
         else:
             yield number, _object_or_unused(row) if is_utf8(line) else Unused(NOT_UTF8)
+
+
+def _lines(file: io.TextIOWrapper) -> Iterator[str]:
+    """The lines of a file; of a longer one than a row may be, the beginning."""
+    return iter(partial(file.readline, MAX_CHARACTERS + 1), "")
+
+
+def _too_long() -> str:
+    return f"the row has more than {MAX_CHARACTERS} characters"
 
 
 def _object_or_unused(value: Any) -> Row | Unused:
@@ -150,7 +227,5 @@ def _describe_error(error: Exception) -> str:
             return error.msg
         case RecursionError():
             return "nested too deeply"
-        case UnicodeDecodeError():
-            return NOT_UTF8
         case _:
             return "a number of too many digits"

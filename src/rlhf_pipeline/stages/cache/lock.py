@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +12,7 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import StageError, printable
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.stages.processes import machine, may_run, this_process
 
@@ -66,24 +68,30 @@ def _report_holder(first_attempt: Path, *, wait: bool) -> None:
 
 
 def await_programs(directory: Path) -> None:
-    """Wait until no program works in a directory.
+    """Wait until no program of this user works in a directory.
 
     The programs of a killed driver outlive the driver and its lock by a few seconds. A program may
     also have been started by hand.
     """
-    job = str(directory / "job.json")
     reported = False
-    while pids := [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if job in (process.info["cmdline"] or [])
-    ]:
+    while found := list(_programs(str(directory / "job.json"))):
         if not reported:
             logger.warning(
-                "process %s still works in %s; waiting until it ends", pids[0], directory
+                "process %s (%s) still works in %s; waiting until it ends", *found[0], directory
             )
         reported = True
         time.sleep(0.2)
+
+
+def _programs(job: str) -> Iterator[tuple[int, str]]:
+    """Number and command of each process of this user that runs a module with a job."""
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        command, uids = process.info["cmdline"] or [], process.info["uids"]
+        at = next((i for i, word in enumerate(command) if word in ("-m", "--module")), None)
+        if at is None or "python" not in Path(command[0]).name or uids.real != os.getuid():
+            continue
+        if job in command[at + 2 :]:
+            yield process.pid, printable(f"python {shlex.join(command[at:])}")
 
 
 def user(first_attempt: Path) -> str | None:

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from rlhf_pipeline.diagnosis import installation
+from rlhf_pipeline.diagnosis import machine as installation
 from rlhf_pipeline.errors import pip_install
 
 DECLARED = ["click>=8.1", "numpy>=2", 'gguf>=999; extra == "gguf"']

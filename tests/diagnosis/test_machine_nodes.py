@@ -8,7 +8,7 @@ import pytest
 from ports import reserved_port
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.diagnosis import nodes as module
+from rlhf_pipeline.diagnosis import machine as module
 from rlhf_pipeline.diagnosis.finding import run_checks
 
 
@@ -49,7 +49,7 @@ def test_agents_that_do_not_come_are_reported_in_time_and_ended(setup, launch, m
     """With the output of the command that should have started them."""
     monkeypatch.setattr(module, "START_S", 0.5)
     hanging = "sh -c 'echo cannot resolve worker-1; exec sleep 600' {command}"
-    (found,) = run_checks([module.nodes], setup(launch=launch(hanging)), budget_s=8)
+    (found,) = run_checks([module.nodes], setup(launch=launch(hanging)))
     assert "found 0 of 1 other nodes connected after 0.5 s; " in found.found
     assert "cannot resolve worker-1" in found.found
     assert found.fix.startswith("check that they start")
