@@ -52,7 +52,9 @@ def test_a_row_without_a_true_answer_has_no_score():
     [
         ([{"weight": 1.0, "model": "trained"}], {"score", "same_as_trained"}, ["trained"]),
         (None, {"score", "same_as_trained"}, []),
+        ([{"weight": 0.5, "model": "trained"}], {"score", "same_as_trained"}, ["0.5 * trained"]),
         ([{"weight": 1.0, "path": "x"}], {"other"}, ["x"]),
+        ([{"weight": -2.0, "path": "x"}], {"other"}, ["-2 * x"]),
         ([{"weight": 0.0, "path": "x"}], set(), []),
         ([{"weight": 1.0, "callable": "my.py:f"}], {"f"}, ["f"]),
         ([{"weight": 1.0, "callable": "my.py:g"}], set(), ["g"]),
@@ -76,7 +78,7 @@ def test_judges_that_training_has_optimized(tmp_path, monkeypatch, rewards, opti
     policy.mkdir()
     is_function = rewards is not None and "callable" in rewards[0]
     reward = file_digest(source) if is_function else "bytes of other"
-    inputs = {"rewards.0": reward}
+    inputs = {"comparisons": "of dpo"} if rewards is None else {"rewards.0": reward}
     config = {"dpo": {}} if rewards is None else {"ppo": {"rewards": rewards}}
     manifest = Manifest("ppo", "f", 0, config, inputs, {}, {}, {})
     manifest.write(policy)
@@ -114,9 +116,11 @@ def test_a_function_that_was_edited_since_is_the_same_judge(tmp_path):
     assert optimized_judges(job, "ppo", config) == ({"f"}, ["f"])
 
 
-def test_dpo_counts_as_trained_on_the_reward_model(tmp_path):
-    (tmp_path / "dpo").mkdir()
+def test_an_algorithm_that_reads_neither_comparisons_nor_reward_model_has_optimized_no_judge(
+    tmp_path,
+):
+    (tmp_path / "own").mkdir()
     job = LaunchedJob(
-        "evaluate", "f", 0, {}, {"dpo_model": as_artifact(tmp_path / "dpo")}, {}, tmp_path, 60.0
+        "evaluate", "f", 0, {}, {"own_model": as_artifact(tmp_path / "own")}, {}, tmp_path, 60.0
     )
-    assert optimized_judges(job, "dpo", EvaluateConfig()) == ({"score"}, [])
+    assert optimized_judges(job, "own", EvaluateConfig()) == (set(), [])

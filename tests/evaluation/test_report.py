@@ -130,6 +130,12 @@ def test_the_terminal():
             ["trained", "right"],
             "was trained to maximize the score of the reward model and right",
         ),
+        (
+            "score",
+            ["score"],
+            ["0.5 * trained", "-1 * length"],
+            "was trained to maximize the score of 0.5 * the reward model and -1 * length",
+        ),
         ("score", ["score"], [], "learned from the same comparisons as the reward model"),
     ],
 )
@@ -139,10 +145,10 @@ def test_the_verdict_says_what_training_has_optimized(judge, optimized, rewards,
     found |= {"optimized": optimized, "rewards": rewards}
     words = " ".join(printed(found).split())
     if how is None:
-        assert "favours" not in words
+        assert "not independent" not in words
         assert caveat(found, judge) == "PPO was not trained on this judge."
     else:
-        assert caveat(found, judge) == f"PPO {how}, so this judge favours PPO."
+        assert caveat(found, judge) == f"PPO {how}, so this judge is not independent."
         assert caveat(found, judge) in words
 
 

@@ -30,10 +30,8 @@ def test_the_sections_follow_the_verdict(evaluation, models):
     assert "1 of 2 conditions hold. This is try 3 on this test set" in page
     assert "99.17%" in page
     assert "The gold judge decides; the training has not optimized it." in page
-    favours = (
-        "PPO was trained to maximize the score of the reward model, so this judge favours PPO."
-    )
-    assert page.index("It decides. PPO was not trained on this judge.") < page.index(favours)
+    optimized = "PPO was trained to maximize the score of the reward model, so this judge is not"
+    assert page.index("It decides. PPO was not trained on this judge.") < page.index(optimized)
     assert "<h3>Score of the reward model</h3>" in page
     assert "run-of-ppo" in page and "ppo.kl.coef" in page and "0123456789ab<" in page
 
@@ -107,7 +105,7 @@ def test_the_curve_of_a_function_carries_its_name(evaluation, models):
     """The score of the test prompts is that of the reward model, so it is not on the same path."""
     page = evaluation_page(evaluation(rewards=["correct"], optimized=["correct"]), models, None)
     assert "<h3>Score of correct</h3>" in page and "<h3>Score of correct against √KL</h3>" in page
-    assert "Score of the reward model" not in page and "favours" not in page
+    assert "Score of the reward model" not in page and "not independent" not in page
     assert page.count("PPO was not trained on this judge.") == 2
 
 

@@ -78,8 +78,12 @@ def judge_title(name: str) -> str:
 
 
 def reward_title(names: Sequence[str]) -> str:
-    """The rewards of a training in a sentence, by their names in `ppo.rewards`."""
-    return " and ".join("the reward model" if name == "trained" else name for name in names)
+    """The rewards of a training in a sentence; their names may follow weights: "0.5 * trained"."""
+    parts = [name.rpartition(" * ") for name in names]
+    return " and ".join(
+        f"{weight}{times}{'the reward model' if name == 'trained' else name}"
+        for weight, times, name in parts
+    )
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:

@@ -172,13 +172,15 @@ def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
 def optimized_judges(
     job: LaunchedJob, candidate: str, config: EvaluateConfig
 ) -> tuple[set[str], list[str]]:
-    """The judges that the candidate's training has optimized, and the names of its rewards.
+    """The judges that the candidate's training has optimized, and its rewards with their weights.
 
     A function counts by its place, or its file and name; a reward model by its content; a judge by
     true answers if a reward function reads them, or its file has changed. DPO, which has no
     rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
+    if "ppo" not in trained.config and not {"comparisons", "reward_model"} & trained.inputs.keys():
+        return set(), []
     given = trained.config["ppo"]["rewards"] if "ppo" in trained.config else ["trained"]
     rewards: Sequence[Reward] = TypeAdapter(Rewards).validate_python(given)
     found, names, reads_truth = set(), [], False
@@ -186,7 +188,8 @@ def optimized_judges(
     for index, reward in enumerate(rewards):
         if not reward.weight:
             continue
-        names.append(reward.label)
+        weight = "" if reward.weight == 1 else f"{reward.weight:g} * "
+        names.append(f"{weight}{reward.label}")
         content = trained.inputs.get(f"{REWARD_PREFIX}{index}")
         if isinstance(reward, TrainedReward):
             found.add(REWARD_MODEL)

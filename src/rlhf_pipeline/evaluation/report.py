@@ -93,7 +93,7 @@ def caveat(evaluation: Mapping[str, Any], judge: str) -> str:
         return f"{policy} was not trained on this judge."
     how = f"was trained to maximize the score of {reward_title(rewards)}"
     how = how if rewards else "learned from the same comparisons as the reward model"
-    return f"{policy} {how}, so this judge favours {policy}."
+    return f"{policy} {how}, so this judge is not independent."
 
 
 def counted(prompts: int, answers: int) -> str:

@@ -336,9 +336,9 @@ def test_columns_are_checked_before_a_run(tmp_path: Path) -> None:
 def test_one_good_row_among_the_first_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "mixed.jsonl"
     bad = json.dumps(PAIR | {"chosen": ""})
-    file.write_text("\n".join([bad] * 9 + [json.dumps(PAIR)] + [bad] * 5))
+    file.write_text("\n".join([bad] * 999 + [json.dumps(PAIR)] + [bad] * 5))
     assert faults_of(name="files", path=str(file)) == []
-    file.write_text("\n".join([bad] * 10 + [json.dumps(PAIR)]))
+    file.write_text("\n".join([bad] * 1000 + [json.dumps(PAIR)]))
     assert len(faults_of(name="files", path=str(file))) == 1
 
 

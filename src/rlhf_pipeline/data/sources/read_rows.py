@@ -86,7 +86,7 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
 
 
 def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
-    """Local files of which no row can be read, by a look at their first ten rows.
+    """Local files of which no row can be read, by a look at their first 1,000 rows.
 
     Files that are missing or empty are left to stage `source`: something may write them before.
     """
@@ -94,20 +94,23 @@ def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
         found = glob(str(Path(source.path).expanduser())) if source.path else ()  # noqa: PTH207
         if not any(Path(file).stat().st_size for file in found):
             continue
+        first = None
         try:
-            rows = [*read(source.model_copy(update={"samples": 10}), seed=0)]
+            for where, row in read(source.model_copy(update={"samples": 1000}), seed=0):
+                if not isinstance(row, Unused) or not row.bad:
+                    break
+                first = first or (where, row.reason)
+            else:
+                if first is not None:
+                    where, reason = first
+                    yield (
+                        f"{place}.{index}: found only bad rows at the start of {source.label()}, "
+                        f"such as {where}: {reason}. Fix: {fix_of(reason)}"
+                    )
         except DataError as error:
             yield f"{place}.{index}: {error}"
-            continue
         except ConfigError:  # a fault of the source's name or fields, which is another line
             continue
-        bad = [(where, row.reason) for where, row in rows if isinstance(row, Unused) and row.bad]
-        if rows and len(bad) == len(rows):
-            (where, reason), *_ = bad
-            yield (
-                f"{place}.{index}: found only bad rows at the start of {source.label()}, such as "
-                f"{where}: {reason}. Fix: {fix_of(reason)}"
-            )
 
 
 def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:
