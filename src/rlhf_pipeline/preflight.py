@@ -10,13 +10,13 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward
 from rlhf_pipeline.config.split import PHASES, SplitConfig
+from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.parameter_faults import invalid_values, length_faults, misfits, unknown_names
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.fit import find_fit, size_text
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import base_model_shape
-from rlhf_pipeline.sizing.stages import BLOCKS
 
 
 def check_root(root: str) -> None:

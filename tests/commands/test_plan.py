@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from rlhf_pipeline.commands.plan import make_plan, show
+from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
-from rlhf_pipeline.sizing.stages import BLOCKS
 
 PROJECT = Path(__file__).parents[2]
 

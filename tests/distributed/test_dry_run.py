@@ -58,7 +58,7 @@ def stages(stage, block, companion=SUPERVISED, tmp_path=None):
             {"actor": 3, "reference": 3, "reward_model": 3},
         ),
         ("evaluate", {}, {}),
-        ("evaluate_dpo", {"zero_stage": 3}, {"policies": 3}),
+        ("evaluate_dpo", {"zero_stage": 3}, {"evaluate": 3}),
     ],
 )
 def test_engines(stage, block, expected):
@@ -66,7 +66,7 @@ def test_engines(stage, block, expected):
 
 
 def test_an_evaluation_shards_as_training_did():
-    assert stages("evaluate", {}, SUPERVISED | SHARDED) == {"policies": 3}
+    assert stages("evaluate", {}, SUPERVISED | SHARDED) == {"evaluate": 3}
     assert stages("evaluate", {"zero_stage": 0}, SUPERVISED | SHARDED) == {}
 
 

@@ -9,6 +9,8 @@ from rlhf_pipeline.sizing.models import find_model
 
 SHAPE = find_model("llama-3-70b").shape
 PLAIN = {"zero_stage": 1, "precision": "bf16"}
+SUPERVISED = {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
+PPO = {"steps": 1, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_tokens": 64}
 
 
 @pytest.fixture
@@ -22,8 +24,15 @@ def refuse(monkeypatch):
     return install
 
 
-def placed(stage, gpus, method="full", shape=SHAPE):
-    found = place(stage, {stage: {}}, shape, named(None, gpus), method)
+def placed(stage, gpus, method="full", shape=SHAPE, **changes):
+    lora = {"lora": {"quantize": "nf4" if method == "qlora" else None}}
+    model = {"optimizer": {"learning_rate": 1e-5}} | ({} if method == "full" else lora)
+    block = {
+        "sft": SUPERVISED | model,
+        "ppo": PPO | {"actor": model, "critic": model},
+        "evaluate": {},
+    }[stage]
+    found = place(stage, {stage: block | changes}, shape, named(None, gpus), method)
     return None if found is None else found[0]
 
 
@@ -42,13 +51,12 @@ def test_what_fits_is_left_alone(refuse):
 def test_gradients_add_up_in_bf16_where_nothing_adds_up(refuse, minibatch, accumulate):
     """One row of a minibatch on each of 64 ranks is one micro batch."""
     refuse(lambda block: block["actor"]["deepspeed"]["zero_stage"] < 3)
-    parameters = {"ppo": {"minibatch_size": minibatch}}
-    found, _ = place("ppo", parameters, SHAPE, named(None, "8x8x80"), "full")
+    sizes = {"minibatch_size": minibatch, "rollout_batch_size": minibatch}
+    found = placed("ppo", "8x8x80", **sizes)
     for model in ("actor", "critic"):
         assert found[f"{model}.deepspeed"].get("accumulate") == accumulate
     refuse(lambda block: False)  # stage 1 reduces the sums
-    found, _ = place("ppo", parameters, SHAPE, named(None, "8x8x80"), "full")
-    assert found["actor.deepspeed"] == PLAIN
+    assert placed("ppo", "8x8x80", **sizes)["actor.deepspeed"] == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -125,7 +133,7 @@ def test_the_largest_sizes_that_fit_are_taken(refuse):
 def test_by_the_memory_model():
     # 16 bytes for each of 0.125 billion weights are 2 GB; for each of 66 billion, 1 TB.
     parameters = {
-        "sft": {"epochs": 1, "batch_size": 8, "optimizer": {"learning_rate": 1e-5}},
+        "sft": SUPERVISED | {"optimizer": {"learning_rate": 1e-5}},
         "split": {"sources": [{}], "max_prompt_tokens": 256, "max_response_tokens": 256},
     }
     small, large = find_model("opt-125m").shape, find_model("opt-66b").shape

@@ -1,10 +1,16 @@
 """Bytes of a model on one rank, worked by hand for a model of 1,000,000 weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.training import (
+    FrozenDeepSpeedConfig,
+    FrozenModel,
+    TrainedModel,
+    TrainedModelConfig,
+)
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import Rows, frozen_model, trained_model
 from rlhf_pipeline.sizing.models import find_model
@@ -28,7 +34,7 @@ def held(stage, precision="fp32", hardware=GPUS, **settings):
         "deepspeed": {"zero_stage": stage, "precision": precision} | settings.pop("deepspeed", {}),
     }
     config = TrainedModelConfig.model_validate(block | settings)
-    return trained_model("sft", config, SHAPE, hardware, ROWS)
+    return trained_model(TrainedModel("sft", config), SHAPE, hardware, ROWS)
 
 
 def test_weights():
@@ -121,7 +127,7 @@ def test_a_frozen_model_is_whole_or_sharded():
     whole = FrozenDeepSpeedConfig(zero_stage=0, precision="bf16")
     sharded = FrozenDeepSpeedConfig(zero_stage=3, precision="bf16")
     for config, weights in ((whole, 2 * WEIGHTS), (sharded, WEIGHTS)):
-        memory, _ = frozen_model("ppo.reference", config, SHAPE, GPUS, ROWS)
+        memory, _ = frozen_model(FrozenModel("ppo.reference", config), SHAPE, GPUS, ROWS)
         assert memory.held == {"weights": weights}
 
 
@@ -160,6 +166,21 @@ def test_ppo_has_four_models_three_or_two():
     assert names(PPO(lora=True, advantage="rloo")) == ["ppo.actor", "ppo.reward_model"]
 
 
+def test_a_further_model_of_a_stage_is_counted(monkeypatch):
+    """The list of `PPOConfig.models` is the only place that names the models."""
+    before = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
+    own = PPOConfig.models
+
+    def with_second(config):
+        first = own(config)[-1]
+        return [*own(config), replace(first, block="ppo.second_reward_model")]
+
+    monkeypatch.setattr(PPOConfig, "models", with_second)
+    after = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
+    assert [model.name for model in after.models][-1] == "ppo.second_reward_model"
+    assert after.held - before.held == 4 * (WEIGHTS + 100)  # fp32, with a head of 100 weights
+
+
 def test_the_cache_has_room_for_prompts_and_responses():
     memory = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
     (sampling,) = (phase for phase in memory.phases if phase.name == "generation")
@@ -191,7 +212,8 @@ def test_weights_are_gathered_whole_or_a_layer_at_a_time(stage):
     sharded["deepspeed"] = {"zero_stage": 3, "precision": "bf16"}
     parameters["ppo"] |= {"actor": sharded, "critic": sharded}
     sampling = {"max_response_tokens": 8}
-    parameters |= {"sft": sharded, "evaluate": {"prompts": 8, "sampling": sampling}}
+    sft = sharded | {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
+    parameters |= {"sft": sft, "evaluate": {"prompts": 8, "sampling": sampling}}
     found = {}
     for whole in (True, False):
         parameters[stage] = parameters[stage] | {"gather_for_generation": whole}
@@ -224,5 +246,6 @@ def test_a_single_pass_on_the_cpu_frees_activations_for_gradients():
     """In fp32, 4 bytes for each weight; several passes need both at once."""
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-3}})
     rows = [Rows(tokens=5000, passes=passes, computed=5000, answers=5) for passes in (1, 2)]
-    ((one,), (two,)) = (trained_model("sft", config, SHAPE, Hardware(1), each)[1] for each in rows)
+    model = TrainedModel("sft", config)
+    ((one,), (two,)) = (trained_model(model, SHAPE, Hardware(1), each)[1] for each in rows)
     assert two.total - one.total == 4 * WEIGHTS

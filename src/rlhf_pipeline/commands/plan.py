@@ -12,6 +12,7 @@ from rlhf_pipeline.commands.names import check_names
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.preflight import check_values
@@ -20,7 +21,6 @@ from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.lengths import limits, measured
 from rlhf_pipeline.sizing.models import base_model_shape, find_model
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.stages import BLOCKS
 from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, stage_work
 from rlhf_pipeline.stages.launch.layout import hardware_at_hand
 

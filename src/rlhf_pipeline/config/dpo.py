@@ -2,7 +2,13 @@ from collections.abc import Iterator
 
 from pydantic import Field, PositiveFloat
 
-from rlhf_pipeline.config.training import FrozenModelConfig, SupervisedConfig
+from rlhf_pipeline.config.training import (
+    FrozenModel,
+    FrozenModelConfig,
+    StageModel,
+    SupervisedConfig,
+    TrainedModel,
+)
 
 
 class DPOConfig(SupervisedConfig):
@@ -19,6 +25,12 @@ class DPOConfig(SupervisedConfig):
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
     reference is the policy with its adapters disabled."""
+
+    def models(self) -> list[StageModel]:
+        policy = TrainedModel("dpo", self)
+        if self.is_own_reference:
+            return [policy]
+        return [policy, FrozenModel("dpo.reference", self.reference.beside(self.deepspeed))]
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()

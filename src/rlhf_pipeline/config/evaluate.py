@@ -1,5 +1,5 @@
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -9,6 +9,12 @@ from rlhf_pipeline.config.judges import Judge
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.config.sampling import EvaluationSamplingConfig
+from rlhf_pipeline.config.training import (
+    DeepSpeedConfig,
+    FrozenDeepSpeedConfig,
+    FrozenModel,
+    FrozenModelConfig,
+)
 
 REWARD_MODEL = "score"
 """Name of the judge that is the reward model; its scores are called `score`."""
@@ -82,6 +88,13 @@ class EvaluateConfig(Block):
     of `answers_per_prompt` are among them. 0: off."""
     tasks: TasksConfig | None = None
     """What every policy must solve besides."""
+
+    def models(self, trained: Sequence[DeepSpeedConfig]) -> list[FrozenModel]:
+        """The models that the stage loads one after the other, as they were `trained`."""
+        own = FrozenModelConfig(
+            deepspeed=FrozenDeepSpeedConfig(zero_stage=self.zero_stage, precision=self.precision)
+        )
+        return [FrozenModel("evaluate", own.beside(companion)) for companion in trained]
 
     @property
     def baseline_draws(self) -> int:

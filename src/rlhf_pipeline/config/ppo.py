@@ -8,9 +8,16 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.generation import HybridConfig
 from rlhf_pipeline.config.kl import KLConfig
-from rlhf_pipeline.config.rewards import Rewards, TrainedReward
+from rlhf_pipeline.config.rewards import Rewards, TrainedReward, uses_trained
 from rlhf_pipeline.config.sampling import SamplingConfig
-from rlhf_pipeline.config.training import FrozenModelConfig, SavingConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import (
+    FrozenModel,
+    FrozenModelConfig,
+    SavingConfig,
+    StageModel,
+    TrainedModel,
+    TrainedModelConfig,
+)
 
 
 class EMAConfig(Block):
@@ -139,10 +146,18 @@ class PPOConfig(SavingConfig):
     evaluation_prompts: PositiveInt = 256
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
-    @property
-    def reward_model_companion(self) -> TrainedModelConfig:
-        """The model in training whose ZeRO stage and precision the reward model follows."""
-        return self.critic or self.actor
+    def models(self) -> list[StageModel]:
+        """The models that the stage loads; the first one is exported."""
+        averaged = self.ema is not None
+        found: list[StageModel] = [TrainedModel("ppo.actor", self.actor, averaged=averaged)]
+        if not self.actor.is_own_reference:
+            found.append(FrozenModel("ppo.reference", self.reference.beside(self.actor.deepspeed)))
+        if self.critic is not None:
+            found.append(TrainedModel("ppo.critic", self.critic, scalar=True))
+        if uses_trained(self.rewards):
+            frozen = self.reward_model.beside((self.critic or self.actor).deepspeed)
+            found.append(FrozenModel("ppo.reward_model", frozen, scalar=True))
+        return found
 
     @property
     def responses_per_step(self) -> int:
@@ -212,7 +227,7 @@ class PPOConfig(SavingConfig):
                 "which adds the adapters to the matrices"
             )
         yield from self.reference.faults_as_reference(self.actor)
-        yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
+        yield from self.reward_model.faults_beside("reward_model", self.critic or self.actor)
         actor = critic = self.actor.deepspeed.precision
         if self.critic is not None:
             critic = self.critic.deepspeed.precision

@@ -1,6 +1,7 @@
 """Supervised fine-tuning, reward modelling, and the blocks shared with PPO and DPO."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -144,18 +145,18 @@ class FrozenModelConfig(Block):
 
     deepspeed: FrozenDeepSpeedConfig = FrozenDeepSpeedConfig()
 
-    def beside(self, companion: TrainedModelConfig) -> FrozenDeepSpeedConfig:
-        """Return the DeepSpeed settings; what is None follows the companion model."""
+    def beside(self, companion: DeepSpeedConfig) -> FrozenDeepSpeedConfig:
+        """Return the DeepSpeed settings; what is None follows those of the companion model."""
         stage, precision = self.deepspeed.zero_stage, self.deepspeed.precision
         if stage is None:
-            stage = 3 if companion.deepspeed.zero_stage == 3 else 0
+            stage = 3 if companion.zero_stage == 3 else 0
         return self.deepspeed.model_copy(
-            update={"zero_stage": stage, "precision": precision or companion.deepspeed.precision}
+            update={"zero_stage": stage, "precision": precision or companion.precision}
         )
 
     def faults_beside(self, name: str, companion: TrainedModelConfig) -> Iterator[str]:
         """Unsharded weights that are to be offloaded; `name` is this block."""
-        if self.deepspeed.offload_parameters and self.beside(companion).zero_stage != 3:
+        if self.deepspeed.offload_parameters and self.beside(companion.deepspeed).zero_stage != 3:
             yield (
                 f"{name}.deepspeed.offload_parameters: found true at zero_stage 0, expected false: "
                 "it has no effect. Fix: set zero_stage to 3"
@@ -170,6 +171,43 @@ class FrozenModelConfig(Block):
                 "Fix: remove reference, or set lora.train_rest to true"
             )
         yield from self.faults_beside("reference", trained)
+
+
+@dataclass(frozen=True)
+class _Model:
+    block: str
+    """Its parameter block, such as ppo.actor."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its block."""
+        return self.block.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class TrainedModel(_Model):
+    """A model in training."""
+
+    config: TrainedModelConfig
+    """How it trains."""
+    scalar: bool = False
+    """Whether its output layer is a vector: reward model and critic."""
+    averaged: bool = False
+    """Whether an average of its weights is kept (`ppo.ema`)."""
+
+
+@dataclass(frozen=True)
+class FrozenModel(_Model):
+    """A frozen model."""
+
+    config: FrozenDeepSpeedConfig
+    """ZeRO stage and precision, both set."""
+    scalar: bool = False
+    """As for a model in training."""
+
+
+StageModel = TrainedModel | FrozenModel
+"""A model that a stage loads. The stage's program, plan, dry run and presets read the same list."""
 
 
 class SavingConfig(Block):
@@ -214,12 +252,19 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     evaluate_at_start: bool = operational(False)
     """Also evaluate the model before its first step, for comparison. It is never exported."""
 
+    def models(self) -> list[StageModel]:
+        """The models that the stage loads; the first one is exported."""
+        raise NotImplementedError
+
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning: next-token loss on the demonstrations' responses.
 
     The best model has the lowest held-out perplexity.
     """
+
+    def models(self) -> list[StageModel]:
+        return [TrainedModel("sft", self)]
 
 
 class RewardModelConfig(SupervisedConfig):
@@ -235,3 +280,6 @@ class RewardModelConfig(SupervisedConfig):
     """File of JSON lines with `prompt`, `chosen` and several `rejected` answers, such as
     RewardBench 2: the report then has the share of rows whose chosen answer has the highest score.
     Part of the recipe: another file trains the reward model, and the policies after it, again."""
+
+    def models(self) -> list[StageModel]:
+        return [TrainedModel("reward_model", self, scalar=True)]

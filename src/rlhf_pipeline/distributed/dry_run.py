@@ -8,34 +8,19 @@ and the `machine` of `training_settings`; the answer has the refusals by stage a
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import uses_trained
-from rlhf_pipeline.config.training import (
-    FrozenDeepSpeedConfig,
-    FrozenModelConfig,
-    RewardModelConfig,
-    SFTConfig,
-    SupervisedConfig,
-    TrainedModelConfig,
-)
+from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.config.training import SFTConfig, StageModel, TrainedModel, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
 from rlhf_pipeline.distributed.lean_deepspeed import deepspeed
 from rlhf_pipeline.runtime.job import LaunchedJob
-
-SUPERVISED: Mapping[str, type[SupervisedConfig]] = {
-    "sft": SFTConfig,
-    "reward_model": RewardModelConfig,
-    "dpo": DPOConfig,
-}
 
 
 def engine_settings(
@@ -45,33 +30,21 @@ def engine_settings(
 
     `companion` is the SFT model, as whose evaluation shards its models.
     """
-    trained: dict[str, TrainedModelConfig | None] = {}
-    frozen: dict[str, FrozenDeepSpeedConfig] = {}
-    if job.stage in SUPERVISED:
-        config = job.block(job.stage, SUPERVISED[job.stage])
-        trained[job.stage] = config
-        if isinstance(config, DPOConfig) and not config.is_own_reference:
-            frozen["reference"] = config.reference.beside(config)
-    elif job.stage == "ppo":
-        ppo = job.block("ppo", PPOConfig)
-        trained = {"actor": ppo.actor, "critic": ppo.critic}
-        if not ppo.actor.is_own_reference:
-            frozen["reference"] = ppo.reference.beside(ppo.actor)
-        if uses_trained(ppo.rewards):
-            frozen["reward_model"] = ppo.reward_model.beside(ppo.reward_model_companion)
-    elif "evaluate" in job.config:
-        evaluate = job.block("evaluate", EvaluateConfig)
-        own = FrozenDeepSpeedConfig(zero_stage=evaluate.zero_stage, precision=evaluate.precision)
-        frozen["policies"] = FrozenModelConfig(deepspeed=own).beside(companion)
     machine: dict[str, Any] = {"hidden_size": hidden_size, "on_gpu": on_gpu}
-    training = {
-        name: training_settings(model, **machine)
-        for name, model in trained.items()
-        if model is not None
-    }
-    sharded = {name: model for name, model in frozen.items() if model.zero_stage == 3}
-    return training | {
-        name: inference_settings(model, **machine) for name, model in sharded.items()
+    stage = "evaluate" if "evaluate" in job.config else job.stage  # also evaluate_dpo
+    if stage not in BLOCKS:
+        return {}
+    config = job.block(stage, BLOCKS[stage])
+    if isinstance(config, EvaluateConfig):
+        models: Sequence[StageModel] = config.models([companion.deepspeed])
+    else:
+        models = config.models()
+    return {
+        model.name: training_settings(model.config, **machine)
+        if isinstance(model, TrainedModel)
+        else inference_settings(model.config, **machine)
+        for model in models
+        if isinstance(model, TrainedModel) or model.config.zero_stage == 3
     }
 
 

@@ -2,6 +2,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.stages import BLOCKS, StageConfig
+from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.presets.hyperparameters import Method
 from rlhf_pipeline.sizing.fit import changed, fits
 from rlhf_pipeline.sizing.hardware import Hardware
@@ -28,9 +32,9 @@ def place(
 
     Returns None if no setting fits.
     """
-    one_row = parameters[stage].get("minibatch_size") == hardware.world
-    strategies = [*_strategies(stage, shape, hardware, method, one_row=one_row)]
-    for tokens, strategy in product(TOKENS, strategies):
+    block = {"micro_batch_tokens": TOKENS[0][0]} | parameters[stage]
+    config = BLOCKS[stage].model_validate(block)
+    for tokens, strategy in product(TOKENS, [*_strategies(config, shape, hardware, method)]):
         sizes = [*_sizes(stage, tokens)]
         smallest = _planned(stage, parameters, strategy | sizes[-1], shape, hardware)
         if fits(smallest, hardware):
@@ -58,20 +62,26 @@ def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:
 
 
 def _strategies(
-    stage: str, shape: Shape, hardware: Hardware, method: Method, *, one_row: bool
+    config: StageConfig, shape: Shape, hardware: Hardware, method: Method
 ) -> Iterator[Settings]:
     """What is sharded, recomputed and offloaded, cheaper ones first.
 
-    With `one_row` of a minibatch on each rank, no gradients of micro batches add up, so at stage 3,
+    With one row of a minibatch on each rank, no gradients of micro batches add up, so at stage 3,
     which reduces them in bf16 anyway, sums in bf16 are as exact as in fp32.
     """
     sharded = hardware.world > 1
-    if stage == "evaluate":
+    if isinstance(config, EvaluateConfig):
         yield {"precision": "bf16", "zero_stage": 0}
         if sharded:
             yield {"precision": "bf16", "zero_stage": 3, "gather_for_generation": False}
         return
-    trained = ("actor.", "critic.") if stage == "ppo" else ("",)
+    models, is_ppo = config.models(), isinstance(config, PPOConfig)
+    one_row = isinstance(config, PPOConfig) and config.minibatch_size == hardware.world
+    frozen_models = [model.name for model in models if isinstance(model, FrozenModel)]
+    # The block of a supervised stage is that of its model.
+    trained = [
+        f"{model.name}." if is_ppo else "" for model in models if isinstance(model, TrainedModel)
+    ]
     for zero, recomputes, offloads in _training(sharded, method):
         deepspeed = {"zero_stage": zero, "precision": "bf16"}
         deepspeed |= {"accumulate": "bf16"} if one_row and zero == 3 else {}
@@ -82,8 +92,8 @@ def _strategies(
                 {"offload_optimizer": True} if offloads else {}
             )
         for frozen, generator in product(
-            _frozen(stage, sharded and zero < 3, method) if recomputes else ({},),
-            _generators(shape, hardware) if stage == "ppo" and zero == 3 else ({},),
+            _frozen(frozen_models, sharded and zero < 3) if recomputes else ({},),
+            _generators(shape, hardware) if is_ppo and zero == 3 else ({},),
         ):
             yield generator | settings | frozen
 
@@ -98,10 +108,8 @@ def _training(sharded: bool, method: Method) -> Iterator[tuple[int, bool, bool]]
         yield (3, True, False)
 
 
-def _frozen(stage: str, sharded: bool, method: Method) -> Iterator[Settings]:
+def _frozen(models: Sequence[str], sharded: bool) -> Iterator[Settings]:
     """Places of the frozen models: a whole copy, shards, main memory."""
-    models = ["reference"] if method == "full" and stage in ("ppo", "dpo") else []
-    models += ["reward_model"] if stage == "ppo" else []
     yield {}
     if models and sharded:
         yield {f"{model}.deepspeed": {"zero_stage": 3} for model in models}

@@ -6,10 +6,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.config.training import TrainedModel
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
 from rlhf_pipeline.sizing.lengths import Lengths
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.stages import BLOCKS, USABLE, StageMemory, plan_stage
+from rlhf_pipeline.sizing.stages import USABLE, StageMemory, plan_stage
 
 Changes = dict[str, Any]
 """Values by dotted parameter name."""
@@ -161,19 +164,20 @@ def changed(parameters: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
 
 def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Iterator[Changes]:
     """Changes in the order of their cost."""
-    block = BLOCKS[stage].model_validate(parameters[stage]).model_dump()
+    config = BLOCKS[stage].model_validate(parameters[stage])
     for name in ("micro_batch_tokens", "sampling.batch_size_per_gpu"):
-        yield from _halves(f"{stage}.{name}", {stage: block})
-    if stage == "evaluate":
+        yield from _halves(f"{stage}.{name}", {stage: config.model_dump()})
+    if isinstance(config, EvaluateConfig):
         if hardware.world > 1:
             yield {"evaluate.zero_stage": 3}
         return
-    models = [stage] if stage != "ppo" else ["ppo.actor", "ppo.critic"]
-    if stage == "ppo" and block.get("critic") is None:
-        models.remove("ppo.critic")
 
     def each(suffix: str, value: Any) -> Changes:
-        return {f"{model}.{suffix}": value for model in models}
+        return {
+            f"{model.block}.{suffix}": value
+            for model in config.models()
+            if isinstance(model, TrainedModel)
+        }
 
     yield each("gradient_checkpointing", True)
     if hardware.world > 1:

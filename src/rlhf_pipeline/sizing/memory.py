@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlhf_pipeline.config.buckets import BUCKET, LIVE
 from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, LoRAConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import FrozenModel, LoRAConfig, StageModel, TrainedModel
 from rlhf_pipeline.sizing import activations
 from rlhf_pipeline.sizing.activations import Numbers
 from rlhf_pipeline.sizing.hardware import Hardware
@@ -66,13 +66,18 @@ class Rows:
     """Tokens of a pass that are predicted: the responses."""
 
 
-def trained_parameters(config: TrainedModelConfig, shape: Shape, *, scalar: bool) -> int:
+def parameters(model: StageModel, shape: Shape) -> int:
+    """Weights without adapters."""
+    return shape.body + shape.hidden if model.scalar else shape.parameters
+
+
+def trained_parameters(model: TrainedModel, shape: Shape) -> int:
     """Weights that train: all, or adapters and the scalar head."""
-    whole = shape.body + shape.hidden if scalar else shape.parameters
-    if config.lora is None:
+    lora, whole = model.config.lora, parameters(model, shape)
+    if lora is None:
         return whole
-    rest = whole - shape.matrices if config.lora.train_rest else shape.hidden * scalar
-    return _adapters(config.lora, shape) + rest
+    rest = whole - shape.matrices if lora.train_rest else shape.hidden * model.scalar
+    return _adapters(lora, shape) + rest
 
 
 def _adapters(lora: LoRAConfig, shape: Shape) -> int:
@@ -81,35 +86,19 @@ def _adapters(lora: LoRAConfig, shape: Shape) -> int:
 
 
 def trained_model(
-    name: str,
-    config: TrainedModelConfig,
-    shape: Shape,
-    hardware: Hardware,
-    rows: Rows,
-    *,
-    scalar: bool = False,
-    average: bool = False,
+    model: TrainedModel, shape: Shape, hardware: Hardware, rows: Rows
 ) -> tuple[ModelMemory, list[Phase]]:
-    """A model in training: what it holds, and its phases.
-
-    Args:
-        name: its parameter block.
-        config: the block.
-        shape: the sizes of the model.
-        hardware: the ranks.
-        rows: its micro batches.
-        scalar: its output layer is a vector (reward model, critic).
-        average: `ppo.ema`, one more copy of the trained weights in float32.
-    """
+    """A model in training: what it holds, and its phases; `rows` are its micro batches."""
+    config, name = model.config, model.block
     deepspeed, ranks, on_gpu = config.deepspeed, hardware.world, hardware.on_gpu
     size, stage = BYTES[deepspeed.precision], deepspeed.zero_stage
     total = BYTES[deepspeed.accumulate] if deepspeed.precision == "bf16" else size
     compact = total > size and stage < 3  # the sums of the share are one tensor, on the device
-    trained = trained_parameters(config, shape, scalar=scalar)
-    weights = weight_bytes(config, shape, scalar=scalar)
+    trained = trained_parameters(model, shape)
+    weights = weight_bytes(model, shape)
     share = -(-trained // ranks) if stage else trained
     held: Parts = {"weights": weights // ranks if stage == 3 else weights}
-    states = _optimizer_states(config, share, average=average)
+    states = _optimizer_states(model, share)
     main: Parts = {}
     if deepspeed.offload_parameters and on_gpu:
         main["weights"] = held.pop("weights")
@@ -133,7 +122,7 @@ def trained_model(
         ),
         "buckets": bucket,
     }
-    if not scalar:
+    if not model.scalar:
         backward["logits"] = activations.of_logits(
             shape, numbers, rows.answers, trains=numbers.norms_train
         )
@@ -154,41 +143,36 @@ def trained_model(
     return memory, [Phase("backward", name, backward), Phase("step", name, step)]
 
 
-def _optimizer_states(config: TrainedModelConfig, share: int, *, average: bool) -> Parts:
+def _optimizer_states(model: TrainedModel, share: int) -> Parts:
     """Bytes that this rank's share of the trained weights needs for optimizer steps."""
     states: Parts = {"optimizer": 8 * share}
-    if config.deepspeed.zero_stage:  # also of weights in float32
+    if model.config.deepspeed.zero_stage:  # also of weights in float32
         states["master copies"] = 4 * share
-    if average:
+    if model.averaged:
         states["average"] = 4 * share
     return states
 
 
-def weight_bytes(config: TrainedModelConfig, shape: Shape, *, scalar: bool) -> int:
+def weight_bytes(model: TrainedModel, shape: Shape) -> int:
     """Bytes of all weights of a model in training, adapters included."""
-    size = BYTES[config.deepspeed.precision]
-    whole = shape.body + shape.hidden if scalar else shape.parameters
-    if config.lora is None:
+    size, lora = BYTES[model.config.deepspeed.precision], model.config.lora
+    whole = parameters(model, shape)
+    if lora is None:
         return size * whole
-    adapters = _adapters(config.lora, shape)
-    if config.lora.quantize is None:
+    adapters = _adapters(lora, shape)
+    if lora.quantize is None:
         return size * (whole + adapters)
     return int(NF4 * shape.matrices) + size * (whole - shape.matrices + adapters)
 
 
 def frozen_model(
-    name: str,
-    config: FrozenDeepSpeedConfig,
-    shape: Shape,
-    hardware: Hardware,
-    rows: Rows,
-    *,
-    scalar: bool = False,
+    model: FrozenModel, shape: Shape, hardware: Hardware, rows: Rows
 ) -> tuple[ModelMemory, list[Phase]]:
     """A frozen model: its weights, and a forward pass."""
+    config, name = model.config, model.block
     assert config.precision is not None
     size = BYTES[config.precision]
-    weights = size * (shape.body + shape.hidden if scalar else shape.parameters)
+    weights = size * parameters(model, shape)
     is_sharded = config.zero_stage == 3
     loading = weights if is_sharded and hardware.on_gpu else 0
     held = {"weights": weights // hardware.world if is_sharded else weights}
@@ -197,7 +181,7 @@ def frozen_model(
         main, held = held, {}
     numbers = Numbers(size, hardware.on_gpu)
     return ModelMemory(name, held, main, loading=loading), [
-        forward(name, shape, numbers, rows, scalar=scalar, sharded=is_sharded)
+        forward(name, shape, numbers, rows, scalar=model.scalar, sharded=is_sharded)
     ]
 
 

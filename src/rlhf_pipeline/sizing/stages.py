@@ -2,16 +2,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import uses_trained
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
-    RewardModelConfig,
-    SFTConfig,
+    StageModel,
     SupervisedConfig,
+    TrainedModel,
 )
 from rlhf_pipeline.sizing.activations import Numbers
 from rlhf_pipeline.sizing.hardware import Hardware
@@ -39,16 +38,6 @@ CUDA = 1024 * 2**20
 USABLE = 0.92
 """Share of the memory that tensors can fill. The allocator leaves gaps. And GPUs with ECC have
 up to 8% less than their data sheets say: a T4 has 14.8 of 16 GiB, an L4 22.5 of 24."""
-
-BLOCKS: Mapping[str, type[SFTConfig | RewardModelConfig | PPOConfig | DPOConfig | EvaluateConfig]]
-BLOCKS = {
-    "sft": SFTConfig,
-    "reward_model": RewardModelConfig,
-    "ppo": PPOConfig,
-    "dpo": DPOConfig,
-    "evaluate": EvaluateConfig,
-}
-"""The blocks of the stages that are planned."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +121,7 @@ def plan_stage(
         found = _evaluate(config, settings, lengths["ppo"], shape, hardware)
     else:
         phase = "sft" if stage == "sft" else "reward_model"
-        found = _supervised(stage, config, lengths[phase], shape, hardware)
+        found = _supervised(config, lengths[phase], shape, hardware)
     models = tuple(model for model, _ in found)
     phases = tuple(phase for _, own in found for phase in own)
     libraries = CUDA if hardware.on_gpu else LIBRARIES
@@ -155,23 +144,29 @@ def rows_of_step(batch: int, lengths: Lengths, budget: int, ranks: int) -> Rows:
 Found = list[tuple[ModelMemory, list[Phase]]]
 
 
+def _models(models: list[StageModel], shape: Shape, hardware: Hardware, rows: Rows) -> Found:
+    """The memory of each model, and its phases."""
+    return [
+        trained_model(model, shape, hardware, rows)
+        if isinstance(model, TrainedModel)
+        else frozen_model(model, shape, hardware, rows)
+        for model in models
+    ]
+
+
 def _supervised(
-    stage: str, config: SupervisedConfig, lengths: Lengths, shape: Shape, hardware: Hardware
+    config: SupervisedConfig, lengths: Lengths, shape: Shape, hardware: Hardware
 ) -> Found:
     rows = rows_of_step(config.batch_size, lengths, config.micro_batch_tokens, hardware.world)
-    found = [trained_model(stage, config, shape, hardware, rows, scalar=stage == "reward_model")]
-    if isinstance(config, DPOConfig) and not config.is_own_reference:
-        reference = config.reference.beside(config)
-        found.append(frozen_model("dpo.reference", reference, shape, hardware, rows))
-    return found
+    return _models(config.models(), shape, hardware, rows)
 
 
 def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Found:
     response, ranks = config.sampling.max_response_tokens, hardware.world
     lengths = lengths.sampled(response)
     rows = rows_of_step(config.minibatch_size, lengths, config.micro_batch_tokens, ranks)
-    average = config.ema is not None
-    actor, phases = trained_model("ppo.actor", config.actor, shape, hardware, rows, average=average)
+    found = _models(config.models(), shape, hardware, rows)
+    actor, phases = found[0]
     numbers = Numbers(BYTES[config.actor.deepspeed.precision], hardware.on_gpu)
     copy = _for_generation(config, actor, shape, numbers, ranks)
     phases.append(
@@ -186,19 +181,10 @@ def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) 
             together=config.hybrid.inference_tp_size if config.generator == "hybrid" else 1,
         )
     )
-    found = [(actor, phases)]
-    if not config.actor.is_own_reference:
-        reference = config.reference.beside(config.actor)
-        found.append(frozen_model("ppo.reference", reference, shape, hardware, rows))
-    if config.critic is not None:
-        critic, own = trained_model("ppo.critic", config.critic, shape, hardware, rows, scalar=True)
-        found.append((critic, own))
-        if rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:
-            # Scoring and update share the forward passes, so both models keep theirs at once.
-            phases[0].parts["activations"] += own[0].parts["activations"]
-    if uses_trained(config.rewards):
-        settings = config.reward_model.beside(config.reward_model_companion)
-        found.append(frozen_model("ppo.reward_model", settings, shape, hardware, rows, scalar=True))
+    critic = next((own for model, own in found if model.name == "ppo.critic"), None)
+    if critic and rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:
+        # Scoring and update share the forward passes, so both models keep theirs at once.
+        phases[0].parts["activations"] += critic[0].parts["activations"]
     return found
 
 
@@ -206,7 +192,7 @@ def _for_generation(
     config: PPOConfig, actor: ModelMemory, shape: Shape, numbers: Numbers, ranks: int
 ) -> int:
     """Bytes of weights that exist for a rollout alone; `actor` holds a copy that remains."""
-    weights = weight_bytes(config.actor, shape, scalar=False)
+    weights = weight_bytes(TrainedModel(actor.name, config.actor), shape)
     deepspeed = config.actor.deepspeed
     if config.generator == "vllm":
         return weights
@@ -230,11 +216,11 @@ def _evaluate(
     shape: Shape,
     hardware: Hardware,
 ) -> Found:
-    """One model at a time, by default in the precision and at the ZeRO stage of its training."""
-    size = max(BYTES[each.precision] for each in trained)
-    numbers = Numbers(BYTES[config.precision] if config.precision else size, hardware.on_gpu)
-    stage = min(each.zero_stage for each in trained) if config.zero_stage is None else None
-    is_sharded = 3 in (stage, config.zero_stage)
+    """One model at a time: the largest of their precisions, sharded if all of them are."""
+    models = [model.config for model in config.models(trained)]
+    size = max(BYTES[each.precision] for each in models if each.precision)
+    numbers = Numbers(size, hardware.on_gpu)
+    is_sharded = all(each.zero_stage == 3 for each in models)
     lengths = lengths.sampled(config.sampling.max_response_tokens)
     scored = rows_of_step(config.prompts, lengths, config.micro_batch_tokens, hardware.world)
     weights = numbers.size * shape.parameters

@@ -2,23 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import uses_trained
+from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config.training import (
     OptimizerConfig,
     SavingConfig,
+    StageModel,
     SupervisedConfig,
+    TrainedModel,
     TrainedModelConfig,
 )
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.lengths import Lengths
 from rlhf_pipeline.sizing.memory import BYTES, trained_parameters
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.stages import BLOCKS, rows_of_step
+from rlhf_pipeline.sizing.stages import rows_of_step
 
 LEAST_RATE_SUM = 2e-4
 """In docs/smollm2.md, a sum of 5e-5 left a KL of 0.08 nats, and one of 6e-4 a KL of about 2."""
@@ -117,7 +120,7 @@ def _supervised(
         updates=steps,
         tokens=tokens,
         flops=flops,
-        **disk(config, [(config, stage == "reward_model")], shape),
+        **disk(config, config.models(), shape),
     )
 
 
@@ -129,15 +132,13 @@ def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) 
     sampled = config.steps * config.responses_per_step * row
     passes = 3.0  # generation, the policy that sampled, its reference
     flops = passes * forward_flops(shape, sampled, row)
-    flops += uses_trained(config.rewards) * forward_flops(shape, sampled, row, head=False)
     tokens = sampled * config.ppo_epochs
-    flops += training_flops(config.actor, shape, tokens, row)
+    for model in config.models():
+        if model.scalar:
+            flops += forward_flops(shape, sampled, row, head=False)
+        if isinstance(model, TrainedModel):
+            flops += training_flops(model.config, shape, tokens, row, head=not model.scalar)
     updates = config.steps * config.ppo_epochs * config.updates_per_epoch
-    models = [(config.actor, False)]
-    if config.critic is not None:
-        flops += forward_flops(shape, sampled, row, head=False)
-        flops += training_flops(config.critic, shape, tokens, row, head=False)
-        models.append((config.critic, True))
     return Work(
         batch=config.minibatch_size,
         rows_per_rank=config.minibatch_size // ranks,
@@ -146,7 +147,7 @@ def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) 
         updates=updates,
         tokens=tokens,
         flops=flops,
-        **disk(config, models, shape, average=config.ema is not None),
+        **disk(config, config.models(), shape),
         rate_sum=None if config.actor.lora else rate_sum(config.actor.optimizer, updates),
     )
 
@@ -176,32 +177,21 @@ def _evaluate(config: EvaluateConfig, lengths: Lengths, shape: Shape, hardware: 
     )
 
 
-def disk(
-    config: SavingConfig,
-    models: list[tuple[TrainedModelConfig, bool]],
-    shape: Shape,
-    *,
-    average: bool = False,
-) -> dict[str, int]:
+def disk(config: SavingConfig, models: list[StageModel], shape: Shape) -> dict[str, int]:
     """Bytes of checkpoints and of saved models.
 
-    A checkpoint has 12 bytes for each trained parameter: its float32 weight and AdamW's moments;
-    the first model's has 16 with an average of its weights. The first model is saved.
-
-    Args:
-        config: how many are kept.
-        models: those in training, and whether their output layer is a vector.
-        shape: the sizes of the base model.
-        average: `ppo.ema`.
+    A checkpoint has 12 bytes for each trained parameter: its float32 weight and AdamW's moments, or
+    16 with an average of the weights. The first model is saved; `config` says how many are kept.
     """
-    counts = [trained_parameters(own, shape, scalar=scalar) for own, scalar in models]
-    checkpoint = 12 * sum(counts) + (4 * counts[0] if average else 0)
-    saved, scalar = models[0]
-    size = BYTES[saved.deepspeed.precision]
-    whole = size * (shape.body if scalar else shape.parameters)
-    kept = whole if saved.lora is None else size * counts[0]
-    policies = 2 if average else 1
+    trained = [model for model in models if isinstance(model, TrainedModel)]
+    counts = [trained_parameters(model, shape) for model in trained]
+    each = [12 + 4 * model.averaged for model in trained]
+    saved = trained[0]
+    size = BYTES[saved.config.deepspeed.precision]
+    whole = size * (shape.body if saved.scalar else shape.parameters)
+    kept = whole if saved.config.lora is None else size * counts[0]
+    policies = 1 + saved.averaged
     return {
-        "checkpoints": (config.keep_last + 1) * checkpoint,
+        "checkpoints": (config.keep_last + 1) * sum(map(mul, each, counts)),
         "saved_models": policies * ((config.keep_best + 1) * kept + whole),
     }

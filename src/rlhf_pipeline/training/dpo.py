@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.config.training import FrozenModel
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
@@ -84,12 +85,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("dpo", DPOConfig)
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    reference = None
-    if not config.is_own_reference:
-        load = partial(
-            load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code
-        )
-        reference = frozen_model(load, config.reference.beside(config), world)
+    load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
+    frozen = [model.config for model in config.models() if isinstance(model, FrozenModel)]
+    reference = frozen_model(load, frozen[0], world) if frozen else None
     task = DPOTask(contract, reference, config.beta, config.label_smoothing)
     metrics = train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
     if world.rank == 0:

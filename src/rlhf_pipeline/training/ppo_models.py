@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import trained_weight, uses_trained
+from rlhf_pipeline.config.rewards import trained_weight
+from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import load_rows
 from rlhf_pipeline.distributed.ema import EMA
@@ -122,34 +123,34 @@ def load_generator(
 def load_ppo_models(
     job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World
 ) -> PPOModels:
-    """Load actor and reference from the SFT model, the others from the reward model."""
+    """Load the models of `ppo` from the SFT model, those with a scalar head from the reward model.
+
+    The critic takes part in the critic's warm-up, so it makes more updates than the actor.
+    """
     trust = job.trust_remote_code
-    policy = partial(load_policy, job.inputs["sft_model"], trust_remote_code=trust)
-    scores = partial(load_scores, job.inputs["reward_model"], trust_remote_code=trust)
-    tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
-    reward_model = None
-    if uses_trained(config.rewards):
-        settings = config.reward_model.beside(config.reward_model_companion)
-        reward_model = frozen_model(scores, settings, world)
-    mean = None if reward_model is None else reward_model.score_mean
-    rewards = load_rewards(job, config, contract, world, tokenizer=tokenizer, trained_mean=mean)
+    steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}
     updates = config.ppo_epochs * config.updates_per_epoch
-    actor_steps = config.steps - config.critic_warmup_steps
-    actor = train_engine(policy, config.actor, actor_steps * updates)
-    if config.actor.is_own_reference:
-        reference: nn.Module = WithoutAdapters(actor)
-    else:
-        reference = frozen_model(policy, config.reference.beside(config.actor), world)
-    critic = None
-    if config.critic is not None:
-        critic = train_engine(scores, config.critic, config.steps * updates)
+
+    def load(model: TrainedModel | FrozenModel) -> Any:
+        source = load_scores if model.scalar else load_policy
+        folder = job.inputs["reward_model" if model.scalar else "sft_model"]
+        from_disk = partial(source, folder, trust_remote_code=trust)
+        if isinstance(model, TrainedModel):
+            return train_engine(from_disk, model.config, steps[model.name] * updates)
+        return frozen_model(from_disk, model.config, world)
+
+    models = {model.name: load(model) for model in config.models()}
+    actor, critic, reward_model = models["actor"], models.get("critic"), models.get("reward_model")
+    if critic is not None:
         critic.module.scale = trained_weight(config.rewards)
+    tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
+    mean = None if reward_model is None else reward_model.score_mean
     return PPOModels(
         actor=actor,
-        reference=reference,
+        reference=models["reference"] if "reference" in models else WithoutAdapters(actor),
         critic=critic,
         reward_model=reward_model,
-        rewards=rewards,
+        rewards=load_rewards(job, config, contract, world, tokenizer=tokenizer, trained_mean=mean),
         generator=load_generator(actor, contract, config, world, job),
         contract=contract,
         tokenizer=tokenizer,

@@ -1,0 +1,17 @@
+from collections.abc import Mapping
+
+from rlhf_pipeline.config.dpo import DPOConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+
+StageConfig = SFTConfig | RewardModelConfig | PPOConfig | DPOConfig | EvaluateConfig
+
+BLOCKS: Mapping[str, type[StageConfig]] = {
+    "sft": SFTConfig,
+    "reward_model": RewardModelConfig,
+    "ppo": PPOConfig,
+    "dpo": DPOConfig,
+    "evaluate": EvaluateConfig,
+}
+"""The parameter blocks of the stages that load models onto ranks."""
