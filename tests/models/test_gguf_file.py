@@ -16,7 +16,7 @@ TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor
 # GPT-2's alphabet of bytes: the printable ones, and characters from 256 on for the others.
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 ALPHABET = [chr(b) for b in BYTES] + [chr(256 + i) for i in range(256 - len(BYTES))]
-TOKENS = ["<s>", "</s>", *ALPHABET, "ab", *(f"<unused{i}>" for i in range(61))]
+TOKENS = ["<s>", "</s>", *ALPHABET, "ab", "cd", *(f"<unused{i}>" for i in range(60))]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def write_gguf(path):
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_token_types([3, 3, *[1] * (len(TOKENS) - 2)])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)

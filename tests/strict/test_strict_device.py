@@ -131,4 +131,9 @@ def test_training_gives_the_same_numbers_as_on_the_cpu(world, inputs, tmp_path):
         else:
             with StrictDevice():
                 MAIN["ppo"](job)
-    assert logged(tmp_path / "cpu") == logged(tmp_path / "strict")
+    cpu, strict = logged(tmp_path / "cpu"), logged(tmp_path / "strict")
+    for before, after in zip(cpu, strict, strict=True):
+        # torch 2.11 decodes on another device by another attention kernel.
+        gaps = before.pop("rollout/logprob_gap"), after.pop("rollout/logprob_gap")
+        assert max(gaps) < 1e-6
+    assert cpu == strict
