@@ -94,7 +94,7 @@ def test_a_registry_that_does_not_know_the_model_is_refused(shelf, monkeypatch):
     with pytest.raises(
         ArtifactError,
         match=r"--versions: found no policy in the registry at sqlite:.*mlflow\.db, expected .*"
-        r"Fix: set MLFLOW_TRACKING_URI",
+        r"Fix: set MLFLOW_TRACKING_URI as for the runs; if .*, remove .*registration",
     ):
         shelf.clean(monkeypatch, other)
     assert shelf.left == [0, 1, 2]

@@ -1,6 +1,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kedro.io import CatalogProtocol
 from kedro_datasets.json import JSONDataset
@@ -79,21 +80,24 @@ def clean(
 
 def _not_registered(older: list[Path], catalog: CatalogProtocol, project: Path) -> list[Path]:
     """The versions that neither the registry nor a registration published here names."""
-    named = []
+    named: dict[Path, Any] = {}
     for dataset in datasets_of(JSONDataset, catalog).values():
         if (file := Path(str(dataset._filepath))).stem.endswith("registration"):
-            named += [json.loads(path.read_text()) for path in file.glob(f"*/{file.name}")]
+            named |= {path: json.loads(path.read_text()) for path in file.glob(f"*/{file.name}")}
     uri = tracking_uri(project)
     registered = registered_sources(uri, project)
-    unknown = {each["model"] for each in named} - {model for model, _ in registered}
-    if unknown:
-        raise ArtifactError(
-            f"--versions: found no {min(unknown)} in the registry at {without_secrets(uri)}, "
-            "expected this registered model. Fix: set MLFLOW_TRACKING_URI as for the runs"
-        )
-    digests = {digest for each in named for digest in each.get("digests", {}).values()}
+    models = {model for model, _ in registered}
+    for path, each in named.items():
+        if each["model"] not in models:
+            raise ArtifactError(
+                f"--versions: found no {each['model']} in the registry at {without_secrets(uri)}, "
+                "expected this registered model. Fix: set MLFLOW_TRACKING_URI as for the runs; if "
+                f"the model was deleted on purpose, remove {path.parent}"
+            )
+    contents = named.values()
+    digests = {digest for each in contents for digest in each.get("digests", {}).values()}
     # Registrations of earlier versions have no digests: all models of their stages are kept.
-    stages = {stage for each in named if "digests" not in each for stage in each["versions"]}
+    stages = {stage for each in contents if "digests" not in each for stage in each["versions"]}
     folders = {Path(source).resolve() for _, source in registered}
     return [
         path
