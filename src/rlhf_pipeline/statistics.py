@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev, variance
+from statistics import NormalDist
 
 import numpy as np
 
@@ -181,10 +181,12 @@ def mean_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, flo
     from scipy.special import stdtrit  # here, because the driver imports this module
 
     means = _table("values", values).mean(1).tolist()
-    if (n := len(means)) < 2:
+    n = len(means)
+    if n < 2:
         raise ValueError("values has 1 entry; an interval needs at least 2")
-    half_width = float(stdtrit(n - 1, 1 - alpha / 2)) * stdev(means) / math.sqrt(n)
-    return (mean := fmean(means)), mean - half_width, mean + half_width
+    mean = math.fsum(means) / n
+    half_width = float(stdtrit(n - 1, 1 - alpha / 2)) * _deviation(means) / math.sqrt(n)
+    return mean, mean - half_width, mean + half_width
 
 
 def standardized_gain(
@@ -208,7 +210,8 @@ def standardized_gain(
     varied = [scores for scores in (ours, theirs) if np.ptp(scores) > 0]
     if not varied:
         return (gain and math.copysign(math.inf, gain),) * 3
-    unit = math.sqrt(len(varied) / sum(variance(scores.ravel().tolist()) for scores in varied))
+    variances = [_deviation(scores.ravel().tolist()) ** 2 for scores in varied]
+    unit = math.sqrt(len(varied) / sum(variances))
     squares = np.mean([((scores - scores.mean()) ** 2).mean(1) for scores in varied], axis=0)
     influence = (gains - gain) * unit - gain * unit**3 * (squares - squares.mean()) / 2
     _, lower, upper = mean_with_interval((gain * unit + influence).tolist(), alpha)
@@ -286,6 +289,11 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
 
 def _normal_quantile(alpha: float) -> float:
     return NormalDist().inv_cdf(1 - alpha / 2)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def _table(name: str, values: Values) -> np.ndarray:
