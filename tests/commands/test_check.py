@@ -70,7 +70,7 @@ def test_a_line_for_each_stage(plan):
         "split          1 process  job.json is valid",
         "sft            8 ranks    job.json is valid; DeepSpeed accepts sft",
         "reward_model   8 ranks    job.json is valid; DeepSpeed accepts reward_model",
-        "ppo            8 ranks    job.json is valid; DeepSpeed accepts actor, critic, reference",
+        "ppo            8 ranks    job.json is valid; DeepSpeed accepts actor, reference, critic",
         "evaluate       8 ranks    job.json is valid",
     ]
 

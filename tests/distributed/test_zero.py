@@ -41,7 +41,9 @@ def test_a_frozen_model_has_an_engine_only_if_it_is_sharded(policy, world):
     load = partial(load_policy, policy)
     whole, sharded = (
         frozen_model(
-            load, FrozenModelConfig().beside(block(deepspeed={"zero_stage": stage})), world
+            load,
+            FrozenModelConfig().beside(block(deepspeed={"zero_stage": stage}).deepspeed),
+            world,
         )
         for stage in (2, 3)
     )
@@ -66,9 +68,9 @@ def test_stage_3_copies_weights_in_float32_once_more(policy, world):
 def test_a_frozen_model_has_the_precision_of_the_model_it_accompanies():
     """Otherwise the first KL between actor and reference would not be 0."""
     companion = block(deepspeed={"precision": "bf16"})
-    assert FrozenModelConfig().beside(companion).precision == "bf16"
+    assert FrozenModelConfig().beside(companion.deepspeed).precision == "bf16"
     explicit = FrozenModelConfig.model_validate({"deepspeed": {"precision": "fp32"}})
-    assert explicit.beside(companion).precision == "fp32"
+    assert explicit.beside(companion.deepspeed).precision == "fp32"
 
 
 @pytest.mark.parametrize("stage", [1, 3])

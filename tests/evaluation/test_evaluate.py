@@ -34,7 +34,7 @@ from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.rollout.model_reward import ModelSource
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
-from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.runtime.manifest import Manifest, folder_digest
 
 QUESTIONS = list(synthetic._questions())[:8]
 REFERENCES = ["a", "h", "bb", "ccc", "dddd", "eeeee", "f", "g"]
@@ -327,7 +327,9 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
         {"model": str(inputs["reward_model"]), "name": "tokens"},
         {"model": str(text), "retokenize": True, "name": "text"},
     ]
-    digests = {"judges.0": "a", "judges.1": "b"}
+    digests = {
+        "judges.0": folder_digest(inputs["reward_model"]), "judges.1": folder_digest(text)
+    }  # fmt: skip
     metrics, lines = run(inputs, tmp_path / "run", judges=judges, digests=digests)
     assert len(loaded) == 2
     for answer in map(json.loads, lines.splitlines()):
