@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from rlhf_pipeline.commands import check, serve, ui
 from rlhf_pipeline.commands.chat import Speaker
 from rlhf_pipeline.commands.export import _convert
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.diagnosis import machine
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, StageSpec
@@ -63,13 +65,15 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
 
 
 @pytest.mark.slow
-def test_programs_of_commands(executed, tmp_path):
+def test_programs_of_commands(executed, tmp_path, monkeypatch):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
     with pytest.raises(StageError, match="its program ended"):
         Speaker("nothing", tmp_path / "nothing").read()
     with pytest.raises(StageError, match="were not checked"):
         check._accepted({}, {}, tmp_path)
+    monkeypatch.setattr(machine, "_driver", lambda: "unknown")
+    assert "torch 2." in machine.gpu(SimpleNamespace(gpus=1)).found  # otherwise: torch fails
     assert not executed.exists()
 
 

@@ -168,8 +168,10 @@ def plan(metadata: ProjectMetadata, check: bool, **options: Any) -> None:
 
 @rlhf.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove; without it the command only lists.")
-@click.option("--unfinished", is_flag=True, help="Also unfinished stages that could resume.")
-@click.option("--versions", is_flag=True, help="Also published versions: not newest or registered.")
+@click.option("--unfinished", is_flag=True, help="Also remove unfinished stages that could resume.")
+@click.option(
+    "--versions", is_flag=True, help="Also remove versions that are neither newest nor registered."
+)
 @on_catalog
 def clean(catalog: CatalogProtocol, project: Path, **options: bool) -> None:
     """Remove work directories that no published version needs, and interrupted publications."""

@@ -154,6 +154,13 @@ def test_a_relative_import_is_followed(tmp_path, monkeypatch):
     assert reads_references(CallableReward(callable="pack.mine:exact"))
 
 
+def test_modules_that_import_a_name_from_each_other_tell_nothing(tmp_path, monkeypatch):
+    (tmp_path / "one.py").write_text("from other import exact")
+    (tmp_path / "other.py").write_text("from one import exact")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not reads_references(CallableReward(callable="one:exact"))
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [

@@ -146,6 +146,11 @@ class PPOConfig(SavingConfig):
     evaluation_prompts: PositiveInt = 256
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
+    @property
+    def reward_model_companion(self) -> TrainedModelConfig:
+        """The model in training whose ZeRO stage and precision the reward model follows."""
+        return self.critic or self.actor
+
     def models(self) -> list[StageModel]:
         """The models that the stage loads; the first one is exported."""
         averaged = self.ema is not None
@@ -155,7 +160,7 @@ class PPOConfig(SavingConfig):
         if self.critic is not None:
             found.append(TrainedModel("ppo.critic", self.critic, scalar=True))
         if uses_trained(self.rewards):
-            frozen = self.reward_model.beside((self.critic or self.actor).deepspeed)
+            frozen = self.reward_model.beside(self.reward_model_companion.deepspeed)
             found.append(FrozenModel("ppo.reward_model", frozen, scalar=True))
         return found
 
@@ -227,7 +232,7 @@ class PPOConfig(SavingConfig):
                 "which adds the adapters to the matrices"
             )
         yield from self.reference.faults_as_reference(self.actor)
-        yield from self.reward_model.faults_beside("reward_model", self.critic or self.actor)
+        yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
         actor = critic = self.actor.deepspeed.precision
         if self.critic is not None:
             critic = self.critic.deepspeed.precision

@@ -129,7 +129,8 @@ def _definition(reward: CallableReward) -> ast.FunctionDef | None:
             case ast.ImportFrom(names=names, level=level) as statement:
                 name = [one.name for one in names if name == (one.asname or one.name)][-1]
                 module = "." * level + (statement.module or "")
-                with suppress(ConfigError, ImportError):
+                # Two modules may import the name from each other.
+                with suppress(ConfigError, ImportError, RecursionError):
                     module = resolve_name(module, reward.location.rpartition(".")[0])
                     return _definition(CallableReward(callable=f"{module}:{name}"))
             case ast.Assign(value=ast.Call(func=ast.Name(id=made_by))):

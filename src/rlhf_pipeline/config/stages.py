@@ -5,7 +5,8 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 
-StageConfig = SFTConfig | RewardModelConfig | PPOConfig | DPOConfig | EvaluateConfig
+SupervisedStage = SFTConfig | RewardModelConfig | DPOConfig
+StageConfig = SupervisedStage | PPOConfig | EvaluateConfig
 
 BLOCKS: Mapping[str, type[StageConfig]] = {
     "sft": SFTConfig,

@@ -203,7 +203,7 @@ class FrozenModel(_Model):
     config: FrozenDeepSpeedConfig
     """ZeRO stage and precision, both set."""
     scalar: bool = False
-    """As for a model in training."""
+    """Whether its output layer is a vector: the reward model of PPO."""
 
 
 StageModel = TrainedModel | FrozenModel
@@ -251,10 +251,6 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     The best evaluated model is exported."""
     evaluate_at_start: bool = operational(False)
     """Also evaluate the model before its first step, for comparison. It is never exported."""
-
-    def models(self) -> list[StageModel]:
-        """The models that the stage loads; the first one is exported."""
-        raise NotImplementedError
 
 
 class SFTConfig(SupervisedConfig):

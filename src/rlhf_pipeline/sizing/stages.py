@@ -5,11 +5,10 @@ from typing import Any
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.config.stages import BLOCKS, SupervisedStage
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
     StageModel,
-    SupervisedConfig,
     TrainedModel,
 )
 from rlhf_pipeline.sizing.activations import Numbers
@@ -155,7 +154,10 @@ def _models(models: list[StageModel], shape: Shape, hardware: Hardware, rows: Ro
 
 
 def _supervised(
-    config: SupervisedConfig, lengths: Lengths, shape: Shape, hardware: Hardware
+    config: SupervisedStage,
+    lengths: Lengths,
+    shape: Shape,
+    hardware: Hardware,
 ) -> Found:
     rows = rows_of_step(config.batch_size, lengths, config.micro_batch_tokens, hardware.world)
     return _models(config.models(), shape, hardware, rows)

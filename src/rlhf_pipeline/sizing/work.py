@@ -8,12 +8,11 @@ from typing import Any
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.config.stages import BLOCKS, SupervisedStage
 from rlhf_pipeline.config.training import (
     OptimizerConfig,
     SavingConfig,
     StageModel,
-    SupervisedConfig,
     TrainedModel,
     TrainedModelConfig,
 )
@@ -96,7 +95,7 @@ def training_flops(
 
 def _supervised(
     stage: str,
-    config: SupervisedConfig,
+    config: SupervisedStage,
     lengths: Mapping[str, Lengths],
     shape: Shape,
     hardware: Hardware,

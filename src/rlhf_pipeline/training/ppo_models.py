@@ -125,7 +125,7 @@ def load_ppo_models(
 ) -> PPOModels:
     """Load the models of `ppo` from the SFT model, those with a scalar head from the reward model.
 
-    The critic takes part in the critic's warm-up, so it makes more updates than the actor.
+    During the warm-up of the critic the actor does not train, so it makes fewer updates.
     """
     trust = job.trust_remote_code
     steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}

@@ -48,7 +48,8 @@ def sampler_fault(metrics: dict[str, float], config: PPOConfig, step: int) -> st
 def ppo_advice(metric: str, config: PPOConfig) -> str:
     """The fix for a metric of PPO that is not finite."""
     if metric.endswith("/score"):  # the reward model does not train: it was damaged from the start
-        precision = config.reward_model.beside((config.critic or config.actor).deepspeed).precision
+        companion = config.reward_model_companion.deepspeed
+        precision = config.reward_model.beside(companion).precision
         return f"check the reward model and ppo.reward_model.deepspeed.precision ({precision})"
     if config.critic is not None and ("value" in metric or "critic" in metric):
         return stability_advice("ppo.critic.", config.critic)

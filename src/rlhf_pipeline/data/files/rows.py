@@ -40,10 +40,10 @@ def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[s
     """Yield every row with its place, file after file by name.
 
     Memory is constant. A place is "name.jsonl:17", by line (JSON arrays, Parquet and saved data
-    sets: by row) from 1. A broken row is `Unused`; the
-    rows after it are read. `columns` are those that the caller reads, dotted if nested, or empty
-    for all; rows may lack all others. `split` is that of a saved DatasetDict. Raises DataError if a
-    file is not found, not reachable, damaged or empty.
+    sets: by row) from 1. A broken row is `Unused`; the rows after it are read. `columns` are those
+    that the caller reads, dotted if nested, or empty for all; rows may lack all others. `split` is
+    that of a saved DatasetDict. Raises DataError if a file is not found, not reachable, damaged or
+    empty.
     """
     location = find_files(path)
     if location.saved is not None:
