@@ -5,7 +5,7 @@ import torch
 
 from rlhf_pipeline.distributed import micro_batches as module
 from rlhf_pipeline.distributed.micro_batches import grouped, micro_batches, split
-from rlhf_pipeline.models.forms import Form
+from rlhf_pipeline.models.forward import Form
 
 LENGTHS = torch.tensor([[[9, 0]], [[0, 1]], [[5, 0]], [[0, 2]], [[8, 0]]])
 

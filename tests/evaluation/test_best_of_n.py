@@ -2,8 +2,7 @@
 
 import pytest
 
-from rlhf_pipeline.evaluation.best_of_n import best_of_n
-from rlhf_pipeline.evaluation.comparison import Answer
+from rlhf_pipeline.evaluation.comparison import Answer, best_of_n
 
 
 def answer(row, text, score, gold):

@@ -32,7 +32,7 @@ from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout import transformers_generator
-from rlhf_pipeline.rollout.model_reward import ModelSource
+from rlhf_pipeline.rollout.reward_sources import ModelSource
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest, folder_digest
 
@@ -391,7 +391,7 @@ def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path
     for sequences in (given[1], given[0], given[2]):
         for row in range(len(sequences)):
             prompt = sequences.prompt_ids[row][sequences.prompt_mask[row].bool()]
-            response = sequences.response_ids[row][sequences.response_mask[row]]
+            response = sequences.response_ids[row][sequences.action_mask[row]]
             with torch.no_grad():
                 logits = sft(input_ids=torch.cat([prompt, response])[None]).logits[0]
             logits = logits[:, : TokenContract.read(inputs["sft_model"]).vocab_size]

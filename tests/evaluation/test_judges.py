@@ -8,7 +8,7 @@ from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.evaluation.judges import AGREES, last_number, load_judges, optimized_judges
-from rlhf_pipeline.rollout.function_reward import Answered
+from rlhf_pipeline.rollout.records import Answered
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest

@@ -12,7 +12,7 @@ from varlen_reference import varlen_attn
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models import packing
-from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.packing import (
     PACKED,
     one_kernel,
@@ -50,7 +50,7 @@ def alone(model, row):
 
 def test_a_row_sees_itself_alone_within_its_window(models):
     packed, eager = models
-    assert form_of(packed).packed
+    assert probe_capabilities(packed).packed
     batch = collate(PROMPTS, RESPONSES, 0)
     found = packed(**batch.packed().model_inputs(), use_cache=False).logits[0]
     rows = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
@@ -84,7 +84,7 @@ def test_generation_keeps_the_window(models, make_model):
             ids.append(int((cdf > draw * cdf[-1]).nonzero()[0]))
             if ids[-1] == contract.eos_id:
                 break
-        assert found.response_ids[i, found.response_mask[i]].tolist() == ids[len(PROMPTS[i]) :]
+        assert found.response_ids[i, found.action_mask[i]].tolist() == ids[len(PROMPTS[i]) :]
 
 
 def test_answers_to_one_prompt_share_its_tokens(models):
@@ -177,7 +177,7 @@ def test_the_first_use_of_a_model_finds_that_it_packs_either_way(models, monkeyp
     packed, _ = models
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     monkeypatch.setattr(packing, "one_kernel", lambda *_: in_one)
-    assert form_of(packed).packed
+    assert probe_capabilities(packed).packed
 
 
 def test_the_decision_sees_the_precision_the_gpu_and_the_width_of_a_head(models, monkeypatch):

@@ -13,7 +13,7 @@ def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
     assert batch().prompt_ids.tolist() == [[5, 6], [0, 7]]
     assert batch().prompt_mask.tolist() == [[True, True], [False, True]]
     assert batch().response_ids.tolist() == [[8, 0, 0], [9, 10, 11]]
-    assert batch().response_mask.tolist() == [[True, False, False], [True, True, True]]
+    assert batch().action_mask.tolist() == [[True, False, False], [True, True, True]]
     assert batch().lengths.tolist() == [[[2, 1]], [[1, 3]]]
 
 
@@ -35,4 +35,4 @@ def test_chosen_rows_lose_the_columns_that_only_others_need():
     assert row.prompt_ids.tolist() == [[7]]
     row = batch().rows(torch.tensor([0]))
     assert row.response_ids.tolist() == [[8]]
-    assert row.response_mask.tolist() == [[True]]
+    assert row.action_mask.tolist() == [[True]]

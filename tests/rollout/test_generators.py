@@ -58,7 +58,7 @@ def make(request, engine, world):
 
 
 def responses(rollout):
-    rows = zip(rollout.sequences.response_ids, rollout.sequences.response_mask, strict=True)
+    rows = zip(rollout.sequences.response_ids, rollout.sequences.action_mask, strict=True)
     return [ids[mask].tolist() for ids, mask in rows]
 
 
@@ -86,7 +86,7 @@ def test_greedy_responses_are_the_most_likely_ones_before_and_after_a_step(
 
         def loss(batch=rollout.sequences):
             logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
-            return logprobs.where(batch.response_mask, 0.0).mean(), {}
+            return logprobs.where(batch.action_mask, 0.0).mean(), {}
 
         optimizer_step(engine, world, [loss])
     assert found[0] != found[1]
@@ -129,5 +129,5 @@ def test_the_log_probabilities_are_those_of_the_policy(make, engine, contract):
         expected = response_logprobs(
             engine, rollout.sequences, vocab_size=contract.vocab_size, temperature=0.7
         )
-    mask = rollout.sequences.response_mask
+    mask = rollout.sequences.action_mask
     torch.testing.assert_close(rollout.logprobs[mask], expected[mask])

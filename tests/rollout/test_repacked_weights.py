@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.rollout.repacked_weights import repacked
+from rlhf_pipeline.rollout.transformers_generator import repacked
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
 

@@ -10,7 +10,8 @@ from rlhf_pipeline.models.forward import response_logprobs, response_values, seq
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.scoring import Scored, ScoringModels, score_sequences
+from rlhf_pipeline.rollout.records import Scored
+from rlhf_pipeline.rollout.scoring import ScoringModels, score_sequences
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 RESPONSES = [[20, 1], [21, 22, 23, 24], [25, 26, 1]]

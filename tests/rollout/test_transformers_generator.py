@@ -9,10 +9,9 @@ import torch
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.models.forms import form_of
-from rlhf_pipeline.models.forward import response_logprobs
+from rlhf_pipeline.models.forward import probe_capabilities, response_logprobs
 from rlhf_pipeline.models.loading import freeze, load_policy
-from rlhf_pipeline.rl.sampling import sampled
+from rlhf_pipeline.rl.logprobs import sampled
 from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.rollout.transformers_generator import Decoding, TransformersGenerator
@@ -34,7 +33,7 @@ def generator(policy):
 def responses(sequences):
     return [
         row[mask].tolist()
-        for row, mask in zip(sequences.response_ids, sequences.response_mask, strict=True)
+        for row, mask in zip(sequences.response_ids, sequences.action_mask, strict=True)
     ]
 
 
@@ -52,7 +51,7 @@ def test_responses_do_not_depend_on_the_micro_batches(generator, size):
 
 def test_several_responses_to_a_prompt_read_it_once(policy, generator):
     sampling, seeds = SamplingConfig(max_response_tokens=12), row_seeds(1, 1, np.arange(12))
-    form_of(policy[0])  # probes the model
+    probe_capabilities(policy[0])  # probes the model
     read = []
     hook = policy[0].register_forward_pre_hook(
         lambda _, args, inputs: read.append(inputs["input_ids"].numel()), with_kwargs=True
@@ -135,7 +134,7 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
 def test_the_sampler_returns_the_log_probabilities_of_the_policy(policy, generator):
     sampling = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=3, temperature=0.7)
     rollout = generator.generate(PROMPTS, sampling, row_seeds(1, 1, np.arange(4)))
-    mask = rollout.sequences.response_mask
+    mask = rollout.sequences.action_mask
     expected = response_logprobs(
         policy[0], rollout.sequences, vocab_size=policy[1].vocab_size, temperature=0.7
     )

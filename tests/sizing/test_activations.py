@@ -5,8 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_pipeline.config.training import LoRAConfig
-from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.logprob_head import install
+from rlhf_pipeline.models.forward import install, response_logprobs
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.sequences import collate

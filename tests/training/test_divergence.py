@@ -32,13 +32,13 @@ from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.training import ppo
 from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.divergence import DivergenceGuard, stability_advice
 from rlhf_pipeline.training.dpo import DPOTask
+from rlhf_pipeline.training.ppo_metrics import rollout_fault
 from rlhf_pipeline.training.ppo_setup import set_up
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.reward_model import RewardModelTask
-from rlhf_pipeline.training.rollout_faults import rollout_fault
 from rlhf_pipeline.training.sft import SFTTask
+from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 from rlhf_pipeline.training.supervised import Setup, fit
 
 PROMPTS = [[5 + i] * (1 + i % 3) for i in range(16)]

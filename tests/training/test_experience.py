@@ -8,7 +8,7 @@ from hypothesis.strategies import floats, lists
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training.experience import (
     Experience,
     make_experience,

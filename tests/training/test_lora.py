@@ -366,7 +366,7 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
     from rlhf_pipeline.models.lora import WithoutAdapters
     from rlhf_pipeline.training.experience import make_experience
     from rlhf_pipeline.training.ppo_metrics import rollout_metrics
-    from rlhf_pipeline.training.ppo_models import load_ppo_models
+    from rlhf_pipeline.training.ppo_setup import load_ppo_models
     from rlhf_pipeline.training.ppo_update import update_models
 
     paths = {name: inputs[name] for name in ("prompts", "sft_model", "reward_model")}

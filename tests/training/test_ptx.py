@@ -19,13 +19,11 @@ from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.experience import Experience
-from rlhf_pipeline.training.ppo_models import load_ppo_models
-from rlhf_pipeline.training.ppo_setup import set_up
+from rlhf_pipeline.training.ppo_setup import TextBatches, load_ppo_models, load_text, set_up
 from rlhf_pipeline.training.ppo_update import update_minibatch, update_models
-from rlhf_pipeline.training.ptx import TextBatches, load_text
 
 BLOCKS = [[(5 + 7 * row + column * column) % 280 + 2 for column in range(8)] for row in range(6)]
 PROMPTS = [[5, 6, 7], [10], [11, 12], [13, 14, 15, 16]]
@@ -248,7 +246,7 @@ def test_all_tokens_of_a_block_but_the_first_are_predicted(inputs, world):
         for row, ids in enumerate(batch.response_ids.tolist())
     ) == sorted(BLOCKS)
     assert (
-        batch.prompt_mask.all() and batch.response_mask.all() and batch.response_ids.shape == (6, 7)
+        batch.prompt_mask.all() and batch.action_mask.all() and batch.response_ids.shape == (6, 7)
     )
 
 

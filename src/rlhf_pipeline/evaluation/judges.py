@@ -28,9 +28,10 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores
-from rlhf_pipeline.rollout.function_reward import Answered, FunctionSource, import_function
-from rlhf_pipeline.rollout.model_reward import ModelSource
-from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches
+from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
+from rlhf_pipeline.rollout.records import Answered, Scored
+from rlhf_pipeline.rollout.reward_sources import ModelSource
+from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest

@@ -28,17 +28,8 @@ from rlhf_pipeline.config.reward_files import check_signature
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A rollout as text, B rows."""
-
-    prompts: list[Conversation]
-    references: list[str | None]
-    responses: list[str]
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ class Pairs:
     def collate(cls, rows: dict[str, list[Any]], pad_id: int) -> "Pairs":
         """Make a batch of the columns `prompt_ids`, `chosen_ids` and `rejected_ids`."""
         prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
+        numbers = [pair for pair in range(len(rows["prompt_ids"])) for _ in range(2)]
         answers = [
             ids
             for pair in zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)
             for ids in pair
         ]
-        return cls(collate(prompts, answers, pad_id))
+        return cls(collate(prompts, answers, pad_id, prompt_numbers=numbers))
 
     def __len__(self) -> int:
         return len(self.answers) // 2

@@ -18,7 +18,7 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, store_score_mean
-from rlhf_pipeline.rl.pairwise_loss import pairwise_loss
+from rlhf_pipeline.rl.losses import pairwise_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.statistics import rate_interval
@@ -33,14 +33,15 @@ class RewardModelTask(PairTask):
 
     name: str = "reward_model"
 
-    def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
         chosen, rejected = chosen_and_rejected(sequence_scores(model, batch.answers))
+        total, _ = pairwise_loss(chosen, rejected)
         sums = {
             **ranking_sums(chosen, rejected),
-            "nll": pairwise_loss(chosen, rejected, normalizer=1.0),
+            "nll": total,
             "chosen_squared": chosen.detach().double().square().sum(),
         }
-        return pairwise_loss(chosen, rejected, normalizer=normalizer), sums
+        return total / pairs, sums
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Loss, accuracy (a tie counts half), mean margin; mean and deviation of chosen scores."""

@@ -172,7 +172,7 @@ def held_out(
     def work(rows: np.ndarray) -> list[tuple[str, list[float], list[int]]]:
         columns = table.columns(rows)
         answers = Pairs.collate(columns, contract.pad_id).answers
-        scores, tokens = score(answers), answers.response_mask.sum(1)
+        scores, tokens = score(answers), answers.action_mask.sum(1)
         sources = [name.rpartition(":")[0] for name in columns["id"]]
         pairs = scores.view(-1, 2).tolist(), tokens.view(-1, 2).tolist()
         return list(zip(sources, *pairs, strict=True))
