@@ -56,9 +56,12 @@ def test_several_responses_to_a_prompt_read_it_once(policy, generator):
     hook = policy[0].register_forward_pre_hook(
         lambda _, args, inputs: read.append(inputs["input_ids"].numel()), with_kwargs=True
     )
-    together = generator.generate(PROMPTS * 3, sampling, seeds)
-    hook.remove()
+    together = generator.generate(PROMPTS * 3, sampling, seeds, [7, 6, 5, 4] * 3)
     assert read[0] == sum(map(len, PROMPTS))
+    read.clear()
+    generator.generate(PROMPTS * 3, sampling, seeds)  # equal tokens may be different prompts
+    assert read[0] == 3 * sum(map(len, PROMPTS))
+    hook.remove()
     alone = [generator.generate(PROMPTS, sampling, seeds[first : first + 4]) for first in (0, 4, 8)]
     assert responses(together.sequences) == [
         row for rollout in alone for row in responses(rollout.sequences)

@@ -52,6 +52,7 @@ def experience_of(on_threads):
                 torch.ones_like(mask),
                 torch.zeros_like(mask).long(),
                 mask,
+                mask,
             )
             scored = Scored(
                 sequences=sequences,

@@ -92,8 +92,9 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
 
     def overflowing(loss, model):
         def changed(*arguments, **options):
-            value = loss(*arguments, **options)
-            return value * 1e30 if OVERFLOWS.get(step) == model and rank == 0 else value
+            total, count = loss(*arguments, **options)
+            overflows = OVERFLOWS.get(step) == model and rank == 0
+            return total * 1e30 if overflows else total, count
 
         return changed
 

@@ -196,15 +196,7 @@ def policies(models: PPOModels) -> dict[str, Callable[[], AbstractContextManager
 def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> Setup:
     """Load models and data; restore the checkpoint if resuming."""
     text = load_text(job, config, world)
-    prompts, validation = (
-        load_rows(job.inputs["prompts"] / f"{part}.arrow", world)
-        for part in ("train", "validation")
-    )
-
-    def longest_prompt() -> int:
-        return max(rows.longest("prompt_ids") for rows in (prompts, validation))
-
-    models = load_ppo_models(job, config, contract, world, longest_prompt)
+    models = load_ppo_models(job, config, contract, world)
     store_settings(models.deepspeed_settings(), job)
     load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
     kept = partial(
@@ -225,8 +217,8 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     return Setup(
         config=config,
         models=models,
-        prompts=prompts,
-        validation=validation,
+        prompts=load_rows(job.inputs["prompts"] / "train.arrow", world),
+        validation=load_rows(job.inputs["prompts"] / "validation.arrow", world),
         text=text,
         world=world,
         seed=job.seed,
@@ -239,11 +231,7 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
 
 
 def load_ppo_models(
-    job: LaunchedJob,
-    config: PPOConfig,
-    contract: TokenContract,
-    world: World,
-    longest_prompt: Callable[[], int],
+    job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World
 ) -> PPOModels:
     """Load the models of `ppo` from the SFT model, those with a scalar head from the reward model.
 
@@ -260,6 +248,10 @@ def load_ppo_models(
         if isinstance(model, TrainedModel):
             return train_engine(from_disk, model.config, steps[model.name] * updates)
         return frozen_model(from_disk, model.config, world)
+
+    def longest_prompt() -> int:
+        files = (job.inputs["prompts"] / f"{part}.arrow" for part in ("train", "validation"))
+        return max(load_rows(file, world).longest("prompt_ids") for file in files)
 
     models = {model.name: load(model) for model in config.models()}
     actor, critic, reward_model = models["actor"], models.get("critic"), models.get("reward_model")
