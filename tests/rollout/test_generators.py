@@ -16,7 +16,7 @@ from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.rollout.generation import row_seeds
+from rlhf_pipeline.rollout.generation import row_seeds, uniform_draws
 from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
@@ -131,3 +131,15 @@ def test_the_log_probabilities_are_those_of_the_policy(make, engine, contract):
         )
     mask = rollout.sequences.action_mask
     torch.testing.assert_close(rollout.logprobs[mask], expected[mask])
+
+
+def test_a_seed_contains_the_run_seed_the_step_and_the_row():
+    assert row_seeds(7, 3, np.array([1, 3])) == [(7, 3, 1), (7, 3, 3)]
+
+
+def test_draws_depend_on_the_seed_of_their_row_only():
+    whole = uniform_draws(row_seeds(7, 3, np.arange(6)), 4)
+    assert whole.dtype == torch.float64 and whole.shape == (6, 4)
+    assert torch.equal(uniform_draws(row_seeds(7, 3, np.array([1, 3, 5])), 4), whole[1::2])
+    assert not torch.equal(uniform_draws(row_seeds(7, 4, np.arange(6)), 4), whole)
+    assert not torch.equal(uniform_draws(row_seeds(8, 3, np.arange(6)), 4), whole)

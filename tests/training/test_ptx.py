@@ -125,9 +125,9 @@ def text_loss_by_hand(model):
     return -sum(token_logprobs(model, block, 1.0).sum() for block in BLOCKS) / 42
 
 
-def gradients_by_hand(model, coef):
+def gradients_by_hand(model):
     """Row by row, without padding. The policy is the one that sampled, so nothing is clipped."""
-    loss = coef * text_loss_by_hand(model)
+    loss = COEF * text_loss_by_hand(model)
     for prompt, response, advantages in zip(PROMPTS, RESPONSES, ADVANTAGES, strict=True):
         logprobs = token_logprobs(model, prompt + response, 0.7)[-len(response) :]
         loss = (
@@ -151,7 +151,7 @@ def steps(inputs, world, tmp_path_factory, on_threads):
     models = models_of(config(), inputs, world, tmp_path_factory.mktemp("models"))
     table = load_rows(inputs["pretraining"] / "train.arrow", world)
 
-    def step(*, ranks=1, tokens=24, zero_stage=1, with_text=True):
+    def step(*, ranks=1, tokens=24, zero_stage=1):
         policies = [load_policy(inputs["sft_model"], "fp32") for _ in range(ranks)]
         engines = [descent(policy, zero_stage) for policy in policies]
         before = {name: value.detach().clone() for name, value in policies[0].named_parameters()}
@@ -169,9 +169,11 @@ def steps(inputs, world, tmp_path_factory, on_threads):
                     logprobs = token_logprobs(policies[rank], prompt + response, 0.7)
                 old[row, : len(response)] = logprobs[-len(response) :]
             experience = Experience(sequences, old, ADVANTAGES[own, :width])
-            text = TextBatches(table, options, world, 1).batch(0) if with_text else None
+            text = TextBatches(table, options, world, 1).batch(0)
             own_models = replace(models, actor=engines[rank])
-            (groups,) = micro_batches([experience.lengths], tokens, own_models.actor, world)
+            (groups,) = micro_batches(
+                [experience.sequences.lengths], tokens, own_models.actor, world
+            )
             pieces = [experience.rows(index) for index in groups]
             sums = update_minibatch(
                 own_models, pieces, options, world, {}, kl_coef=0.1, train_actor=True, text=text
@@ -196,17 +198,10 @@ def steps(inputs, world, tmp_path_factory, on_threads):
 def test_the_gradient_is_that_of_both_losses(steps, inputs, ranks, tokens, zero_stage):
     gradients, sums = steps(ranks=ranks, tokens=tokens, zero_stage=zero_stage)
     model = load_policy(inputs["sft_model"], "fp32")
-    for name, gradient in gradients_by_hand(model, COEF).items():
+    for name, gradient in gradients_by_hand(model).items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6)
     assert sums["ptx/count"] == 42
     assert sums["ptx/loss"] / 42 == pytest.approx(text_loss_by_hand(model).item(), rel=1e-5)
-
-
-def test_without_text_the_gradient_is_that_of_ppo_alone(steps, inputs):
-    gradients, sums = steps(with_text=False)
-    for name, gradient in gradients_by_hand(load_policy(inputs["sft_model"], "fp32"), 0.0).items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6)
-    assert not [name for name in sums if "ptx" in name]
 
 
 def test_loss_and_perplexity_of_a_uniform_model(inputs, world, tmp_path):
@@ -293,23 +288,6 @@ def test_text_is_trained_on_only_while_the_actor_trains(inputs, world, tmp_path)
     expected = text_loss_by_hand(load_policy(inputs["sft_model"], "fp32")).item()
     assert lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the actor's first update
     assert models.actor.global_steps == 1
-
-
-def test_text_changes_no_metric_before_its_first_update(inputs, world, tmp_path):
-    """Prompts and random numbers equal those of a run without text."""
-    lines = {}
-    for name, options in (("with", config()), ("without", config(ptx=None))):
-        (tmp_path / name).mkdir()
-        lines[name] = run(options, inputs, world, tmp_path / name)[1]
-    shared = [
-        name
-        for name in lines["without"][0]
-        if name.split("/")[0] in ("objective", "rollout", "policy")
-    ]
-    assert {n: lines["with"][0][n] for n in shared} == {n: lines["without"][0][n] for n in shared}
-    assert lines["with"][1]["policy/entropy"] != lines["without"][1]["policy/entropy"]
-    assert not [name for line in lines["without"] for name in line if "ptx" in name]
-    assert lines["with"][1]["ptx/loss"] < lines["with"][0]["ptx/loss"]
 
 
 def test_ptx_without_text_fails(inputs, world, tmp_path):

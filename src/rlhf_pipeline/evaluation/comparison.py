@@ -31,11 +31,9 @@ from rlhf_pipeline.text_statistics import common_phrase, distinct_n, refuses, re
 
 BASELINE = "sft"
 
-ANSWERS = "answers.jsonl"
-"""File of an evaluation with every answer of every policy."""
+ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
 
-ENDS = ("rate", "lower", "upper")
-"""A rate and the ends of its interval."""
+ENDS = ("rate", "lower", "upper")  # a rate and the ends of its interval
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,14 @@ class Answer:
     response: str
     scores: dict[str, float | None]
     """Score by judge; None if the judge has no score for this prompt."""
-    kl: float
-    """log pi(response) - log pi_sft(response), nats."""
-    sft_logprob: float
-    """log pi_sft(response), nats."""
+    kl: float  # log pi(response) - log pi_sft(response), nats
+    sft_logprob: float  # log pi_sft(response), nats
     response_tokens: int
     ended: bool
-    source: str | None = None
-    """Name of the prompt's source."""
+    source: str | None = None  # name of the prompt's source
     messages: list[dict[str, str]] | None = None
     """The prompt as messages. None in evaluations of earlier versions."""
-    draw: int = 0
-    """Number of this answer among those of the policy to this prompt."""
+    draw: int = 0  # number of this answer among those of the policy to this prompt
 
     def record(self) -> dict[str, Any]:
         """The answer as JSON types; each score is a field."""

@@ -73,8 +73,7 @@ from rlhf_pipeline.runtime.program import run_program
 if TYPE_CHECKING:
     from rlhf_pipeline.evaluation.tasks import Tasks
 
-Draw = tuple[str, int]
-"""A policy, and the number of its answer to each prompt."""
+Draw = tuple[str, int]  # a policy, and the number of its answer to each prompt
 
 CACHE = "judge_replies"
 """Folder of the workspace with the replies of chat models, which later evaluations reuse."""

@@ -45,10 +45,8 @@ class AnswerBatch:
 
     scored: Scored
     """Prompts and answers as tokens, with the log-probabilities of the policy and of SFT."""
-    text: Answered
-    """Prompts as messages, answers as texts, and the true answers where known."""
-    sources: list[str]
-    """Name of each prompt's source."""
+    text: Answered  # prompts as messages, answers as texts, and the true answers where known
+    sources: list[str]  # name of each prompt's source
 
 
 class Judge(Protocol):

@@ -41,12 +41,9 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     rows: np.ndarray
     """Numbers of this rank's prompts in the table; the last one may repeat the first of all."""
-    prompts: dict[str, list[Any]]
-    """Columns of these rows."""
-    trust: bool
-    """Whether code that ships with a model may run."""
-    generator: GeneratorKind
-    """What all policies answer with."""
+    prompts: dict[str, list[Any]]  # columns of these rows
+    trust: bool  # whether code that ships with a model may run
+    generator: GeneratorKind  # what all policies answer with
     world: World
 
 
@@ -104,10 +101,8 @@ def logprobs(
 class HeldOut:
     """Answers of SFT's data that no policy was trained on, the rows of this rank."""
 
-    rows: np.ndarray
-    """Their numbers in the table; the last one may repeat the first of all."""
-    sequences: Sequences
-    """The policy's tokens are those that the loss of SFT includes."""
+    rows: np.ndarray  # their numbers in the table; the last one may repeat the first of all
+    sequences: Sequences  # the policy's tokens are those that the loss of SFT includes
 
 
 def held_out_answers(folder: Path, setup: Setup) -> HeldOut | None:

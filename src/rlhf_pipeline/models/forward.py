@@ -72,8 +72,7 @@ class LogprobHead(nn.Linear):
 class Capabilities:
     """What a model's forward pass can do."""
 
-    packed: bool
-    """Process the rows of a batch one after another, without padding."""
+    packed: bool  # process the rows of a batch one after another, without padding
     head: LogprobHead | None
     """The layer that can return log-probabilities; None: they are computed from all logits."""
 

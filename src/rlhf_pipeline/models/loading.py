@@ -29,8 +29,7 @@ from rlhf_pipeline.models.lean_transformers import (
 from rlhf_pipeline.models.packing import use_packed_attention
 
 M = TypeVar("M", bound=nn.Module)
-HEAD = "score"
-"""Attribute of a sequence classifier: the layer from hidden states to scalars."""
+HEAD = "score"  # attribute of a sequence classifier: the layer from hidden states to scalars
 DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,

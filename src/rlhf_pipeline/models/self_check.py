@@ -34,8 +34,7 @@ ROWS = collate(
 ROUNDINGS = 4
 """Units of its precision that a result may differ by. Flash attention rounds four times, by half a
 unit at most: probabilities, their gradients, the output, and the result. The rest is for sums."""
-SUMMED = 1000
-"""Numbers that an example sums in float32, at most; each may add a unit of float32."""
+SUMMED = 1000  # numbers that an example sums in float32, at most; each may add a unit of float32
 DRIVER = Path("/proc/driver/nvidia/version")
 
 

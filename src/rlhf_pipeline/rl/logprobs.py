@@ -177,8 +177,7 @@ class _LogProbs(torch.autograd.Function):
 class _Settings:
     """What `_LogProbs` needs besides tensors."""
 
-    columns: int
-    """Columns of the logits."""
+    columns: int  # columns of the logits
     temperature: float
     vocab_size: int
     chunk: int

@@ -4,9 +4,8 @@ The caller divides the sum by the number of terms in the whole optimizer step, o
 batches and ranks. The quotients then add up to the mean over the batch; an engine that averages
 over ranks or micro batches must undo that.
 
-Shapes: B sequences, R response tokens, N comparisons. A mask is (B, R) bool, True = the policy chose
-the token, so that it is a term. Sums are 0-dim float32. All functions raise ValueError for a wrong
-shape.
+Shapes: B sequences, R response tokens, N comparisons. A mask is (B, R) bool, True = the token is a
+term: the policy chose it. Sums are 0-dim float32. All functions raise ValueError for a wrong shape.
 """
 
 import torch
@@ -15,8 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_pipeline.rl.masking import check_same_shape, check_shapes, masked_sum
 
-LossSum = tuple[Tensor, Tensor]
-"""Sum and number of terms."""
+LossSum = tuple[Tensor, Tensor]  # sum and number of terms
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor) -> LossSum:

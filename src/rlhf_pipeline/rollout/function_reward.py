@@ -36,8 +36,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 class FunctionSource:
     """A Python function of the user as a source of rewards."""
 
-    place: str
-    """The function as written in the parameters, for messages."""
+    place: str  # the function as written in the parameters, for messages
     function: Callable[..., Any]
     reads_texts: bool = True
 

@@ -38,11 +38,9 @@ WHOLE = ("embedding_", "replicated")
 class Group:
     """The ranks that hold a copy together."""
 
-    rank: int
-    """This rank's number within the group."""
+    rank: int  # this rank's number within the group
     size: int
-    collectives: torch.distributed.ProcessGroup | None
-    """None: all ranks."""
+    collectives: torch.distributed.ProcessGroup | None  # None: all ranks
 
 
 class HybridGenerator:

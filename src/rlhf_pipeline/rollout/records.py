@@ -34,10 +34,8 @@ class Answered:
     """A rollout as text, for functions and judges that read text; lists of B."""
 
     prompts: list[Conversation]
-    references: list[str | None]
-    """True answers, where they are known."""
-    responses: list[str]
-    """Without special tokens and surrounding white space."""
+    references: list[str | None]  # true answers, where they are known
+    responses: list[str]  # without special tokens and surrounding white space
 
 
 @dataclass(frozen=True)

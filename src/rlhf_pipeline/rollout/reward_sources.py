@@ -59,8 +59,7 @@ class Source(Protocol):
 class TrainedSource:
     """The model of stage `reward_model`; `score_sequences` has already computed its scores."""
 
-    mean: float
-    """Mean score of the chosen answers of held-out comparisons."""
+    mean: float  # mean score of the chosen answers of held-out comparisons
     reads_texts: bool = False
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
@@ -161,8 +160,7 @@ class RewardSum:
 
     sources: dict[str, tuple[float, float, Source]]
     """Name to weight, clip range of the centred score, and source."""
-    tokenizer: PreTrainedTokenizerBase
-    """The policy's."""
+    tokenizer: PreTrainedTokenizerBase  # the policy's
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with the weighted sum, as it is and clipped.

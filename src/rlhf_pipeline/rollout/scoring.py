@@ -29,19 +29,15 @@ from rlhf_pipeline.runtime import heartbeat
 class ScoringModels:
     """The models that score a rollout, and their settings."""
 
-    policy: nn.Module
-    """The policy that sampled."""
+    policy: nn.Module  # the policy that sampled
     reference: nn.Module
     critic: nn.Module | None
     reward_model: nn.Module | None
     contract: TokenContract
     world: World
-    temperature: float
-    """The sampling temperature."""
-    micro_batch_tokens: int
-    """Tokens of one forward pass."""
-    entropy_trains: bool = False
-    """Whether the loss contains the entropy."""
+    temperature: float  # the sampling temperature
+    micro_batch_tokens: int  # tokens of one forward pass
+    entropy_trains: bool = False  # whether the loss contains the entropy
 
 
 @torch.no_grad()

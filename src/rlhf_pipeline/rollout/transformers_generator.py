@@ -39,8 +39,7 @@ class TransformersGenerator:
 
     policy: PreTrainedModel | DeepSpeedEngine
     """A model without dropout; an engine may be in training mode."""
-    contract: TokenContract
-    """The tokens of the policy."""
+    contract: TokenContract  # the tokens of the policy
     gather: bool = True
     """Whether to gather the weights of an engine at ZeRO stage 3 once for each call. This needs
     memory for the whole model; False gathers each layer at each token."""
@@ -93,14 +92,10 @@ class Decoding:
     model: Any
     contract: TokenContract
     temperature: float
-    draws: Tensor
-    """(B, R) uniform numbers in [0, 1)."""
-    synced: bool
-    """Every rank must take part in every forward pass."""
-    tokens: Tensor = field(init=False)
-    """(B, R) long."""
-    logprobs: Tensor = field(init=False)
-    """(B, R) float32."""
+    draws: Tensor  # (B, R) uniform numbers in [0, 1)
+    synced: bool  # every rank must take part in every forward pass
+    tokens: Tensor = field(init=False)  # (B, R) long
+    logprobs: Tensor = field(init=False)  # (B, R) float32
 
     def __post_init__(self) -> None:
         self.tokens = torch.full_like(self.draws, self.contract.pad_id, dtype=torch.long)

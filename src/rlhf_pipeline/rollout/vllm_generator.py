@@ -36,13 +36,10 @@ if TYPE_CHECKING:
 
 _ENGINES: dict[tuple[Any, ...], LLMEngine] = {}
 """The engines of this process, by what they were made for; policies take turns in one."""
-PAGE = 128
-"""Tokens of a page; vLLM's attention on a CPU prefers multiples of 32."""
-PROBES = [[1, 2, 3], [4, 5, 6, 7, 8]]
-"""Prompts that the parity is tried on."""
+PAGE = 128  # tokens of a page; vLLM's attention on a CPU prefers multiples of 32
+PROBES = [[1, 2, 3], [4, 5, 6, 7, 8]]  # prompts that the parity is tried on
 PROBE_SAMPLING = SamplingConfig(max_response_tokens=8)
-PROBED = 16
-"""Tokens that the parity probe needs."""
+PROBED = 16  # tokens that the parity probe needs
 
 
 class VLLMGenerator:

@@ -13,8 +13,7 @@ from rlhf_pipeline.models.sequences import Sequences, collate
 class Pairs:
     """Two answers to each prompt, processed in one forward pass."""
 
-    answers: Sequences
-    """Row 2i is the chosen answer of pair i, row 2i + 1 the rejected one."""
+    answers: Sequences  # row 2i is the chosen answer of pair i, row 2i + 1 the rejected one
 
     @classmethod
     def collate(cls, rows: dict[str, list[Any]], pad_id: int) -> "Pairs":

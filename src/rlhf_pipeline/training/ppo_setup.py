@@ -47,24 +47,18 @@ TEXT_STREAM = 2**31
 class PPOModels:
     """The models of PPO. No forward pass of any of them is random."""
 
-    actor: DeepSpeedEngine
-    """The policy in training."""
+    actor: DeepSpeedEngine  # the policy in training
     reference: nn.Module
     """Its frozen start. With LoRA it is the actor with its adapters off."""
     critic: DeepSpeedEngine | None
     """The value model in training; None if `ppo.advantage` needs none."""
     reward_model: nn.Module | None
     """The trained reward model, frozen; None if `ppo.rewards` does not contain it."""
-    rewards: RewardSum
-    """The sources of `ppo.rewards`."""
-    generator: Generator
-    """Samples responses from the actor."""
-    contract: TokenContract
-    """The tokens that all models share."""
-    tokenizer: PreTrainedTokenizerBase
-    """Their tokenizer."""
-    ema: EMA | None = None
-    """The average of the actor's weights; None if `ppo.ema` is off."""
+    rewards: RewardSum  # the sources of `ppo.rewards`
+    generator: Generator  # samples responses from the actor
+    contract: TokenContract  # the tokens that all models share
+    tokenizer: PreTrainedTokenizerBase  # their tokenizer
+    ema: EMA | None = None  # the average of the actor's weights; None if `ppo.ema` is off
 
     def __post_init__(self) -> None:
         for model in self.engines().values():
@@ -114,8 +108,7 @@ class TextBatches:
     The n-th update of a run always takes the n-th batch, whether or not training was resumed.
     """
 
-    blocks: Rows
-    """Column `input_ids`: token lists of equal length, at least 2."""
+    blocks: Rows  # column `input_ids`: token lists of equal length, at least 2
     config: PPOConfig
     world: World
     seed: int
@@ -153,18 +146,14 @@ class Setup:
     models: PPOModels
     prompts: Rows
     validation: Rows
-    text: TextBatches | None
-    """For `ppo.ptx`; None if it is off."""
+    text: TextBatches | None  # for `ppo.ptx`; None if it is off
     world: World
     seed: int
-    best: dict[str, BestModels]
-    """By prefix of the metrics: one for each policy of `policies`."""
+    best: dict[str, BestModels]  # by prefix of the metrics: one for each policy of `policies`
     guard: DivergenceGuard
     checkpoints: Checkpoints
-    done: int
-    """Steps that an earlier attempt has taken."""
-    kl_coef: float
-    """The KL coefficient of the next step."""
+    done: int  # steps that an earlier attempt has taken
+    kl_coef: float  # the KL coefficient of the next step
 
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
         """Save a checkpoint if one is due or a signal came; then obey the signal.

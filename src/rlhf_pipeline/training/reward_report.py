@@ -40,8 +40,7 @@ Score = Callable[[Sequences], Tensor]
 """The score of each response, (B,); equally many responses on each rank."""
 
 REPORT = "reward_report.json"
-BENCHMARK = "benchmark"
-"""Input of the job: the file of `reward_model.benchmark`."""
+BENCHMARK = "benchmark"  # input of the job: the file of `reward_model.benchmark`
 
 
 def _as_messages(prompt: Any) -> Any:
@@ -60,8 +59,7 @@ class BenchmarkRow(BaseModel):
 class Benchmark:
     """All answers of `reward_model.benchmark` as tokens, those of a row after each other."""
 
-    sizes: list[int]
-    """Answers of each row; the first one is the chosen one."""
+    sizes: list[int]  # answers of each row; the first one is the chosen one
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
 

@@ -40,8 +40,7 @@ from rlhf_pipeline.training.step_log import (
     stability_advice,
 )
 
-BLOCK = 1024
-"""Held-out rows of a rank that are in memory together."""
+BLOCK = 1024  # held-out rows of a rank that are in memory together
 
 
 class Batch(Protocol):
@@ -98,8 +97,7 @@ class Setup:
     best: BestModels
     guard: DivergenceGuard
     checkpoints: Checkpoints
-    done: int
-    """Steps that an earlier attempt has taken."""
+    done: int  # steps that an earlier attempt has taken
 
 
 def train(
