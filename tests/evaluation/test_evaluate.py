@@ -188,18 +188,6 @@ def test_the_seed_chooses_the_prompts_and_the_draws(inputs, world, tmp_path):
     assert len(shared) >= 6 and any(ours != theirs for ours, theirs in shared)
 
 
-def test_scores_are_relative_to_the_mean_of_demonstrations(inputs, world, tmp_path):
-    reward_model = tmp_path / "reward_model"
-    shutil.copytree(inputs["reward_model"], reward_model)
-    store_score_mean(reward_model, 0.6)  # of 0.1
-    changed = inputs | {"reward_model": as_artifact(reward_model)}
-    before, after = (
-        [line["score"] for line in map(json.loads, run(given, tmp_path / name)[1].splitlines())]
-        for name, given in (("a", inputs), ("b", changed))
-    )
-    assert after == pytest.approx([score - 0.5 for score in before], abs=1e-6)
-
-
 def test_the_best_of_n_answers_of_sft_leaves_the_rest_as_it_is(inputs, world, tmp_path):
     plain, lines = run(inputs, tmp_path / "a")
     more, same = run(inputs, tmp_path / "b", best_of_n=4)

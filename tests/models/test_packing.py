@@ -190,10 +190,3 @@ def test_the_first_use_of_a_model_finds_that_it_packs_either_way(models, monkeyp
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     monkeypatch.setattr(packing, "one_kernel", lambda *_: in_one)
     assert probe_capabilities(packed).packed
-
-
-def test_the_decision_sees_the_precision_the_gpu_and_the_width_of_a_head(models, monkeypatch):
-    seen = []
-    monkeypatch.setattr(packing, "one_kernel", lambda *given: seen.append(given))
-    models[0](**collate(PROMPTS, RESPONSES, 0).packed().model_inputs(), use_cache=False)
-    assert set(seen) == {(torch.float32, None, 8)}  # 32 features, 4 heads

@@ -1,7 +1,6 @@
 """Generation by transformers, with given random numbers."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.models.forward import probe_capabilities, response_logprobs
+from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.rl.logprobs import sampled
 from rlhf_pipeline.rollout import transformers_generator
@@ -69,17 +68,6 @@ def test_several_responses_to_a_prompt_read_it_once(policy, generator):
     ]
 
 
-def test_a_response_depends_on_its_own_seed_only(generator):
-    """As on two ranks: every second row alone has the response that it has among all rows."""
-    sampling = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=4)
-    seeds = row_seeds(1, 1, np.arange(4))
-    whole = responses(generator.generate(PROMPTS, sampling, seeds).sequences)
-    own = responses(generator.generate(PROMPTS[1::2], sampling, seeds[1::2]).sequences)
-    assert own == whole[1::2]
-    others = generator.generate(PROMPTS, sampling, row_seeds(1, 2, np.arange(4))).sequences
-    assert responses(others) != whole
-
-
 def scripted(monkeypatch, *rows):
     """Let the first tokens of the responses be those of the rows, in the order of the draws."""
     script = torch.tensor(rows)
@@ -105,15 +93,6 @@ def test_a_response_ends_after_its_eos_or_at_the_maximum_length(generator, monke
     assert responses(rollout.sequences) == [[20, 1], [21, 22, 23, 24]]
 
 
-def test_any_eos_of_the_model_ends_a_response(policy, monkeypatch):
-    scripted(monkeypatch, [20, 22, 1, 9], [21, 1, 22, 9])
-    generator = TransformersGenerator(policy[0], replace(policy[1], eos_ids=(1, 22)))
-    rollout = generator.generate(
-        [[5, 6], [5, 6]], SamplingConfig(max_response_tokens=4), [(0,), (1,)]
-    )
-    assert responses(rollout.sequences) == [[20, 22], [21, 1]]
-
-
 def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, generator, monkeypatch):
     """The forward passes get smaller, and every response stays the one of its row alone."""
     sampling = SamplingConfig(max_response_tokens=24, batch_size_per_gpu=8)
@@ -135,16 +114,6 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
     assert {len(row) for row in whole} != {24}
 
 
-def test_the_sampler_returns_the_log_probabilities_of_the_policy(policy, generator):
-    sampling = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=3, temperature=0.7)
-    rollout = generator.generate(PROMPTS, sampling, row_seeds(1, 1, np.arange(4)))
-    mask = rollout.sequences.action_mask
-    expected = response_logprobs(
-        policy[0], rollout.sequences, vocab_size=policy[1].vocab_size, temperature=0.7
-    )
-    torch.testing.assert_close(rollout.logprobs[mask], expected[mask])
-
-
 def test_samples_follow_the_policy(policy, generator):
     """First tokens of 4,000 responses to one prompt are within 5 standard errors of the policy."""
     count = 4000
@@ -157,17 +126,6 @@ def test_samples_follow_the_policy(policy, generator):
     assert (
         (observed - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-9
     ).all()
-
-
-def test_the_host_looks_at_a_gpu_at_fixed_tokens_and_at_a_cpu_always():
-    """With 40 tokens: after the 16th and the 32nd. Neither waits for time to pass."""
-    finished = torch.tensor([True, False])
-    device = SimpleNamespace(device=torch.device("cuda", 0), cpu=lambda: finished)
-    decoding = Decoding.__new__(Decoding)
-    found = {step: decoding._known(device, step) for step in range(40)}
-    assert [step for step, known in found.items() if known is not None] == [15, 31]
-    assert found[15] is finished
-    assert all(decoding._known(finished, step) is finished for step in range(40))
 
 
 def test_rows_that_leave_at_fixed_tokens_have_the_same_responses(policy, generator, monkeypatch):

@@ -1,6 +1,5 @@
 """PPO-ptx: the gradient of the language-model loss, its batches, and its effect."""
 
-import json
 from dataclasses import replace
 
 import deepspeed
@@ -8,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from ppo_runs import run_ppo
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -17,12 +17,10 @@ from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
-from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.ppo_setup import TextBatches, load_ppo_models, load_text, set_up
+from rlhf_pipeline.training.ppo_setup import TextBatches, load_ppo_models, load_text
 from rlhf_pipeline.training.ppo_update import update_minibatch, update_models
 
 BLOCKS = [[(5 + 7 * row + column * column) % 280 + 2 for column in range(8)] for row in range(6)]
@@ -42,28 +40,12 @@ def write(path, columns):
 
 
 @pytest.fixture(scope="module")
-def inputs(make_model, tmp_path_factory):
-    """A policy with padded vocabulary rows, a random reward model, prompts and blocks of text."""
-    sft = make_model("llama", seed=1, vocabulary=320)
-    reward, prompts, text = (
-        tmp_path_factory.mktemp(name) for name in ("reward", "prompts", "pretraining")
-    )
-    model = load_scores(sft, "fp32", new_head=True)
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.classifier.score.weight)
-    model.classifier.save_pretrained(reward)
-    load_tokenizer(sft).save_pretrained(reward)
-    store_score_mean(reward, 0.1)
-    for folder in (reward, prompts, text):
-        TokenContract.read(sft).write(folder)
-    for name in ("train", "validation"):
-        rest = {"source": ["files"] * 8, "messages": [[{"role": "user", "content": "?"}]] * 8}
-        write(
-            prompts / f"{name}.arrow",
-            {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]} | rest,
-        )
+def inputs(make_ppo_inputs, make_model, tmp_path_factory):
+    """Those of PPO for a policy with padded vocabulary rows, and blocks of text."""
+    sft, text = make_model("llama", seed=1, vocabulary=320), tmp_path_factory.mktemp("pretraining")
+    TokenContract.read(sft).write(text)
     write(text / "train.arrow", {"input_ids": BLOCKS})
-    return {"prompts": prompts, "sft_model": sft, "reward_model": reward, "pretraining": text}
+    return make_ppo_inputs(sft) | {"pretraining": text}
 
 
 def config(**changes) -> PPOConfig:
@@ -88,16 +70,6 @@ def models_of(config, inputs, world, folder):
     return load_ppo_models(
         job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world
     )
-
-
-def run(config, inputs, world, folder):
-    """Train; return the models and the metrics of each line of `metrics.jsonl`."""
-    setup = set_up(job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world)
-    ppo.train(setup)
-    lines = [
-        json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return setup.models, lines
 
 
 def descent(model, zero_stage):
@@ -274,20 +246,18 @@ def test_updates_that_are_skipped_skip_their_batches(inputs, world, tmp_path, mo
     monkeypatch.setattr(
         TextBatches, "batch", lambda self, number: taken.append(number) or batch(self, number)
     )
-    run(config(ppo_epochs=4, kl={"stop_update": 1e-8}), inputs, world, tmp_path)
+    run_ppo(config(ppo_epochs=4, kl={"stop_update": 1e-8}), inputs, world, tmp_path)
     assert taken == [0, 1, 4, 5]
 
 
 def test_text_is_trained_on_only_while_the_actor_trains(inputs, world, tmp_path):
     options = config(advantage="gae", critic=config().actor.model_dump(), critic_warmup_steps=1)
-    models, lines = run(options, inputs, world, tmp_path)
-    assert [sorted(name for name in line if "ptx" in name) for line in lines] == [
-        [],
-        ["ptx/loss", "ptx/perplexity"],
-    ]
+    run = run_ppo(options, inputs, world, tmp_path)
+    names = [sorted(name for name in line if "ptx" in name) for line in run.lines]
+    assert names == [[], ["ptx/loss", "ptx/perplexity"]]
     expected = text_loss_by_hand(load_policy(inputs["sft_model"], "fp32")).item()
-    assert lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the actor's first update
-    assert models.actor.global_steps == 1
+    assert run.lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the first update
+    assert run.setup.models.actor.global_steps == 1
 
 
 def test_ptx_without_text_fails(inputs, world, tmp_path):
@@ -343,16 +313,14 @@ def test_ptx_preserves_a_language_that_ppo_alone_forgets(inputs, world, tmp_path
 
     after = {}
     for name, ptx in (("with", {"batch_size": 16}), ("without", None)):
-        (tmp_path / name).mkdir()
         options = config(
             steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_tokens=256,
             kl={"coef": 0.0}, actor={"optimizer": {"learning_rate": 1e-2}},
             missing_eos_penalty=0.0, ptx=ptx,
         )  # fmt: skip
-        models, lines = run(
-            options, inputs | {"sft_model": learned, "pretraining": text}, world, tmp_path / name
-        )
-        after[name] = perplexity(models.actor.module, held_out)
-        assert lines[-1]["objective/kl"] > 1.0  # both policies have moved
+        given = inputs | {"sft_model": learned, "pretraining": text}
+        run = run_ppo(options, given, world, tmp_path / name)
+        after[name] = perplexity(run.setup.models.actor.module, held_out)
+        assert run.lines[-1]["objective/kl"] > 1.0  # both policies have moved
     assert perplexity(model, held_out) < 2.5 and after["with"] < 3
     assert after["without"] > 6
