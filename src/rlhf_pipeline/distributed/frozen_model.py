@@ -9,6 +9,7 @@ from rlhf_pipeline.distributed.deepspeed_config import inference_settings
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed
 from rlhf_pipeline.distributed.loading import loaded, placement
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.forward import warn_of_padding
 from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.self_check import require_sound_kernels
 
@@ -27,8 +28,11 @@ def frozen_model(
     assert precision is not None and config.zero_stage is not None
     if config.zero_stage == 0:
         require_sound_kernels(world.device, precision)
-        return freeze(load(precision, **placement(world.device))).to(world.device)
+        whole = freeze(load(precision, **placement(world.device))).to(world.device)
+        warn_of_padding(whole)
+        return whole
     model, settings = loaded(load, precision, partial(inference_settings, config))
     engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
     engine.eval()
+    warn_of_padding(engine)
     return engine

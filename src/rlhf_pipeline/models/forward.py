@@ -92,16 +92,19 @@ def probe_capabilities(policy: nn.Module) -> Capabilities:
 
     All ranks call this together.
     """
-    model = next(part for part in policy.modules() if isinstance(part, PreTrainedModel))
+    model = _network(policy)
     if model not in _PROBED:
-        found = Capabilities(_packs(policy, model), _logprob_head(policy, model))
-        if not found.packed:
-            logging.getLogger(__name__).warning(
-                "%s: found a model that computes padding, too; batches contain rows of similar "
-                "length", type(model).__name__
-            )  # fmt: skip
-        _PROBED[model] = found
+        _PROBED[model] = Capabilities(_packs(policy, model), _logprob_head(policy, model))
     return _PROBED[model]
+
+
+def warn_of_padding(model: nn.Module) -> None:
+    """Say that a model computes padding, too, if it does. All ranks call this together."""
+    if not probe_capabilities(model).packed:
+        logging.getLogger(__name__).warning(
+            "%s: found a model that computes padding, too; batches contain rows of similar length",
+            type(_network(model)).__name__,
+        )
 
 
 def response_logprobs(
@@ -154,6 +157,10 @@ def sequence_scores(reward_model: nn.Module, batch: Sequences) -> Tensor:
     scores = reward_model(**batch.model_inputs(), scores_to_keep=batch.response_ids.shape[1])
     last = batch.real_mask.sum(1, keepdim=True) - 1
     return scores.gather(1, last).squeeze(1)
+
+
+def _network(policy: nn.Module) -> PreTrainedModel:
+    return next(part for part in policy.modules() if isinstance(part, PreTrainedModel))
 
 
 def _logprobs(policy: nn.Module, batch: Sequences, **wanted: Any) -> Tensor:
