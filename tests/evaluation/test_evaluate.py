@@ -26,7 +26,7 @@ from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.evaluation import evaluate, setup
-from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
+from rlhf_pipeline.evaluation.judges import AnswerBatch, by_reward_model
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
@@ -468,9 +468,9 @@ def test_the_reward_model_scores_the_last_token_minus_the_mean(inputs):
     """A batch of several micro batches gives each answer the score of a batch of one."""
     model = freeze(load_scores(inputs["reward_model"], "fp32"))
     prompts, responses = [[5, 6, 7], [8, 9], [10]], [[11], [12, 13, 1], [14, 15]]
-    judge = RewardModelJudge(model, 8, World(0, 1, torch.device("cpu")))
-    sequences = collate(prompts, responses, pad_id=0)
-    scores = judge.score(AnswerBatch(SimpleNamespace(sequences=sequences), None, []))
+    sequences, world = collate(prompts, responses, pad_id=0), World(0, 1, torch.device("cpu"))
+    batch = AnswerBatch(SimpleNamespace(sequences=sequences), None, [])
+    scores = by_reward_model(batch, model, micro_batch_tokens=8, world=world)
     for prompt, response, score in zip(prompts, responses, scores, strict=True):
         alone = sequence_scores(model, collate([prompt], [response], pad_id=0))
         assert score == pytest.approx(float(alone) - 0.1, abs=1e-5)

@@ -41,10 +41,9 @@ def test_the_last_number(text, number):
 
 def test_a_row_without_a_true_answer_has_no_score():
     config = EvaluateConfig(judges=[{"reference": "contains", "name": "facts"}])
-    _, judge = load_judges(SimpleNamespace(inputs={}), config)
+    judges = load_judges(SimpleNamespace(inputs={}), config)
     texts = Answered([[], [], []], ["a", None, "b"], ["an a", "an a", "an a"])
-    assert judge.name == "facts"
-    assert judge.score(SimpleNamespace(text=texts)) == [1.0, None, 0.0]
+    assert judges["facts"](SimpleNamespace(text=texts)) == [1.0, None, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch import Tensor
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     JUDGE_PREFIX,
+    REWARD_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
     CandidateConfig,
@@ -41,7 +42,7 @@ from rlhf_pipeline.evaluation.comparison import (
 from rlhf_pipeline.evaluation.judges import (
     AnswerBatch,
     Judge,
-    RewardModelJudge,
+    by_reward_model,
     load_judges,
     model_judges,
     optimized_judges,
@@ -227,27 +228,28 @@ def answer(generator: Generator, setup: Setup, draw: int = 0) -> Sequences:
 
 
 def judge_all(
-    scored: Mapping[Draw, Scored], job: LaunchedJob, judges: Sequence[Judge], setup: Setup
+    scored: Mapping[Draw, Scored], job: LaunchedJob, judges: Mapping[str, Judge], setup: Setup
 ) -> dict[Draw, list[Answer]]:
     """The judged answers of all ranks, by draw. One model at a time is in memory."""
     batches = {draw: as_text(given, setup) for draw, given in scored.items()}
     scores: dict[Draw, dict[str, Sequence[float | None]]] = {draw: {} for draw in batches}
 
-    def judge_by(judge: Judge) -> None:
+    def judge_by(name: str, judge: Judge) -> None:
         for step, (draw, batch) in enumerate(batches.items(), start=1):
             heartbeat.at("scoring", step)
-            with heartbeat.scored_by(judge.name):
-                scores[draw][judge.name] = judge.score(batch)
+            with heartbeat.scored_by(name):
+                scores[draw][name] = judge(batch)
 
     tokens, world = setup.config.micro_batch_tokens, setup.world
+    own = partial(by_reward_model, micro_batch_tokens=tokens, world=world)
     with_model(
         load_scores,
         job.inputs["reward_model"],
         setup,
-        lambda model: judge_by(RewardModelJudge(model, tokens, world)),
+        lambda model: judge_by(REWARD_MODEL, partial(own, model=model)),
     )
-    for judge in chain(judges, model_judges(job, setup)):
-        judge_by(judge)
+    for name, judge in chain(judges.items(), model_judges(job, setup)):
+        judge_by(name, judge)
         del judge
         free_memory()
     return {
