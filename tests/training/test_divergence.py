@@ -2,7 +2,7 @@
 
 import json
 import math
-from functools import partial
+from functools import cache, partial
 
 import pyarrow as pa
 import pytest
@@ -49,6 +49,7 @@ def model(learning_rate=1e-3, warmup=0.0):
 
 def ppo_fields(**changes):
     fields = {"steps": 3, "evaluations": 3, "evaluation_prompts": 8, "micro_batch_tokens": 64}
+    fields |= {"sampling": {"max_response_tokens": 6}}
     return fields | {"actor": model(), "critic": model()} | changes
 
 
@@ -86,7 +87,7 @@ def make_inputs(make_policy, tmp_path_factory):
         names = ("demonstrations", "comparisons", "prompts")
         return models | dict.fromkeys(names, rows) | {"reward_model": as_artifact(reward_model)}
 
-    return make
+    return cache(make)
 
 
 @pytest.fixture
