@@ -148,7 +148,7 @@ def load(
     trust = job.trust_remote_code
     tokenizer = load_tokenizer(job.inputs[f"{BASELINE}_model"], trust_remote_code=trust)
     kind = generator_kind(config, Manifest.read(job.inputs[f"{candidate}_model"]))
-    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, kind, world)
+    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world, kind)
 
 
 def generator_kind(config: EvaluateConfig, candidate: Manifest) -> GeneratorKind:

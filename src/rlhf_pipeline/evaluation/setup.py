@@ -43,8 +43,8 @@ class Setup:
     """Numbers of this rank's prompts in the table; the last one may repeat the first of all."""
     prompts: dict[str, list[Any]]  # columns of these rows
     trust: bool  # whether code that ships with a model may run
-    generator: GeneratorKind  # what all policies answer with
     world: World
+    generator: GeneratorKind = "transformers"  # what all policies answer with
 
 
 def with_model(
