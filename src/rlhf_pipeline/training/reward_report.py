@@ -129,6 +129,8 @@ def write_report(
     score = partial(by_micro_batches, sequence_scores, model, tokens=tokens, world=world)
     report = describe(*held_out(job.inputs["comparisons"], contract, score, world))
     metrics = {
+        "validation/accuracy_lower": report["accuracy"]["lower"],
+        "validation/accuracy_upper": report["accuracy"]["upper"],
         "validation/calibration_error": report["calibration"]["error"],
         "validation/length_correlation": report["length_correlation"],
         "validation/accuracy_half_1": report["halves"][0],
