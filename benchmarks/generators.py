@@ -151,7 +151,7 @@ def measure(
         rollout = generator.generate(prompts, sampling, row_seeds(1, 1, np.arange(len(prompts))))
         get_accelerator().synchronize()
         seconds.append(time.perf_counter() - began)
-    return int(rollout.sequences.response_mask.sum()), statistics.median(seconds[1:])
+    return int(rollout.sequences.action_mask.sum()), statistics.median(seconds[1:])
 
 
 def bandwidth(device: torch.device, repetitions: int = 10) -> float:

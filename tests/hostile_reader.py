@@ -51,7 +51,7 @@ def table(path: Path) -> str:
 
 
 def gguf(path: Path) -> str:
-    from rlhf_pipeline.models.gguf_file import load_gguf
+    from rlhf_pipeline.models.base_model import load_gguf
 
     load_gguf(path)
     return ""
@@ -127,6 +127,6 @@ if __name__ == "__main__":
     import rlhf_pipeline.data.files.rows
 
     if order[0][0] in ("gguf", "model", "table"):
-        import rlhf_pipeline.models.gguf_file  # noqa: F401
+        import rlhf_pipeline.models.base_model  # noqa: F401
     for kind, path in order:
         print(json.dumps(read(kind, Path(path))), flush=True)

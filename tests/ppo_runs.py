@@ -14,11 +14,11 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.rollout.generation import Generator, row_seeds
-from rlhf_pipeline.rollout.scoring import Scored, score_sequences
+from rlhf_pipeline.rollout.records import Scored
+from rlhf_pipeline.rollout.scoring import score_sequences
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.ppo_models import PPOModels
-from rlhf_pipeline.training.ppo_setup import Setup, set_up
+from rlhf_pipeline.training.ppo_setup import PPOModels, Setup, set_up
 
 
 def ppo_config(**changes) -> PPOConfig:

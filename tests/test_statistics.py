@@ -66,11 +66,6 @@ def test_the_interval_stays_within_0_and_1(candidate: float, baseline: float, ex
     assert vars(result) == pytest.approx(vars(expected), rel=1e-5, abs=1e-12)
 
 
-def test_a_model_ties_with_itself():
-    result = win_rate([1.0, 2.0], [1.0, 2.0])
-    assert (result.rate, result.ties) == (0.5, 2)
-
-
 def test_win_rate_refuses_unpaired_scores():
     with pytest.raises(ValueError, match="shorter"):
         win_rate([1.0, 2.0], [1.0])

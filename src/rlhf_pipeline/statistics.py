@@ -12,8 +12,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-ALPHA = 0.05
-"""How often an interval may miss the true value: intervals are 95%."""
+ALPHA = 0.05  # how often an interval may miss the true value: intervals are 95%
 
 Values = Sequence[float] | Sequence[Sequence[float]]
 """One value for each prompt, or the equally many values of its answers."""
@@ -23,18 +22,13 @@ Values = Sequence[float] | Sequence[Sequence[float]]
 class WinRate:
     """How often the candidate beats the baseline on the same prompts."""
 
-    rate: float
-    """Mean outcome of a pair of answers: a win is 1, a tie 1/2, a loss 0."""
-    lower: float
-    """Lower end of the interval on `rate`."""
-    upper: float
-    """Upper end of the interval on `rate`."""
-    wins: int
-    """Prompts whose mean outcome is above 1/2."""
+    rate: float  # mean outcome of a pair of answers: a win is 1, a tie 1/2, a loss 0
+    lower: float  # lower end of the interval on `rate`
+    upper: float  # upper end of the interval on `rate`
+    wins: int  # prompts whose mean outcome is above 1/2
     ties: int
     losses: int
-    n: int
-    """Prompts."""
+    n: int  # prompts
 
 
 def win_rate(candidate: Values, baseline: Values, alpha: float = ALPHA) -> WinRate:

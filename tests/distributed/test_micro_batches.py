@@ -5,7 +5,7 @@ import torch
 
 from rlhf_pipeline.distributed import micro_batches as module
 from rlhf_pipeline.distributed.micro_batches import grouped, micro_batches, split
-from rlhf_pipeline.models.forms import Form
+from rlhf_pipeline.models.forward import Capabilities
 
 LENGTHS = torch.tensor([[[9, 0]], [[0, 1]], [[5, 0]], [[0, 2]], [[8, 0]]])
 
@@ -61,7 +61,7 @@ def test_groups_of_most_rows_are_split():
 
 
 def test_all_ranks_make_as_many_groups_as_the_rank_with_the_most(monkeypatch):
-    monkeypatch.setattr(module, "form_of", lambda model: Form(packed=True, head=None))
+    monkeypatch.setattr(module, "probe_capabilities", lambda model: Capabilities(True, None))
     world = SimpleNamespace(most=lambda counts: [max(counts[0], 4), max(counts[1], 1)])
     first, second = micro_batches([LENGTHS, LENGTHS[:2]], 17, None, world)
     assert lists(first) == [[0], [4], [2, 3], [1]]

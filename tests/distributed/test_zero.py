@@ -14,7 +14,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.zero import for_generation, fp32_shards, is_sharded
-from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
@@ -86,7 +86,7 @@ def test_generation_uses_its_cache_despite_gradient_checkpointing(policy, world,
         1,
     )
     widths, sampling = [], SamplingConfig(max_response_tokens=6)
-    form_of(engine)  # takes forward passes of its own
+    probe_capabilities(engine)  # takes forward passes of its own
     hook = engine.module.register_forward_pre_hook(
         lambda m, args, kw: widths.append(kw["input_ids"].shape[1]), with_kwargs=True
     )

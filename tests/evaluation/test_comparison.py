@@ -10,11 +10,11 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import (
     Answer,
+    best_of_n,
     compare,
     deciding_judge,
     headline,
     read_answers,
-    summary,
     write_answers,
 )
 
@@ -47,110 +47,6 @@ ANSWERS = {
     ],
 }
 
-EVALUATION = {
-    "candidate": "ppo",
-    "prompts": 3,
-    "answers_per_prompt": 1,
-    "decoding": {"temperature": 0.7, "max_response_tokens": 8},
-    "judge": "gold",
-    "independent": True,
-    "optimized": ["score"],
-    "rewards": [],
-    "policies": {
-        "sft": {
-            "score": -0.08333333333333333,
-            "score_lower": -2.079679711194364,
-            "score_upper": 1.9130130445276972,
-            "gold_score": 0.6666666666666666,
-            "gold_score_lower": -3.127916366930093,
-            "gold_score_upper": 4.461249700263426,
-            "kl": 0.0,
-            "kl_lower": 0.0,
-            "kl_upper": 0.0,
-            "sft_perplexity": 3.6442376007810187,  # 2 * e ** (3 / 5)
-            "response_tokens": 1.6666666666666667,
-            "eos_fraction": 0.6666666666666666,
-            "truncated_fraction": 0.3333333333333333,
-            "refusal_fraction": 0.0,
-            "distinct_1": 0.6,
-            "distinct_2": 1.0,
-            "repetition": 0.0,
-            "phrase_share": 0.3333333333333333,
-        },
-        "ppo": {
-            "score": 0.9166666666666666,
-            "score_lower": -0.031979091732523335,
-            "score_upper": 1.8653124250658566,
-            "gold_score": 1.5,
-            "gold_score_lower": -0.651326364874731,
-            "gold_score_upper": 3.651326364874731,
-            "kl": 0.5,
-            "kl_lower": -1.3631032838127477,
-            "kl_upper": 2.3631032838127477,
-            "sft_perplexity": 3.2974425414002564,  # 2 * e ** (3 / 6)
-            "response_tokens": 2.0,
-            "eos_fraction": 1.0,
-            "truncated_fraction": 0.0,
-            "refusal_fraction": 0.0,
-            "distinct_1": 0.6666666666666666,
-            "distinct_2": 1.0,
-            "repetition": 0.0,
-            "phrase_share": 0.3333333333333333,
-        },
-    },
-    "win_rates": {
-        "gold": {
-            "rate": 0.8333333333333334,
-            "lower": 0.3420319736324555,
-            "upper": 0.9503033385308477,
-            "wins": 2,
-            "ties": 1,
-            "losses": 0,
-            "n": 3,
-            "length_controlled": None,
-            "paired": {
-                "rate": 0.8333333333333334,
-                "lower": 0.3420319736324555,
-                "upper": 0.9503033385308477,
-                "wins": 2,
-                "ties": 1,
-                "losses": 0,
-                "n": 3,
-                "gain": 0.6711560552140243,
-                "gain_lower": -1.131001457034172,
-                "gain_upper": 2.4733135674622204,
-                "p_value": 0.5,  # 2 / 2^2
-            },
-        },
-        "score": {
-            "rate": 0.8333333333333334,
-            "lower": 0.3420319736324555,
-            "upper": 0.9503033385308477,
-            "wins": 2,
-            "ties": 1,
-            "losses": 0,
-            "n": 3,
-            "length_controlled": None,
-            "paired": {
-                "rate": 0.8333333333333334,
-                "lower": 0.3420319736324555,
-                "upper": 0.9503033385308477,
-                "wins": 2,
-                "ties": 1,
-                "losses": 0,
-                "n": 3,
-                "gain": 1.5894388284780527,
-                "gain_lower": -2.0044280920123576,
-                "gain_upper": 5.183305748968463,
-                "p_value": 0.5,  # 2 / 2^2
-            },
-        },
-    },
-    "variants": {},
-    "slices": {},
-    "smallest_visible_win_rate": 1.0,  # 0.5 + 2.8 / (2 sqrt(3)) = 1.31
-}
-
 LINE = (
     '{"row": 0, "prompt": "User: 0?", "response": "a c d", "kl": 0.5, '
     '"sft_logprob": -2.0794415416798357, "response_tokens": 3, "ended": true, '
@@ -170,9 +66,32 @@ def with_scores(judge, scores):
     }
 
 
-def test_the_stored_evaluation_with_the_order_of_its_keys():
-    evaluation = compare(ANSWERS, CONFIG, {"score"})
-    assert json.dumps(evaluation) == json.dumps(EVALUATION)
+def test_the_evaluation_by_hand():
+    """Gold: a tie and two wins. PPO scores 1, 0.5 and 1.25: mean 0.9166667, deviation 0.3818813;
+
+    4.3026527 deviations over sqrt(3) are 0.9486458. SFT's perplexity of its own answers is
+    2 e^(3 / 5): its mean per token, not per answer.
+    """
+    found = compare(ANSWERS, CONFIG, {"score"}, rewards=["trained"])
+    assert json.loads(json.dumps(found)) == found
+    named = ("candidate", "prompts", "answers_per_prompt", "judge", "independent", "optimized")
+    assert [found[name] for name in named] == ["ppo", 3, 1, "gold", True, ["score"]]
+    assert found["decoding"] == {"temperature": 0.7, "max_response_tokens": 8}
+    assert found["rewards"] == ["trained"] and found["variants"] == found["slices"] == {}
+    sft, ppo = found["policies"]["sft"], found["policies"]["ppo"]
+    assert (ppo["score"], ppo["score_lower"]) == pytest.approx((0.9166667, -0.0319791), abs=1e-6)
+    assert (ppo["gold_score"], ppo["kl"], ppo["response_tokens"]) == (1.5, 0.5, 2.0)
+    assert sft["sft_perplexity"] == pytest.approx(2 * math.exp(3 / 5))
+    assert sft["eos_fraction"] == pytest.approx(2 / 3) == 1 - sft["truncated_fraction"]
+    assert (sft["distinct_1"], sft["distinct_2"], sft["repetition"]) == (0.6, 1.0, 0.0)
+    assert list(found["win_rates"]) == ["gold", "score"]
+    gold = found["win_rates"]["gold"]
+    assert [gold[name] for name in ("wins", "ties", "losses", "n")] == [2, 1, 0, 3]
+    assert gold["rate"] == gold["paired"]["rate"] == pytest.approx(2.5 / 3)
+    assert gold["lower"] == pytest.approx(0.3420320, abs=1e-6)
+    assert gold["paired"]["p_value"] == 0.5  # 2 / 2^2
+    assert gold["paired"]["gain"] == pytest.approx(0.6711561, abs=1e-6)
+    assert gold["length_controlled"] is None
 
 
 def test_a_line_of_the_stored_answers():
@@ -183,10 +102,11 @@ def test_a_line_of_the_stored_answers():
 def test_metrics_of_policies_win_rates_and_variants():
     variant = {"ppo_ema": ANSWERS["sft"]}
     metrics = headline(compare(ANSWERS | variant, CONFIG, {"score"}))
-    assert metrics["sft/score"] == EVALUATION["policies"]["sft"]["score"]
-    assert metrics["ppo/gold_score_lower"] == EVALUATION["policies"]["ppo"]["gold_score_lower"]
-    assert metrics["win_rate/gold"] == EVALUATION["win_rates"]["gold"]["rate"]
-    assert metrics["win_rate/score_upper"] == EVALUATION["win_rates"]["score"]["upper"]
+    evaluation = compare(ANSWERS, CONFIG, {"score"})
+    assert metrics["sft/score"] == evaluation["policies"]["sft"]["score"]
+    assert metrics["ppo/gold_score_lower"] == evaluation["policies"]["ppo"]["gold_score_lower"]
+    assert metrics["win_rate/gold"] == evaluation["win_rates"]["gold"]["rate"]
+    assert metrics["win_rate/score_upper"] == evaluation["win_rates"]["score"]["upper"]
     assert metrics["ppo_ema/win_rate_score"] == metrics["ppo_ema/win_rate_gold"] == 0.5
     assert metrics["ppo_ema/kl"] == 0.0
 
@@ -205,9 +125,7 @@ def test_gold_is_left_out_where_a_prompt_has_none():
     assert (evaluation["judge"], evaluation["independent"]) == ("score", False)
     assert list(evaluation["win_rates"]) == ["score"]
     assert "gold_score" not in evaluation["policies"]["ppo"]
-    assert headline(evaluation).keys() == {
-        name for name in headline(EVALUATION) if "gold" not in name
-    }
+    assert not [name for name in headline(evaluation) if "gold" in name]
 
 
 def test_a_further_judge_stands_beside_the_others():
@@ -224,7 +142,8 @@ def test_a_further_judge_stands_beside_the_others():
     assert evaluation["policies"]["ppo"]["words_score"] == 2.0
     metrics = headline(evaluation)
     assert metrics["win_rate/words"] == pytest.approx(2 / 3)
-    assert {name: metrics[name] for name in headline(EVALUATION)} == headline(EVALUATION)
+    without = headline(compare(ANSWERS, CONFIG, {"score"}))
+    assert {name: metrics[name] for name in without} == without
 
 
 def test_the_judges_are_in_the_order_of_the_parameters():
@@ -281,10 +200,6 @@ def test_the_length_controlled_rate_uses_the_tokens_of_both_policies():
     assert metrics["p_value/score"] == pytest.approx(0.5034447, rel=1e-6)
 
 
-def test_the_summary_without_a_complete_judge_has_no_gold():
-    assert "gold_score" not in summary([answer(0, "a", 1.0, None), answer(1, "b", 2.0, 1.0)])
-
-
 @pytest.mark.parametrize(
     ("judges", "optimized", "expected"),
     [
@@ -300,11 +215,6 @@ def test_the_summary_without_a_complete_judge_has_no_gold():
 )
 def test_gold_decides_and_else_a_judge_of_the_parameters(judges, optimized, expected):
     assert deciding_judge(judges, optimized) == expected
-
-
-def test_stored_answers_are_read_again(tmp_path):
-    write_answers(ANSWERS, tmp_path)
-    assert read_answers(tmp_path) == ANSWERS
 
 
 def twice(answers):
@@ -393,8 +303,26 @@ def test_the_mean_of_a_judge_of_zeros_and_ones_has_an_interval_between_them():
     assert ends[1] == pytest.approx((0.0084038, 0.9057007), rel=1e-5)
 
 
-def test_answers_of_an_earlier_version_are_draw_0(tmp_path):
+def test_stored_answers_are_read_again_and_those_of_an_earlier_version_are_draw_0(tmp_path):
     write_answers(ANSWERS, tmp_path)
+    assert read_answers(tmp_path) == ANSWERS
     file = tmp_path / "answers.jsonl"
     file.write_text(file.read_text().replace(', "draw": 0', ""))
     assert read_answers(tmp_path) == ANSWERS
+
+
+def test_the_best_of_n_by_the_reward_model():
+    """Two prompts, four draws. The reward model chooses, and its choice has a low gold score."""
+    score = [(0.0, 1.0), (2.0, 0.0), (1.0, 3.0), (9.0, -1.0)]
+    draws = [
+        [answer(0, "a", first, -first), answer(1, "b", second, -second)] for first, second in score
+    ]
+    curve = best_of_n(draws)
+    assert [point["n"] for point in curve] == [1, 2, 4]
+    assert [point["score"] for point in curve] == [0.5, 1.5, 6.0]
+    assert [point["gold_score"] for point in curve] == [-0.5, -1.5, -6.0]
+    # log 2 - 1/2 = 0.1931472, log 4 - 3/4 = 0.6362944
+    assert [point["kl"] for point in curve] == pytest.approx([0.0, 0.1931472, 0.6362944], rel=1e-6)
+    low, high = (curve[1][f"score_{end}"] for end in ("lower", "upper"))
+    assert low < 1.5 < high
+    assert [point["n"] for point in best_of_n(draws[:2])] == [1, 2]

@@ -26,13 +26,13 @@ from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.evaluation import evaluate, setup
-from rlhf_pipeline.evaluation.judges import AnswerBatch, RewardModelJudge
+from rlhf_pipeline.evaluation.judges import AnswerBatch, by_reward_model
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout import transformers_generator
-from rlhf_pipeline.rollout.model_reward import ModelSource
+from rlhf_pipeline.rollout.reward_sources import ModelSource
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest, folder_digest
 
@@ -186,18 +186,6 @@ def test_the_seed_chooses_the_prompts_and_the_draws(inputs, world, tmp_path):
     both = {a["row"]: a["response"] for a in first}
     shared = [(a["response"], both[a["row"]]) for a in other if a["row"] in both]
     assert len(shared) >= 6 and any(ours != theirs for ours, theirs in shared)
-
-
-def test_scores_are_relative_to_the_mean_of_demonstrations(inputs, world, tmp_path):
-    reward_model = tmp_path / "reward_model"
-    shutil.copytree(inputs["reward_model"], reward_model)
-    store_score_mean(reward_model, 0.6)  # of 0.1
-    changed = inputs | {"reward_model": as_artifact(reward_model)}
-    before, after = (
-        [line["score"] for line in map(json.loads, run(given, tmp_path / name)[1].splitlines())]
-        for name, given in (("a", inputs), ("b", changed))
-    )
-    assert after == pytest.approx([score - 0.5 for score in before], abs=1e-6)
 
 
 def test_the_best_of_n_answers_of_sft_leaves_the_rest_as_it_is(inputs, world, tmp_path):
@@ -391,7 +379,7 @@ def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path
     for sequences in (given[1], given[0], given[2]):
         for row in range(len(sequences)):
             prompt = sequences.prompt_ids[row][sequences.prompt_mask[row].bool()]
-            response = sequences.response_ids[row][sequences.response_mask[row]]
+            response = sequences.response_ids[row][sequences.action_mask[row]]
             with torch.no_grad():
                 logits = sft(input_ids=torch.cat([prompt, response])[None]).logits[0]
             logits = logits[:, : TokenContract.read(inputs["sft_model"]).vocab_size]
@@ -442,6 +430,21 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
     assert gathers == [False] * 3  # both policies, and the second draw of SFT
 
 
+@pytest.mark.parametrize(
+    ("setting", "trained_with", "expected"),
+    [
+        ("auto", "vllm", "vllm"),
+        ("auto", "hybrid", "transformers"),  # its copy belongs to the training
+        ("auto", None, "transformers"),  # DPO
+        ("transformers", "vllm", "transformers"),
+    ],
+)
+def test_all_policies_answer_with_the_generator_of_the_candidate(setting, trained_with, expected):
+    config = {} if trained_with is None else {"ppo": {"generator": trained_with}}
+    candidate = SimpleNamespace(config=config)
+    assert evaluate.generator_kind(EvaluateConfig(generator=setting), candidate) == expected
+
+
 def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(
     inputs, world, tmp_path, monkeypatch
 ):
@@ -465,9 +468,9 @@ def test_the_reward_model_scores_the_last_token_minus_the_mean(inputs):
     """A batch of several micro batches gives each answer the score of a batch of one."""
     model = freeze(load_scores(inputs["reward_model"], "fp32"))
     prompts, responses = [[5, 6, 7], [8, 9], [10]], [[11], [12, 13, 1], [14, 15]]
-    judge = RewardModelJudge(model, 8, World(0, 1, torch.device("cpu")))
-    sequences = collate(prompts, responses, pad_id=0)
-    scores = judge.score(AnswerBatch(SimpleNamespace(sequences=sequences), None, []))
+    sequences, world = collate(prompts, responses, pad_id=0), World(0, 1, torch.device("cpu"))
+    batch = AnswerBatch(SimpleNamespace(sequences=sequences), None, [])
+    scores = by_reward_model(batch, model, micro_batch_tokens=8, world=world)
     for prompt, response, score in zip(prompts, responses, scores, strict=True):
         alone = sequence_scores(model, collate([prompt], [response], pad_id=0))
         assert score == pytest.approx(float(alone) - 0.1, abs=1e-5)

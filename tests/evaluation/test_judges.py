@@ -8,7 +8,7 @@ from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.evaluation.judges import AGREES, last_number, load_judges, optimized_judges
-from rlhf_pipeline.rollout.function_reward import Answered
+from rlhf_pipeline.rollout.records import Answered
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -41,10 +41,9 @@ def test_the_last_number(text, number):
 
 def test_a_row_without_a_true_answer_has_no_score():
     config = EvaluateConfig(judges=[{"reference": "contains", "name": "facts"}])
-    _, judge = load_judges(SimpleNamespace(inputs={}), config)
+    judges = load_judges(SimpleNamespace(inputs={}), config)
     texts = Answered([[], [], []], ["a", None, "b"], ["an a", "an a", "an a"])
-    assert judge.name == "facts"
-    assert judge.score(SimpleNamespace(text=texts)) == [1.0, None, 0.0]
+    assert judges["facts"](SimpleNamespace(text=texts)) == [1.0, None, 0.0]
 
 
 @pytest.mark.parametrize(

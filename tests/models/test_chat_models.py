@@ -150,7 +150,7 @@ def test_generation_stops_at_any_end_like_transformers(name, published, artifact
     sequences = generator.generate(prompts, sampling, [(n,) for n in range(4)]).sequences
     responses = [
         row[mask].tolist()
-        for row, mask in zip(sequences.response_ids, sequences.response_mask, strict=True)
+        for row, mask in zip(sequences.response_ids, sequences.action_mask, strict=True)
     ]
     ends = CHAT_MODELS[name].ends
     for response, second, end in zip(responses, "xyz", ends, strict=False):

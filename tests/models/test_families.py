@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.model_files import save_model
-from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.forward import (
+    probe_capabilities,
     response_logprobs,
     response_values,
     sequence_scores,
@@ -86,7 +86,7 @@ def test_values_and_scores_equal_those_of_each_row_alone(scorer):
 def test_padding_is_computed_only_by_families_that_need_it(policy, scorer, family):
     """BLOOM's positions are a part of its mask."""
     for model in (policy, scorer):
-        assert form_of(model).packed == (family != "bloom")
+        assert probe_capabilities(model).packed == (family != "bloom")
 
 
 def test_dropout_is_off_whatever_the_family_calls_it(checkpoint, scorer):
@@ -130,7 +130,7 @@ def test_generation_is_sampling_token_by_token(policy, contract, temperature):
             ids.append(int(np.argmax(weights.cumsum() > draw * weights.sum())))
             if ids[-1] == 1:
                 break
-        assert rollout.response_ids[i, rollout.response_mask[i]].tolist() == ids[len(prompt) :]
+        assert rollout.response_ids[i, rollout.action_mask[i]].tolist() == ids[len(prompt) :]
 
 
 def test_padded_vocabulary_rows_are_never_sampled(policy, contract, monkeypatch):

@@ -64,5 +64,5 @@ def test_a_critic_scales_its_scalars_and_adds_an_offset(make_model):
     torch.nn.init.normal_(critic.head.weight)
     raw = response_values(critic, batch)
     critic.scale, critic.offset = 2.0, -6.0
-    mask = batch.response_mask
+    mask = batch.action_mask
     torch.testing.assert_close(response_values(critic, batch)[mask], 2 * raw[mask] - 6)

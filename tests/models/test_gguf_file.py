@@ -7,7 +7,7 @@ import torch
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models import base_model
-from rlhf_pipeline.models.gguf_file import bits_per_weight, load_gguf
+from rlhf_pipeline.models.base_model import bits_per_weight, load_gguf
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.runtime.job import LaunchedJob
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
@@ -28,14 +27,6 @@ def test_mlflow_reads_the_signature_and_the_loader(tmp_path):
         ),
     )
     assert read.flavors == {"python_function": {"loader_module": "rlhf_pipeline.serving"}}
-
-
-def test_the_file_does_not_depend_on_the_time(tmp_path):
-    write_mlmodel(tmp_path)
-    first = (tmp_path / "MLmodel").read_bytes()
-    time.sleep(0.01)
-    write_mlmodel(tmp_path)
-    assert (tmp_path / "MLmodel").read_bytes() == first
 
 
 def test_writing_imports_neither_mlflow_nor_torch(tmp_path):

@@ -12,7 +12,7 @@ from varlen_reference import varlen_attn
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models import packing
-from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.packing import (
     PACKED,
     one_kernel,
@@ -50,7 +50,7 @@ def alone(model, row):
 
 def test_a_row_sees_itself_alone_within_its_window(models):
     packed, eager = models
-    assert form_of(packed).packed
+    assert probe_capabilities(packed).packed
     batch = collate(PROMPTS, RESPONSES, 0)
     found = packed(**batch.packed().model_inputs(), use_cache=False).logits[0]
     rows = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
@@ -84,7 +84,7 @@ def test_generation_keeps_the_window(models, make_model):
             ids.append(int((cdf > draw * cdf[-1]).nonzero()[0]))
             if ids[-1] == contract.eos_id:
                 break
-        assert found.response_ids[i, found.response_mask[i]].tolist() == ids[len(PROMPTS[i]) :]
+        assert found.response_ids[i, found.action_mask[i]].tolist() == ids[len(PROMPTS[i]) :]
 
 
 def test_answers_to_one_prompt_share_its_tokens(models):
@@ -92,7 +92,7 @@ def test_answers_to_one_prompt_share_its_tokens(models):
     packed, eager = models
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]]
     responses = [*RESPONSES, [30], [31, 32, 33, 34, 35]]
-    rows = collate(prompts, responses, 0).packed()
+    rows = collate(prompts, responses, 0, prompt_numbers=[4, 4, 2, 4, 4]).packed()
     assert rows.lengths == (7 + 3, 5, 2 + 1, 1, 5)
     found = packed(**rows.model_inputs(), use_cache=False).logits[0]
     assert len(found) == sum(rows.lengths) == rows.ids.numel()
@@ -112,10 +112,20 @@ def test_answers_to_one_prompt_share_its_tokens(models):
     torch.testing.assert_close(found[rows.ends], last)
 
 
-def test_equal_prompts_without_responses_are_separate_rows():
-    rows = collate([[5, 6], [5, 6], [7]], [[], [], []], 0).packed()
-    assert rows.lengths == (2, 2, 1) and rows.seen is None
-    assert rows.ends.tolist() == [1, 3, 4]
+@pytest.mark.parametrize(
+    ("responses", "numbers"),
+    [
+        ([[], [], []], [0, 0, 1]),  # nothing but the prompts
+        ([[8], [8], [8]], None),  # equal tokens are no evidence: they may stand for two images
+        ([[8], [8], [8]], [0, 1, 2]),
+    ],
+)
+def test_other_rows_are_separate(responses, numbers):
+    prompts = [[5, 6], [5, 6], [7]]
+    rows = collate(prompts, responses, 0, prompt_numbers=numbers).packed()
+    width = len(responses[0])
+    assert rows.lengths == (2 + width, 2 + width, 1 + width) and rows.seen is None
+    assert rows.ends.tolist() == [1 + width, 3 + 2 * width, 4 + 3 * width]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +155,9 @@ def test_one_kernel_computes_what_the_loop_over_rows_computes(
 ):
     """Output and gradients, with a kernel that is written from torch's documentation."""
     prompts = [[1, 2, 3], [1, 2, 3] if shared else [9, 9], [4, 5, 6, 7, 8], [9]]
-    rows = collate(prompts, [[11, 12], [13, 14, 15], [16], [17, 18, 19, 20]], 0).packed()
+    responses = [[11, 12], [13, 14, 15], [16], [17, 18, 19, 20]]
+    numbers = [0, 0 if shared else 1, 2, 3]
+    rows = collate(prompts, responses, 0, prompt_numbers=numbers).packed()
     assert (rows.seen is not None) is shared
     torch.manual_seed(1)
     module = SimpleNamespace(is_causal=True, num_key_value_groups=heads // groups)
@@ -177,11 +189,4 @@ def test_the_first_use_of_a_model_finds_that_it_packs_either_way(models, monkeyp
     packed, _ = models
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     monkeypatch.setattr(packing, "one_kernel", lambda *_: in_one)
-    assert form_of(packed).packed
-
-
-def test_the_decision_sees_the_precision_the_gpu_and_the_width_of_a_head(models, monkeypatch):
-    seen = []
-    monkeypatch.setattr(packing, "one_kernel", lambda *given: seen.append(given))
-    models[0](**collate(PROMPTS, RESPONSES, 0).packed().model_inputs(), use_cache=False)
-    assert set(seen) == {(torch.float32, None, 8)}  # 32 features, 4 heads
+    assert probe_capabilities(packed).packed

@@ -12,7 +12,7 @@ from varlen_reference import varlen_attn
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models import packing, self_check
 from rlhf_pipeline.models.self_check import check, compare_attention, compare_head
-from rlhf_pipeline.rl import logprobs, sampling
+from rlhf_pipeline.rl import logprobs
 
 CPU = torch.device("cpu")
 HALF = [torch.bfloat16, torch.float16]
@@ -138,8 +138,8 @@ def test_a_sampler_that_is_one_token_off_is_found(monkeypatch):
         tokens, found = sound(logits, *others)
         return tokens + (logits.dtype == torch.bfloat16), found
 
-    sound = sampling.sampled
-    monkeypatch.setattr(sampling, "sampled", off)
+    sound = logprobs.sampled
+    monkeypatch.setattr(logprobs, "sampled", off)
     with pytest.raises(StageError, match="sampling in bf16"):
         check(CPU, "bf16")
 

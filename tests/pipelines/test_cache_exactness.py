@@ -248,8 +248,8 @@ RERUNS_NOTHING = {
     "report of a lost peer": ("stages/launch/hints.py", "Broken pipe", "Reworded"),
     "message of a full disk": ("stages/launch/failure.py", "are free on", "remain on"),
     "docstring of a program": ("training/ppo.py", *DOCSTRING),
-    "docstring of the math": ("rl/advantages.py", *DOCSTRING),
-    "comment and blank line": ("rl/kl.py", r"\n    return ", "\n\n    # A comment.\n    return "),
+    "docstring of the math": ("rl/rewards.py", *DOCSTRING),
+    "comment and blank line": ("rl/losses.py", r"\n    return ", "\n\n    # Text.\n    return "),
     "log line of the driver": ("stages/run.py", r'logger\.\w+\(\s*"', 'logger.error("reworded: '),
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
     "tracking": ("tracking/runs.py", r"\Z", "CHANGED = True\n"),
@@ -264,7 +264,6 @@ RERUNS_NOTHING = {
         'headline_metrics=("x",',
     ),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
-    "loss of another pipeline": ("rl/dpo_loss.py", r"-likelihood", "-2 * likelihood"),
 }
 """File, pattern and replacement of changes to the code that change no result of `full`."""
 
@@ -279,10 +278,10 @@ RERUNS = {
     "loss mask of demonstrations": (
         "data/phase_files.py", r"\[False, \*learned\[1:\]", "[*learned", {"split"}
     ),
-    "SFT loss": ("rl/sft_loss.py", "return -", "return -2 * ", {"sft", "ppo"}),
-    "pairwise loss": ("rl/pairwise_loss.py", "return -", "return -2 * ", {"reward_model"}),
-    "PPO losses": ("rl/ppo_losses.py", r"return 0\.5 \*", "return", {"ppo"}),
-    "advantages": ("rl/advantages.py", r"\Z", "CHANGED = True\n", {"ppo"}),
+    "losses": ("rl/losses.py", "return -", "return -2 * ", TRAINED),
+    "rewards": (
+        "rl/rewards.py", r"\Z", "CHANGED = True\n", {"reward_model", "ppo", "evaluate"}
+    ),
     "masked sums": ("rl/masking.py", r"mask, x, 0\.0", "mask, x, 1.0", TRAINED | {"evaluate"}),
     "optimizer": ("distributed/engine.py", r"optim\.AdamW", "optim.Adam", TRAINED),
     "optimizer step": ("distributed/optimizer_step.py", r" \* world\.size", "", TRAINED),

@@ -15,7 +15,6 @@ LOGPROBS = OLD_LOGPROBS + torch.tensor(
     [[0.40546511, 0.09531018, NAN], [-0.69314718, -0.10536052, NAN]]
 )
 EXPECTED = {
-    "tokens": 4.0,
     # ratio - 1 - ln ratio: 0.0945349 + 0.0046898 + 0.1931472 + 0.0053605
     "approx_kl": 0.2977324,
     "clip_fraction": 2.0,  # 1.5 and 0.5
@@ -45,16 +44,10 @@ def test_policy_diagnostics_add_up_over_ranks():
 def test_an_unchanged_policy_has_kl_0_and_ratio_1():
     diagnostics = policy_diagnostics(OLD_LOGPROBS, OLD_LOGPROBS, MASK, clip_range=0.2)
     assert as_floats(diagnostics) == {
-        "tokens": 4.0,
         "approx_kl": 0.0,
         "clip_fraction": 0.0,
         "ratio": 4.0,
     }
-
-
-def test_policy_diagnostics_check_shapes():
-    with pytest.raises(ValueError, match=r"old_logprobs is \(2, 2\), mask is \(2, 3\)"):
-        policy_diagnostics(LOGPROBS, OLD_LOGPROBS[:, :2], MASK, clip_range=0.2)
 
 
 # Returns 1, 2, 3, 6: sum 12, squares 50, variance 50/4 - 9 = 3.5.
@@ -73,11 +66,6 @@ def test_value_sums_add_up_over_ranks():
         VALUES[1:], RETURNS[1:], MASK[1:]
     )
     torch.testing.assert_close(sums, SUMS)
-
-
-def test_explained_variance():
-    # 1 - 0.75 / 3.5
-    assert float(explained_variance(SUMS)) == pytest.approx(0.7857143, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +93,3 @@ def test_equal_returns_give_nan():
 
 def test_no_returns_give_nan():
     assert explained_variance(torch.zeros(2, 3, dtype=torch.float64)).isnan()
-
-
-def test_value_sums_check_shapes():
-    with pytest.raises(ValueError, match=r"returns is \(2, 2\), mask is \(2, 3\)"):
-        value_sums(VALUES, RETURNS[:, :2], MASK)

@@ -15,6 +15,7 @@ from rlhf_pipeline.rl.logprobs import (
     logprobs_and_entropy,
     logprobs_of,
     position_ids,
+    sampled,
 )
 
 
@@ -105,31 +106,6 @@ def test_gradient_of_a_logprob():
     torch.testing.assert_close(logits.grad, expected)
 
 
-def test_gradient_scales_with_the_incoming_gradient():
-    logits = logits_of([1.0, 1.0], [1.0, 3.0]).bfloat16().requires_grad_()
-    logprobs = logprobs_of(logits, torch.tensor([[0], [1]]), chunk=1)
-    (logprobs * torch.tensor([[2.0], [-4.0]])).sum().backward()
-    # 2 * ([1, 0] - [1/2, 1/2]) and -4 * ([0, 1] - [1/4, 3/4]);
-    # in bfloat16, ln 3 is 1.1015625 and p is 0.7505.
-    torch.testing.assert_close(
-        logits.grad, torch.tensor([[[1.0, -1.0]], [[1.0, -1.0]]]).bfloat16(), rtol=0.005, atol=0
-    )
-
-
-def test_no_float32_logits_are_kept_for_the_backward_pass():
-    logits = torch.zeros(4, 3, 50, dtype=torch.bfloat16, requires_grad=True)
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logprobs_of(logits, torch.zeros(4, 3, dtype=torch.long), chunk=100)
-    assert torch.bfloat16 in [tensor.dtype for tensor in kept]
-    assert torch.float32 not in [tensor.dtype for tensor in kept]
-
-
 def test_entropy():
     # Uniform over 4: ln 4. [2, 1, 1, 0] / 4: 1.5 ln 2.
     logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [1.3862944, 0.6931472, 0.6931472, -100.0]]])
@@ -156,7 +132,7 @@ def test_gradient_of_the_entropy(chunk: int):
     torch.testing.assert_close(logits.grad, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_entropy_keeps_no_float32_logits_for_the_backward_pass():
+def test_the_backward_pass_keeps_no_float32_logits():
     logits = torch.zeros(4, 3, 50, dtype=torch.bfloat16, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -179,18 +155,18 @@ def test_ids_must_match_the_logits():
         logprobs_of(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.long))
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_temperature_must_be_positive(temperature: float):
-    with pytest.raises(ValueError, match=r"temperature: found .*, expected a positive number"):
-        logprobs_of(
-            torch.zeros(1, 1, 5), torch.zeros(1, 1, dtype=torch.long), temperature=temperature
-        )
-
-
-@pytest.mark.parametrize("vocab_size", [0, 6])
-def test_vocab_size_must_match_the_logits(vocab_size: int):
-    with pytest.raises(ValueError, match=f"vocab_size: found {vocab_size}, expected 1 to 5"):
-        entropy_of(torch.zeros(1, 1, 5), vocab_size=vocab_size)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, r"temperature: found 0\.0, expected a positive number"),
+        ({"temperature": float("nan")}, "temperature: found nan, expected a positive number"),
+        ({"vocab_size": 0}, "vocab_size: found 0, expected 1 to 5"),
+        ({"vocab_size": 6}, "vocab_size: found 6, expected 1 to 5"),
+    ],
+)
+def test_what_defines_no_distribution_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        entropy_of(torch.zeros(1, 1, 5), **changes)
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 10_000])
@@ -223,12 +199,6 @@ def test_a_head_gives_the_values_and_gradients_of_its_logits(chunk, biased):
         else:
             torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5)
     assert not gradients[1][7:].any()
-
-
-def test_a_frozen_head_gets_no_gradient():
-    hidden, weight = torch.randn(1, 3, 4, requires_grad=True), torch.randn(9, 4)
-    logprobs_of(hidden, torch.tensor([[0, 1, 2]]), head=(weight, None)).sum().backward()
-    assert weight.grad is None and hidden.grad.abs().min() > 0
 
 
 def test_logits_of_a_head_in_bf16_are_not_rounded_to_bf16():
@@ -266,3 +236,28 @@ def test_a_gpu_multiplies_in_half_precision_and_keeps_the_product_in_float32(mon
     _add_product(total, left[0].T.contiguous().as_subclass(OnGPU), torch.ones(5, 7, dtype=dtype))
     expected = 1 + left[0].float().sum(0)[:, None].expand(4, 7)
     torch.testing.assert_close(total.as_subclass(Tensor), expected)
+
+
+# --- sampling ---
+
+
+def sampled_tokens(draws: list[float], logits: list[float], **how: Any) -> list[int]:
+    arguments = {"temperature": 1.0, "vocab_size": len(logits)} | how
+    numbers = torch.tensor(draws, dtype=torch.float64)
+    tokens, found = sampled(torch.tensor([logits] * len(draws)), numbers, **arguments)
+    own = torch.tensor(logits[: arguments["vocab_size"]]) / arguments["temperature"]
+    torch.testing.assert_close(found, own.log_softmax(-1)[tokens])
+    return tokens.tolist()
+
+
+def test_a_draw_selects_a_token_by_the_distribution_function():
+    """Probabilities 1/4, 1/2, 1/4; at temperature 1/2 they are 1/6, 4/6, 1/6."""
+    logits = [0.0, 0.6931472, 0.0]
+    draws = [0.0, 0.24, 0.26, 0.74, 0.76, 0.999999]
+    assert sampled_tokens(draws, logits) == [0, 0, 1, 1, 2, 2]
+    assert sampled_tokens([0.16, 0.17, 0.83, 0.84], logits, temperature=0.5) == [0, 1, 1, 2]
+
+
+def test_padded_rows_and_tokens_of_probability_zero_are_never_sampled():
+    assert sampled_tokens([0.999999], [0.0, 0.0, 50.0, 50.0], vocab_size=2) == [1]
+    assert sampled_tokens([1.0 - 1e-16], [0.0, -1e9, -1e9]) == [0]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhf_pipeline.rl.masking import (
-    check_right_padded,
     check_same_shape,
     check_shapes,
     masked_moments,
@@ -27,14 +26,6 @@ MOMENTS = torch.tensor([4.0, 12.0, 50.0], dtype=torch.float64)
 WHITENED = torch.tensor([[-1.0690450, -0.5345225, 0.0], [0.0, 0.0, 0.0], [1.6035675, 0.0, 0.0]])
 
 
-def test_sum_is_over_real_tokens():
-    torch.testing.assert_close(masked_sum(X, MASK), torch.tensor(12.0))
-
-
-def test_sum_of_an_empty_mask_is_zero():
-    assert masked_sum(X, NOTHING) == 0
-
-
 def test_row_sums_are_over_each_row_s_real_tokens():
     torch.testing.assert_close(masked_row_sums(X, MASK), torch.tensor([3.0, 3.0, 6.0]))
     torch.testing.assert_close(
@@ -43,9 +34,11 @@ def test_row_sums_are_over_each_row_s_real_tokens():
     assert torch.equal(masked_row_sums(X, NOTHING), torch.zeros(3))
 
 
-def test_gradient_is_zero_in_padding():
+def test_a_sum_and_its_gradient_are_over_the_mask():
     x = X.clone().requires_grad_()
-    masked_sum(x, MASK).backward()
+    total = masked_sum(x, MASK)
+    total.backward()
+    assert total == 12.0 and masked_sum(X, NOTHING) == 0
     torch.testing.assert_close(x.grad, MASK.float())
 
 
@@ -63,9 +56,6 @@ def test_mean_and_population_variance():
     mean, variance = mean_and_variance(MOMENTS)
     torch.testing.assert_close(mean, torch.tensor(3.0, dtype=torch.float64))
     torch.testing.assert_close(variance, torch.tensor(3.5, dtype=torch.float64))
-
-
-def test_mean_and_variance_of_nothing_are_zero():
     assert mean_and_variance(torch.zeros(3, dtype=torch.float64)) == (0.0, 0.0)
 
 
@@ -73,10 +63,8 @@ def test_whitened_batch():
     whitened = whiten(X, MASK, MOMENTS)
     assert whitened.dtype == torch.float32
     torch.testing.assert_close(whitened, WHITENED, rtol=1e-6, atol=1e-7)
-
-
-def test_a_rank_whitens_by_the_moments_of_all_ranks():
-    torch.testing.assert_close(whiten(X[:1], MASK[:1], MOMENTS), WHITENED[:1], rtol=1e-6, atol=1e-7)
+    own = whiten(X[:1], MASK[:1], MOMENTS)  # a rank, by the moments of all ranks
+    torch.testing.assert_close(own, WHITENED[:1], rtol=1e-6, atol=1e-7)
 
 
 def test_whiten_may_keep_the_mean():
@@ -126,17 +114,5 @@ def test_a_mask_of_numbers_is_refused():
 def test_reductions_check_shapes(function):
     with pytest.raises(ValueError, match=r"x is \(3, 2\)"):
         function(X[:, :2], MASK)
-
-
-def test_whiten_checks_shapes():
     with pytest.raises(ValueError, match=r"x is \(3, 2\)"):
         whiten(X[:, :2], MASK, MOMENTS)
-
-
-@pytest.mark.parametrize(
-    "row", [[False, True, True], [True, False, True]], ids=["left-padded", "gap"]
-)
-def test_only_right_padding_is_accepted(row: list[bool]):
-    check_right_padded(MASK)
-    with pytest.raises(ValueError, match="real token after padding"):
-        check_right_padded(torch.tensor([[True, True, True], row]))

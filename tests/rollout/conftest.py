@@ -8,9 +8,8 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.function_reward import Answered
+from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.reward_sources import load_rewards
-from rlhf_pipeline.rollout.scoring import Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 PROMPTS = [[{"role": "user", "content": f"Question {n}?"}] for n in range(3)]

@@ -16,7 +16,7 @@ from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.rollout.generation import row_seeds
+from rlhf_pipeline.rollout.generation import row_seeds, uniform_draws
 from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
@@ -58,7 +58,7 @@ def make(request, engine, world):
 
 
 def responses(rollout):
-    rows = zip(rollout.sequences.response_ids, rollout.sequences.response_mask, strict=True)
+    rows = zip(rollout.sequences.response_ids, rollout.sequences.action_mask, strict=True)
     return [ids[mask].tolist() for ids, mask in rows]
 
 
@@ -86,7 +86,7 @@ def test_greedy_responses_are_the_most_likely_ones_before_and_after_a_step(
 
         def loss(batch=rollout.sequences):
             logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
-            return logprobs.where(batch.response_mask, 0.0).mean(), {}
+            return logprobs.where(batch.action_mask, 0.0).mean(), {}
 
         optimizer_step(engine, world, [loss])
     assert found[0] != found[1]
@@ -129,5 +129,17 @@ def test_the_log_probabilities_are_those_of_the_policy(make, engine, contract):
         expected = response_logprobs(
             engine, rollout.sequences, vocab_size=contract.vocab_size, temperature=0.7
         )
-    mask = rollout.sequences.response_mask
+    mask = rollout.sequences.action_mask
     torch.testing.assert_close(rollout.logprobs[mask], expected[mask])
+
+
+def test_a_seed_contains_the_run_seed_the_step_and_the_row():
+    assert row_seeds(7, 3, np.array([1, 3])) == [(7, 3, 1), (7, 3, 3)]
+
+
+def test_draws_depend_on_the_seed_of_their_row_only():
+    whole = uniform_draws(row_seeds(7, 3, np.arange(6)), 4)
+    assert whole.dtype == torch.float64 and whole.shape == (6, 4)
+    assert torch.equal(uniform_draws(row_seeds(7, 3, np.array([1, 3, 5])), 4), whole[1::2])
+    assert not torch.equal(uniform_draws(row_seeds(7, 4, np.arange(6)), 4), whole)
+    assert not torch.equal(uniform_draws(row_seeds(8, 3, np.arange(6)), 4), whole)

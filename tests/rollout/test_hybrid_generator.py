@@ -21,8 +21,7 @@ from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
-from rlhf_pipeline.rollout.sharded_copy import styles
+from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator, styles
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [16], [17, 18]]
@@ -57,7 +56,7 @@ def rollouts(case, models, world):
 
         def loss(batch=other.sequences):
             logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
-            return -logprobs.where(batch.response_mask, 0.0).mean(), {}
+            return -logprobs.where(batch.action_mask, 0.0).mean(), {}
 
         optimizer_step(engine, world, [loss])
     return found

@@ -10,7 +10,7 @@ from rlhf_pipeline.models.forward import response_logprobs, response_values, seq
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.scoring import Scored, ScoringModels, score_sequences
+from rlhf_pipeline.rollout.scoring import ScoringModels, score_sequences
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 RESPONSES = [[20, 1], [21, 22, 23, 24], [25, 26, 1]]
@@ -63,25 +63,3 @@ def test_without_critic_and_reward_model_values_are_none_and_scores_zero(policy,
     scored = score_sequences(sequences, scoring_models(policy, contract))
     assert scored.values is None
     assert scored.scores.tolist() == [0.0, 0.0, 0.0]
-
-
-def test_sums_cover_the_real_tokens_only():
-    """Log ratios 1 and 2 of the first row, 3 of the second: a KL of 6 by the estimator k1."""
-    sequences = collate([[5], [6]], [[20, 1], [21]], 0)
-    logprobs = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
-    values = torch.tensor([[1.0, 2.0], [4.0, float("nan")]])
-    scored = Scored(
-        sequences,
-        logprobs,
-        torch.zeros(2, 2),
-        values,
-        torch.tensor([0.5, 1.5]),
-        torch.tensor([True, False]),
-        {"own": torch.tensor([1.0, 2.0])},
-    )
-    sums = {name: value.item() for name, value in scored.sums().items()}
-    assert sums.pop("kl_k3") == pytest.approx(sum(torch.tensor([-1.0, -2, -3]).expm1()) + 6)
-    assert sums == {
-        "responses": 2.0, "score": 2.0, "kl": 6.0, "tokens": 3.0, "ended": 1.0, "values": 7.0,
-        "reward/own": 3.0,
-    }  # fmt: skip

@@ -62,7 +62,7 @@ def gap(rollout, policy, contract):
     sequences = rollout.sequences.to(policy.device)
     with torch.no_grad():
         own = response_logprobs(policy, sequences, vocab_size=contract.vocab_size).cpu()
-    mask = rollout.sequences.response_mask
+    mask = rollout.sequences.action_mask
     return float((rollout.logprobs[mask] - own[mask]).abs().max())
 
 
@@ -83,7 +83,7 @@ def rollouts(case, models, world):
 
         def loss(batch=sequences):
             logprobs = response_logprobs(engine, batch, vocab_size=contract.vocab_size)
-            return -logprobs.where(batch.response_mask, 0.0).mean(), {}
+            return -logprobs.where(batch.action_mask, 0.0).mean(), {}
 
         optimizer_step(engine, world, [loss])
     return found

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_pipeline.config.training import LoRAConfig
-from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.logprob_head import install
+from rlhf_pipeline.models.forward import install_logprob_head, response_logprobs
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.sequences import collate
@@ -43,7 +42,7 @@ def saved_bytes(model_type, layers, dtype, *, lora):
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = config.dropout = 0.0
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     use_packed_attention(model)
-    install(model)
+    install_logprob_head(model)
     if lora:
         add_adapters(model, LoRAConfig(rank=8))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

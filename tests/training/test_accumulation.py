@@ -83,7 +83,7 @@ def gradient_steps(name, policy, world):
     def loss(rows):
         batches = [collate([PROMPTS[row]], [RESPONSES[row]], 0) for row in rows]
         nll = [
-            -masked_sum(response_logprobs(engine, b, vocab_size=vocab_size), b.response_mask)
+            -masked_sum(response_logprobs(engine, b, vocab_size=vocab_size), b.action_mask)
             for b in batches
         ]
         return sum(nll) / TOKENS, {}

@@ -8,7 +8,7 @@ from hypothesis.strategies import floats, lists
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training.experience import (
     Experience,
     make_experience,
@@ -51,6 +51,7 @@ def experience_of(on_threads):
                 torch.zeros_like(mask).long(),
                 torch.ones_like(mask),
                 torch.zeros_like(mask).long(),
+                mask,
                 mask,
             )
             scored = Scored(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
+from rank_fixtures import write_table
 from safetensors.torch import load_file
 
 from rlhf_pipeline.config.dpo import DPOConfig
@@ -126,15 +127,8 @@ def inputs(ppo_inputs, tmp_path_factory):
     """PPO's inputs, and four rows for SFT and the reward model."""
     from rlhf_pipeline.data.token_contract import TokenContract
 
-    rows = tmp_path_factory.mktemp("rows")
-    table = pa.table(ROWS)
-    for name in ("train", "validation"):
-        with (
-            pa.OSFile(str(rows / f"{name}.arrow"), "wb") as sink,
-            pa.ipc.new_stream(sink, table.schema) as writer,
-        ):
-            writer.write_table(table)
-    TokenContract.read(ppo_inputs["sft_model"]).write(rows)
+    contract = TokenContract.read(ppo_inputs["sft_model"])
+    rows = write_table(pa.table(ROWS), tmp_path_factory.mktemp("rows"), contract)
     return ppo_inputs | {
         "base_model": ppo_inputs["sft_model"],
         "demonstrations": rows,
@@ -366,7 +360,7 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
     from rlhf_pipeline.models.lora import WithoutAdapters
     from rlhf_pipeline.training.experience import make_experience
     from rlhf_pipeline.training.ppo_metrics import rollout_metrics
-    from rlhf_pipeline.training.ppo_models import load_ppo_models
+    from rlhf_pipeline.training.ppo_setup import load_ppo_models
     from rlhf_pipeline.training.ppo_update import update_models
 
     paths = {name: inputs[name] for name in ("prompts", "sft_model", "reward_model")}
@@ -388,17 +382,6 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
     arguments = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     start = load_policy(inputs["sft_model"], "fp32")(**arguments).logits
     assert torch.equal(models.reference(**arguments).logits, start)
-
-
-def test_without_lora_all_parameters_train_and_none_is_added(make_model, world, monkeypatch):
-    from rlhf_pipeline.distributed import engine
-
-    monkeypatch.setattr(engine, "add_adapters", lambda *_: pytest.fail("LoRA is off"))
-    plain = engine.train_engine(
-        partial(load_policy, make_model()), block("sft", {"lora": None}), 1
-    ).module
-    assert all(parameter.requires_grad for parameter in plain.parameters())
-    assert plain.state_dict().keys() == load_policy(make_model(), "fp32").state_dict().keys()
 
 
 @pytest.mark.gpu

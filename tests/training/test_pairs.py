@@ -17,7 +17,7 @@ def texts(pairs):
     return [
         (
             answers.prompt_ids[row][answers.prompt_mask[row]].tolist(),
-            answers.response_ids[row][answers.response_mask[row]].tolist(),
+            answers.response_ids[row][answers.action_mask[row]].tolist(),
         )
         for row in range(len(answers))
     ]

@@ -12,9 +12,11 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.generation import Rollout
+from rlhf_pipeline.rollout.records import Rollout
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo, ppo_update
+
+ONE = torch.tensor(1)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,8 @@ class FixedGenerator:
         self.responses = ([20], [21, 22])  # without EOS
         self.calls = []
 
-    def generate(self, prompts, sampling, seeds):
-        self.calls.append((list(prompts), list(seeds)))
+    def generate(self, prompts, sampling, seeds, prompt_numbers=None):
+        self.calls.append((list(prompts), list(seeds), list(prompt_numbers)))
         responses = [
             [*self.responses[row % 2], self.contract.eos_id] for row in range(len(prompts))
         ]
@@ -111,7 +113,7 @@ def test_the_generator_gets_the_seed_step_and_slot_of_each_row(
 ):
     """Training and evaluation take turns; every evaluation has the same seeds."""
     run_ppo(ppo_config(maximum_logprob_gap=None), ppo_inputs, world, tmp_path, generator=generator)
-    first, held_out, second, held_out_again = (seeds for _, seeds in generator.calls)
+    first, held_out, second, held_out_again = (seeds for _, seeds, _ in generator.calls)
     assert first == [(1, 1, slot) for slot in range(8)]
     assert second == [(1, 2, slot) for slot in range(8)]
     assert held_out == held_out_again == [(1, ppo.HELD_OUT_STEP, slot) for slot in range(8)]
@@ -132,9 +134,9 @@ def test_rows_of_one_group_have_the_same_prompt(generator, ppo_inputs, world, tm
         maximum_logprob_gap=None,
     )  # fmt: skip
     run_ppo(config, ppo_inputs, world, tmp_path, generator=generator)
-    prompts, _ = generator.calls[0]
-    assert prompts[:4] == prompts[4:]
-    assert len({tuple(prompt) for prompt in prompts}) == 4
+    prompts, _, numbers = generator.calls[0]
+    assert prompts[:4] == prompts[4:] and numbers[:4] == numbers[4:]
+    assert len({tuple(prompt) for prompt in prompts}) == len(set(numbers)) == 4
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "reinforce"])
@@ -225,7 +227,7 @@ def test_the_adaptive_coefficient_follows_the_kl(ppo_inputs, world, tmp_path):
 
 def test_a_loss_that_is_not_finite_ends_the_stage_at_once(ppo_inputs, world, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        ppo_update, "policy_loss", lambda logprobs, *_, **__: logprobs.sum() * float("nan")
+        ppo_update, "policy_loss", lambda logprobs, *_, **__: (logprobs.sum() * float("nan"), ONE)
     )
     with pytest.raises(StageError, match=r"policy/loss is nan at step 1: training has diverged"):
         run_ppo(ppo_config(evaluations=1, log_every=2), ppo_inputs, world, tmp_path)

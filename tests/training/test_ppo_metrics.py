@@ -4,11 +4,38 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
+import torch
 from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.data.gold import GOLD_SCORES
 from rlhf_pipeline.distributed.batches import sampled_rows
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training import ppo
+
+
+def test_the_metrics_of_a_rollout_by_hand(world):
+    """Log ratios 1 and 2 of the first row, 3 of the second: a KL of 6 by the estimator k1."""
+    scored = Scored(
+        collate([[5], [6]], [[20, 1], [21, 22]], 0, actions=[[True, True], [True, False]]),
+        torch.tensor([[1.0, 2.0], [3.0, float("nan")]]),
+        torch.zeros(2, 2),
+        torch.tensor([[1.0, 2.0], [4.0, float("nan")]]),
+        torch.tensor([0.5, 1.5]),
+        torch.tensor([True, False]),
+        {"own": torch.tensor([1.0, 2.0])},
+        torch.tensor([0.5, 1.0]),
+    )
+    found = ppo.rollout_metrics(scored, ppo_config(missing_eos_penalty=0.5), world)
+    k3 = float(sum(torch.tensor([-1.0, -2, -3]).expm1()) + 6)
+    assert found == pytest.approx(
+        {
+            "objective/score": 1.0, "objective/shaped_score": 0.5,
+            "objective/clipped_fraction": 0.5, "objective/kl": 3.0, "objective/kl_k3": k3 / 2,
+            "objective/rlhf_reward": 0.5 - 0.1 * 3.0, "rollout/response_tokens": 1.5,
+            "rollout/eos_fraction": 0.5, "reward/own": 1.5, "value/mean": 7 / 3,
+        }
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.training import ppo_update
 
+ONE = torch.tensor(1)
+
 
 @pytest.fixture(scope="module")
 def trained(ppo_inputs, world, tmp_path_factory):
@@ -86,13 +88,13 @@ def test_the_kl_reaches_the_loss_with_its_coefficient(
         config = ppo_config(steps=1, evaluations=1, kl=kl)
         return run_ppo(config, ppo_inputs, world, folder).lines[0]["optim/actor_grad_norm"]
 
-    monkeypatch.setattr(ppo_update, "policy_loss", lambda logprobs, *_, **__: 0 * logprobs.sum())
+    monkeypatch.setattr(
+        ppo_update, "policy_loss", lambda logprobs, *_, **__: (0 * logprobs.sum(), ONE)
+    )
     monkeypatch.setattr(
         ppo_update,
         "kl_loss",
-        lambda logprobs, old, ref, mask, normalizer: (
-            torch.where(mask, logprobs, 0.0).sum() / normalizer
-        ),
+        lambda logprobs, old, ref, mask: (torch.where(mask, logprobs, 0.0).sum(), mask.sum()),
     )
     unit = first_norm(tmp_path / "unit", coef=0.1, place="loss")
     found = first_norm(tmp_path / "changed", coef=coef, place=place)

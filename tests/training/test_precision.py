@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
+from rank_fixtures import write_table
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import SFTConfig
@@ -92,8 +93,9 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
 
     def overflowing(loss, model):
         def changed(*arguments, **options):
-            value = loss(*arguments, **options)
-            return value * 1e30 if OVERFLOWS.get(step) == model and rank == 0 else value
+            total, count = loss(*arguments, **options)
+            overflows = OVERFLOWS.get(step) == model and rank == 0
+            return total * 1e30 if overflows else total, count
 
         return changed
 
@@ -154,8 +156,6 @@ def main(inputs: dict[str, Path], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def inputs(ppo_inputs, tmp_path_factory):
     """The inputs of PPO, and eight demonstrations."""
-    demonstrations = tmp_path_factory.mktemp("demonstrations")
-    TokenContract.read(ppo_inputs["sft_model"]).write(demonstrations)
     rows = range(8)
     table = pa.table(
         {
@@ -165,12 +165,8 @@ def inputs(ppo_inputs, tmp_path_factory):
             "loss_mask": [[True] * 3 for _ in rows],
         }
     )
-    for name in ("train", "validation"):
-        with (
-            pa.OSFile(str(demonstrations / f"{name}.arrow"), "wb") as sink,
-            pa.ipc.new_stream(sink, table.schema) as writer,
-        ):
-            writer.write_table(table)
+    contract = TokenContract.read(ppo_inputs["sft_model"])
+    demonstrations = write_table(table, tmp_path_factory.mktemp("demonstrations"), contract)
     return ppo_inputs | {"demonstrations": demonstrations}
 
 

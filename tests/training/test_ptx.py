@@ -1,6 +1,5 @@
 """PPO-ptx: the gradient of the language-model loss, its batches, and its effect."""
 
-import json
 from dataclasses import replace
 
 import deepspeed
@@ -8,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from ppo_runs import run_ppo
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -17,15 +17,11 @@ from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
-from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.experience import Experience
-from rlhf_pipeline.training.ppo_models import load_ppo_models
-from rlhf_pipeline.training.ppo_setup import set_up
+from rlhf_pipeline.training.ppo_setup import TextBatches, load_ppo_models, load_text
 from rlhf_pipeline.training.ppo_update import update_minibatch, update_models
-from rlhf_pipeline.training.ptx import TextBatches, load_text
 
 BLOCKS = [[(5 + 7 * row + column * column) % 280 + 2 for column in range(8)] for row in range(6)]
 PROMPTS = [[5, 6, 7], [10], [11, 12], [13, 14, 15, 16]]
@@ -44,28 +40,12 @@ def write(path, columns):
 
 
 @pytest.fixture(scope="module")
-def inputs(make_model, tmp_path_factory):
-    """A policy with padded vocabulary rows, a random reward model, prompts and blocks of text."""
-    sft = make_model("llama", seed=1, vocabulary=320)
-    reward, prompts, text = (
-        tmp_path_factory.mktemp(name) for name in ("reward", "prompts", "pretraining")
-    )
-    model = load_scores(sft, "fp32", new_head=True)
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.classifier.score.weight)
-    model.classifier.save_pretrained(reward)
-    load_tokenizer(sft).save_pretrained(reward)
-    store_score_mean(reward, 0.1)
-    for folder in (reward, prompts, text):
-        TokenContract.read(sft).write(folder)
-    for name in ("train", "validation"):
-        rest = {"source": ["files"] * 8, "messages": [[{"role": "user", "content": "?"}]] * 8}
-        write(
-            prompts / f"{name}.arrow",
-            {"prompt_ids": [[5 + i] * (1 + i % 3) for i in range(8)]} | rest,
-        )
+def inputs(make_ppo_inputs, make_model, tmp_path_factory):
+    """Those of PPO for a policy with padded vocabulary rows, and blocks of text."""
+    sft, text = make_model("llama", seed=1, vocabulary=320), tmp_path_factory.mktemp("pretraining")
+    TokenContract.read(sft).write(text)
     write(text / "train.arrow", {"input_ids": BLOCKS})
-    return {"prompts": prompts, "sft_model": sft, "reward_model": reward, "pretraining": text}
+    return make_ppo_inputs(sft) | {"pretraining": text}
 
 
 def config(**changes) -> PPOConfig:
@@ -90,16 +70,6 @@ def models_of(config, inputs, world, folder):
     return load_ppo_models(
         job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world
     )
-
-
-def run(config, inputs, world, folder):
-    """Train; return the models and the metrics of each line of `metrics.jsonl`."""
-    setup = set_up(job_of(inputs, folder), config, TokenContract.read(inputs["sft_model"]), world)
-    ppo.train(setup)
-    lines = [
-        json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return setup.models, lines
 
 
 def descent(model, zero_stage):
@@ -127,9 +97,9 @@ def text_loss_by_hand(model):
     return -sum(token_logprobs(model, block, 1.0).sum() for block in BLOCKS) / 42
 
 
-def gradients_by_hand(model, coef):
+def gradients_by_hand(model):
     """Row by row, without padding. The policy is the one that sampled, so nothing is clipped."""
-    loss = coef * text_loss_by_hand(model)
+    loss = COEF * text_loss_by_hand(model)
     for prompt, response, advantages in zip(PROMPTS, RESPONSES, ADVANTAGES, strict=True):
         logprobs = token_logprobs(model, prompt + response, 0.7)[-len(response) :]
         loss = (
@@ -153,7 +123,7 @@ def steps(inputs, world, tmp_path_factory, on_threads):
     models = models_of(config(), inputs, world, tmp_path_factory.mktemp("models"))
     table = load_rows(inputs["pretraining"] / "train.arrow", world)
 
-    def step(*, ranks=1, tokens=24, zero_stage=1, with_text=True):
+    def step(*, ranks=1, tokens=24, zero_stage=1):
         policies = [load_policy(inputs["sft_model"], "fp32") for _ in range(ranks)]
         engines = [descent(policy, zero_stage) for policy in policies]
         before = {name: value.detach().clone() for name, value in policies[0].named_parameters()}
@@ -171,9 +141,11 @@ def steps(inputs, world, tmp_path_factory, on_threads):
                     logprobs = token_logprobs(policies[rank], prompt + response, 0.7)
                 old[row, : len(response)] = logprobs[-len(response) :]
             experience = Experience(sequences, old, ADVANTAGES[own, :width])
-            text = TextBatches(table, options, world, 1).batch(0) if with_text else None
+            text = TextBatches(table, options, world, 1).batch(0)
             own_models = replace(models, actor=engines[rank])
-            (groups,) = micro_batches([experience.lengths], tokens, own_models.actor, world)
+            (groups,) = micro_batches(
+                [experience.sequences.lengths], tokens, own_models.actor, world
+            )
             pieces = [experience.rows(index) for index in groups]
             sums = update_minibatch(
                 own_models, pieces, options, world, {}, kl_coef=0.1, train_actor=True, text=text
@@ -198,17 +170,10 @@ def steps(inputs, world, tmp_path_factory, on_threads):
 def test_the_gradient_is_that_of_both_losses(steps, inputs, ranks, tokens, zero_stage):
     gradients, sums = steps(ranks=ranks, tokens=tokens, zero_stage=zero_stage)
     model = load_policy(inputs["sft_model"], "fp32")
-    for name, gradient in gradients_by_hand(model, COEF).items():
+    for name, gradient in gradients_by_hand(model).items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6)
-    assert sums["text_tokens"] == 42
+    assert sums["ptx/count"] == 42
     assert sums["ptx/loss"] / 42 == pytest.approx(text_loss_by_hand(model).item(), rel=1e-5)
-
-
-def test_without_text_the_gradient_is_that_of_ppo_alone(steps, inputs):
-    gradients, sums = steps(with_text=False)
-    for name, gradient in gradients_by_hand(load_policy(inputs["sft_model"], "fp32"), 0.0).items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6)
-    assert not [name for name in sums if "ptx" in name or "text" in name]
 
 
 def test_loss_and_perplexity_of_a_uniform_model(inputs, world, tmp_path):
@@ -248,7 +213,7 @@ def test_all_tokens_of_a_block_but_the_first_are_predicted(inputs, world):
         for row, ids in enumerate(batch.response_ids.tolist())
     ) == sorted(BLOCKS)
     assert (
-        batch.prompt_mask.all() and batch.response_mask.all() and batch.response_ids.shape == (6, 7)
+        batch.prompt_mask.all() and batch.action_mask.all() and batch.response_ids.shape == (6, 7)
     )
 
 
@@ -281,37 +246,18 @@ def test_updates_that_are_skipped_skip_their_batches(inputs, world, tmp_path, mo
     monkeypatch.setattr(
         TextBatches, "batch", lambda self, number: taken.append(number) or batch(self, number)
     )
-    run(config(ppo_epochs=4, kl={"stop_update": 1e-8}), inputs, world, tmp_path)
+    run_ppo(config(ppo_epochs=4, kl={"stop_update": 1e-8}), inputs, world, tmp_path)
     assert taken == [0, 1, 4, 5]
 
 
 def test_text_is_trained_on_only_while_the_actor_trains(inputs, world, tmp_path):
     options = config(advantage="gae", critic=config().actor.model_dump(), critic_warmup_steps=1)
-    models, lines = run(options, inputs, world, tmp_path)
-    assert [sorted(name for name in line if "ptx" in name) for line in lines] == [
-        [],
-        ["ptx/loss", "ptx/perplexity"],
-    ]
+    run = run_ppo(options, inputs, world, tmp_path)
+    names = [sorted(name for name in line if "ptx" in name) for line in run.lines]
+    assert names == [[], ["ptx/loss", "ptx/perplexity"]]
     expected = text_loss_by_hand(load_policy(inputs["sft_model"], "fp32")).item()
-    assert lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the actor's first update
-    assert models.actor.global_steps == 1
-
-
-def test_text_changes_no_metric_before_its_first_update(inputs, world, tmp_path):
-    """Prompts and random numbers equal those of a run without text."""
-    lines = {}
-    for name, options in (("with", config()), ("without", config(ptx=None))):
-        (tmp_path / name).mkdir()
-        lines[name] = run(options, inputs, world, tmp_path / name)[1]
-    shared = [
-        name
-        for name in lines["without"][0]
-        if name.split("/")[0] in ("objective", "rollout", "policy")
-    ]
-    assert {n: lines["with"][0][n] for n in shared} == {n: lines["without"][0][n] for n in shared}
-    assert lines["with"][1]["policy/entropy"] != lines["without"][1]["policy/entropy"]
-    assert not [name for line in lines["without"] for name in line if "ptx" in name]
-    assert lines["with"][1]["ptx/loss"] < lines["with"][0]["ptx/loss"]
+    assert run.lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the first update
+    assert run.setup.models.actor.global_steps == 1
 
 
 def test_ptx_without_text_fails(inputs, world, tmp_path):
@@ -367,16 +313,14 @@ def test_ptx_preserves_a_language_that_ppo_alone_forgets(inputs, world, tmp_path
 
     after = {}
     for name, ptx in (("with", {"batch_size": 16}), ("without", None)):
-        (tmp_path / name).mkdir()
         options = config(
             steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_tokens=256,
             kl={"coef": 0.0}, actor={"optimizer": {"learning_rate": 1e-2}},
             missing_eos_penalty=0.0, ptx=ptx,
         )  # fmt: skip
-        models, lines = run(
-            options, inputs | {"sft_model": learned, "pretraining": text}, world, tmp_path / name
-        )
-        after[name] = perplexity(models.actor.module, held_out)
-        assert lines[-1]["objective/kl"] > 1.0  # both policies have moved
+        given = inputs | {"sft_model": learned, "pretraining": text}
+        run = run_ppo(options, given, world, tmp_path / name)
+        after[name] = perplexity(run.setup.models.actor.module, held_out)
+        assert run.lines[-1]["objective/kl"] > 1.0  # both policies have moved
     assert perplexity(model, held_out) < 2.5 and after["with"] < 3
     assert after["without"] > 6

@@ -351,29 +351,6 @@ def test_a_later_checkpoint_that_is_damaged_does_not_displace_a_new_one(world, t
     assert newest_valid_step(tmp_path) == 1000
 
 
-def test_each_rank_digests_its_files_while_it_writes_them(world, make_model, tmp_path, monkeypatch):
-    """The first rank would otherwise read the files of all ranks again while the others wait."""
-    from functools import partial
-
-    from rlhf_pipeline.config.training import TrainedModelConfig
-    from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.models.loading import load_policy
-    from rlhf_pipeline.runtime import digests
-    from rlhf_pipeline.training.resume import Checkpoints
-
-    engine = train_engine(
-        partial(load_policy, make_model("llama")), TrainedModelConfig.model_validate(MODEL), 1
-    )
-    read, reads = digests.file_digest, []
-    with monkeypatch.context() as patch:
-        patch.setattr(digests, "file_digest", lambda path: (reads.append(path.name), read(path))[1])
-        Checkpoints(tmp_path, world, {"actor": engine}, keep=2).save(3, {})
-    assert sorted(reads) == ["engine.json", "loop.json"]
-    sealed = json.loads((tmp_path / "step-00000003" / "seal.json").read_text())
-    assert sorted(sealed) == ["actor/engine.json", "actor/rank0.safetensors", "loop.json"]
-    assert newest_valid_step(tmp_path) == 3
-
-
 def test_sigterm_saves_a_checkpoint_after_the_step_and_interrupts(world, tmp_path):
     from rlhf_pipeline.errors import Interrupted
     from rlhf_pipeline.training.resume import Checkpoints

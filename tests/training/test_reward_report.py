@@ -19,7 +19,7 @@ ROWS = [
     {"prompt": "what is the colour of snow?", "chosen": "white", "rejected": ["red", "a", "blue"]},
     {
         "prompt": [{"role": "user", "content": "snow?"}],
-        "chosen": ["white", "the colour is white"],
+        "chosen": "the colour is white",
         "rejected": ["red"],
     },
     {"prompt": "what is it?", "chosen": "snow", "rejected": ["the snow", "is", "s", "what", "x"]},
@@ -93,17 +93,16 @@ def test_the_report_of_the_exported_model(inputs, world, tmp_path):
     model, tokenizer = load_scores(job.export, "fp32").eval(), load_tokenizer(job.export)
     right = []
     for row in ROWS:
-        prompt, chosen = row["prompt"], row["chosen"]
+        prompt = row["prompt"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         scores = []
-        for text in [*([chosen] if isinstance(chosen, str) else chosen), *row["rejected"]]:
+        for text in (row["chosen"], *row["rejected"]):
             dialogue = [*prompt, {"role": "assistant", "content": text}]
             ids = tokenizer.apply_chat_template(dialogue, return_dict=False)
             with torch.no_grad():
                 found = model(input_ids=torch.tensor([ids]), scores_to_keep=1)
             scores.append(float(found[0, -1]))
-        rejected = len(row["rejected"])
-        right.append(min(scores[:-rejected]) > max(scores[-rejected:]))
+        right.append(scores[0] > max(scores[1:]))
     assert report["benchmark"]["n"] == 4
     assert report["benchmark"]["rate"] == pytest.approx(sum(right) / 4)
     assert metrics["benchmark/accuracy"] == report["benchmark"]["rate"]

@@ -51,29 +51,14 @@ def nll_by_hand(model, row):
     return -sum(logprobs[at - 1, ids[at]] for at in range(1, len(ids)) if learned[at])
 
 
-def test_collate_pads_the_mask_like_the_responses(task):
+def test_the_policy_s_tokens_are_those_that_the_loss_includes(task):
     batch = task.collate(only(0, 3))
-    assert batch.loss_mask.tolist() == [
+    assert batch.action_mask.tolist() == [
         [True, True, False, False, False],
         [True, False, False, False, True],
     ]
-    assert batch.loss_mask.dtype == torch.bool
-    assert batch.sequences.response_ids.tolist() == [[20, 1, 0, 0, 0], [26, 27, 1, 28, 1]]
+    assert batch.response_ids.tolist() == [[20, 1, 0, 0, 0], [26, 27, 1, 28, 1]]
     assert batch.lengths.sum((1, 2)).tolist() == [7, 8]
-
-
-def test_selected_rows_have_no_column_of_padding_only(task):
-    rows = task.collate(ROWS).rows(torch.tensor([3, 0]))
-    assert rows.loss_mask.tolist() == [
-        [True, False, False, False, True],
-        [True, True, False, False, False],
-    ]
-    assert rows.sequences.response_ids.shape == rows.loss_mask.shape
-    assert rows.to(torch.device("cpu")).loss_mask.tolist() == rows.loss_mask.tolist()
-
-
-def test_the_weight_is_the_number_of_learned_tokens(task):
-    assert task.weight(task.collate(ROWS)).item() == LEARNED
 
 
 def test_the_loss_is_the_mean_negative_log_likelihood_of_learned_tokens(task, model):
@@ -84,13 +69,6 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_learned_tokens(task, mo
     torch.testing.assert_close(loss.float(), expected / LEARNED, rtol=1e-5, atol=0)
     torch.testing.assert_close(sums["nll"], expected, rtol=1e-5, atol=0)
     assert sums["tokens"].item() == LEARNED
-
-
-def test_the_loss_of_a_row_does_not_depend_on_other_rows(task, model):
-    freeze(model)
-    for row in range(4):
-        loss, _ = task.loss(model, task.collate(only(row)), torch.tensor(1.0))
-        torch.testing.assert_close(loss, nll_by_hand(model, row), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 20, 1000])

@@ -8,8 +8,7 @@ import pytest
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
-from rlhf_pipeline.training.divergence import DivergenceGuard
-from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
+from rlhf_pipeline.training.step_log import DivergenceGuard, StepLog, evaluation_steps
 
 
 @pytest.fixture

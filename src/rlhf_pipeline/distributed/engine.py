@@ -14,7 +14,7 @@ from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed
 from rlhf_pipeline.distributed.loading import loaded
 from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.distributed.zero import whole_shape
-from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.forward import warn_of_padding
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
@@ -51,7 +51,7 @@ def train_engine(
         )
     _reduce_lean(engine)
     engine.train()
-    form_of(engine)
+    warn_of_padding(engine)  # the first look at the model, before training waits for it
     release_freed()  # copies that DeepSpeed has made of the weights
     heartbeat.tick()
     return engine

@@ -9,7 +9,7 @@ from rlhf_pipeline.distributed.deepspeed_config import inference_settings
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed
 from rlhf_pipeline.distributed.loading import loaded, placement
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.forward import warn_of_padding
 from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.self_check import require_sound_kernels
 
@@ -29,10 +29,10 @@ def frozen_model(
     if config.zero_stage == 0:
         require_sound_kernels(world.device, precision)
         whole = freeze(load(precision, **placement(world.device))).to(world.device)
-        form_of(whole)
+        warn_of_padding(whole)
         return whole
     model, settings = loaded(load, precision, partial(inference_settings, config))
     engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
     engine.eval()
-    form_of(engine)
+    warn_of_padding(engine)
     return engine

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.forms import form_of
+from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.runtime import heartbeat
 
 
@@ -24,7 +24,7 @@ def micro_batches(
         tokens: a longer row is a group of its own.
         model: decides whether padding counts.
     """
-    padded = not form_of(model).packed
+    padded = not probe_capabilities(model).packed
     groups = [grouped(own, tokens, padded=padded) for own in lengths]
     counts = world.most([len(found) for found in groups])
     return [split(found, count) for found, count in zip(groups, counts, strict=True)]

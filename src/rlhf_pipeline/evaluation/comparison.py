@@ -31,11 +31,9 @@ from rlhf_pipeline.text_statistics import common_phrase, distinct_n, refuses, re
 
 BASELINE = "sft"
 
-ANSWERS = "answers.jsonl"
-"""File of an evaluation with every answer of every policy."""
+ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
 
-ENDS = ("rate", "lower", "upper")
-"""A rate and the ends of its interval."""
+ENDS = ("rate", "lower", "upper")  # a rate and the ends of its interval
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,14 @@ class Answer:
     response: str
     scores: dict[str, float | None]
     """Score by judge; None if the judge has no score for this prompt."""
-    kl: float
-    """log pi(response) - log pi_sft(response), nats."""
-    sft_logprob: float
-    """log pi_sft(response), nats."""
+    kl: float  # log pi(response) - log pi_sft(response), nats
+    sft_logprob: float  # log pi_sft(response), nats
     response_tokens: int
     ended: bool
-    source: str | None = None
-    """Name of the prompt's source."""
+    source: str | None = None  # name of the prompt's source
     messages: list[dict[str, str]] | None = None
     """The prompt as messages. None in evaluations of earlier versions."""
-    draw: int = 0
-    """Number of this answer among those of the policy to this prompt."""
+    draw: int = 0  # number of this answer among those of the policy to this prompt
 
     def record(self) -> dict[str, Any]:
         """The answer as JSON types; each score is a field."""
@@ -252,6 +246,39 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
         "repetition": float(np.mean([repetition(text) for text in texts])),
         "phrase_share": common_phrase(texts)[1],
     }
+
+
+def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
+    """The mean scores of the best of n answers of one policy, for n = 1, 2, 4, ...
+
+    The reward model chooses among the first n draws. A policy that has this KL and lower scores
+    got less out of the reward model than a choice among answers of SFT:
+
+        KL <= log n - (n - 1) / n
+
+    Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3; that this is an
+    upper bound: Beirami et al. 2024, https://arxiv.org/abs/2401.01879.
+
+    Args:
+        draws: the answers to the same prompts in order, once for each draw.
+    """
+    judges, curve, n = complete_judges([a for given in draws for a in given]), [], 1
+    while n <= len(draws):
+        best = [max(tried, key=_by_reward_model) for tried in zip(*draws[:n], strict=True)]
+        score, lower, upper = mean_with_interval(scores_by(best, REWARD_MODEL))
+        curve.append(
+            {"n": n, "kl": math.log(n) - (n - 1) / n}
+            | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
+            | {"score": score, "score_lower": lower, "score_upper": upper}
+        )
+        n *= 2
+    return curve
+
+
+def _by_reward_model(answer: Answer) -> float:
+    score = answer.scores[REWARD_MODEL]
+    assert score is not None, "the reward model scores every answer"
+    return score
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:

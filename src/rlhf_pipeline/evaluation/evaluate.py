@@ -21,6 +21,7 @@ from torch import Tensor
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     JUDGE_PREFIX,
+    REWARD_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
     CandidateConfig,
@@ -30,28 +31,40 @@ from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
-from rlhf_pipeline.evaluation.best_of_n import best_of_n
-from rlhf_pipeline.evaluation.comparison import BASELINE, Answer, compare, headline, write_answers
+from rlhf_pipeline.evaluation.comparison import (
+    BASELINE,
+    Answer,
+    best_of_n,
+    compare,
+    headline,
+    write_answers,
+)
 from rlhf_pipeline.evaluation.judges import (
     AnswerBatch,
     Judge,
-    RewardModelJudge,
+    by_reward_model,
     load_judges,
     model_judges,
     optimized_judges,
 )
 from rlhf_pipeline.evaluation.pairwise import judge_pairs
-from rlhf_pipeline.evaluation.perplexity import HeldOut, held_out_answers, perplexity
-from rlhf_pipeline.evaluation.setup import Setup, free_memory, logprobs, with_model
+from rlhf_pipeline.evaluation.setup import (
+    HeldOut,
+    Setup,
+    free_memory,
+    held_out_answers,
+    logprobs,
+    perplexity,
+    with_model,
+)
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.kl import kl_estimate
-from rlhf_pipeline.rollout.function_reward import Answered
-from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.scoring import Scored, ended
-from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
+from rlhf_pipeline.rl.rewards import kl_estimate
+from rlhf_pipeline.rollout.generation import Generator, GeneratorKind, load_generator, row_seeds
+from rlhf_pipeline.rollout.records import Answered, Scored
+from rlhf_pipeline.rollout.scoring import ended
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -61,8 +74,7 @@ from rlhf_pipeline.runtime.program import run_program
 if TYPE_CHECKING:
     from rlhf_pipeline.evaluation.tasks import Tasks
 
-Draw = tuple[str, int]
-"""A policy, and the number of its answer to each prompt."""
+Draw = tuple[str, int]  # a policy, and the number of its answer to each prompt
 
 CACHE = "judge_replies"
 """Folder of the workspace with the replies of chat models, which later evaluations reuse."""
@@ -78,7 +90,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     )
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     folders = policy_folders(job, candidate.name)
-    setup = load(job, config, contract, world)
+    setup = load(job, config, candidate.name, contract, world)
     judges = load_judges(job, config)
     rows = job.inputs.get(SFT_ROWS)
     held_out = None if rows is None else held_out_answers(rows, setup)
@@ -126,14 +138,28 @@ def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
     return folders
 
 
-def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
+def load(
+    job: LaunchedJob, config: EvaluateConfig, candidate: str, contract: TokenContract, world: World
+) -> Setup:
     """Load the prompts of this rank and the tokenizer."""
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
     rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
     prompts = table.columns(rows)
     trust = job.trust_remote_code
     tokenizer = load_tokenizer(job.inputs[f"{BASELINE}_model"], trust_remote_code=trust)
-    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world)
+    kind = generator_kind(config, Manifest.read(job.inputs[f"{candidate}_model"]))
+    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world, kind)
+
+
+def generator_kind(config: EvaluateConfig, candidate: Manifest) -> GeneratorKind:
+    """What all policies answer with: by default, vLLM for a candidate that was trained with it.
+
+    The copy of `hybrid` belongs to its training: here, `zero_stage` shards the policy.
+    """
+    if config.generator != "auto":
+        return config.generator
+    trained_with = candidate.config.get("ppo", {}).get("generator")
+    return "vllm" if trained_with == "vllm" else "transformers"
 
 
 def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
@@ -158,9 +184,18 @@ def answer_all(
     read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature or 1.0)
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
+        generator = load_generator(
+            setup.generator,
+            policy,
+            setup.contract,
+            setup.config.sampling,
+            setup.world,
+            gather=setup.config.gather_for_generation,
+            longest_prompt=lambda: max(map(len, setup.prompts["prompt_ids"])),
+        )
         further = max(setup.config.baseline_draws, best_of(folders, setup.config))
         for draw in range(further if name == BASELINE else setup.config.answers_per_prompt):
-            sequences = answer(policy, setup, draw)
+            sequences = answer(generator, setup, draw)
             found[name, draw] = sequences, read(policy, sequences)
         if held_out is not None:
             perplexities[name] = perplexity(policy, held_out, setup)
@@ -185,37 +220,36 @@ def unjudged(sequences: Sequences, own: Tensor, reference: Tensor, setup: Setup)
     )
 
 
-def answer(policy: PreTrainedModel | DeepSpeedEngine, setup: Setup, draw: int = 0) -> Sequences:
+def answer(generator: Generator, setup: Setup, draw: int = 0) -> Sequences:
     """Answer the prompts of this rank. Answers of one draw have equal randomness."""
-    generator = TransformersGenerator(
-        policy, setup.contract, gather=setup.config.gather_for_generation
-    )
-    seeds = row_seeds(setup.seed, draw, setup.rows)
-    return generator.generate(setup.prompts["prompt_ids"], setup.config.sampling, seeds).sequences
+    prompts, rows = setup.prompts["prompt_ids"], setup.rows
+    seeds = row_seeds(setup.seed, draw, rows)
+    return generator.generate(prompts, setup.config.sampling, seeds, rows.tolist()).sequences
 
 
 def judge_all(
-    scored: Mapping[Draw, Scored], job: LaunchedJob, judges: Sequence[Judge], setup: Setup
+    scored: Mapping[Draw, Scored], job: LaunchedJob, judges: Mapping[str, Judge], setup: Setup
 ) -> dict[Draw, list[Answer]]:
     """The judged answers of all ranks, by draw. One model at a time is in memory."""
     batches = {draw: as_text(given, setup) for draw, given in scored.items()}
     scores: dict[Draw, dict[str, Sequence[float | None]]] = {draw: {} for draw in batches}
 
-    def judge_by(judge: Judge) -> None:
+    def judge_by(name: str, judge: Judge) -> None:
         for step, (draw, batch) in enumerate(batches.items(), start=1):
             heartbeat.at("scoring", step)
-            with heartbeat.scored_by(judge.name):
-                scores[draw][judge.name] = judge.score(batch)
+            with heartbeat.scored_by(name):
+                scores[draw][name] = judge(batch)
 
     tokens, world = setup.config.micro_batch_tokens, setup.world
+    own = partial(by_reward_model, micro_batch_tokens=tokens, world=world)
     with_model(
         load_scores,
         job.inputs["reward_model"],
         setup,
-        lambda model: judge_by(RewardModelJudge(model, tokens, world)),
+        lambda model: judge_by(REWARD_MODEL, partial(own, model=model)),
     )
-    for judge in chain(judges, model_judges(job, setup)):
-        judge_by(judge)
+    for name, judge in chain(judges.items(), model_judges(job, setup)):
+        judge_by(name, judge)
         del judge
         free_memory()
     return {
@@ -238,7 +272,7 @@ def judged(
 ) -> list[Answer]:
     """The answers of this rank with their scores by judge."""
     scored, text = batch.scored, batch.text
-    mask = scored.sequences.response_mask
+    mask = scored.sequences.action_mask
     log_ratios = kl_estimate(scored.logprobs, scored.ref_logprobs, "k1").where(mask, 0.0)
     sft_logprobs = scored.ref_logprobs.where(mask, 0.0)
     return [

@@ -23,18 +23,14 @@ class Evidence:
     """What is known about a candidate: answers of all policies to the same prompts, in order."""
 
     candidate: list[Answer]
-    baseline: list[Answer]
-    """The answers of SFT."""
-    judge: str
-    """The judge that decides."""
-    independent: bool
-    """Whether the candidate's training has not optimized that judge."""
+    baseline: list[Answer]  # the answers of SFT
+    judge: str  # the judge that decides
+    independent: bool  # whether the candidate's training has not optimized that judge
     champion: list[Answer] | None = None
     """The answers of the present champion. None: the model has none, or the candidate is it."""
     champion_judge: str | None = None
     """The judge between candidate and champion. None: `judge`."""
-    champion_fault: str | None = None
-    """Why the present champion could not answer the prompts."""
+    champion_fault: str | None = None  # why the present champion could not answer the prompts
     reward_model_accuracy: float | None = None
     """Lower end of the 95% interval on the reward model's accuracy. None: unknown."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -50,8 +46,7 @@ class Check:
     what: str
     found: str
     expected: str
-    parameter: str | None
-    """Field of the block `register` that sets what is expected."""
+    parameter: str | None  # field of the block `register` that sets what is expected
     passed: bool
 
     def __str__(self) -> str:
@@ -66,8 +61,7 @@ class Verdict:
     judge: str
     independent: bool
     tries: int
-    confidence: float
-    """Of the intervals: 0.95 at the first try, more at every further one."""
+    confidence: float  # of the intervals: 0.95 at the first try, more at every further one
     checks: tuple[Check, ...]
 
     @property

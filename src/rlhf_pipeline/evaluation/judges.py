@@ -1,23 +1,22 @@
 """The judges: each one scores the answers of every policy.
 
-To add a judge: a class with `name` and `score`, and one line in `load_judges`. Metrics, win rates
-and reports follow from the judge's name.
+To add a judge: a function, and one line in `load_judges`. Metrics, win rates and reports follow
+from the judge's name.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.judges import ModelJudge
-from rlhf_pipeline.config.judges import ReferenceJudge as ReferenceJudgeConfig
+from rlhf_pipeline.config.judges import ModelJudge, ReferenceJudge
 from rlhf_pipeline.config.reward_files import reads_references, source_file
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import CallableReward, Reward, Rewards, TrainedReward
@@ -28,9 +27,10 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores
-from rlhf_pipeline.rollout.function_reward import Answered, FunctionSource, import_function
-from rlhf_pipeline.rollout.model_reward import ModelSource
-from rlhf_pipeline.rollout.scoring import Scored, by_micro_batches
+from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
+from rlhf_pipeline.rollout.records import Answered, Scored
+from rlhf_pipeline.rollout.reward_sources import ModelSource
+from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -44,85 +44,58 @@ class AnswerBatch:
 
     scored: Scored
     """Prompts and answers as tokens, with the log-probabilities of the policy and of SFT."""
-    text: Answered
-    """Prompts as messages, answers as texts, and the true answers where known."""
-    sources: list[str]
-    """Name of each prompt's source."""
+    text: Answered  # prompts as messages, answers as texts, and the true answers where known
+    sources: list[str]  # name of each prompt's source
 
 
-class Judge(Protocol):
-    """Scores answers; higher is better."""
-
-    @property
-    def name(self) -> str:
-        """Name in metrics, win rates and reports."""
-
-    def score(self, answers: AnswerBatch) -> Sequence[float | None]:
-        """Score each answer; None for a prompt that this judge cannot judge."""
+Judge = Callable[[AnswerBatch], Sequence[float | None]]
+"""Scores each answer; higher is better. None for a prompt that it cannot judge."""
 
 
-@dataclass(frozen=True)
-class RewardModelJudge:
+@torch.no_grad()
+def by_reward_model(
+    answers: AnswerBatch,
+    model: TokenScores | DeepSpeedEngine,
+    *,
+    micro_batch_tokens: int,
+    world: World,
+) -> list[float]:
     """The reward model's score minus its mean on the chosen answers of held-out comparisons."""
-
-    model: TokenScores | DeepSpeedEngine
-    micro_batch_tokens: int
-    world: World
-    name: str = REWARD_MODEL
-
-    @torch.no_grad()
-    def score(self, answers: AnswerBatch) -> list[float]:
-        given = answers.scored.sequences, self.micro_batch_tokens, self.world
-        scores = by_micro_batches(sequence_scores, self.model, *given)
-        return [score - self.model.score_mean for score in scores.tolist()]
+    sequences = answers.scored.sequences
+    scores = by_micro_batches(sequence_scores, model, sequences, micro_batch_tokens, world)
+    return [score - model.score_mean for score in scores.tolist()]
 
 
-@dataclass(frozen=True)
-class GoldJudge:
+def by_gold(answers: AnswerBatch) -> list[float | None]:
     """The true quality. No model was trained on these scores directly."""
-
-    name: str = GOLD
-
-    def score(self, answers: AnswerBatch) -> list[float | None]:
-        rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
-        return [gold_score(*row) for row in rows]
+    rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
+    return [gold_score(*row) for row in rows]
 
 
-@dataclass(frozen=True)
-class SourceJudge:
-    """A source of rewards as a judge: a Python function, or another reward model."""
-
-    name: str
-    source: FunctionSource | ModelSource
-
-    def score(self, answers: AnswerBatch) -> list[float]:
-        return list(self.source(answers.scored, answers.text).tolist())
+def by_source(answers: AnswerBatch, source: FunctionSource | ModelSource) -> list[float]:
+    """The score of a source of rewards: a Python function, or another reward model."""
+    return list(source(answers.scored, answers.text).tolist())
 
 
-@dataclass(frozen=True)
-class ReferenceJudge:
+def by_reference(answers: AnswerBatch, agrees: Callable[[str, str], bool]) -> list[float | None]:
     """1 for an answer that agrees with the true answer, else 0."""
-
-    name: str
-    agrees: Callable[[str, str], bool]
-
-    def score(self, answers: AnswerBatch) -> list[float | None]:
-        rows = zip(answers.text.references, answers.text.responses, strict=True)
-        return [None if true is None else float(self.agrees(true, given)) for true, given in rows]
+    rows = zip(answers.text.references, answers.text.responses, strict=True)
+    return [None if true is None else float(agrees(true, given)) for true, given in rows]
 
 
-def load_judges(job: LaunchedJob, config: EvaluateConfig) -> list[Judge]:
-    """Load the judges that need no model.
+def load_judges(job: LaunchedJob, config: EvaluateConfig) -> dict[str, Judge]:
+    """The judges that need no model, by their names.
 
     Raises StageError if a function cannot be imported, or does not take prompts and responses.
     """
-    judges: list[Judge] = [GoldJudge()]
+    judges: dict[str, Judge] = {GOLD: by_gold}
     for index, judge in enumerate(config.judges):
         if isinstance(judge, CallableReward):
             function = import_function(judge, job, f"{JUDGE_PREFIX}{index}")
-            judges.append(SourceJudge(judge.label, FunctionSource(judge.callable, function)))
-        elif isinstance(judge, ReferenceJudgeConfig):
-            judges.append(ReferenceJudge(judge.label, AGREES[judge.reference]))
+            source = FunctionSource(judge.callable, function)
+            judges[judge.label] = partial(by_source, source=source)
+        elif isinstance(judge, ReferenceJudge):
+            judges[judge.label] = partial(by_reference, agrees=AGREES[judge.reference])
     return judges
 
 
@@ -149,8 +122,8 @@ AGREES: dict[str, Callable[[str, str], bool]] = {
 """Whether an answer (second) agrees with the true answer (first), by `ReferenceJudge.reference`."""
 
 
-def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
-    """Load the further reward models, one after the other.
+def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[tuple[str, Judge]]:
+    """Load the further reward models, one after the other, with their names.
 
     Raises ArtifactError if one reads other tokens than the policies, and `retokenize` is off.
     """
@@ -165,7 +138,7 @@ def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[Judge]:
             model = ModelSource.load(reward, folder, where, setup.contract, tokens, setup.world)
             if judge.folder is not None and place not in job.inputs:
                 job.expect_unchanged(place, judge.folder)
-            yield SourceJudge(judge.label, model)
+            yield judge.label, partial(by_source, source=model)
             del model  # before the next one is loaded
 
 
@@ -212,7 +185,7 @@ def optimized_judges(
             case ModelJudge():
                 same = (job.digests[place], None) in optimized
             case _:
-                same = reads_truth and isinstance(judge, ReferenceJudgeConfig)
+                same = reads_truth and isinstance(judge, ReferenceJudge)
         if same:
             found.add(judge.label)
     return found, names if "ppo" in trained.config else []

@@ -43,8 +43,7 @@ before them."""
 
 ABSENT = "-"
 
-BAR = 40
-"""Columns of the bar of wins, ties and losses."""
+BAR = 40  # columns of the bar of wins, ties and losses
 
 KINDS = {
     "wins": ("\N{FULL BLOCK}", "green"),

@@ -1,4 +1,7 @@
+"""What all policies of an evaluation share, and models one at a time."""
+
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import Rows, even_share, sampled_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import saved_precision
-from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.rollout.generation import GeneratorKind
 from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 
@@ -36,11 +41,10 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     rows: np.ndarray
     """Numbers of this rank's prompts in the table; the last one may repeat the first of all."""
-    prompts: dict[str, list[Any]]
-    """Columns of these rows."""
-    trust: bool
-    """Whether code that ships with a model may run."""
+    prompts: dict[str, list[Any]]  # columns of these rows
+    trust: bool  # whether code that ships with a model may run
     world: World
+    generator: GeneratorKind = "transformers"  # what all policies answer with
 
 
 def with_model(
@@ -91,3 +95,41 @@ def logprobs(
     )
     tokens = setup.config.micro_batch_tokens
     return by_micro_batches(function, policy, sequences, tokens, setup.world)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Answers of SFT's data that no policy was trained on, the rows of this rank."""
+
+    rows: np.ndarray  # their numbers in the table; the last one may repeat the first of all
+    sequences: Sequences  # the policy's tokens are those that the loss of SFT includes
+
+
+def held_out_answers(folder: Path, setup: Setup) -> HeldOut | None:
+    """At most `evaluate.prompts` validation rows of SFT; None if there are fewer than ranks."""
+    table = Rows.read(folder / "validation.arrow")
+    if table.num_rows < setup.world.size:
+        return None
+    rows = even_share(sampled_rows(table.num_rows, setup.config.prompts, setup.seed), setup.world)
+    columns = table.columns(rows)
+    sequences = collate(
+        columns["prompt_ids"],
+        columns["response_ids"],
+        setup.contract.pad_id,
+        actions=columns["loss_mask"],
+    )
+    return HeldOut(rows, sequences)
+
+
+def perplexity(policy: nn.Module, held_out: HeldOut, setup: Setup) -> float:
+    """exp of the mean negative log-likelihood per token, as `validation/perplexity` of SFT.
+
+    It shows what training for the judge costs.
+    """
+    mask = held_out.sequences.action_mask
+    found = logprobs(policy, held_out.sequences, setup, temperature=1.0)
+    losses = -found.where(mask, 0.0).double().sum(1)
+    own = zip(held_out.rows.tolist(), losses.tolist(), mask.sum(1).tolist(), strict=True)
+    rows = {row: (loss, n) for part in setup.world.gather([*own]) for row, loss, n in part}
+    total, tokens = (sum(values) for values in zip(*rows.values(), strict=True))
+    return math.exp(min(total / tokens, 700.0))

@@ -30,7 +30,7 @@ from rlhf_pipeline.models.lean_transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
-from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
+from rlhf_pipeline.models.loading import explain_loading_errors, loading_arguments
 from rlhf_pipeline.models.sequences import pad
 from rlhf_pipeline.rl.logprobs import position_ids
 

@@ -1,24 +1,117 @@
 """Forward passes over prompts and responses, reduced to one number per response token.
 
-Shapes: B sequences, P prompt tokens, R response tokens, V vocabulary. Training, scoring and
-evaluation use the same functions, so every log-probability has the same temperature, vocabulary
-and positions.
+Training, scoring and evaluation use the same functions, so every log-probability has the same
+temperature, vocabulary and positions.
+
+A forward pass avoids two things: padding, and a tensor of all logits. Whether a model can do
+without depends on the code of its family, which may come from its authors. So tiny forward passes
+decide before its first use (`probe_capabilities`).
+
+Shapes: B sequences, P prompt tokens, R response tokens, V vocabulary.
 """
 
-from typing import Any
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.models.forms import form_of
-from rlhf_pipeline.models.logprob_head import Question, asking
-from rlhf_pipeline.models.sequences import Packed, Sequences
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.models.packing import PACKED
+from rlhf_pipeline.models.sequences import Packed, Sequences, collate
+from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of
+
+FIRST, SECOND, THIRD = [1, 2, 3], [4, 5, 6, 7, 8], [4, 5, 6, 9, 10, 11]
+"""Token ids of three short rows; the last two begin with a prompt of three tokens."""
+
+
+@dataclass(frozen=True)
+class LogprobRequest:
+    """What a forward pass returns in place of logits."""
+
+    ids: Tensor
+    """(B, R) the chosen tokens; token t is predicted by the t-th hidden state that is kept."""
+    vocab_size: int
+    temperature: float = 1.0
+    with_entropy: bool = False
+    entropy_trains: bool = False
+    """Whether the entropies have a gradient, which costs as much as that of log-probabilities."""
+
+    def answer(self, inputs: Tensor, head: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
+        """Log-probabilities, and entropies if requested, (1 or 2, B, R) float32.
+
+        `inputs` are logits, or with `head` hidden states; they may have more columns than `ids`.
+        """
+        how: Any = {"temperature": self.temperature, "vocab_size": self.vocab_size, "head": head}
+        inputs = inputs[:, : self.ids.shape[1]]
+        if self.with_entropy:
+            logprobs, entropy = logprobs_and_entropy(inputs, self.ids, **how)
+            return torch.stack([logprobs, entropy if self.entropy_trains else entropy.detach()])
+        return logprobs_of(inputs, self.ids, **how)[None]
+
+
+class LogprobHead(nn.Linear):
+    """A linear layer from hidden states to logits; with a request, to log-probabilities.
+
+    The model itself calls the layer, so DeepSpeed gathers a sharded weight for it, forward and
+    backward, tied to the embeddings or not.
+    """
+
+    request: LogprobRequest | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits (B, S, V), or the answer to the request (1 or 2, B, R)."""
+        if self.request is None:
+            return super().forward(hidden)
+        return self.request.answer(hidden, (self.weight, self.bias))
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a model's forward pass can do."""
+
+    packed: bool  # process the rows of a batch one after another, without padding
+    head: LogprobHead | None
+    """The layer that can return log-probabilities; None: they are computed from all logits."""
+
+
+_PROBED: WeakKeyDictionary[PreTrainedModel, Capabilities] = WeakKeyDictionary()
+
+
+def install_logprob_head(model: PreTrainedModel) -> None:
+    """Turn the model's output layer into a `LogprobHead` if it is linear; names stay."""
+    head = cast(nn.Module | None, model.get_output_embeddings())
+    if type(head) is nn.Linear:
+        head.__class__ = LogprobHead
+
+
+def probe_capabilities(policy: nn.Module) -> Capabilities:
+    """Try what a model, an engine or a model with scalars can do; a model is tried once.
+
+    All ranks call this together.
+    """
+    model = _network(policy)
+    if model not in _PROBED:
+        _PROBED[model] = Capabilities(_packs(policy, model), _logprob_head(policy, model))
+    return _PROBED[model]
+
+
+def warn_of_padding(model: nn.Module) -> None:
+    """Say that a model computes padding, too, if it does. All ranks call this together."""
+    if not probe_capabilities(model).packed:
+        logging.getLogger(__name__).warning(
+            "%s: found a model that computes padding, too; batches contain rows of similar length",
+            type(_network(model)).__name__,
+        )
 
 
 def response_logprobs(
     policy: nn.Module, batch: Sequences, *, vocab_size: int, temperature: float = 1.0
 ) -> Tensor:
     """Return the log-probability of each response token, (B, R) float32; undefined in padding."""
-    return _answers(policy, batch, temperature=temperature, vocab_size=vocab_size)[0]
+    return _logprobs(policy, batch, vocab_size=vocab_size, temperature=temperature)[0]
 
 
 def response_logprobs_and_entropy(
@@ -33,21 +126,21 @@ def response_logprobs_and_entropy(
 
     `entropy_trains`: whether the entropy has a gradient.
     """
-    answers = _answers(
+    found = _logprobs(
         policy,
         batch,
-        temperature=temperature,
         vocab_size=vocab_size,
+        temperature=temperature,
         with_entropy=True,
         entropy_trains=entropy_trains,
     )
-    return answers[0], answers[1]
+    return found[0], found[1]
 
 
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
     """Return the value of the state before each response token, (B, R) float32."""
     values: Tensor
-    if form_of(critic).packed:
+    if probe_capabilities(critic).packed:
         packed = batch.packed()
         values = critic(**packed.model_inputs(), scores_to_keep=packed.before_response)
         return _rectangular(values, batch)
@@ -57,35 +150,94 @@ def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
 
 def sequence_scores(reward_model: nn.Module, batch: Sequences) -> Tensor:
     """Return each response's score, (B,) float32: the scalar at its last real token."""
-    if form_of(reward_model).packed:
+    if probe_capabilities(reward_model).packed:
         packed = batch.packed()
         scores: Tensor = reward_model(**packed.model_inputs(), scores_to_keep=packed.ends)
         return scores[0]
     scores = reward_model(**batch.model_inputs(), scores_to_keep=batch.response_ids.shape[1])
-    last = batch.response_mask.sum(1, keepdim=True) - 1
+    last = batch.real_mask.sum(1, keepdim=True) - 1
     return scores.gather(1, last).squeeze(1)
 
 
-def _answers(
-    policy: nn.Module, batch: Sequences, *, with_entropy: bool = False, **wanted: Any
-) -> Tensor:
-    """Log-probabilities, and entropies if asked for, (1 or 2, B, R)."""
-    form = form_of(policy)
-    rows = batch.packed() if form.packed else batch
+def _network(policy: nn.Module) -> PreTrainedModel:
+    return next(part for part in policy.modules() if isinstance(part, PreTrainedModel))
+
+
+def _logprobs(policy: nn.Module, batch: Sequences, **wanted: Any) -> Tensor:
+    """Log-probabilities, and entropies if requested, (1 or 2, B, R)."""
+    able = probe_capabilities(policy)
+    rows = batch.packed() if able.packed else batch
     ids = rows.response_ids
     # Padded: the last prompt token and every response token; the last one predicts nothing.
     keep = rows.before_response if isinstance(rows, Packed) else ids.shape[1] + 1
-    inputs = {**rows.model_inputs(), "use_cache": False, "logits_to_keep": keep}
-    question = Question(ids, with_entropy=with_entropy, **wanted)
-    if form.head is None:
-        answers = question.answer(policy(**inputs).logits)
-    else:
-        with asking(form.head, question):
-            answers = policy(**inputs).logits
-    return _rectangular(answers, batch) if form.packed else answers
+    request = LogprobRequest(ids, **wanted)
+    found = _requested(policy, able.head, request, **rows.model_inputs(), logits_to_keep=keep)
+    return _rectangular(found, batch) if able.packed else found
+
+
+def _requested(
+    policy: nn.Module, head: LogprobHead | None, request: LogprobRequest, **inputs: Any
+) -> Tensor:
+    """A forward pass of the policy in which its head answers the request."""
+    if head is None:
+        return request.answer(policy(**inputs, use_cache=False).logits)
+    head.request = request
+    try:
+        found: Tensor = policy(**inputs, use_cache=False).logits
+    finally:
+        head.request = None
+    return found
 
 
 def _rectangular(values: Tensor, batch: Sequences) -> Tensor:
     """The values (..., 1, M) of all response tokens at their places, (..., B, R); 0 elsewhere."""
-    mask = batch.response_mask.expand(*values.shape[:-2], *batch.response_mask.shape)
+    mask = batch.real_mask.expand(*values.shape[:-2], *batch.real_mask.shape)
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+@torch.no_grad()
+def _packs(policy: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether packed rows have the outputs that they have alone, also if they share a prompt.
+
+    Rounding is allowed, a tenth of what the first row would change as the beginning of the second.
+    """
+    if model.config._attn_implementation != PACKED:
+        return False
+    rows = FIRST, SECOND, THIRD
+    batch = collate([r[:3] for r in rows], [r[3:] for r in rows], 0, prompt_numbers=[0, 1, 1])
+    packed = _outputs(policy, model, **batch.to(model.device).packed().model_inputs())
+    second, third, mixed = (
+        _outputs(policy, model, input_ids=torch.tensor([ids], device=model.device))
+        for ids in (SECOND, THIRD, FIRST + SECOND)
+    )
+    alone = torch.cat([second, third[3:]])
+    error = (packed[len(FIRST) :] - alone).abs().amax()
+    leak = (mixed[len(FIRST) :] - second).abs().amax()
+    return bool(error <= 0.1 * leak)
+
+
+@torch.no_grad()
+def _logprob_head(policy: nn.Module, model: PreTrainedModel) -> LogprobHead | None:
+    """The model's output layer if the model returns its result unchanged.
+
+    Some families scale or cap their logits afterwards.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, LogprobHead):
+        return None
+    ids = torch.tensor([FIRST], device=model.device)
+    own: list[Tensor] = []
+    hook = head.register_forward_hook(lambda _, __, output: own.append(output))
+    try:
+        found = _requested(policy, head, LogprobRequest(ids, head.out_features), input_ids=ids)
+    finally:
+        hook.remove()
+    return head if torch.equal(found, own[0]) else None
+
+
+def _outputs(policy: nn.Module, model: PreTrainedModel, **inputs: Any) -> Tensor:
+    """Logits (T, V) or scalars (T, 1) of one row."""
+    if model.get_output_embeddings() is None:
+        count = inputs["input_ids"].shape[1]
+        return policy(**inputs, scores_to_keep=count)[0, :, None]
+    return policy(**inputs, use_cache=False).logits[0].float()

@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig, LoraModel
 
 M = TypeVar("M", bound=nn.Module)
-WEIGHTS = "adapter_model.safetensors"
-"""peft's file of adapter weights."""
+WEIGHTS = "adapter_model.safetensors"  # peft's file of adapter weights
 ADAPTER = "default"
 """peft's name of the only adapter; a part of parameter names, but not of names in the file."""
-PREFIX = "base_model.model."
-"""Prefix of the names in that file."""
+PREFIX = "base_model.model."  # prefix of the names in that file
 
 
 def add_adapters(model: nn.Module, config: LoRAConfig) -> LoraModel:

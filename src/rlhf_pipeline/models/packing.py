@@ -20,8 +20,7 @@ from rlhf_pipeline.models.lean_transformers import (
 )
 from rlhf_pipeline.models.sequences import Packed
 
-PACKED = "packed"
-"""Name of the attention in a model's configuration."""
+PACKED = "packed"  # name of the attention in a model's configuration
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

@@ -17,9 +17,15 @@ from rlhf_pipeline.models.lean_transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
-from rlhf_pipeline.models.loading import DTYPES, HEAD, quantization, without_dropout
+from rlhf_pipeline.models.loading import (
+    DTYPES,
+    HEAD,
+    explain_loading_errors,
+    loading_arguments,
+    quantization,
+    without_dropout,
+)
 from rlhf_pipeline.models.packing import use_packed_attention
-from rlhf_pipeline.models.safe_loading import explain_loading_errors, loading_arguments
 
 
 class ScalarHead(nn.Linear):

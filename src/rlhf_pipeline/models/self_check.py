@@ -24,15 +24,17 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models import packing
 from rlhf_pipeline.models.loading import DTYPES
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rl import logprobs, sampling
+from rlhf_pipeline.rl import logprobs
 
-ROWS = collate([[1], [2] * 100, [3] * 400, [3] * 400], [[], [4] * 29, [4] * 300, [4] * 77], 0)
+ROWS = collate(
+    [[1], [2] * 100, [3] * 400, [3] * 400], [[], [4] * 29, [4] * 300, [4] * 77], 0,
+    prompt_numbers=[0, 1, 2, 2],
+)  # fmt: skip
 """Rows of 1, 129 and 700 tokens, and 77 tokens that share the prompt of the row before."""
 ROUNDINGS = 4
 """Units of its precision that a result may differ by. Flash attention rounds four times, by half a
 unit at most: probabilities, their gradients, the output, and the result. The rest is for sums."""
-SUMMED = 1000
-"""Numbers that an example sums in float32, at most; each may add a unit of float32."""
+SUMMED = 1000  # numbers that an example sums in float32, at most; each may add a unit of float32
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -53,7 +55,7 @@ def require_sound_kernels(device: torch.device, precision: Precision) -> None:
         return
     driver = DRIVER.read_text() if DRIVER.is_file() else ""
     key = [torch.cuda.get_device_name(device), driver, torch.__version__, precision]
-    code = [Path(str(each.__file__)).read_text() for each in (packing, logprobs, sampling)]
+    code = [Path(str(each.__file__)).read_text() for each in (packing, logprobs)]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rlhf-pipeline")
     record = cache / f"kernels-{sha256(json.dumps(key + code).encode()).hexdigest()[:16]}.json"
     if not record.is_file():
@@ -107,7 +109,7 @@ def compare_head(device: torch.device, dtype: torch.dtype) -> list[Comparison]:
 
     def sample(logits: Tensor) -> list[Tensor]:
         draws = (torch.arange(256, device=logits.device).double() + 0.5) / 256
-        tokens, found = sampling.sampled(logits, draws, 0.7, 990)
+        tokens, found = logprobs.sampled(logits, draws, 0.7, 990)
         return [found, tokens.double()]
 
     shapes = [(2, 33, 64), (1000, 64), (1000,)]

@@ -1,14 +1,13 @@
 """Prompts with their responses as one rectangular batch.
 
-Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded).
-Masks: True = real token.
-
-Responses begin at the same column in every row, so a model computes logits for R columns only.
+Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded). Masks: True =
+the token counts. Responses begin at the same column in every row, so a model computes logits for R
+columns only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,39 +19,27 @@ from rlhf_pipeline.rl.logprobs import position_ids
 class Packed:
     """The N real tokens of a batch as one row; its rows follow each other.
 
-    A row with the prompt of an earlier row has its response tokens only, which attend to the prompt
-    there. M is the number of response tokens. A response token's prompt has at least one token.
+    A row that shares the prompt of an earlier row has its response tokens only, which attend to the
+    prompt there. M is the number of response tokens. A response token's prompt has at least one
+    token.
     """
 
-    ids: Tensor
-    """(1, N) long."""
-    positions: Tensor
-    """(1, N) long, the position of each token in its own row."""
-    lengths: tuple[int, ...]
-    """Tokens of each row."""
-    borders: Tensor
-    """(B + 1,) int32: the number of tokens before each row, and of all."""
+    ids: Tensor  # (1, N) long
+    positions: Tensor  # (1, N) long, the position of each token in its own row
+    lengths: tuple[int, ...]  # tokens of each row
+    borders: Tensor  # (B + 1,) int32: the number of tokens before each row, and of all
     seen: Tensor | None
     """(K,) long: where the tokens are that each row attends to, prompt and response, row by row.
     None: each row attends to its own tokens."""
-    seen_lengths: tuple[int, ...]
-    """Tokens that each row attends to."""
-    seen_borders: Tensor
-    """(B + 1,) int32, like `borders`."""
-    before_response: Tensor
-    """(M,) long: where the token before each response token is."""
-    ends: Tensor
-    """(B,) long: where the last token of each row is."""
-    response_ids: Tensor
-    """(1, M) long."""
+    seen_lengths: tuple[int, ...]  # tokens that each row attends to
+    seen_borders: Tensor  # (B + 1,) int32, like `borders`
+    before_response: Tensor  # (M,) long: where the token before each response token is
+    ends: Tensor  # (B,) long: where the last token of each row is
+    response_ids: Tensor  # (1, M) long
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the arguments of a forward pass with the attention of `models.packing`."""
-        return {
-            "input_ids": self.ids,
-            "position_ids": self.positions,
-            "packed_rows": self,
-        }
+        return {"input_ids": self.ids, "position_ids": self.positions, "packed_rows": self}
 
     def to(self, device: torch.device) -> "Packed":
         """Copy the tokens to a device; the host does not wait for the copy."""
@@ -64,18 +51,19 @@ class Packed:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A batch of prompts, each followed by its response."""
+    """A batch of prompts, each followed by its response.
 
-    prompt_ids: Tensor
-    """(B, P) long."""
-    prompt_mask: Tensor
-    """(B, P) bool."""
-    response_ids: Tensor
-    """(B, R) long."""
-    response_mask: Tensor
-    """(B, R) bool; includes the EOS token that ends a response."""
-    packed_on_device: Packed | None = None
-    """The result of `packed` if the batch is on a device."""
+    A response may contain tokens that the policy did not choose, such as a later turn of the user:
+    the model reads them, but no loss, KL or advantage counts them.
+    """
+
+    prompt_ids: Tensor  # (B, P) long
+    prompt_mask: Tensor  # (B, P) bool
+    response_ids: Tensor  # (B, R) long
+    real_mask: Tensor  # (B, R) bool: tokens that exist, the EOS that ends a response among them
+    action_mask: Tensor  # (B, R) bool: those of them that the policy chose
+    prompt_numbers: Tensor | None = None  # (B,) long: rows with equal numbers share a prompt
+    packed_on_device: Packed | None = None  # the result of `packed` if the batch is on a device
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -83,7 +71,7 @@ class Sequences:
     @property
     def lengths(self) -> Tensor:
         """Number of real tokens of each prompt and response, (B, 1, 2)."""
-        return torch.stack([self.prompt_mask.sum(1), self.response_mask.sum(1)], dim=1)[:, None]
+        return torch.stack([self.prompt_mask.sum(1), self.real_mask.sum(1)], dim=1)[:, None]
 
     def model_inputs(self) -> dict[str, Tensor]:
         """Return the arguments of a Hugging Face forward pass, (B, P + R) each.
@@ -91,7 +79,7 @@ class Sequences:
         Positions always come from the mask: in models that count columns (GPT-2), left padding
         would shift them.
         """
-        attention_mask = torch.cat([self.prompt_mask, self.response_mask], dim=1)
+        attention_mask = torch.cat([self.prompt_mask, self.real_mask], dim=1)
         return {
             "input_ids": torch.cat([self.prompt_ids, self.response_ids], dim=1),
             "attention_mask": attention_mask.long(),
@@ -105,7 +93,7 @@ class Sequences:
         """
         if self.packed_on_device is not None:
             return self.packed_on_device
-        real = torch.cat([self.prompt_mask, self.response_mask], dim=1)
+        real = torch.cat([self.prompt_mask, self.real_mask], dim=1)
         ids = torch.cat([self.prompt_ids, self.response_ids], dim=1)
         width, rows = self.prompt_ids.shape[1], torch.arange(len(self))
         owner = self._owners()
@@ -114,7 +102,7 @@ class Sequences:
         place = (present.flatten().cumsum(0) - 1).view(present.shape)
         place[:, :width] = place[owner, :width]
         lengths, seen_lengths = present.sum(1), real.sum(1)
-        last = width - 1 + self.response_mask.sum(1)
+        last = width - 1 + self.real_mask.sum(1)
         return Packed(
             ids=ids[present][None],
             positions=position_ids(real)[present][None],
@@ -123,66 +111,43 @@ class Sequences:
             seen=None if torch.equal(owner, rows) else place[real],
             seen_lengths=tuple(seen_lengths.tolist()),
             seen_borders=nn.functional.pad(seen_lengths.cumsum(0), (1, 0)).int(),
-            before_response=place[:, width - 1 : -1][self.response_mask],
+            before_response=place[:, width - 1 : -1][self.real_mask],
             ends=place[rows, last],
-            response_ids=self.response_ids[self.response_mask][None],
+            response_ids=self.response_ids[self.real_mask][None],
         )
 
     def _owners(self) -> Tensor:
-        """The row whose prompt each row uses, (B,) long: the first one with an equal prompt.
+        """The row whose prompt each row uses, (B,) long: the first one with the same prompt.
 
         A row without a response uses its own.
         """
-        prompts = self.prompt_ids.masked_fill(~self.prompt_mask, -1)
-        number = torch.unique(prompts, dim=0, return_inverse=True)[1]
         rows = torch.arange(len(self))
+        if self.prompt_numbers is None:
+            return rows
+        number = torch.unique(self.prompt_numbers, return_inverse=True)[1]
         first = torch.full_like(rows, len(self)).scatter_reduce(0, number, rows, "amin")[number]
-        return torch.where(self.response_mask.any(1), first, rows)
+        return torch.where(self.real_mask.any(1), first, rows)
 
     def rows(self, index: Tensor) -> "Sequences":
         """Select rows, and drop the columns that are padding in all of them."""
-        prompt_mask, response_mask = self.prompt_mask[index], self.response_mask[index]
+        prompt_mask, real_mask = self.prompt_mask[index], self.real_mask[index]
         prompt = slice(self.prompt_ids.shape[1] - int(prompt_mask.sum(1).max()), None)
-        response = slice(0, int(response_mask.sum(1).max()))
+        response = slice(0, int(real_mask.sum(1).max()))
         return Sequences(
             self.prompt_ids[index][:, prompt],
             prompt_mask[:, prompt],
             self.response_ids[index][:, response],
-            response_mask[:, response],
+            real_mask[:, response],
+            self.action_mask[index][:, response],
+            None if self.prompt_numbers is None else self.prompt_numbers[index],
         )
 
     def to(self, device: torch.device) -> "Sequences":
         """Copy the batch from main memory to a device; the host does not wait for the copy."""
-        moved = {name: x.to(device, non_blocking=True) for name, x in tensors(self).items()}
-        return Sequences(**moved, packed_on_device=self.packed().to(device))
-
-
-@dataclass(frozen=True)
-class LabelledSequences:
-    """A batch, and what a loss needs to know about each response token.
-
-    Each further field of a subclass is (B, R), or None.
-    """
-
-    sequences: Sequences
-
-    @property
-    def lengths(self) -> Tensor:
-        """(B, 1, 2) real tokens of each prompt and response."""
-        return self.sequences.lengths
-
-    def rows(self, index: Tensor) -> Self:
-        sequences = self.sequences.rows(index)
-        width = sequences.response_ids.shape[1]
-        return self._with(sequences, lambda label: label[index, :width])
-
-    def to(self, device: torch.device) -> Self:
-        moved = self.sequences.to(device)
-        return self._with(moved, lambda label: label.to(device, non_blocking=True))
-
-    def _with(self, sequences: Sequences, function: Callable[[Tensor], Tensor]) -> Self:
-        changed = {name: function(label) for name, label in tensors(self).items()}
-        return replace(self, sequences=sequences, **changed)
+        moved: dict[str, Any] = {
+            name: x.to(device, non_blocking=True) for name, x in tensors(self).items()
+        }
+        return replace(self, **moved, packed_on_device=self.packed().to(device))
 
 
 def tensors(record: object) -> dict[str, Tensor]:
@@ -191,12 +156,25 @@ def tensors(record: object) -> dict[str, Tensor]:
 
 
 def collate(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    pad_id: int,
+    *,
+    actions: Sequence[Sequence[bool]] | None = None,
+    prompt_numbers: Sequence[int] | None = None,
 ) -> Sequences:
-    """Build a batch from token lists: prompts are padded on the left, responses on the right."""
+    """Build a batch from token lists: prompts are padded on the left, responses on the right.
+
+    Args:
+        actions: for each token of a response, whether the policy chose it. None: all of them.
+        prompt_numbers: equal numbers mark rows that share a prompt, which is then read once. None:
+            no rows do. Equal tokens are no evidence: they may stand for different images.
+    """
     prompt_ids, prompt_mask = pad(prompts, pad_id, left=True)
-    response_ids, response_mask = pad(responses, pad_id, left=False)
-    return Sequences(prompt_ids, prompt_mask, response_ids, response_mask)
+    response_ids, real_mask = pad(responses, pad_id, left=False)
+    action_mask = real_mask if actions is None else pad(actions, False, left=False)[0].bool()
+    numbers = None if prompt_numbers is None else torch.tensor(prompt_numbers)
+    return Sequences(prompt_ids, prompt_mask, response_ids, real_mask, action_mask, numbers)
 
 
 def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """Diagnostics of PPO training, as sums that add up over micro batches and ranks.
 
-Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token.
+Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = the policy chose the token.
 """
 
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.kl import kl_estimate
 from rlhf_pipeline.rl.masking import check_shapes, masked_moments, masked_sum, mean_and_variance
+from rlhf_pipeline.rl.rewards import kl_estimate
 
 
 @torch.no_grad()
@@ -16,9 +16,8 @@ def policy_diagnostics(
 ) -> dict[str, Tensor]:
     """Measure how far updates have moved the policy from the one that sampled.
 
-    All values are sums over real tokens, 0-dim float64. Divide the totals by `tokens` for means:
+    All values are sums over the mask, 0-dim float64:
 
-        tokens          number of real tokens
         approx_kl       k3 estimate of KL(old || new): ratio - 1 - log ratio
         clip_fraction   1 where |ratio - 1| > clip_range, for either sign of the advantage
         ratio           exp(logprobs - old_logprobs); a mean near 1 means representative samples
@@ -36,7 +35,6 @@ def policy_diagnostics(
     logprobs, old_logprobs = logprobs.double(), old_logprobs.double()
     ratio = (logprobs - old_logprobs).exp()
     return {
-        "tokens": mask.sum().double(),
         "approx_kl": masked_sum(kl_estimate(old_logprobs, logprobs, "k3"), mask),
         "clip_fraction": masked_sum(((ratio - 1).abs() > clip_range).double(), mask),
         "ratio": masked_sum(ratio, mask),

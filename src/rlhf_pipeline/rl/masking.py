@@ -1,6 +1,6 @@
-"""Reductions over real tokens; values in padding, including NaN, never change a result.
+"""Reductions over the tokens of a mask; values outside, including NaN, never change a result.
 
-Shapes: B sequences, R response tokens; x is (B, R), a mask is (B, R) bool, True = real token.
+Shapes: B sequences, R response tokens; x is (B, R), a mask is (B, R) bool, True = the token counts.
 """
 
 import torch
@@ -27,25 +27,14 @@ def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
     Raises ValueError if the mask's dtype, or a tensor's shape, is wrong.
     """
     if mask.dtype != torch.bool:
-        raise ValueError(f"mask: found {mask.dtype}, expected torch.bool, True = real token")
+        raise ValueError(f"mask: found {mask.dtype}, expected torch.bool, True = the token counts")
     check_same_shape(mask=mask, **tensors)
 
 
-def check_right_padded(mask: Tensor) -> None:
-    """Refuse a (B, R) mask with a real token after a padded one. Costs one device synchronization.
-
-    Raises ValueError if some row is not real tokens followed by padding.
-    """
-    if (mask[:, 1:] & ~mask[:, :-1]).any():
-        raise ValueError(
-            "mask: found a real token after padding, expected padding on the right without gaps"
-        )
-
-
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x over real tokens, 0-dim; 0 if the mask is empty.
+    """Sum of x over the mask, 0-dim; 0 if the mask is empty.
 
-    The gradient is 0 in padding. A NaN computed in padding still makes the gradient of its inputs
+    The gradient is 0 outside. A NaN computed there still makes the gradient of its inputs
     NaN (0 * NaN), so mask the inputs of exp, log and division, not only their results.
     """
     check_shapes(mask, x=x)
@@ -53,7 +42,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x over the real tokens of each row, (B,); 0 for a row without real tokens.
+    """Sum of x over the mask in each row, (B,); 0 for a row without a token in it.
 
     Applied to log-probabilities, it gives those of whole responses. Gradients: see `masked_sum`.
     """
@@ -63,7 +52,7 @@ def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares of x over real tokens, (3,) float64.
+    """Count, sum and sum of squares of x over the mask, (3,) float64.
 
     Moments add up over micro batches and ranks. They are float64, because the variance is the
     difference of two sums.
@@ -81,18 +70,18 @@ def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Shift and scale x to mean 0 and variance 1 over the global batch of real tokens.
+    """Shift and scale x to mean 0 and variance 1 over the masks of the global batch.
 
         (x - mean) / sqrt(variance + 1e-8)     population variance; + mean if `shift_mean` is false
 
     All ranks must use the same moments, or their gradients would have different scales. A batch of
-    one real token, or of equal ones, becomes 0.
+    one token, or of equal ones, becomes 0.
 
     Args:
         moments: (3,) float64, `masked_moments` summed over all micro batches and ranks.
 
     Returns:
-        (B, R) float32, 0 in padding.
+        (B, R) float32, 0 outside the mask.
     """
     check_shapes(mask, x=x)
     mean, variance = mean_and_variance(moments)

@@ -28,25 +28,15 @@ from rlhf_pipeline.config.reward_files import check_signature
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A rollout as text, B rows."""
-
-    prompts: list[Conversation]
-    references: list[str | None]
-    responses: list[str]
 
 
 @dataclass(frozen=True)
 class FunctionSource:
     """A Python function of the user as a source of rewards."""
 
-    place: str
-    """The function as written in the parameters, for messages."""
+    place: str  # the function as written in the parameters, for messages
     function: Callable[..., Any]
     reads_texts: bool = True
 

@@ -1,38 +1,40 @@
 """The interface of generation: prompts in, sampled responses out.
 
 Training and evaluation use the protocol `Generator` only. A new backend is a class with its
-`generate` method, like `TransformersGenerator`.
+`generate` method, like `TransformersGenerator`, and a case in `load_generator`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.config.generation import HybridConfig
 from rlhf_pipeline.config.sampling import SamplingConfig
-from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.rollout.records import Rollout
 
 Seed = tuple[int, ...]
 """The randomness of one response, for example (seed, step, row of the global batch)."""
 
-
-@dataclass(frozen=True)
-class Rollout:
-    """Prompts with their sampled responses."""
-
-    sequences: Sequences
-    logprobs: Tensor
-    """(B, R) float32: log-probabilities of the response tokens according to the sampler."""
+GeneratorKind = Literal["auto", "transformers", "hybrid", "vllm"]
+"""Values of `ppo.generator`; auto is transformers."""
 
 
 class Generator(Protocol):
     """Samples from a policy."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        seeds: Sequence[Seed],
+        prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
         """Sample a response to each prompt. All ranks call this together.
 
@@ -40,8 +42,41 @@ class Generator(Protocol):
         batches that the batch is divided into, apart from rounding on a GPU (docs/cache.md). So two
         policies can use the same randomness.
 
-        `prompts` are token ids. Responses are in the order of the prompts, each cut after its EOS.
+        `prompts` are token ids; rows with equal `prompt_numbers` have the same prompt, which need
+        be read only once (`models.sequences.collate`). Responses are in the order of the prompts,
+        each cut after its EOS.
         """
+
+
+def load_generator(
+    kind: GeneratorKind,
+    policy: PreTrainedModel | DeepSpeedEngine,
+    contract: TokenContract,
+    sampling: SamplingConfig,
+    world: World,
+    *,
+    gather: bool,
+    longest_prompt: Callable[[], int],
+    hybrid: HybridConfig | None = None,
+) -> Generator:
+    """What samples from a policy, in training and in evaluation.
+
+    All ranks call this together. `longest_prompt` counts the tokens of the longest prompt.
+    """
+    match kind:
+        case "hybrid":
+            from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
+
+            return HybridGenerator(policy, contract, hybrid or HybridConfig(), world)
+        case "vllm":
+            from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
+
+            longest = longest_prompt() + sampling.max_response_tokens
+            rows = sampling.batch_size_per_gpu
+            return VLLMGenerator(policy, contract, rows=rows, longest=longest)
+    from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
+
+    return TransformersGenerator(policy, contract, gather=gather)
 
 
 def row_seeds(seed: int, step: int, rows: np.ndarray) -> list[Seed]:

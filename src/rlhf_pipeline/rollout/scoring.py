@@ -4,7 +4,7 @@ Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,96 +21,23 @@ from rlhf_pipeline.models.forward import (
     sequence_scores,
 )
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.kl import kl_estimate
-from rlhf_pipeline.rl.masking import masked_row_sums, masked_sum
+from rlhf_pipeline.rollout.records import Scored, TrainingPass
 from rlhf_pipeline.runtime import heartbeat
-
-
-@dataclass(frozen=True)
-class TrainingPass:
-    """Outputs of the models in training, with their graphs, on the device.
-
-    Their loss needs no other forward pass.
-    """
-
-    logprobs: Tensor
-    """(B, R)."""
-    entropy: Tensor
-    """(B, R)."""
-    values: Tensor | None
-    """(B, R); None without a critic."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A rollout with the outputs of the models."""
-
-    sequences: Sequences
-    logprobs: Tensor
-    """(B, R) log pi_old(token), of the policy that sampled."""
-    ref_logprobs: Tensor
-    """(B, R) log pi_ref(token)."""
-    values: Tensor | None
-    """(B, R) value of the state before each token; None without a critic."""
-    scores: Tensor
-    """(B,) raw scores of the reward model, zeros without one; centred after `RewardSum`."""
-    ended: Tensor
-    """(B,) bool: the response contains one of the EOS tokens."""
-    parts: dict[str, Tensor] = field(default_factory=dict)
-    """If several sources of rewards are summed: the centred scores of each, (B,), unweighted."""
-    clipped_scores: Tensor | None = None
-    """(B,) `scores` with the scores of reward models clipped; None before `RewardSum`."""
-    sampler_logprobs: Tensor | None = None
-    """(B, R) log pi(token) according to the sampler."""
-    training_pass: TrainingPass | None = None
-    """Of the policy and the critic, if the rollout trains them in one forward pass."""
-
-    def with_values_plus(self, offset: float) -> "Scored":
-        """The same with a number added to every value."""
-        assert self.values is not None
-        done = self.training_pass
-        if done is not None and done.values is not None:
-            done = replace(done, values=done.values + offset)
-        return replace(self, values=self.values + offset, training_pass=done)
-
-    @property
-    def kl(self) -> Tensor:
-        """(B,) KL of each response from the reference by the estimator k1, in nats."""
-        log_ratios = kl_estimate(self.logprobs, self.ref_logprobs, "k1")
-        return masked_row_sums(log_ratios, self.sequences.response_mask)
-
-    def sums(self) -> dict[str, Tensor]:
-        """Additive sums over responses, for metrics."""
-        mask = self.sequences.response_mask
-        values = {} if self.values is None else {"values": masked_sum(self.values, mask).double()}
-        return values | {
-            "responses": torch.tensor(float(len(self.scores))),
-            "score": self.scores.sum().double(),
-            "kl": self.kl.sum().double(),
-            "kl_k3": masked_sum(kl_estimate(self.logprobs, self.ref_logprobs, "k3"), mask).double(),
-            "tokens": mask.sum().double(),
-            "ended": self.ended.sum().double(),
-            **{f"reward/{name}": scores.sum().double() for name, scores in self.parts.items()},
-        }
 
 
 @dataclass(frozen=True)
 class ScoringModels:
     """The models that score a rollout, and their settings."""
 
-    policy: nn.Module
-    """The policy that sampled."""
+    policy: nn.Module  # the policy that sampled
     reference: nn.Module
     critic: nn.Module | None
     reward_model: nn.Module | None
     contract: TokenContract
     world: World
-    temperature: float
-    """The sampling temperature."""
-    micro_batch_tokens: int
-    """Tokens of one forward pass."""
-    entropy_trains: bool = False
-    """Whether the loss contains the entropy."""
+    temperature: float  # the sampling temperature
+    micro_batch_tokens: int  # tokens of one forward pass
+    entropy_trains: bool = False  # whether the loss contains the entropy
 
 
 @torch.no_grad()

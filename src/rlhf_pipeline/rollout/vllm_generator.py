@@ -13,38 +13,44 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.generation import Rollout, Seed
-from rlhf_pipeline.rollout.parity import has_parity
-from rlhf_pipeline.rollout.sharded_copy import whole_weights
+from rlhf_pipeline.rollout.generation import Generator, Seed
+from rlhf_pipeline.rollout.hybrid_generator import whole_weights
+from rlhf_pipeline.rollout.records import Rollout
 from rlhf_pipeline.runtime import heartbeat
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
 
-PAGE = 128
-"""Tokens of a page; vLLM's attention on a CPU prefers multiples of 32."""
-PROBED = 16
-"""Tokens that the parity probe needs."""
+_ENGINES: dict[tuple[Any, ...], LLMEngine] = {}
+"""The engines of this process, by what they were made for; policies take turns in one."""
+PAGE = 128  # tokens of a page; vLLM's attention on a CPU prefers multiples of 32
+PROBES = [[1, 2, 3], [4, 5, 6, 7, 8]]  # prompts that the parity is tried on
+PROBE_SAMPLING = SamplingConfig(max_response_tokens=8)
+PROBED = 16  # tokens that the parity probe needs
 
 
 class VLLMGenerator:
     """Samples from a model, or from one in a DeepSpeed engine. All ranks construct it together.
 
     The engine answers `rows` prompts at a time; prompt and response have `longest` tokens at most.
-    A process can have one engine on a GPU. Raises ConfigError if vLLM cannot make the engine, or
-    does not compute what the model's family computes.
+    A process can have one engine on a GPU, so models of equal configurations, as those of an
+    evaluation, share it: each call loads its own weights.
+
+    Raises ConfigError if vLLM cannot make the engine, or does not compute what the model's family
+    computes.
     """
 
     def __init__(
@@ -58,11 +64,13 @@ class VLLMGenerator:
         self._contract = contract
         self._model: PreTrainedModel = getattr(policy, "module", policy)
         self._sleeps = policy.device.type == "cuda"
-        self._engine = load_engine(
-            self._model, contract, rows, max(longest, PROBED), sleeps=self._sleeps
-        )
-        if self._sleeps:
-            self._engine.sleep(level=2)
+        longest = max(longest, PROBED)
+        kind = (self._model.config.to_json_string(), contract.vocab_size, rows, longest, PAGE)
+        if kind not in _ENGINES:
+            _ENGINES[kind] = load_engine(self._model, contract, rows, longest, sleeps=self._sleeps)
+            if self._sleeps:
+                _ENGINES[kind].sleep(level=2)
+        self._engine = _ENGINES[kind]
         try:
             if not has_parity(self, policy, contract):
                 raise ValueError("its log-probabilities are not those of the policy")
@@ -71,7 +79,11 @@ class VLLMGenerator:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[Seed]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        seeds: Sequence[Seed],
+        prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
         responses: list[list[int]] = [[] for _ in prompts]
         logprobs = torch.zeros(len(prompts), sampling.max_response_tokens)
@@ -88,7 +100,9 @@ class VLLMGenerator:
                         at[token].logprob for token, at in zip(tokens, answer.logprobs, strict=True)
                     ]
                     logprobs[row, : len(own)] = torch.tensor(own)
-        sequences = collate(prompts, responses, self._contract.pad_id)
+        sequences = collate(
+            prompts, responses, self._contract.pad_id, prompt_numbers=prompt_numbers
+        )
         return Rollout(sequences, logprobs[:, : sequences.response_ids.shape[1]])
 
     @contextmanager
@@ -192,3 +206,26 @@ def parameters(sampling: SamplingConfig, seed: Seed, contract: TokenContract) ->
     )
     found.temperature = sampling.temperature  # the constructor would raise one below 0.01
     return found
+
+
+@torch.no_grad()
+def has_parity(generator: Generator, policy: nn.Module, contract: TokenContract) -> bool:
+    """Whether a generator's log-probabilities are those of the policy, on two short prompts.
+
+    A backend that reads a model in its own way may ignore a property of its family, for example its
+    positions, and sample from another distribution without an error. All ranks call this together.
+    Rounding is allowed, a tenth of what another prompt would change.
+    """
+    rollout = generator.generate(PROBES, PROBE_SAMPLING, [(0,), (1,)])
+    rows, mask = rollout.sequences, rollout.sequences.real_mask
+    responses = [ids[own].tolist() for ids, own in zip(rows.response_ids, mask, strict=True)]
+    own, other = (
+        response_logprobs(
+            policy,
+            collate(prompts, responses, contract.pad_id).to(next(policy.parameters()).device),
+            vocab_size=contract.vocab_size,
+        ).cpu()[mask]
+        for prompts in (PROBES, PROBES[::-1])
+    )
+    error = (rollout.logprobs[mask] - own).abs().mean()
+    return bool(error <= 0.1 * (other - own).abs().mean())

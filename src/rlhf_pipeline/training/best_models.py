@@ -28,10 +28,8 @@ class EvaluatedModel:
     """A model that was evaluated."""
 
     step: int
-    selection_score: float
-    """Higher is better."""
-    metrics: dict[str, float]
-    """The metrics of its step."""
+    selection_score: float  # higher is better
+    metrics: dict[str, float]  # the metrics of its step
     digest: str = ""
     """Digest of the saved folder, known to the first rank. `finish` compares it, because training
     may be interrupted between saving and exporting."""

@@ -24,7 +24,7 @@ from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.dpo_loss import dpo_loss
+from rlhf_pipeline.rl.losses import dpo_loss
 from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
@@ -45,25 +45,26 @@ class DPOTask(PairTask):
     label_smoothing: float
     name: str = "dpo"
 
-    def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
         reference = self.reference if self.reference is not None else WithoutAdapters(model)
         with torch.no_grad():
             ref_chosen, ref_rejected = chosen_and_rejected(self.logprobs(reference, batch.answers))
         chosen, rejected = chosen_and_rejected(self.logprobs(model, batch.answers))
-        loss, chosen_rewards, rejected_rewards = dpo_loss(
+        (total, _), chosen_rewards, rejected_rewards = dpo_loss(
             chosen, rejected, ref_chosen, ref_rejected,
-            beta=self.beta, label_smoothing=self.label_smoothing, normalizer=normalizer,
+            beta=self.beta, label_smoothing=self.label_smoothing,
         )  # fmt: skip
+        loss = total / pairs
         return loss, {
             **ranking_sums(chosen_rewards, rejected_rewards),
-            "loss": loss * normalizer,
+            "loss": loss * pairs,
             "rejected": rejected_rewards.double().sum(),
         }
 
     def logprobs(self, policy: nn.Module, answers: Sequences) -> Tensor:
         """Log-probability of each whole answer, EOS included, (2N,)."""
         logprobs = response_logprobs(policy, answers, vocab_size=self.contract.vocab_size)
-        return masked_row_sums(logprobs, answers.response_mask)
+        return masked_row_sums(logprobs, answers.action_mask)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Loss; accuracy (a tie counts half), mean margin and means of the implicit rewards.

@@ -3,7 +3,6 @@
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,31 +10,16 @@ from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.sequences import LabelledSequences
-from rlhf_pipeline.rl.advantages import gae, group_relative, leave_one_out, to_tokens
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
-from rlhf_pipeline.rl.token_rewards import per_token_rewards, shaped_scores
-from rlhf_pipeline.rollout.scoring import Scored, TrainingPass
-
-
-@dataclass(frozen=True)
-class Experience(LabelledSequences):
-    """What the actor and the critic train on."""
-
-    old_logprobs: Tensor
-    """(B, R)."""
-    advantages: Tensor
-    """(B, R)."""
-    old_values: Tensor | None = None
-    """(B, R); None without a critic."""
-    returns: Tensor | None = None
-    """(B, R), the critic's target; None without one."""
-    ref_logprobs: Tensor | None = None
-    """(B, R), for the KL in the loss."""
-    sampler_logprobs: Tensor | None = None
-    """(B, R); only to measure rounding."""
-    training_pass: TrainingPass | None = None
-    """The forward passes of all rows that the losses need, if scoring has made them."""
+from rlhf_pipeline.rl.rewards import (
+    gae,
+    group_relative,
+    leave_one_out,
+    per_token_rewards,
+    shaped_scores,
+    to_tokens,
+)
+from rlhf_pipeline.rollout.records import Experience, Scored
 
 
 def make_experience(
@@ -47,7 +31,7 @@ def make_experience(
     without a critic keep the unit of the score, or for GRPO that of its standard deviation, as in
     their papers.
     """
-    mask = scored.sequences.response_mask
+    mask = scored.sequences.action_mask
     experience = partial(
         Experience,
         scored.sequences,
@@ -75,7 +59,7 @@ def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: Wo
     a loss, as large as the difference, until the critic has learned.
     """
     assert scored.values is not None
-    mask = scored.sequences.response_mask
+    mask = scored.sequences.action_mask
     rewards = token_rewards(scored, config, kl_coef=kl_coef, world=world)
     none = torch.zeros_like(rewards)
     _, returns = gae(rewards, none, mask, gamma=config.gamma, lam=1.0)  # independent of values
@@ -85,7 +69,7 @@ def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: Wo
 
 def token_rewards(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> Tensor:
     """The reward of each token, (B, R): its KL penalty, and the score at the end."""
-    mask = scored.sequences.response_mask
+    mask = scored.sequences.action_mask
     rewards = per_token_rewards(
         training_scores(scored, config),
         scored.logprobs,

@@ -13,19 +13,19 @@ from rlhf_pipeline.models.sequences import Sequences, collate
 class Pairs:
     """Two answers to each prompt, processed in one forward pass."""
 
-    answers: Sequences
-    """Row 2i is the chosen answer of pair i, row 2i + 1 the rejected one."""
+    answers: Sequences  # row 2i is the chosen answer of pair i, row 2i + 1 the rejected one
 
     @classmethod
     def collate(cls, rows: dict[str, list[Any]], pad_id: int) -> "Pairs":
         """Make a batch of the columns `prompt_ids`, `chosen_ids` and `rejected_ids`."""
         prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
+        numbers = [pair for pair in range(len(rows["prompt_ids"])) for _ in range(2)]
         answers = [
             ids
             for pair in zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)
             for ids in pair
         ]
-        return cls(collate(prompts, answers, pad_id))
+        return cls(collate(prompts, answers, pad_id, prompt_numbers=numbers))
 
     def __len__(self) -> int:
         return len(self.answers) // 2

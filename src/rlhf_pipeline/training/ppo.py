@@ -4,9 +4,20 @@
 
 Four models: the actor trains, the reference is its frozen start, the critic trains, the reward
 model is frozen. Advantages other than GAE's need no critic. With `ppo.ptx`, a loss on plain text is
-added to the actor's (PPO-ptx). Departures from InstructGPT: advantages are whitened; a response
-without EOS loses a part of its score; training stops at a KL bound; the export is the best
-evaluated model within the bound, not the last one.
+added to the actor's (PPO-ptx).
+
+Departures from InstructGPT (Ouyang et al. 2022):
+
+    1. Scores of reward models are centred and clipped; a response without EOS loses a part of its
+       score (`reward_sources.RewardSum`, `rl.rewards.shaped_scores`).
+    2. The critic's values start with the mean of the first returns (`experience.value_offset`).
+    3. Advantages are whitened over the batch of all ranks (`experience.make_experience`).
+    4. The mean of a loss is over the tokens of a whole optimizer step, on all ranks, so the numbers
+       of ranks and of micro batches do not change it (`rl.losses`).
+    5. No model uses dropout; log ratios are clamped, the value loss is clipped (`rl.losses`).
+    6. The KL coefficient may adapt, and training stops at a KL bound (`next_kl_coef`,
+       `exceeds_bound`).
+    7. The export is the best evaluated model within the bound, not the last one (`evaluate`).
 """
 
 from dataclasses import replace
@@ -18,27 +29,33 @@ import torch
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
-from rlhf_pipeline.distributed.batches import own_share, sampled_rows, step_rows
+from rlhf_pipeline.distributed.batches import Rows, own_share, sampled_rows, step_rows
 from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
-from rlhf_pipeline.rl.kl import adapted_kl_coef
-from rlhf_pipeline.rollout.generation import Rollout, Seed, row_seeds
-from rlhf_pipeline.rollout.scoring import Scored, score_sequences
+from rlhf_pipeline.rl.rewards import adapted_kl_coef
+from rlhf_pipeline.rollout.generation import Seed, row_seeds
+from rlhf_pipeline.rollout.records import Experience, Rollout, Scored
+from rlhf_pipeline.rollout.scoring import score_sequences
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heap import release_freed
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.experience import Experience, make_experience, value_offset
-from rlhf_pipeline.training.ppo_metrics import gold_metrics, held_out_name, rollout_metrics
+from rlhf_pipeline.training.experience import make_experience, value_offset
+from rlhf_pipeline.training.ppo_metrics import (
+    gold_metrics,
+    held_out_name,
+    rollout_fault,
+    rollout_metrics,
+    sampler_fault,
+)
 from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, policies, set_up
 from rlhf_pipeline.training.ppo_update import update_models
-from rlhf_pipeline.training.rollout_faults import rollout_fault, sampler_fault
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 
 Columns = dict[str, list[Any]]
-"""Columns of the prompts' table."""
+"""Columns of the prompts' table, and `prompt_number`, the row of the table."""
 
 HELD_OUT_STEP = 2**31
 """Stands for the step in the seeds of held-out responses: equal at every evaluation, and different
@@ -68,22 +85,28 @@ def train(setup: Setup) -> None:
     for step in range(setup.done + 1, config.steps + 1):
         log = StepLog(step, setup.guard)
         with log.timed("time/rollout_s"):
+            # 1. Sample a response to each prompt.
             rows, seeds = training_prompts(setup, step)
             with log.timed("time/generation_s"):
                 rollout = roll_out(setup, rows, seeds, step)
+            # 2. Score the responses by all models.
             scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
         if step == 1:
             scored = centre_critic(setup, scored)
         check(setup, scored, log)
+        # 3. Compute the advantage of each token.
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
+        # 4. Update actor and critic.
         metrics = update(setup, experience, step, kl_coef) | {"objective/kl_coef": kl_coef}
         log.add(metrics, sampler_fault(metrics, config, step))
+        # 5. Evaluate on held-out prompts, unless the KL is above its bound.
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
             evaluate(setup, log)
         log.write(due=stop or evaluates or step % config.log_every == 0)
         if stop:
             break
+        # 6. Adapt the KL coefficient, and save what training needs to resume.
         kl_coef = next_kl_coef(kl_coef, log.metrics["objective/kl"], config)
         due = config.checkpoint_due(step, last=config.steps, evaluated=evaluates)
         setup.save(step, due=due, kl_coef=kl_coef)
@@ -96,15 +119,22 @@ def training_prompts(setup: Setup, step: int) -> tuple[Columns, list[Seed]]:
     # All prompts once, then all of them again. The ranks divide the prompts, so each rank has all
     # responses to its prompts.
     tiled = np.tile(prompts, config.responses_per_prompt)
-    rows = setup.prompts.columns(own_share(tiled, world))
+    rows = columns_of(setup.prompts, own_share(tiled, world))
     slots = own_share(np.arange(config.responses_per_step), world)
     return rows, row_seeds(setup.seed, step, slots)
+
+
+def columns_of(table: Rows, numbers: np.ndarray) -> Columns:
+    """The rows of a table of prompts with these numbers."""
+    return table.columns(numbers) | {"prompt_number": numbers.tolist()}
 
 
 def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
     """Sample a response to each prompt. None: held-out prompts, part of the evaluation."""
     heartbeat.at("evaluation" if step is None else "rollout", step)
-    rollout = setup.models.generator.generate(rows["prompt_ids"], setup.config.sampling, seeds)
+    rollout = setup.models.generator.generate(
+        rows["prompt_ids"], setup.config.sampling, seeds, rows["prompt_number"]
+    )
     release_freed()  # the update needs as much memory, in blocks of other sizes
     return rollout
 
@@ -194,7 +224,7 @@ def held_out_metrics(setup: Setup) -> dict[str, float]:
     count = min(setup.config.evaluation_prompts, validation.num_rows)
     count = max(world.size, count - count % world.size)
     slots = own_share(np.arange(count), world)
-    rows = validation.columns(sampled_rows(validation.num_rows, count, setup.seed)[slots])
+    rows = columns_of(validation, sampled_rows(validation.num_rows, count, setup.seed)[slots])
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
     metrics = rollout_metrics(scored, setup.config, world, held_out=True)

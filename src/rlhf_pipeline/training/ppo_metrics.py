@@ -1,3 +1,5 @@
+"""Metrics of a rollout, the faults that leave nothing to learn from it, and PPO's advice."""
+
 from typing import Any
 
 import torch
@@ -7,8 +9,11 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rollout.scoring import Scored
+from rlhf_pipeline.rl.masking import masked_sum
+from rlhf_pipeline.rl.rewards import kl_estimate
+from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training.experience import groups, training_scores
+from rlhf_pipeline.training.step_log import stability_advice
 
 
 def rollout_metrics(
@@ -18,7 +23,21 @@ def rollout_metrics(
     scores = training_scores(scored, config)
     assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
     clipped = scored.scores.ne(scored.clipped_scores)
-    own = scored.sums() | {"shaped": scores.sum().double(), "clipped": clipped.sum().double()}
+    mask = scored.sequences.action_mask
+    k3 = kl_estimate(scored.logprobs, scored.ref_logprobs, "k3")
+    own = {
+        "responses": torch.tensor(float(len(scores))),
+        "score": scored.scores.sum().double(),
+        "shaped": scores.sum().double(),
+        "clipped": clipped.sum().double(),
+        "kl": scored.kl.sum().double(),
+        "kl_k3": masked_sum(k3, mask).double(),
+        "tokens": mask.sum().double(),
+        "ended": scored.ended.sum().double(),
+        **{f"reward/{name}": part.sum().double() for name, part in scored.parts.items()},
+    }
+    if scored.values is not None:
+        own["values"] = masked_sum(scored.values, mask).double()
     if config.responses_per_prompt > 1 and not held_out:
         of_group = groups(scores, config)
         own["rollout/equal_groups"] = (of_group == of_group[0]).all(0).double().mean() * len(scores)
@@ -55,3 +74,56 @@ def gold_metrics(
 def held_out_name(metric: str) -> str:
     """The name of a rollout's metric under the prefix of held-out metrics."""
     return metric.removeprefix("objective/").removeprefix("rollout/")
+
+
+def rollout_fault(
+    metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool
+) -> str | None:
+    """Why a rollout contains nothing to learn from, or None.
+
+    `metrics` come from `rollout_metrics`, and `where` names the rollout in the message. `trained`:
+    the actor has taken an optimizer step; otherwise it is the SFT model.
+    """
+    kl, bound = metrics["objective/kl"], config.kl.explosion
+    if bound is not None and not kl <= bound:  # `kl > bound` would miss NaN
+        return (
+            f"objective/kl: found {kl:.4g} nats per response {where}, expected at most "
+            f"ppo.kl.explosion ({bound:g}). The actor is too far from the reference. "
+            f"Fix: {ppo_advice('objective/kl', config)}"
+        )
+    # An EOS ends a response and counts as one of its tokens.
+    if metrics["rollout/response_tokens"] != metrics["rollout/eos_fraction"]:
+        return None
+    cause = (
+        "the actor has learned to end at once because ppo.rewards prefers that. Fix: raise "
+        f"ppo.kl.coef ({config.kl.coef:g}), or check the scores of short answers"
+        if trained
+        else "the SFT model ends at once. Fix: check its demonstrations, and whether the chat "
+        "template ends a prompt with EOS"
+    )
+    return f"every response is empty {where}: {cause}"
+
+
+def sampler_fault(metrics: dict[str, float], config: PPOConfig, step: int) -> str | None:
+    """Why the responses of a step are not the actor's, or None. `metrics` are of the update."""
+    gap, bound = metrics.get("rollout/logprob_gap"), config.maximum_logprob_gap
+    if gap is None or bound is None or not gap > bound:
+        return None
+    return (
+        f"rollout/logprob_gap: found {gap:.4g} nats per token at step {step}, expected at most "
+        f"ppo.maximum_logprob_gap ({bound:g}). The responses do not come from the actor. Fix: set "
+        f"ppo.generator to transformers, or ppo.actor.deepspeed.precision "
+        f"({config.actor.deepspeed.precision}) to fp32"
+    )
+
+
+def ppo_advice(metric: str, config: PPOConfig) -> str:
+    """The fix for a metric of PPO that is not finite."""
+    if metric.endswith("/score"):  # the reward model does not train: it was damaged from the start
+        companion = config.reward_model_companion.deepspeed
+        precision = config.reward_model.beside(companion).precision
+        return f"check the reward model and ppo.reward_model.deepspeed.precision ({precision})"
+    if config.critic is not None and ("value" in metric or "critic" in metric):
+        return stability_advice("ppo.critic.", config.critic)
+    actor = stability_advice("ppo.actor.", config.actor)
+    return f"{actor}, or raise ppo.kl.coef ({config.kl.coef:g})"

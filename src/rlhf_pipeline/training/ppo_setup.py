@@ -1,25 +1,141 @@
-from collections.abc import Callable
+"""What PPO works with: models, data, text of ptx, and the state that a checkpoint restores."""
+
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import trained_weight
+from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import Rows, load_rows
+from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
+from rlhf_pipeline.distributed.ema import EMA
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.frozen_model import frozen_model
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
+from rlhf_pipeline.models.lora import WithoutAdapters
+from rlhf_pipeline.models.scalar_head import load_scores
+from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.rollout.generation import Generator, load_generator
+from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
+from rlhf_pipeline.rollout.scoring import ScoringModels
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.divergence import DivergenceGuard
-from rlhf_pipeline.training.ppo_models import PPOModels, load_ppo_models
-from rlhf_pipeline.training.ptx import TextBatches, load_text
+from rlhf_pipeline.training.ppo_metrics import ppo_advice
 from rlhf_pipeline.training.resume import Checkpoints
-from rlhf_pipeline.training.rollout_faults import ppo_advice
+from rlhf_pipeline.training.step_log import DivergenceGuard
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
 """Prefixes of held-out metrics: of the actor, and of the average of its weights."""
+TEXT_STREAM = 2**31
+"""Stream of the permutations of ptx's blocks, different from that of the prompts."""
+
+
+@dataclass(frozen=True)
+class PPOModels:
+    """The models of PPO. No forward pass of any of them is random."""
+
+    actor: DeepSpeedEngine  # the policy in training
+    reference: nn.Module
+    """Its frozen start. With LoRA it is the actor with its adapters off."""
+    critic: DeepSpeedEngine | None
+    """The value model in training; None if `ppo.advantage` needs none."""
+    reward_model: nn.Module | None
+    """The trained reward model, frozen; None if `ppo.rewards` does not contain it."""
+    rewards: RewardSum  # the sources of `ppo.rewards`
+    generator: Generator  # samples responses from the actor
+    contract: TokenContract  # the tokens that all models share
+    tokenizer: PreTrainedTokenizerBase  # their tokenizer
+    ema: EMA | None = None  # the average of the actor's weights; None if `ppo.ema` is off
+
+    def __post_init__(self) -> None:
+        for model in self.engines().values():
+            assert_no_dropout(model)
+
+    def engines(self) -> dict[str, nn.Module]:
+        """The models by name; those that train or are sharded are DeepSpeed engines."""
+        models = {
+            "actor": self.actor,
+            "reference": self.reference,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }
+        return {name: model for name, model in models.items() if model is not None}
+
+    def scorers(self, config: PPOConfig, world: World, *, with_critic: bool) -> ScoringModels:
+        return ScoringModels(
+            policy=self.actor,
+            reference=self.reference,
+            critic=self.critic if with_critic else None,
+            reward_model=self.reward_model,
+            contract=self.contract,
+            world=world,
+            temperature=config.sampling.temperature,
+            micro_batch_tokens=config.micro_batch_tokens,
+            entropy_trains=config.entropy_coef > 0,
+        )
+
+    def deepspeed_settings(self) -> dict[str, Any]:
+        """DeepSpeed's configuration of each model that has an engine."""
+        return {
+            name: model.config
+            for name, model in self.engines().items()
+            if isinstance(model, DeepSpeedEngine)
+        }
+
+    def checkpoints(self, directory: Path, world: World, *, keep: int) -> Checkpoints:
+        trained = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+        averages = {} if self.ema is None else {"actor": self.ema.shards}
+        return Checkpoints(directory, world, trained, averages, keep=keep)
+
+
+@dataclass(frozen=True)
+class TextBatches:
+    """Blocks of plain text, one batch for each update of the actor.
+
+    The n-th update of a run always takes the n-th batch, whether or not training was resumed.
+    """
+
+    blocks: Rows  # column `input_ids`: token lists of equal length, at least 2
+    config: PPOConfig
+    world: World
+    seed: int
+
+    def of_step(self, step: int) -> Iterator[Sequences]:
+        """This rank's share of the batch of each update in `step` (from 1), read lazily.
+
+        Steps of the critic's warm-up have no update of the actor and no batch. If `kl.stop_update`
+        skips an update, its batch is skipped, too.
+        """
+        updates = self.config.ppo_epochs * self.config.updates_per_epoch
+        first = (step - 1 - self.config.critic_warmup_steps) * updates
+        for number in range(first, first + updates):
+            yield self.batch(number)
+
+    def batch(self, number: int) -> Sequences:
+        """This rank's share of global batch `number` (from 0).
+
+        The first token of a block is the prompt, the others are the response.
+        """
+        assert self.config.ptx is not None
+        rows = step_rows(
+            self.blocks.num_rows, self.config.ptx.batch_size, number, self.seed, stream=TEXT_STREAM
+        )
+        ids = torch.tensor(self.blocks.columns(own_share(rows, self.world))["input_ids"])
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        return Sequences(ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:], mask[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -30,18 +146,14 @@ class Setup:
     models: PPOModels
     prompts: Rows
     validation: Rows
-    text: TextBatches | None
-    """For `ppo.ptx`; None if it is off."""
+    text: TextBatches | None  # for `ppo.ptx`; None if it is off
     world: World
     seed: int
-    best: dict[str, BestModels]
-    """By prefix of the metrics: one for each policy of `policies`."""
+    best: dict[str, BestModels]  # by prefix of the metrics: one for each policy of `policies`
     guard: DivergenceGuard
     checkpoints: Checkpoints
-    done: int
-    """Steps that an earlier attempt has taken."""
-    kl_coef: float
-    """The KL coefficient of the next step."""
+    done: int  # steps that an earlier attempt has taken
+    kl_coef: float  # the KL coefficient of the next step
 
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
         """Save a checkpoint if one is due or a signal came; then obey the signal.
@@ -104,4 +216,72 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
         checkpoints=checkpoints,
         done=job.resume_from or 0,
         kl_coef=loop.get("kl_coef", config.kl.coef),
+    )
+
+
+def load_ppo_models(
+    job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World
+) -> PPOModels:
+    """Load the models of `ppo` from the SFT model, those with a scalar head from the reward model.
+
+    During the warm-up of the critic the actor does not train, so it makes fewer updates.
+    """
+    trust = job.trust_remote_code
+    steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}
+    updates = config.ppo_epochs * config.updates_per_epoch
+
+    def load(model: TrainedModel | FrozenModel) -> Any:
+        source = load_scores if model.scalar else load_policy
+        folder = job.inputs["reward_model" if model.scalar else "sft_model"]
+        from_disk = partial(source, folder, trust_remote_code=trust)
+        if isinstance(model, TrainedModel):
+            return train_engine(from_disk, model.config, steps[model.name] * updates)
+        return frozen_model(from_disk, model.config, world)
+
+    def longest_prompt() -> int:
+        files = (job.inputs["prompts"] / f"{part}.arrow" for part in ("train", "validation"))
+        return max(load_rows(file, world).longest("prompt_ids") for file in files)
+
+    models = {model.name: load(model) for model in config.models()}
+    actor, critic, reward_model = models["actor"], models.get("critic"), models.get("reward_model")
+    if critic is not None:
+        critic.module.scale = trained_weight(config.rewards)
+    tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
+    mean = None if reward_model is None else reward_model.score_mean
+    return PPOModels(
+        actor=actor,
+        reference=models["reference"] if "reference" in models else WithoutAdapters(actor),
+        critic=critic,
+        reward_model=reward_model,
+        rewards=load_rewards(job, config, contract, world, tokenizer=tokenizer, trained_mean=mean),
+        generator=load_generator(
+            config.generator,
+            actor,
+            contract,
+            config.sampling,
+            world,
+            gather=config.gather_for_generation,
+            longest_prompt=longest_prompt,
+            hybrid=config.hybrid,
+        ),
+        contract=contract,
+        tokenizer=tokenizer,
+        ema=None if config.ema is None else EMA(actor, config.ema.decay),
+    )
+
+
+def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches | None:
+    """The text for `ppo.ptx`, or None if it is off.
+
+    Raises ArtifactError if `ppo.ptx` is set, but the job has no text.
+    """
+    if config.ptx is None:
+        return None
+    if "pretraining" not in job.inputs:
+        raise ArtifactError(
+            "ppo.ptx: the split has no plain text. Fix: set split.pretraining and run stage split, "
+            "or set ppo.ptx to null"
+        )
+    return TextBatches(
+        load_rows(job.inputs["pretraining"] / "train.arrow", world), config, world, job.seed
     )

@@ -28,11 +28,10 @@ from rlhf_pipeline.models.forward import (
 )
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
+from rlhf_pipeline.rl.losses import entropy_loss, kl_loss, policy_loss, sft_loss, value_loss
 from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.rl.ppo_losses import entropy_loss, kl_loss, policy_loss, value_loss
-from rlhf_pipeline.rl.sft_loss import sft_loss
-from rlhf_pipeline.training.experience import Experience
-from rlhf_pipeline.training.ppo_models import PPOModels
+from rlhf_pipeline.rollout.records import Experience
+from rlhf_pipeline.training.ppo_setup import PPOModels
 
 
 def update_models(
@@ -109,7 +108,7 @@ def in_micro_batches(
         for epoch in range(1, config.ppo_epochs + 1)
         for rows in minibatch_rows(count, size, world, (*key, epoch))
     ]
-    lengths = [experience.lengths[rows] for rows in drawn]
+    lengths = [experience.sequences.lengths[rows] for rows in drawn]
     groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
     for rows, own in zip(drawn, groups, strict=True):
         yield [experience.rows(rows[index]) for index in own]
@@ -134,14 +133,12 @@ def update_minibatch(
     With `text`, the actor's loss is the sum of PPO's and `ptx.coef` times that of the text, each a
     mean over its own tokens. `is_sampler`: the actor is still the policy that sampled.
     """
-    masks = [piece.sequences.response_mask for piece in pieces]
-    tokens = torch.stack([mask.sum() for mask in masks]).sum().double()
-    tokens = tokens.to(world.device, non_blocking=True)
-    normalizer = world.sum(tokens)
+    chosen = torch.stack([piece.sequences.action_mask.sum() for piece in pieces]).sum().double()
+    tokens = world.sum(chosen.to(world.device, non_blocking=True))
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [
-            partial(actor_loss, models, piece, config, normalizer, kl_coef, is_sampler=is_sampler)
+            partial(actor_loss, models, piece, config, tokens, kl_coef, is_sampler=is_sampler)
             for piece in pieces
         ]
         if text is not None:
@@ -152,9 +149,8 @@ def update_minibatch(
             losses += [partial(text_loss, models, blocks, config, count) for blocks in chunks]
         steps.append((models.actor, losses))
     if (critic := models.critic) is not None:
-        losses = [partial(critic_loss, critic, piece, config, normalizer) for piece in pieces]
+        losses = [partial(critic_loss, critic, piece, config, tokens) for piece in pieces]
         steps.append((critic, losses))
-    sums = sums | {"tokens": sums.get("tokens", 0) + tokens}
     if config.actor.deepspeed.precision == "fp16":  # then the critic's is fp16 too, see PPOConfig
         for engine, own in steps:
             sums = accumulate(engine, world, own, sums)
@@ -172,14 +168,17 @@ def actor_loss(
     models: PPOModels,
     piece: Experience,
     config: PPOConfig,
-    normalizer: Tensor,
+    tokens: Tensor,
     kl_coef: float,
     *,
     is_sampler: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """The clipped policy loss of a micro batch, plus KL penalty and entropy loss if they are on."""
+    """The clipped policy loss of a micro batch, plus KL penalty and entropy loss if they are on.
+
+    `tokens` is the number of tokens that the policy chose in the whole optimizer step.
+    """
     piece = piece.to(models.actor.device)
-    mask = piece.sequences.response_mask
+    mask = piece.sequences.action_mask
     if (done := piece.training_pass) is not None:
         logprobs, entropy = done.logprobs, done.entropy
     else:
@@ -190,81 +189,86 @@ def actor_loss(
             temperature=config.sampling.temperature,
             entropy_trains=config.entropy_coef > 0,
         )
-    loss = policy_loss(
+    total, count = policy_loss(
         logprobs,
         piece.old_logprobs,
         piece.advantages,
         mask,
         clip_range=config.clip_range,
-        normalizer=normalizer,
         dual_clip=config.dual_clip,
     )
+    loss = total / tokens
     diagnostics = policy_diagnostics(
         logprobs.detach(), piece.old_logprobs, mask, clip_range=config.clip_range
     )
-    del diagnostics["tokens"]
     sums = {f"policy/{name}": value for name, value in diagnostics.items()}
-    sums |= {"policy/loss": loss * normalizer, "policy/entropy": masked_sum(entropy, mask)}
+    entropies = masked_sum(entropy, mask)
+    sums |= {"policy/loss": loss * tokens, "policy/entropy": entropies, "policy/count": count}
     if is_sampler and piece.sampler_logprobs is not None:
         gap = (logprobs.detach() - piece.sampler_logprobs).abs()
-        sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "sampler_tokens": mask.sum()}
+        sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "rollout/count": count}
     if config.kl.place == "loss":
         assert piece.ref_logprobs is not None
-        loss = loss + kl_coef * kl_loss(
-            logprobs, piece.old_logprobs, piece.ref_logprobs, mask, normalizer=normalizer
-        )
+        total, _ = kl_loss(logprobs, piece.old_logprobs, piece.ref_logprobs, mask)
+        loss = loss + kl_coef * (total / tokens)
     if config.entropy_coef > 0:
-        loss = loss + config.entropy_coef * entropy_loss(entropy, mask, normalizer=normalizer)
+        total, _ = entropy_loss(entropy, mask)
+        loss = loss + config.entropy_coef * (total / tokens)
     return loss, sums
 
 
 def critic_loss(
-    critic: DeepSpeedEngine, piece: Experience, config: PPOConfig, normalizer: Tensor
+    critic: DeepSpeedEngine, piece: Experience, config: PPOConfig, tokens: Tensor
 ) -> tuple[Tensor, Sums]:
-    """The clipped value loss of a micro batch."""
+    """The clipped value loss of a micro batch; `tokens` as in `actor_loss`."""
     piece = piece.to(critic.device)
     assert piece.old_values is not None and piece.returns is not None
     if (done := piece.training_pass) is None or done.values is None:
         values = response_values(critic, piece.sequences)
     else:
         values = done.values
-    loss = value_loss(
+    total, count = value_loss(
         values,
         piece.old_values,
         piece.returns,
-        piece.sequences.response_mask,
+        piece.sequences.action_mask,
         clip_range=config.value_clip_range,
-        normalizer=normalizer,
     )
-    return loss, {"value/loss": loss * normalizer}
+    loss = total / tokens
+    return loss, {"value/loss": loss * tokens, "value/count": count}
 
 
 def text_loss(
-    models: PPOModels, blocks: Sequences, config: PPOConfig, normalizer: int
+    models: PPOModels, blocks: Sequences, config: PPOConfig, tokens: int
 ) -> tuple[Tensor, Sums]:
-    """The language-model loss (ptx) of some blocks of plain text."""
+    """The language-model loss (ptx) of some blocks of plain text.
+
+    `tokens` is the number of their tokens in the whole optimizer step.
+    """
     assert config.ptx is not None
     blocks = blocks.to(models.actor.device)
-    mask = blocks.response_mask
     logprobs = response_logprobs(models.actor, blocks, vocab_size=models.contract.vocab_size)
-    loss = sft_loss(logprobs, mask, normalizer=normalizer)
-    return config.ptx.coef * loss, {"ptx/loss": loss * normalizer, "text_tokens": mask.sum()}
+    total, count = sft_loss(logprobs, blocks.action_mask)
+    loss = total / tokens
+    return config.ptx.coef * loss, {"ptx/loss": loss * tokens, "ptx/count": count}
 
 
 def _approx_kl(sums: Sums, before: Sums, world: World) -> float:
     """Mean `policy/approx_kl` of one epoch over all ranks, so that all ranks agree."""
-    added = {name: sums[name] - before.get(name, 0) for name in ("policy/approx_kl", "tokens")}
+    added = {
+        name: sums[name] - before.get(name, 0) for name in ("policy/approx_kl", "policy/count")
+    }
     total = world.sums(added)
-    return total["policy/approx_kl"] / total["tokens"]
+    return total["policy/approx_kl"] / total["policy/count"]
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
-    counts = {
-        "ptx/loss": sums.pop("text_tokens", 0.0),
-        "rollout/logprob_gap": sums.pop("sampler_tokens", 0.0),
+    """Each sum `group/name` divided by `group/count`."""
+    metrics = {
+        name: value / sums[f"{name.partition('/')[0]}/count"]
+        for name, value in sums.items()
+        if not name.endswith("/count")
     }
-    tokens = sums.pop("tokens")
-    metrics = {name: value / counts.get(name, tokens) for name, value in sums.items()}
     if "ptx/loss" in metrics:
         metrics["ptx/perplexity"] = math.exp(min(metrics["ptx/loss"], 700.0))
     return metrics
@@ -275,7 +279,7 @@ def _explained_variance(experience: Experience, world: World) -> dict[str, Tenso
     values, returns = experience.old_values, experience.returns
     if values is None or returns is None:
         return {}
-    moments = value_sums(values, returns, experience.sequences.response_mask)
+    moments = value_sums(values, returns, experience.sequences.action_mask)
     return {"value/explained_variance": explained_variance(world.sum(moments))}
 
 

@@ -28,15 +28,12 @@ from rlhf_pipeline.runtime.files import put_in_place, require_space
 class Checkpoints:
     """Saves and restores the state of one training program; obeys SIGTERM after a whole step."""
 
-    directory: Path
-    """All ranks write the checkpoints there: machines share it."""
+    directory: Path  # all ranks write the checkpoints there: machines share it
     world: World
-    engines: Mapping[str, DeepSpeedEngine]
-    """By the model's name."""
+    engines: Mapping[str, DeepSpeedEngine]  # by the model's name
     averages: Mapping[str, list[torch.Tensor]] = field(default_factory=dict)
     """Averages of their weights (`save_engine`), by the model's name."""
-    keep: int = field(kw_only=True)
-    """Number of checkpoints to keep."""
+    keep: int = field(kw_only=True)  # number of checkpoints to keep
 
     def __post_init__(self) -> None:
         self._received_sigterm = False

@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import common_contract
-from rlhf_pipeline.distributed.batches import load_rows
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, store_score_mean
-from rlhf_pipeline.rl.pairwise_loss import pairwise_loss
+from rlhf_pipeline.rl.losses import pairwise_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.statistics import rate_interval
 from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.reward_report import BENCHMARK, read_benchmark, write_report
 from rlhf_pipeline.training.supervised import train
@@ -33,14 +31,15 @@ class RewardModelTask(PairTask):
 
     name: str = "reward_model"
 
-    def loss(self, model: nn.Module, batch: Pairs, normalizer: Tensor) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
         chosen, rejected = chosen_and_rejected(sequence_scores(model, batch.answers))
+        total, _ = pairwise_loss(chosen, rejected)
         sums = {
             **ranking_sums(chosen, rejected),
-            "nll": pairwise_loss(chosen, rejected, normalizer=1.0),
+            "nll": total,
             "chosen_squared": chosen.detach().double().square().sum(),
         }
-        return pairwise_loss(chosen, rejected, normalizer=normalizer), sums
+        return total / pairs, sums
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Loss, accuracy (a tie counts half), mean margin; mean and deviation of chosen scores."""
@@ -67,9 +66,6 @@ def main(job: LaunchedJob) -> dict[str, float]:
     benchmark = read_benchmark(job, task.contract)  # before the training: it may be invalid
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
-    pairs = load_rows(job.inputs["comparisons"] / "validation.arrow", world).num_rows
-    lower, upper = rate_interval(metrics["validation/accuracy"], pairs)
-    metrics |= {"validation/accuracy_lower": lower, "validation/accuracy_upper": upper}
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics | write_report(job, config, task.contract, world, benchmark)

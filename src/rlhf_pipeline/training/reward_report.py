@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -39,33 +40,26 @@ Score = Callable[[Sequences], Tensor]
 """The score of each response, (B,); equally many responses on each rank."""
 
 REPORT = "reward_report.json"
-BENCHMARK = "benchmark"
-"""Input of the job: the file of `reward_model.benchmark`."""
+BENCHMARK = "benchmark"  # input of the job: the file of `reward_model.benchmark`
 
 
 def _as_messages(prompt: Any) -> Any:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _as_list(chosen: Any) -> Any:
-    return [chosen] if isinstance(chosen, str) else chosen
-
-
 class BenchmarkRow(BaseModel):
     """A line of a benchmark."""
 
     prompt: Annotated[Conversation, BeforeValidator(_as_messages)] = Field(min_length=1)
-    chosen: Annotated[list[str], BeforeValidator(_as_list)] = Field(min_length=1)
+    chosen: str
     rejected: list[str] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """All answers of `reward_model.benchmark`, as tokens."""
+    """All answers of `reward_model.benchmark` as tokens, those of a row after each other."""
 
-    lines: list[int]
-    """The line of each answer, from 1."""
-    chosen: list[bool]
+    sizes: list[int]  # answers of each row; the first one is the chosen one
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
 
@@ -78,30 +72,26 @@ def read_benchmark(job: LaunchedJob, contract: TokenContract) -> Benchmark | Non
     if BENCHMARK not in job.inputs:
         return None
     place, model = f"reward_model.benchmark: {job.inputs[BENCHMARK]}", job.inputs["sft_model"]
-    lines: list[int] = []
-    chosen: list[bool] = []
-    prompts: list[Conversation] = []
-    texts: list[str] = []
-    with job.inputs[BENCHMARK].open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = BenchmarkRow.model_validate_json(line)
-            except ValidationError as error:
-                fault = error.errors()[0]
-                found = str(fault["loc"][0]) if fault["loc"] else "no JSON object"
-                raise DataError(
-                    f"{place}, line {number}: found {found} ({fault['msg']}), expected prompt, "
-                    "chosen and a list rejected"
-                ) from None
-            answers = [*row.chosen, *row.rejected]
-            lines += [number] * len(answers)
-            chosen += [True] * len(row.chosen) + [False] * len(row.rejected)
-            prompts += [row.prompt] * len(answers)
-            texts += answers
-    if not lines:
+    rows: list[BenchmarkRow] = []
+    for number, line in enumerate(job.inputs[BENCHMARK].read_text("utf-8").splitlines(), start=1):
+        try:
+            rows.append(BenchmarkRow.model_validate_json(line))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            found = str(fault["loc"][0]) if fault["loc"] else "no JSON object"
+            raise DataError(
+                f"{place}, line {number}: found {found} ({fault['msg']}), expected prompt, chosen "
+                "and a list rejected"
+            ) from None
+    if not rows:
         raise DataError(f"{place}: found no line, expected at least 1")
     tokenizer = load_tokenizer(model, trust_remote_code=job.trust_remote_code)
-    names = [f"{place}, line {number}" for number in lines]
+    answers = [
+        (f"{place}, line {number}", row.prompt, text)
+        for number, row in enumerate(rows, start=1)
+        for text in (row.chosen, *row.rejected)
+    ]
+    names, prompts, texts = (list(column) for column in zip(*answers, strict=True))
     before = render_prompts(tokenizer, names, prompts)
     after = render_responses(tokenizer, contract, names, prompts, before, texts)
     ids = encode(before, tokenizer), encode([text or "" for text in after], tokenizer)
@@ -112,7 +102,7 @@ def read_benchmark(job: LaunchedJob, contract: TokenContract) -> Benchmark | Non
                 f"{name}: found {len(prompt_ids) + len(response_ids)} tokens, expected at most the "
                 f"model's {limit} positions. Fix: remove the line"
             )
-    return Benchmark(lines, chosen, *ids)
+    return Benchmark([1 + len(row.rejected) for row in rows], *ids)
 
 
 def write_report(
@@ -139,6 +129,8 @@ def write_report(
     score = partial(by_micro_batches, sequence_scores, model, tokens=tokens, world=world)
     report = describe(*held_out(job.inputs["comparisons"], contract, score, world))
     metrics = {
+        "validation/accuracy_lower": report["accuracy"]["lower"],
+        "validation/accuracy_upper": report["accuracy"]["upper"],
         "validation/calibration_error": report["calibration"]["error"],
         "validation/length_correlation": report["length_correlation"],
         "validation/accuracy_half_1": report["halves"][0],
@@ -172,7 +164,7 @@ def held_out(
     def work(rows: np.ndarray) -> list[tuple[str, list[float], list[int]]]:
         columns = table.columns(rows)
         answers = Pairs.collate(columns, contract.pad_id).answers
-        scores, tokens = score(answers), answers.response_mask.sum(1)
+        scores, tokens = score(answers), answers.action_mask.sum(1)
         sources = [name.rpartition(":")[0] for name in columns["id"]]
         pairs = scores.view(-1, 2).tolist(), tokens.view(-1, 2).tolist()
         return list(zip(sources, *pairs, strict=True))
@@ -203,11 +195,7 @@ def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> 
 def best_of_all(
     benchmark: Benchmark, contract: TokenContract, score: Score, world: World
 ) -> dict[str, float]:
-    """How often all chosen answers have higher scores than all rejected ones.
-
-    With one chosen of four answers this is the accuracy of RewardBench 2 (Malik et al. 2025,
-    https://arxiv.org/abs/2506.01937), where equal scores are wrong.
-    """
+    """How often the chosen answer has a higher score than all rejected ones."""
 
     def work(rows: np.ndarray) -> list[float]:
         prompts, answers = (
@@ -215,11 +203,9 @@ def best_of_all(
         )
         return [float(one) for one in score(collate(prompts, answers, contract.pad_id))]
 
-    scores = on_all_ranks(len(benchmark.lines), work, world)
-    by_line: dict[int, dict[bool, list[float]]] = {}
-    for line, chosen, one in zip(benchmark.lines, benchmark.chosen, scores, strict=True):
-        by_line.setdefault(line, {True: [], False: []})[chosen].append(one)
-    return _rate(np.array([min(row[True]) > max(row[False]) for row in by_line.values()], float))
+    scores = iter(on_all_ranks(sum(benchmark.sizes), work, world))
+    rows = ([*islice(scores, size)] for size in benchmark.sizes)
+    return _rate(np.array([row[0] > max(row[1:]) for row in rows], float))
 
 
 def _rate(right: np.ndarray) -> dict[str, float]:

@@ -16,48 +16,38 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
-from rlhf_pipeline.models.sequences import LabelledSequences, collate, pad
-from rlhf_pipeline.rl.masking import masked_sum
-from rlhf_pipeline.rl.sft_loss import sft_loss
+from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.rl.losses import sft_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.supervised import train
 
 
 @dataclass(frozen=True)
-class Demonstrations(LabelledSequences):
-    """Dialogues, and the tokens that the loss includes.
-
-    A response begins with the first token of the loss and may contain later user turns.
-    """
-
-    loss_mask: Tensor
-    """(B, R) bool, True for the tokens that the loss includes."""
-
-
-@dataclass(frozen=True)
 class SFTTask:
-    """Next-token loss on the tokens that `split.sft_loss` selects."""
+    """Next-token loss on the tokens that `split.sft_loss` selects.
+
+    A response begins with the first of them and may contain later user turns.
+    """
 
     contract: TokenContract
     name: str = "sft"
 
-    def collate(self, rows: dict[str, list[Any]]) -> Demonstrations:
-        learned, _ = pad(rows["loss_mask"], False, left=False)
-        return Demonstrations(
-            collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id), learned.bool()
+    def collate(self, rows: dict[str, list[Any]]) -> Sequences:
+        return collate(
+            rows["prompt_ids"],
+            rows["response_ids"],
+            self.contract.pad_id,
+            actions=rows["loss_mask"],
         )
 
-    def weight(self, batch: Demonstrations) -> Tensor:
-        """Number of tokens that the loss includes."""
-        return batch.loss_mask.sum().double()
+    def weight(self, batch: Sequences) -> Tensor:
+        return batch.action_mask.sum().double()
 
-    def loss(
-        self, model: nn.Module, batch: Demonstrations, normalizer: Tensor
-    ) -> tuple[Tensor, Sums]:
-        logprobs = response_logprobs(model, batch.sequences, vocab_size=self.contract.vocab_size)
-        sums = {"nll": -masked_sum(logprobs, batch.loss_mask), "tokens": batch.loss_mask.sum()}
-        return sft_loss(logprobs, batch.loss_mask, normalizer=normalizer), sums
+    def loss(self, model: nn.Module, batch: Sequences, tokens: Tensor) -> tuple[Tensor, Sums]:
+        logprobs = response_logprobs(model, batch, vocab_size=self.contract.vocab_size)
+        total, count = sft_loss(logprobs, batch.action_mask)
+        return total / tokens, {"nll": total, "tokens": count}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Loss in nats per token, perplexity, and number of tokens."""

@@ -1,10 +1,47 @@
-"""The metrics of one training step: collected, checked, timed and written."""
+"""The metrics of one training step: collected, timed, checked and written.
 
+Training that diverges ends in the step where it shows, on all ranks, with a fix.
+"""
+
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
 
-from rlhf_pipeline.training.divergence import DivergenceGuard
+from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
+from rlhf_pipeline.training.best_models import BestModels
+
+
+@dataclass(frozen=True)
+class DivergenceGuard:
+    """Checks the metrics of every step. They are sums over all ranks, so all ranks decide alike."""
+
+    world: World
+    writer: MetricsFile
+    best: BestModels
+    advice: Callable[[str], str]
+    """The fix for a metric that is not finite, in terms of the parameters."""
+
+    def require_finite(self, step: int, metrics: dict[str, float]) -> None:
+        """Raise `StageError` for the first metric that is not a finite number."""
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                start = ", or the initial model is damaged" if step <= 1 else ""
+                cause = f"training has diverged{start}"
+                fault = f"{name} is {value} at step {step}: {cause}. Fix: {self.advice(name)}"
+                self.fail(step, metrics, fault)
+
+    def fail(self, step: int, metrics: dict[str, float], fault: str) -> NoReturn:
+        """Write the metrics of the step, then raise `StageError`. All ranks call this together."""
+        self.writer.write(step, metrics)
+        # The first rank that exits ends the others, perhaps before the line is written.
+        self.world.barrier()
+        raise StageError(f"{fault}. {self.best.kept}")
 
 
 class StepLog:
@@ -38,6 +75,17 @@ class StepLog:
         self.metrics["time/step_s"] = time.monotonic() - self._start
         if due:
             self._guard.writer.write(self.step, self.metrics)
+
+
+def stability_advice(place: str, config: TrainedModelConfig) -> str:
+    """How to train the model of the block `place` more stably, with the present values."""
+    optimizer, precision = config.optimizer, config.deepspeed.precision
+    wider = "is fp32 already" if precision == "fp32" else f"({precision}) may be too narrow"
+    return (
+        f"lower {place}optimizer.learning_rate ({optimizer.learning_rate:g}) or "
+        f"{place}optimizer.max_grad_norm ({optimizer.max_grad_norm:g}); "
+        f"{place}deepspeed.precision {wider}"
+    )
 
 
 def evaluation_steps(steps: int, evaluations: int) -> set[int]:

@@ -32,16 +32,19 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.divergence import DivergenceGuard, stability_advice
 from rlhf_pipeline.training.resume import Checkpoints
-from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
+from rlhf_pipeline.training.step_log import (
+    DivergenceGuard,
+    StepLog,
+    evaluation_steps,
+    stability_advice,
+)
 
-BLOCK = 1024
-"""Held-out rows of a rank that are in memory together."""
+BLOCK = 1024  # held-out rows of a rank that are in memory together
 
 
 class Batch(Protocol):
-    """Rows of one batch: `Demonstrations` or `Pairs`."""
+    """Rows of one batch: `Sequences` or `Pairs`."""
 
     @property
     def lengths(self) -> Tensor:
@@ -65,10 +68,13 @@ class Task(Protocol):
         """Columns of a prepared table as a batch."""
 
     def weight(self, batch: Any) -> Tensor:
-        """The count that the loss is divided by, summed over all ranks: tokens or pairs."""
+        """The terms of the loss: tokens or pairs."""
 
-    def loss(self, model: nn.Module, batch: Any, normalizer: Tensor) -> tuple[Tensor, Sums]:
-        """Loss of a micro batch, and its contribution to the metrics as additive sums."""
+    def loss(self, model: nn.Module, batch: Any, terms: Tensor, /) -> tuple[Tensor, Sums]:
+        """Loss of a micro batch, and its contribution to the metrics as additive sums.
+
+        The sum of the loss is divided by `terms`, those of the whole step on all ranks.
+        """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics from sums over all micro batches and ranks; names without prefix."""
@@ -91,8 +97,7 @@ class Setup:
     best: BestModels
     guard: DivergenceGuard
     checkpoints: Checkpoints
-    done: int
-    """Steps that an earlier attempt has taken."""
+    done: int  # steps that an earlier attempt has taken
 
 
 def train(
@@ -188,9 +193,9 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     engine, task, config, world = setup.engine, setup.task, setup.config, setup.world
     rows = step_rows(setup.training.num_rows, config.batch_size, step - 1, setup.seed)
     batch = task.collate(setup.training.columns(own_share(rows, world)))
-    normalizer = world.sum(task.weight(batch))
+    terms = world.sum(task.weight(batch))
     learning_rate = engine.get_lr()[0]
-    sums = optimizer_step(engine, world, micro_batch_losses(setup, batch, normalizer))
+    sums = optimizer_step(engine, world, micro_batch_losses(setup, batch, terms))
     norm = grad_norm(engine)
     norms = {} if norm is None else {"optim/grad_norm": norm}
     totals = world.sums(sums, equal=norms)
@@ -200,12 +205,12 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     return metrics | {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
 
 
-def micro_batch_losses(setup: Setup, batch: Batch, normalizer: Tensor) -> list[Loss]:
+def micro_batch_losses(setup: Setup, batch: Batch, terms: Tensor) -> list[Loss]:
     """The losses of a batch, one for each micro batch."""
 
     def loss(index: Tensor) -> tuple[Tensor, Sums]:
         rows = batch.rows(index).to(setup.world.device)
-        return setup.task.loss(setup.engine, rows, normalizer)
+        return setup.task.loss(setup.engine, rows, terms)
 
     tokens = setup.config.micro_batch_tokens
     (groups,) = micro_batches([batch.lengths], tokens, setup.engine, setup.world)
@@ -245,7 +250,7 @@ def held_out_losses(setup: Setup) -> Iterator[tuple[Loss, bool]]:
     if rest:
         is_own = world.rank < rest
         blocks.append((np.array([even + world.rank if is_own else 0]), is_own))
-    # The losses are not used, so their normalizer does not matter.
+    # The losses are not used, so what divides them does not matter.
     one = torch.ones((), device=world.device)
     for rows, counts in blocks:
         batch = setup.task.collate(validation.columns(rows))

@@ -111,10 +111,8 @@ PROGRAMS = {spec.name: spec.program for spec in stage_specs().values()}
 @pytest.mark.parametrize(
     ("file", "stages"),
     [
-        ("rl/sft_loss.py", {"sft", "ppo"}),
-        ("rl/pairwise_loss.py", {"reward_model"}),
-        ("rl/dpo_loss.py", {"dpo"}),
-        ("rl/ppo_losses.py", {"ppo"}),
+        ("training/ppo_update.py", {"ppo"}),
+        ("training/pairs.py", {"reward_model", "dpo"}),
         ("distributed/optimizer_step.py", {"sft", "reward_model", "ppo", "dpo"}),
         ("stages/run.py", set()),
     ],

@@ -17,7 +17,7 @@ RECIPE = {
         }
     },
     "inputs": {"sft_model": "aa", "prompts": "bb"},
-    "code": {"training/ppo.py": "c0", "training/ppo_update.py": "c1", "rl/kl.py": "c2"},
+    "code": {"training/ppo.py": "c0", "training/ppo_update.py": "c1", "rl/rewards.py": "c2"},
     "versions": {"torch": "2.13.0", "numpy": "2.4.0"},
     "processes": 2,
 }
@@ -58,7 +58,7 @@ def ppo(**changes):
         ),
         (
             new(code={"training/ppo.py": "c0", "training/ppo_update.py": "xx", "rl/new.py": "c3"}),
-            ["code changed: rl/kl.py, rl/new.py, training/ppo_update.py"],
+            ["code changed: rl/rewards.py, rl/new.py, training/ppo_update.py"],
         ),
     ],
 )

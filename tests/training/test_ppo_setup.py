@@ -8,7 +8,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.scoring import score_sequences
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.ppo_models import load_ppo_models
+from rlhf_pipeline.training.ppo_setup import load_ppo_models
 
 SEQUENCES = collate([[5, 6, 7], [8]], [[9, 10, 11], [12, 13]], 0)
 

@@ -1,16 +1,85 @@
-"""Losses of PPO: policy, KL penalty, entropy bonus and value.
+"""The losses, each as a pair: a sum over its terms, and the number of terms, without gradient.
 
-Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = real token.
+The caller divides the sum by the number of terms in the whole optimizer step, over all micro
+batches and ranks. The quotients then add up to the mean over the batch; an engine that averages
+over ranks or micro batches must undo that.
 
-A loss is a float32 sum divided by `normalizer`, the number of real tokens in one optimizer step
-over all ranks and micro batches. Losses therefore add up to the mean over the whole batch; an
-engine that averages over ranks or micro batches must undo that.
+Shapes: B sequences, R response tokens, N comparisons. A mask is (B, R) bool, True = the token is a
+term: the policy chose it. Sums are 0-dim float32. All functions raise ValueError for a wrong shape.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from rlhf_pipeline.rl.masking import check_shapes, masked_sum
+from rlhf_pipeline.rl.masking import check_same_shape, check_shapes, masked_sum
+
+LossSum = tuple[Tensor, Tensor]  # sum and number of terms
+
+
+def sft_loss(logprobs: Tensor, mask: Tensor) -> LossSum:
+    """Negative log-likelihood of demonstrated tokens or of plain text; `logprobs` are (B, R).
+
+    L = -sum_t log p(token_t)
+    """
+    return -masked_sum(logprobs.float(), mask), mask.sum()
+
+
+def pairwise_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossSum:
+    """Negative log-likelihood of the preferences under Bradley-Terry; scores are (N,).
+
+        L = -sum_i log sigmoid(chosen_i - rejected_i)
+
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1, with one comparison per
+    pair.
+    """
+    check_same_shape(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
+    margin = chosen_scores.float() - rejected_scores.float()
+    return -logsigmoid(margin).sum(), _count(margin)
+
+
+def dpo_loss(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    ref_chosen_logprobs: Tensor,
+    ref_rejected_logprobs: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> tuple[LossSum, Tensor, Tensor]:
+    """Negative log-likelihood of the preferences under Bradley-Terry with implicit rewards.
+
+        r(y) = beta * (log pi(y) - log pi_ref(y))
+        m_i  = r(chosen_i) - r(rejected_i)
+        L    = -sum_i ((1 - e) * log sigmoid(m_i) + e * log sigmoid(-m_i))
+
+    Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7. With e > 0: conservative
+    DPO (Mitchell, https://ericmitchell.ai/cdpo.pdf), which assumes that a preference is wrong with
+    probability e. Its minimum is at the margin log((1 - e) / e) instead of infinity.
+
+    Args:
+        chosen_logprobs, rejected_logprobs: (N,), of whole responses under the policy; the only
+            arguments with a gradient.
+        ref_chosen_logprobs, ref_rejected_logprobs: (N,), under the reference.
+        beta: scale of the implicit rewards, reward per nat of log ratio.
+        label_smoothing: e, in [0, 0.5).
+
+    Returns:
+        The loss; the implicit rewards of the chosen and of the rejected responses, (N,) float32
+        each, without gradient.
+    """
+    check_same_shape(
+        chosen_logprobs=chosen_logprobs,
+        rejected_logprobs=rejected_logprobs,
+        ref_chosen_logprobs=ref_chosen_logprobs,
+        ref_rejected_logprobs=ref_rejected_logprobs,
+    )
+    chosen_rewards = beta * (chosen_logprobs.float() - ref_chosen_logprobs.detach().float())
+    rejected_rewards = beta * (rejected_logprobs.float() - ref_rejected_logprobs.detach().float())
+    margin = chosen_rewards - rejected_rewards
+    likelihood = (1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)
+    loss = -likelihood.sum(), _count(margin)
+    return loss, chosen_rewards.detach(), rejected_rewards.detach()
 
 
 def policy_loss(
@@ -20,16 +89,15 @@ def policy_loss(
     mask: Tensor,
     *,
     clip_range: float,
-    normalizer: float | Tensor,
     dual_clip: float | None = None,
     log_ratio_clamp: float = 20.0,
-) -> Tensor:
+) -> LossSum:
     """Negative clipped surrogate objective of PPO.
 
         ratio_t = exp(logprobs_t - old_logprobs_t)
         surrogate_t = min(ratio_t * A_t, clip(ratio_t, 1 - clip_range, 1 + clip_range) * A_t)
         surrogate_t = max(surrogate_t, dual_clip * A_t)     where A_t < 0, if dual_clip is set
-        L = -sum_t surrogate_t / normalizer
+        L = -sum_t surrogate_t
 
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; dual clip: Ye et al.,
     https://arxiv.org/abs/1912.09729, equation 5. In addition, the log ratio is clamped, so that one
@@ -59,7 +127,7 @@ def policy_loss(
         surrogate = torch.where(
             advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate
         )
-    return -surrogate.sum() / normalizer
+    return -surrogate.sum(), mask.sum()
 
 
 def kl_loss(
@@ -68,39 +136,35 @@ def kl_loss(
     ref_logprobs: Tensor,
     mask: Tensor,
     *,
-    normalizer: float | Tensor,
     log_ratio_clamp: float = 20.0,
-) -> Tensor:
+) -> LossSum:
     """KL penalty of the policy from its reference.
 
         w_t = exp(logprobs_t - old_logprobs_t)     importance weight, a constant
-        L = sum_t w_t * (logprobs_t - ref_logprobs_t)^2 / 2 / normalizer
+        L = sum_t w_t * (logprobs_t - ref_logprobs_t)^2 / 2
 
     Its gradient estimates that of KL(policy || reference) given the tokens before, without bias, as
     the weight corrects for an earlier policy. Its value is not the KL.
 
     Source: Tang and Munos, https://arxiv.org/abs/2506.09477, for the square (k2); DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, for the weight. Arguments as in `policy_loss`. Raises
-    ValueError if a shape is wrong.
+    https://arxiv.org/abs/2512.02556, for the weight. Arguments as in `policy_loss`.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     moved = torch.where(mask, logprobs.detach().float() - old_logprobs.detach().float(), 0.0)
     weights = moved.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
     log_ratio = torch.where(mask, logprobs.float() - ref_logprobs.detach().float(), 0.0)
-    return (weights * log_ratio.square() / 2).sum() / normalizer
+    return (weights * log_ratio.square() / 2).sum(), mask.sum()
 
 
-def entropy_loss(entropy: Tensor, mask: Tensor, *, normalizer: float | Tensor) -> Tensor:
-    """Negative mean entropy of the policy: an exploration bonus.
+def entropy_loss(entropy: Tensor, mask: Tensor) -> LossSum:
+    """Negative entropy of the policy: an exploration bonus. `entropy` is (B, R), in nats.
 
-        L = -sum_t H_t / normalizer
+        L = -sum_t H_t
 
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9; the caller applies the
     coefficient c_2.
-
-    The entropy is (B, R), in nats. Raises ValueError if a shape is wrong.
     """
-    return -masked_sum(entropy.float(), mask) / normalizer
+    return -masked_sum(entropy.float(), mask), mask.sum()
 
 
 def value_loss(
@@ -110,12 +174,11 @@ def value_loss(
     mask: Tensor,
     *,
     clip_range: float | None,
-    normalizer: float | Tensor,
-) -> Tensor:
+) -> LossSum:
     """Clipped squared error of the critic.
 
         clipped_t = old_t + clip(V_t - old_t, -clip_range, clip_range)
-        L = sum_t max((V_t - G_t)^2, (clipped_t - G_t)^2) / 2 / normalizer
+        L = sum_t max((V_t - G_t)^2, (clipped_t - G_t)^2) / 2
 
     Source: OpenAI Baselines' ppo2, https://github.com/openai/baselines; not in the PPO paper.
 
@@ -124,9 +187,6 @@ def value_loss(
         old_values: (B, R), the values that the returns were computed from.
         returns: (B, R).
         clip_range: allowed change of a value; None = plain squared error.
-
-    Raises:
-        ValueError: a shape is wrong.
     """
     check_shapes(mask, values=values, old_values=old_values, returns=returns)
     values, old_values, returns = (
@@ -136,4 +196,8 @@ def value_loss(
     if clip_range is not None:
         clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
         squared_error = torch.maximum(squared_error, (clipped - returns).square())
-    return 0.5 * squared_error.sum() / normalizer
+    return 0.5 * squared_error.sum(), mask.sum()
+
+
+def _count(terms: Tensor) -> Tensor:
+    return torch.full((), terms.numel(), device=terms.device)

@@ -1,0 +1,220 @@
+"""From scores of responses to advantages of tokens: KL penalty, rewards, advantages.
+
+Shapes: B sequences, R response tokens, G prompts with K responses each. A mask is (B, R) bool,
+True = the policy chose the token. Tokens that it did not choose, padding or a turn of a tool, may
+stand anywhere: they get 0, and a step leads from one chosen token to the next.
+
+All functions raise ValueError if a shape is wrong.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.rl.masking import check_same_shape, check_shapes
+
+KLEstimator = Literal["k1", "k3"]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from tokens sampled by the policy.
+
+        x = log p(token) - log p_ref(token)
+        k1 = x                          unbiased, high variance, may be negative
+        k3 = exp(-x) - 1 + x            unbiased, low variance, never negative
+
+    This is about values. The gradient of the KL is that of k1 as a reward, or of `losses.kl_loss`.
+
+    Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
+
+    All are (B, R); the result is not masked.
+    """
+    check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_ratio = logprobs - ref_logprobs
+    return log_ratio if estimator == "k1" else torch.expm1(-log_ratio) + log_ratio
+
+
+def adapted_kl_coef(
+    kl_coef: float, observed_kl: float, *, target: float, horizon: float, batch_size: int
+) -> float:
+    """Compute the next KL coefficient, which moves the KL towards its target.
+
+        error   = clip(observed_kl / target - 1, -0.2, 0.2)
+        kl_coef = kl_coef * (1 + error * batch_size / horizon)
+
+    Source: Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2; K_beta is
+    batch_size / horizon, as in their code.
+
+    Args:
+        observed_kl: mean KL of the last batch, in nats per sequence.
+        target: desired KL, in nats per sequence.
+        horizon: sequences over which an error of 0.2 changes the coefficient by about e^0.2.
+        batch_size: sequences in the last batch, over all ranks.
+
+    Raises:
+        ValueError: observed_kl is not finite, target is not positive, or horizon is so short that
+            the coefficient could change its sign.
+    """
+    if not math.isfinite(observed_kl):
+        raise ValueError(
+            f"observed_kl: found {observed_kl}, expected a finite number: the policy or the "
+            "reference has diverged"
+        )
+    if not target > 0:
+        raise ValueError(f"target: found {target}, expected a positive number")
+    if not horizon > 0.2 * batch_size:
+        raise ValueError(
+            f"horizon: found {horizon}, expected more than 0.2 * batch_size = {0.2 * batch_size}"
+        )
+    error = min(max(observed_kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * batch_size / horizon)
+
+
+@torch.no_grad()
+def shaped_scores(scores: Tensor, has_eos: Tensor, *, missing_eos_penalty: float) -> Tensor:
+    """Lower the scores of cut responses: (B,) float32, without gradient.
+
+        score                           if the response ended with EOS
+        score - missing_eos_penalty     if it was cut
+
+    Source: `missing_eos_penalty` of TRL, https://github.com/huggingface/trl. A fixed score instead
+    could be higher than that of the same text with an end. Scores are (B,), `has_eos` is (B,) bool.
+    """
+    check_same_shape(scores=scores, has_eos=has_eos)
+    return torch.where(has_eos, scores, scores - missing_eos_penalty).float()
+
+
+@torch.no_grad()
+def per_token_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    kl_coef: float,
+) -> Tensor:
+    """Subtract a KL penalty at every token, and add the score at the last one.
+
+        r_t = -kl_coef * (logprobs_t - ref_logprobs_t) + [t is the last chosen token] * score
+
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 2. The estimator is k1, see
+    `kl_estimate`.
+
+    Args:
+        scores: (B,), from `shaped_scores`.
+        logprobs: (B, R), of the policy that sampled the response.
+        ref_logprobs: (B, R).
+        kl_coef: penalty per nat of KL.
+
+    Returns:
+        (B, R) float32, 0 outside the mask, without gradient.
+
+    Raises:
+        ValueError: a shape is wrong, or the policy chose no token of a row.
+    """
+    check_shapes(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    _check_one_a_row("scores", scores, mask)
+    if not mask.any(dim=1).all():
+        raise ValueError("mask: found a row without a token of the policy, expected at least one")
+    penalty = torch.where(mask, kl_coef * kl_estimate(logprobs, ref_logprobs, "k1"), 0.0)
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, places, -1).amax(dim=1, keepdim=True)
+    return (torch.where(places == last, scores.unsqueeze(1), 0.0) - penalty).float()
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation over whole responses.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t     t + 1: the next token that the policy chose;
+        A_t     = delta_t + gamma * lam * A_{t+1}     V and A are 0 after the last one
+        G_t     = A_t + V_t
+
+    Source: Schulman et al., https://arxiv.org/abs/1506.02438, equation 16; G_t is the TD(lambda)
+    return.
+
+    Args:
+        rewards: (B, R), including the score.
+        values: (B, R), value of the state before each response token.
+        gamma: discount, 1.0 in RLHF.
+        lam: 0 = one-step TD, 1 = Monte Carlo.
+
+    Returns:
+        advantages, returns: (B, R) float32 each, not whitened, 0 outside the mask, without
+        gradient.
+    """
+    check_shapes(mask, rewards=rewards, values=values)
+    rewards = torch.where(mask, rewards, 0.0).float()
+    values = torch.where(mask, values, 0.0).float()
+    advantage = next_value = torch.zeros_like(rewards[:, 0])
+    backwards = []
+    columns = (x.unbind(1)[::-1] for x in (rewards, values, mask))
+    for reward, value, chosen in zip(*columns, strict=True):
+        delta = reward + gamma * next_value - value
+        advantage = torch.where(chosen, delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(chosen, value, next_value)
+        backwards.append(advantage)
+    advantages = torch.where(mask, torch.stack(backwards[::-1], dim=1), 0.0)
+    return advantages, advantages + values
+
+
+@torch.no_grad()
+def leave_one_out(returns: Tensor) -> Tensor:
+    """RLOO: compare each response with the mean of the other responses to its prompt.
+
+        A_i = R_i - sum_{j != i} R_j / (K - 1)
+
+    Source: Ahmadian et al., https://arxiv.org/abs/2402.14740, equation 8; R includes the KL
+    penalty. Returns are (K, G), one prompt per column; so are the advantages, float32 without
+    gradient. Raises ValueError for K < 2.
+    """
+    _check_groups(returns)
+    others = returns.shape[0] - 1
+    return returns.float() - (returns.sum(dim=0) - returns).float() / others
+
+
+@torch.no_grad()
+def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
+    """GRPO: center and scale each response's return by all responses to its prompt.
+
+        A_i = (R_i - mean(R)) / (std(R) + 1e-4)     with `scale`; std divides by K - 1
+        A_i = R_i - mean(R)                         without `scale`
+
+    With `scale`, R must not contain a KL penalty: its noise would scale groups of equal scores.
+
+    Source: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1.2; without scale: Liu et al.,
+    https://arxiv.org/abs/2503.20783. The divisor K - 1 and the constant are those of TRL; the paper
+    does not specify them. The constant and float64 keep rounding errors of equal returns small.
+    Shapes as in `leave_one_out`.
+    """
+    _check_groups(returns)
+    returns = returns.double()
+    centred = returns - returns.mean(dim=0)
+    return (centred / (returns.std(dim=0) + 1e-4) if scale else centred).float()
+
+
+@torch.no_grad()
+def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Give each chosen token the advantage of its response: (B,) to (B, R) float32."""
+    _check_one_a_row("advantages", advantages, mask)
+    check_shapes(mask)
+    return torch.where(mask, advantages.unsqueeze(1), 0.0).float()
+
+
+def _check_one_a_row(name: str, values: Tensor, mask: Tensor) -> None:
+    if values.shape != mask.shape[:1]:
+        raise ValueError(
+            f"{name} is {tuple(values.shape)}, mask is {tuple(mask.shape)}; expected one number "
+            "per row of the mask"
+        )
+
+
+def _check_groups(returns: Tensor) -> None:
+    if returns.dim() != 2 or returns.shape[0] < 2:
+        raise ValueError(
+            f"returns is {tuple(returns.shape)}; expected (K, G) with K >= 2 responses per prompt"
+        )

@@ -1,0 +1,112 @@
+"""The record of one step: what is known of its responses, in the order of time.
+
+    Rollout     prompts and sampled responses                       Generator.generate
+    Scored      with the outputs of all models                      score_sequences, RewardSum
+    Experience  with advantages: what actor and critic train on     make_experience
+
+Shapes: B responses of this rank, R response tokens (right-padded). Log-probabilities and values are
+undefined where `sequences.action_mask` is false, unless the record says otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.models.sequences import Sequences, tensors
+from rlhf_pipeline.rl.masking import masked_row_sums
+from rlhf_pipeline.rl.rewards import kl_estimate
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts with their sampled responses."""
+
+    sequences: Sequences
+    logprobs: Tensor  # (B, R) float32: log pi(token) according to the sampler
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A rollout as text, for functions and judges that read text; lists of B."""
+
+    prompts: list[Conversation]
+    references: list[str | None]  # true answers, where they are known
+    responses: list[str]  # without special tokens and surrounding white space
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """Outputs of the models in training with their graphs, on the device.
+
+    Their loss needs no other forward pass.
+    """
+
+    logprobs: Tensor  # (B, R)
+    entropy: Tensor  # (B, R) nats
+    values: Tensor | None  # (B, R); None without a critic
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout with the outputs of the models, in main memory."""
+
+    sequences: Sequences
+    logprobs: Tensor  # (B, R) log pi_old(token), of the policy that sampled
+    ref_logprobs: Tensor  # (B, R) log pi_ref(token)
+    values: Tensor | None  # (B, R) value of the state before each token; None without a critic
+    scores: Tensor  # (B,) of the reward model, zeros without one; centred sum after `RewardSum`
+    ended: Tensor  # (B,) bool: the response contains one of the EOS tokens
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """If several sources of rewards are summed: the centred scores of each, (B,), unweighted."""
+    clipped_scores: Tensor | None = None  # (B,) scores of models clipped; None before `RewardSum`
+    sampler_logprobs: Tensor | None = None  # (B, R) those of the `Rollout`
+    training_pass: TrainingPass | None = None
+    """Of the policy and the critic, if the rollout trains them in one forward pass."""
+
+    @property
+    def kl(self) -> Tensor:
+        """(B,) KL of each response from the reference by the estimator k1, in nats."""
+        log_ratios = kl_estimate(self.logprobs, self.ref_logprobs, "k1")
+        return masked_row_sums(log_ratios, self.sequences.action_mask)
+
+    def with_values_plus(self, offset: float) -> "Scored":
+        """The same with a number added to every value."""
+        assert self.values is not None
+        done = self.training_pass
+        if done is not None and done.values is not None:
+            done = replace(done, values=done.values + offset)
+        return replace(self, values=self.values + offset, training_pass=done)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What actor and critic train on."""
+
+    sequences: Sequences
+    old_logprobs: Tensor  # (B, R)
+    advantages: Tensor  # (B, R)
+    old_values: Tensor | None = None  # (B, R); None without a critic
+    returns: Tensor | None = None  # (B, R), the critic's target; None without one
+    ref_logprobs: Tensor | None = None  # (B, R), for the KL in the loss
+    sampler_logprobs: Tensor | None = None  # (B, R); only to measure rounding
+    training_pass: TrainingPass | None = None
+    """The forward passes of all rows that the losses need, if scoring has made them."""
+
+    def rows(self, index: Tensor) -> Self:
+        """Select rows, and drop the columns that are padding in all of them."""
+        sequences = self.sequences.rows(index)
+        width = sequences.response_ids.shape[1]
+        return self._with(sequences, lambda x: x[index, :width])
+
+    def to(self, device: torch.device) -> Self:
+        """Copy the rows to a device; the host does not wait for the copy."""
+        moved = self.sequences.to(device)
+        return self._with(moved, lambda x: x.to(device, non_blocking=True))
+
+    def _with(self, sequences: Sequences, function: Callable[[Tensor], Tensor]) -> Self:
+        changed: dict[str, Any] = {name: function(x) for name, x in tensors(self).items()}
+        return replace(self, sequences=sequences, **changed)

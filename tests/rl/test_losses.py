@@ -1,0 +1,308 @@
+"""Losses beside values worked by hand. Padding is NaN, so that any leak shows."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.rl.losses import (
+    dpo_loss,
+    entropy_loss,
+    kl_loss,
+    pairwise_loss,
+    policy_loss,
+    sft_loss,
+    value_loss,
+)
+
+NAN = float("nan")
+MASK = torch.tensor([[True, True, False], [True, False, False], [True, True, False]])
+"""Five tokens that count."""
+ONE = torch.tensor([[True]])
+exact = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-7)
+
+
+def mean_and_gradient(loss: tuple[Tensor, Tensor], parameter: Tensor) -> tuple[Tensor, Tensor]:
+    total, count = loss
+    assert total.dtype == torch.float32 and not count.requires_grad
+    (gradient,) = torch.autograd.grad(total / count, parameter)
+    return (total / count).detach(), gradient
+
+
+def check(loss, parameter: Tensor, expected: float, gradient: list) -> None:
+    found, own = mean_and_gradient(loss, parameter)
+    exact(found, torch.tensor(expected))
+    exact(own, torch.tensor(gradient))
+
+
+# --- policy_loss, clip_range 0.2. The gradient of -ratio * A by the logprob is -ratio * A. ---
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "expected", "gradient"),
+    [
+        (1.0, 2.0, None, -2.0, -2.0),
+        (1.0, -2.0, None, 2.0, 2.0),
+        (1.1, 2.0, None, -2.2, -2.2),
+        (0.9, -2.0, None, 1.8, 1.8),
+        (1.5, 2.0, None, -2.4, 0.0),  # min(3, 1.2 * 2): clipped, no gradient
+        (1.5, -2.0, None, 3.0, 3.0),  # min(-3, -2.4): not clipped, the ratio decreases
+        (0.5, 2.0, None, -1.0, -1.0),  # min(1, 0.8 * 2): not clipped, the ratio increases
+        (0.5, -2.0, None, 1.6, 0.0),  # min(-1, 0.8 * -2): clipped, no gradient
+        (5.0, -2.0, None, 10.0, 10.0),
+        (5.0, -2.0, 3.0, 6.0, 0.0),  # max(min(-10, -2.4), 3 * -2): beyond dual_clip
+        (2.0, -2.0, 3.0, 4.0, 4.0),  # max(-4, -6): within dual_clip
+        (5.0, 2.0, 3.0, -2.4, 0.0),  # min(10, 1.2 * 2): dual_clip ignores positive advantages
+    ],
+)
+def test_policy_loss_on_both_sides_of_the_clips(ratio, advantage, dual_clip, expected, gradient):
+    logprobs = torch.tensor([[-3.0 + math.log(ratio), NAN]], requires_grad=True)
+    old, advantages = torch.tensor([[-3.0, NAN]]), torch.tensor([[advantage, NAN]])
+    mask = torch.tensor([[True, False]])
+    loss = policy_loss(logprobs, old, advantages, mask, clip_range=0.2, dual_clip=dual_clip)
+    check(loss, logprobs, expected, [[gradient, 0.0]])
+
+
+def test_dual_clip_must_exceed_1():
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"dual_clip: found 1\.0, expected more than 1 or None"):
+        policy_loss(x, x, x, ONE, clip_range=0.2, dual_clip=1.0)
+
+
+def test_policy_loss_accepts_the_current_logprobs_as_old_ones():
+    """Ratio 1: -(3 - 1) / 2, and the plain policy gradient -A / 2."""
+    logprobs, mask = torch.tensor([[-1.0, -2.0]], requires_grad=True), ONE.expand(1, 2)
+    loss = policy_loss(logprobs, logprobs, torch.tensor([[3.0, -1.0]]), mask, clip_range=0.2)
+    check(loss, logprobs, -1.0, [[-1.5, 0.5]])
+
+
+def test_the_log_ratio_is_clamped():
+    """e^2, where e^200 is infinite."""
+    logprobs = torch.tensor([[0.0]], requires_grad=True)
+    old, advantages = torch.tensor([[-200.0]]), torch.tensor([[-1.0]])
+    loss = policy_loss(logprobs, old, advantages, ONE, clip_range=0.2, log_ratio_clamp=2.0)
+    check(loss, logprobs, 7.3890561, [[0.0]])
+
+
+# --- value_loss, old value 1, clip_range 0.2: values are clipped to [0.8, 1.2] ---
+
+
+@pytest.mark.parametrize(
+    ("value", "ret", "clip_range", "expected", "gradient"),
+    [
+        (1.1, 2.0, 0.2, 0.405, -0.9),  # within: 0.9^2 / 2
+        (1.5, 2.0, 0.2, 0.32, 0.0),  # max(0.5^2, 0.8^2) / 2: clipped, no gradient
+        (1.5, 0.0, 0.2, 1.125, 1.5),  # max(1.5^2, 1.2^2) / 2: away from the return
+        (0.5, 0.0, 0.2, 0.32, 0.0),  # max(0.5^2, 0.8^2) / 2: clipped, no gradient
+        (0.5, 2.0, 0.2, 1.125, -1.5),  # max(1.5^2, 1.2^2) / 2
+        (1.5, 2.0, None, 0.125, -0.5),  # 0.5^2 / 2
+    ],
+)
+def test_value_loss_on_both_sides_of_the_clip(value, ret, clip_range, expected, gradient):
+    values = torch.tensor([[value]], requires_grad=True)
+    old, returns = torch.tensor([[1.0]]), torch.tensor([[ret]])
+    check(
+        value_loss(values, old, returns, ONE, clip_range=clip_range), values, expected, [[gradient]]
+    )
+
+
+def test_value_loss_accepts_the_current_values_as_old_ones():
+    """(1 + 4) / 2 / 2; (V - G) / 2."""
+    values = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    returns = torch.tensor([[2.0, 0.0]])
+    loss = value_loss(values, values, returns, ONE.expand(1, 2), clip_range=0.2)
+    check(loss, values, 1.25, [[-0.5, 1.0]])
+
+
+def test_value_loss_of_bfloat16_values_is_in_float32():
+    """(256 - 257)^2 / 2; bfloat16 cannot hold 257."""
+    values = torch.tensor([[256.0]], dtype=torch.bfloat16)
+    total, _ = value_loss(values, values, torch.tensor([[257.0]]), ONE, clip_range=None)
+    exact(total, torch.tensor(0.5))
+
+
+def test_only_the_trained_quantity_gets_a_gradient():
+    trained, *constants = (torch.full((1, 1), x, requires_grad=True) for x in (0.1, 0.0, 1.0))
+    for loss in (policy_loss, value_loss):
+        loss(trained, *constants, ONE, clip_range=0.2)[0].backward()
+    assert trained.grad is not None
+    assert [constant.grad for constant in constants] == [None, None]
+
+
+# --- kl_loss: over all tokens of a vocabulary, its mean gradient is that of the KL. ---
+
+
+@pytest.mark.parametrize(
+    "sampler", [[0.75, 0.25], [0.4, 0.6]], ids=["the policy itself", "an earlier policy"]
+)
+def test_the_gradient_of_the_kl_loss_is_that_of_the_kl(sampler):
+    """p = [3/4, 1/4], q = [1/2, 1/2]: x = ln 3/2 and ln 1/2, KL = 0.1308120.
+
+    The gradient of the KL by a logit is p (x - KL) = 3/4 (0.4054651 - 0.1308120), and the negative
+    of it.
+    """
+    logits = torch.tensor([0.75, 0.25]).log().requires_grad_()
+    logprobs = logits.log_softmax(0).view(2, 1, 1)
+    old, ref = torch.tensor(sampler).log().view(2, 1, 1), torch.full((2, 1, 1), 0.5).log()
+    expected_loss = sum(
+        probability * kl_loss(logprobs[token], old[token], ref[token], ONE)[0]
+        for token, probability in enumerate(sampler)
+    )
+    (gradient,) = torch.autograd.grad(expected_loss, logits)
+    exact(gradient, torch.tensor([0.2059898, -0.2059898]), atol=1e-6)
+
+
+# Ratios 1.5, 0.5; 1.1; 1, 0.5. Advantages 2, 2; 2; 3, -2.
+# The surrogates 2.4, 1; 2.2; 3, -1.6 sum to 7, over 5.
+OLD_LOGPROBS = torch.tensor([[-1.0, -2.0, NAN], [-1.5, NAN, NAN], [-3.0, -1.0, NAN]])
+LOGPROBS = OLD_LOGPROBS + torch.tensor(
+    [[0.4054651, -0.6931472, NAN], [0.0953102, NAN, NAN], [0.0, -0.6931472, NAN]]
+)
+ADVANTAGES = torch.tensor([[2.0, 2.0, NAN], [2.0, NAN, NAN], [3.0, -2.0, NAN]])
+# The rows of the table: 0.405 + 0.32 + 1.125 + 0.32 + 1.125 = 3.295, over 5.
+VALUES = torch.tensor([[1.1, 1.5, NAN], [1.5, NAN, NAN], [0.5, 0.5, NAN]])
+OLD_VALUES = torch.tensor([[1.0, 1.0, NAN], [1.0, NAN, NAN], [1.0, 1.0, NAN]])
+RETURNS = torch.tensor([[2.0, 2.0, NAN], [0.0, NAN, NAN], [0.0, 2.0, NAN]])
+# Ratios 1 and 2; 1; 1 and 1, log ratios to the reference 2, -1; 2; 0, 2:
+# (4 + 2 * 1 + 4 + 0 + 4) / 2 = 7, over 5. A gradient is ratio * log ratio / 5.
+KL_OLD = torch.tensor([[-1.0, -2.6931472, NAN], [-1.0, NAN, NAN], [-1.0, -1.0, NAN]])
+KL_LOGPROBS = torch.tensor([[-1.0, -2.0, NAN], [-1.0, NAN, NAN], [-1.0, -1.0, NAN]])
+KL_REF = torch.tensor([[-3.0, -1.0, NAN], [-3.0, NAN, NAN], [-1.0, -3.0, NAN]])
+# 1 + 2 + 4 + 3 + 5 = 15 nats, over 5.
+NATS = torch.tensor([[1.0, 2.0, NAN], [4.0, NAN, NAN], [3.0, 5.0, NAN]])
+EVEN = [[-0.2, -0.2, 0.0], [-0.2, 0.0, 0.0], [-0.2, -0.2, 0.0]]
+PADDED = {
+    "policy": (
+        partial(policy_loss, clip_range=0.2), (LOGPROBS, OLD_LOGPROBS, ADVANTAGES),
+        -1.4, [[0.0, -0.2, 0.0], [-0.44, 0.0, 0.0], [-0.6, 0.0, 0.0]],
+    ),
+    "value": (
+        partial(value_loss, clip_range=0.2), (VALUES, OLD_VALUES, RETURNS),
+        0.659, [[-0.18, 0.0, 0.0], [0.3, 0.0, 0.0], [0.0, -0.3, 0.0]],
+    ),
+    "kl": (
+        kl_loss, (KL_LOGPROBS, KL_OLD, KL_REF),
+        1.4, [[0.4, -0.4, 0.0], [0.4, 0.0, 0.0], [0.0, 0.4, 0.0]],
+    ),
+    "entropy": (entropy_loss, (NATS,), -3.0, EVEN),
+    "sft": (sft_loss, (-NATS,), 3.0, EVEN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_padded_batch_and_its_micro_batches(name):
+    """A loss, its gradient and its count add up over unequal parts of the batch."""
+    loss, (trained, *constants), expected, gradient = PADDED[name]
+    trained = trained.clone().requires_grad_()
+    check(loss(trained, *constants, MASK), trained, expected, gradient)
+    parts = [
+        loss(trained[rows], *(x[rows] for x in constants), MASK[rows])
+        for rows in (slice(1), slice(1, 3))
+    ]
+    assert [int(count) for _, count in parts] == [2, 3]
+    total, count = (sum(each) for each in zip(*parts, strict=True))
+    check((total, count), trained, expected, gradient)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_tokens_that_the_policy_did_not_choose_may_stand_between_others(name):
+    """With a token of a tool before the last column, nothing changes."""
+    loss, tensors, expected, gradient = PADDED[name]
+    order = [0, 2, 1]
+    trained, *constants = (x[:, order].clone() for x in tensors)
+    trained.requires_grad_()
+    found, own = mean_and_gradient(loss(trained, *constants, MASK[:, order]), trained)
+    exact(found, torch.tensor(expected))
+    exact(own[:, order], torch.tensor(gradient))
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_shapes_must_agree(name):
+    loss, tensors, *_ = PADDED[name]
+    for place in range(len(tensors)):
+        wrong = [x[:, :2] if i == place else x for i, x in enumerate(tensors)]
+        with pytest.raises(ValueError, match=r" is \(3, 2\), mask is \(3, 3\)"):
+            loss(*wrong, MASK)
+
+
+# --- Pairs: the margins are 0, ln 3 and -ln 3. ---
+# -ln 1/2 = 0.6931472, -ln 3/4 = 0.2876821, -ln 1/4 = 1.3862944; sum 2.3671236, mean 0.7890412.
+CHOSEN, REJECTED = torch.tensor([2.0, 1.0986123, 0.0]), torch.tensor([2.0, 0.0, 1.0986123])
+
+
+def test_pairwise_loss_is_the_likelihood_of_the_preferences():
+    """-(1 - sigmoid(margin)) / 3: -(1/2)/3, -(1/4)/3, -(3/4)/3; the opposite for the rejected."""
+    chosen, rejected = CHOSEN.clone().requires_grad_(), REJECTED.clone().requires_grad_()
+    expected = [-0.1666667, -0.0833333, -0.25]
+    check(pairwise_loss(chosen, rejected), chosen, 0.7890412, expected)
+    check(pairwise_loss(chosen, rejected), rejected, 0.7890412, [-x for x in expected])
+    parts = [pairwise_loss(chosen[rows], rejected[rows]) for rows in (slice(1), slice(1, 3))]
+    check(tuple(sum(each) for each in zip(*parts, strict=True)), chosen, 0.7890412, expected)
+
+
+def test_pairs_must_not_broadcast():
+    with pytest.raises(ValueError, match=r"rejected_scores is \(3, 1\), chosen_scores is \(3,\)"):
+        pairwise_loss(CHOSEN, REJECTED.unsqueeze(1))
+    inputs = LOGPROBS_OF_PAIRS | {"ref_rejected_logprobs": torch.zeros(3, 1)}
+    with pytest.raises(ValueError, match=r"ref_rejected_logprobs is \(3, 1\), chosen_logprobs"):
+        dpo_loss(**inputs, beta=0.5)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [pairwise_loss, lambda a, b: dpo_loss(a, b, torch.zeros(1), torch.zeros(1), beta=1.0)[0]],
+    ids=["pairwise", "dpo"],
+)
+def test_an_extreme_mistake_has_a_finite_loss(loss):
+    exact(loss(torch.tensor([-500.0]), torch.tensor([500.0]))[0], torch.tensor(1000.0))
+
+
+# beta is 1/2. Log ratios of the chosen responses: 1, 0, -2. Their rewards: 1/2, 0, -1.
+# Log ratios of the rejected responses: 1, -2 ln 3, -2 + 2 ln 3. Rewards: 1/2, -ln 3, -1 + ln 3.
+LOGPROBS_OF_PAIRS = {
+    "chosen_logprobs": torch.tensor([-3.0, -2.0, -4.0]),
+    "rejected_logprobs": torch.tensor([-4.0, -3.1972246, -2.8027754]),
+    "ref_chosen_logprobs": torch.tensor([-4.0, -2.0, -2.0]),
+    "ref_rejected_logprobs": torch.tensor([-5.0, -1.0, -3.0]),
+}
+
+
+def test_dpo_loss_is_the_likelihood_of_the_preferences_under_the_implicit_rewards():
+    """-beta * (1 - sigmoid(margin)) / 3: -(1/2)(1/2)/3, -(1/2)(1/4)/3, -(1/2)(3/4)/3."""
+    inputs = {name: x.clone().requires_grad_() for name, x in LOGPROBS_OF_PAIRS.items()}
+    loss, chosen_rewards, rejected_rewards = dpo_loss(**inputs, beta=0.5)
+    exact(chosen_rewards, torch.tensor([0.5, 0.0, -1.0]))
+    exact(rejected_rewards, torch.tensor([0.5, -1.0986123, 0.0986123]))
+    expected = torch.tensor([-0.0833333, -0.0416667, -0.125])
+    total, count = loss
+    exact((total / count).detach(), torch.tensor(0.7890412))
+    (total / count).backward()
+    exact(inputs["chosen_logprobs"].grad, expected)
+    exact(inputs["rejected_logprobs"].grad, -expected)
+    assert inputs["ref_chosen_logprobs"].grad is inputs["ref_rejected_logprobs"].grad is None
+    assert not chosen_rewards.requires_grad and not rejected_rewards.requires_grad
+
+
+def test_dpo_loss_with_label_smoothing():
+    """e = 0.1, margins 0, ln 3: (0.6931472 + 0.9 * 0.2876821 + 0.1 * 1.3862944) / 2.
+
+    -beta * (1 - e - sigmoid(margin)) / 2: -(1/2)(0.9 - 0.5)/2, -(1/2)(0.9 - 0.75)/2. The minimum is
+    at the margin log(0.9 / 0.1) = 2.1972246.
+    """
+    inputs = {name: x[:2].clone().requires_grad_() for name, x in LOGPROBS_OF_PAIRS.items()}
+    loss, *_ = dpo_loss(**inputs, beta=0.5, label_smoothing=0.1)
+    check(loss, inputs["chosen_logprobs"], 0.5453453, [-0.1, -0.0375])
+    chosen, zero = torch.tensor([2.1972246], requires_grad=True), torch.zeros(1)
+    loss, *_ = dpo_loss(chosen, zero, zero, zero, beta=1.0, label_smoothing=0.1)
+    exact(mean_and_gradient(loss, chosen)[1], torch.zeros(1), atol=1e-6)
+
+
+def test_dpo_loss_of_the_reference_is_log_2_with_zero_rewards():
+    chosen, rejected = torch.tensor([-3.0, -70.0]), torch.tensor([-5.0, -20.0])
+    (total, count), *rewards = dpo_loss(chosen, rejected, chosen, rejected, beta=0.1)
+    exact(total / count, torch.tensor(0.6931472))
+    assert all(torch.equal(reward, torch.zeros(2)) for reward in rewards)

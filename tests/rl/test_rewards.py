@@ -1,0 +1,209 @@
+"""KL, rewards and advantages beside values worked by hand. Padding is NaN, so that a leak shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_pipeline.rl.rewards import (
+    adapted_kl_coef,
+    gae,
+    group_relative,
+    kl_estimate,
+    leave_one_out,
+    per_token_rewards,
+    shaped_scores,
+    to_tokens,
+)
+
+NAN = float("nan")
+close = torch.testing.assert_close
+
+# --- KL ---
+
+
+def test_estimates():
+    """ln 1/2 against ln 1/4, and ln 1/4 against ln 1/2: x = ln 2 and -ln 2."""
+    logprobs = torch.tensor([[-0.6931472, -1.3862944]])
+    ref = logprobs.flip(1)
+    close(kl_estimate(logprobs, ref, "k1"), torch.tensor([[0.6931472, -0.6931472]]))
+    # 1/2 - 1 + ln 2, 2 - 1 - ln 2
+    close(kl_estimate(logprobs, ref, "k3"), torch.tensor([[0.1931472, 0.3068528]]))
+    with pytest.raises(ValueError, match=r"ref_logprobs is \(2, 1\), logprobs is \(1, 2\)"):
+        kl_estimate(logprobs, ref.T, "k1")
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(estimator):
+    """p = [3/4, 1/4], p_ref = [1/2, 1/2]: KL = 3/4 ln 3/2 + 1/4 ln 1/2 = 0.3040988 - 0.1732868."""
+    p = torch.tensor([0.75, 0.25])
+    estimate = kl_estimate(p.log(), torch.tensor([0.5, 0.5]).log(), estimator)
+    close((p * estimate).sum(), torch.tensor(0.1308120), rtol=1e-5, atol=0)
+
+
+def test_k3_keeps_its_precision_near_zero():
+    """exp(-x) - 1 + x = x^2 / 2 - ... = 5e-15 at x = 1e-7; exp(-x) - 1 alone errs by 1e-16."""
+    x = torch.tensor([1e-7], dtype=torch.float64)
+    expected = torch.tensor([5e-15], dtype=torch.float64)
+    close(kl_estimate(x, torch.zeros_like(x), "k3"), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("observed_kl", "expected"),
+    [
+        (6.0, 0.1),  # on target
+        (6.6, 0.1005),  # error 0.1: 0.1 * (1 + 0.1 * 500 / 10000)
+        (5.4, 0.0995),  # error -0.1
+        (60.0, 0.101),  # error 9, clipped to 0.2
+        (0.0, 0.099),  # error -1, clipped to -0.2
+    ],
+)
+def test_the_coefficient_follows_the_error(observed_kl, expected):
+    adapted = adapted_kl_coef(0.1, observed_kl, target=6.0, horizon=10_000, batch_size=500)
+    assert adapted == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observed_kl": NAN}, "observed_kl: found nan, expected a finite"),
+        ({"observed_kl": float("inf")}, "observed_kl: found inf, expected a finite"),
+        ({"target": 0.0}, r"target: found 0\.0, expected a positive"),
+        ({"horizon": 100}, r"horizon: found 100, expected more than 0\.2 \* batch_size = 100"),
+    ],
+)
+def test_what_cannot_adapt_the_coefficient_is_refused(changes, message):
+    given = {"observed_kl": 6.0, "target": 6.0, "horizon": 10_000, "batch_size": 500} | changes
+    with pytest.raises(ValueError, match=message):
+        adapted_kl_coef(0.1, **given)
+
+
+# --- rewards ---
+
+
+@pytest.mark.parametrize(("penalty", "third"), [(0.0, 3.0), (1.5, 1.5)])
+def test_cut_responses_lose_the_penalty(penalty, third):
+    """Whatever the sign of its score, a cut response has less than the same text with an end."""
+    scores, ended = torch.tensor([2.0, -10.0, 3.0]), torch.tensor([True, True, False])
+    shaped = shaped_scores(scores, ended, missing_eos_penalty=penalty)
+    close(shaped, torch.tensor([2.0, -10.0, third]))
+    with pytest.raises(ValueError, match=r"has_eos is \(2,\), scores is \(3,\)"):
+        shaped_scores(scores, ended[:2], missing_eos_penalty=0.0)
+
+
+MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+LOGPROBS = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, NAN], [-2.0, NAN, NAN]])
+REF_LOGPROBS = torch.tensor([[-2.0, -2.0, -1.0], [-3.0, -0.5, NAN], [-2.0, NAN, NAN]])
+SCORES = torch.tensor([5.0, 7.0, -1.0])
+# k1 = [1, 0, -2], [2, -0.5], [0]; times -0.1; the score joins the last token.
+REWARDS = torch.tensor([[-0.1, 0.0, 5.2], [-0.2, 7.05, 0.0], [-1.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["padding behind", "before"])
+def test_rewards_put_the_score_on_the_last_token_of_the_policy(order):
+    """Wherever the other tokens stand; `order` keeps that of the policy's in the last two rows."""
+    rows = slice(0, 3) if order[0] == 0 else slice(1, 3)
+    own = [x[rows][:, order] for x in (LOGPROBS, REF_LOGPROBS, MASK)]
+    rewards = per_token_rewards(SCORES[rows], *own, kl_coef=0.1)
+    assert rewards.dtype == torch.float32
+    close(rewards, REWARDS[rows][:, order])
+
+
+def test_a_response_needs_a_token_and_one_score():
+    mask = MASK.clone()
+    mask[1] = False
+    with pytest.raises(ValueError, match="found a row without a token of the policy"):
+        per_token_rewards(SCORES, LOGPROBS, REF_LOGPROBS, mask, kl_coef=0.1)
+    for shape in ((3, 1), (2,), ()):
+        with pytest.raises(ValueError, match="expected one number per row"):
+            per_token_rewards(torch.zeros(shape), LOGPROBS, REF_LOGPROBS, MASK, kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"ref_logprobs is \(3, 2\), mask is \(3, 3\)"):
+        per_token_rewards(SCORES, LOGPROBS, REF_LOGPROBS[:, :2], MASK, kl_coef=0.1)
+
+
+# --- gae, gamma 1, lam 0.5 ---
+# Row 0: deltas 0 + 2 - 1, 0 + 3 - 2, 10 - 3 = 1, 1, 7; A = 7, then 1 + 7/2 = 4.5,
+# then 1 + 4.5/2 = 3.25.
+# Row 1: deltas 0 + 2 - 1, 4 - 2 = 1, 2; A = 2, then 1 + 2/2 = 2.
+# Row 2: no token.
+# Row 3: as row 1, with a token of a tool in between.
+GAE_REWARDS = torch.tensor([[0.0, 0.0, 10.0], [0.0, 4.0, 99.0], [NAN, NAN, NAN], [0.0, NAN, 4.0]])
+VALUES = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 99.0], [NAN, NAN, NAN], [1.0, NAN, 2.0]])
+GAE_MASK = torch.tensor(
+    [[True, True, True], [True, True, False], [False, False, False], [True, False, True]]
+)
+ADVANTAGES = torch.tensor([[3.25, 4.5, 7.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0], [2.0, 0.0, 2.0]])
+RETURNS = torch.tensor([[4.25, 6.5, 10.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.0], [3.0, 0.0, 4.0]])
+
+
+@pytest.mark.parametrize("garbage", [None, NAN, float("inf"), -1e30])
+def test_advantages_and_returns_and_no_other_token_changes_them(garbage):
+    given = [GAE_REWARDS, VALUES]
+    if garbage is not None:
+        given = [x.masked_fill(~GAE_MASK, garbage) for x in given]
+    before = [x.clone() for x in given]
+    advantages, returns = gae(*given, GAE_MASK, gamma=1.0, lam=0.5)
+    close(advantages, ADVANTAGES)
+    close(returns, RETURNS)
+    close(given, before, equal_nan=True)
+
+
+def test_gamma_discounts_the_next_value_and_the_next_advantage():
+    """Deltas 0 + 4/2 - 2, 0 + 2/2 - 4, 8 - 2 = 0, -3, 6; A = 6, -3 + 6/4, 0 - 1.5/4."""
+    rewards, values = torch.tensor([[0.0, 0.0, 8.0]]), torch.tensor([[2.0, 4.0, 2.0]])
+    advantages, returns = gae(rewards, values, MASK[:1], gamma=0.5, lam=0.5)
+    close(advantages, torch.tensor([[-0.375, -1.5, 6.0]]))
+    close(returns, torch.tensor([[1.625, 2.5, 8.0]]))
+
+
+def test_lam_1_is_monte_carlo_and_lam_0_one_step():
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5.0, -1.0, 4.0]])
+    # The rewards still to come: 1 + 2 + 3, 2 + 3, 3.
+    close(gae(rewards, values, MASK[:1], gamma=1.0, lam=1.0)[1], torch.tensor([[6.0, 5.0, 3.0]]))
+    # The deltas: 1 - 1 - 5, 2 + 4 + 1, 3 - 4.
+    close(gae(rewards, values, MASK[:1], gamma=1.0, lam=0.0)[0], torch.tensor([[-5.0, 7.0, -1.0]]))
+
+
+def test_bfloat16_arguments_are_computed_in_float32_without_gradient():
+    """Deltas 0 + 0.9 * 3 - 0 and 0 - 3; bfloat16 would round 2.7 to 2.703125."""
+    values = torch.tensor([[0.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
+    rewards, mask = torch.zeros(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bool)
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.0)
+    assert not (advantages.requires_grad or returns.requires_grad)
+    close(advantages, torch.tensor([[2.7, -3.0]]))
+    close(returns, torch.tensor([[2.7, 0.0]]))
+
+
+# --- without a critic: three responses to each of two prompts, one prompt per column ---
+
+GROUPS = torch.tensor([[1.0, 4.0], [2.0, 4.0], [6.0, 4.0]])
+
+
+def test_leave_one_out_compares_with_the_other_responses():
+    """1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2."""
+    close(leave_one_out(GROUPS), torch.tensor([[-3.0, 0.0], [-1.5, 0.0], [4.5, 0.0]]))
+
+
+def test_group_relative_compares_with_all_responses():
+    """Mean 3; standard deviation of -2, -1, 3: sqrt(14 / 2) = 2.6457513; plus 1e-4: 2.6458513."""
+    scaled = torch.tensor([[-0.7559003, 0.0], [-0.3779502, 0.0], [1.1338505, 0.0]])
+    close(group_relative(GROUPS, scale=True), scaled, rtol=1e-6, atol=0)
+    centred = torch.tensor([[-2.0, 0.0], [-1.0, 0.0], [3.0, 0.0]])
+    close(group_relative(GROUPS, scale=False), centred)
+    # 0.5e-7 / (7.1e-8 + 1e-4) = 0.0005; without the constant it would be 0.7.
+    assert group_relative(torch.tensor([[0.0], [1e-7]]), scale=True).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one", "no groups"])
+def test_a_group_needs_two_responses(returns):
+    for function in (leave_one_out, lambda r: group_relative(r, scale=True)):
+        with pytest.raises(ValueError, match=r"expected \(K, G\) with K >= 2"):
+            function(returns)
+
+
+def test_each_token_gets_the_advantage_of_its_response():
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+    advantages = to_tokens(torch.tensor([2.0, -1.0]), mask)
+    close(advantages, torch.tensor([[2.0, 2.0, 2.0], [-1.0, 0.0, -1.0]]))
+    with pytest.raises(ValueError, match=r"advantages is \(2, 1\), mask is \(2, 3\)"):
+        to_tokens(torch.zeros(2, 1), mask)
