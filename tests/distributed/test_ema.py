@@ -26,9 +26,8 @@ def train(
     from deepspeed.utils import safe_get_full_fp32_param
 
     from rlhf_pipeline.config.training import TrainedModelConfig
-    from rlhf_pipeline.distributed.ema import EMA
     from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.distributed.zero import whole_state_dict
+    from rlhf_pipeline.distributed.zero import EMA, whole_state_dict
     from rlhf_pipeline.models.loading import load_policy
 
     config = TrainedModelConfig.model_validate(

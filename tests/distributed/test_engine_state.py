@@ -22,8 +22,8 @@ BEFORE, AFTER = 2, 2
 
 def build(checkpoint: str, precision: str, stage: int):
     from rlhf_pipeline.config.training import TrainedModelConfig
-    from rlhf_pipeline.distributed.ema import EMA
     from rlhf_pipeline.distributed.engine import train_engine
+    from rlhf_pipeline.distributed.zero import EMA
     from rlhf_pipeline.models.loading import load_policy
 
     # With the usual eps of 1e-8, Adam would amplify the rounding noise of tiny gradients.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.distributed import micro_batches as module
-from rlhf_pipeline.distributed.micro_batches import grouped, micro_batches, split
+from rlhf_pipeline.distributed.batches import grouped, micro_batches, split
 from rlhf_pipeline.models.forms import Form
 
 LENGTHS = torch.tensor([[[9, 0]], [[0, 1]], [[5, 0]], [[0, 2]], [[8, 0]]])

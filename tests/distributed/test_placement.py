@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
-from rlhf_pipeline.distributed import loading
-from rlhf_pipeline.distributed.engine import train_engine
-from rlhf_pipeline.distributed.frozen_model import frozen_model
+from rlhf_pipeline.distributed import engine
+from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 
 GPU = torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ def _no_gpu_to_check(monkeypatch):
     ],
 )
 def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
-    monkeypatch.setattr(loading, "own_device", lambda: device)
+    monkeypatch.setattr(engine, "own_device", lambda: device)
     fields = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"zero_stage": zero_stage}}
     with pytest.raises(AskedError) as asked:
         train_engine(load, TrainedModelConfig.model_validate(fields), 1)
@@ -51,7 +50,7 @@ def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
     ("zero_stage", "device", "expected"), [(0, GPU, {"device": GPU}), (3, GPU, {}), (0, CPU, {})]
 )
 def test_a_frozen_model(world, monkeypatch, zero_stage, device, expected):
-    monkeypatch.setattr(loading, "own_device", lambda: device)
+    monkeypatch.setattr(engine, "own_device", lambda: device)
     config = FrozenDeepSpeedConfig(zero_stage=zero_stage, precision="fp32")
     with pytest.raises(AskedError) as asked:
         frozen_model(load, config, replace(world, device=device))

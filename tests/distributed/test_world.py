@@ -15,9 +15,8 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.runtime.program import RENDEZVOUS
 from rlhf_pipeline.stages.launch import node_program
-from rlhf_pipeline.stages.launch.cluster import on_several_machines
-from rlhf_pipeline.stages.launch.layout import node_layout
-from rlhf_pipeline.stages.launch.node_program import NodeProgram
+from rlhf_pipeline.stages.launch.node_program import NodeProgram, on_several_machines
+from rlhf_pipeline.stages.launch.resources import node_layout
 
 SOURCE = Path(rlhf_pipeline.__file__).parent
 OBJECT_COLLECTIVES = {

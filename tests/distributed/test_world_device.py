@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from rlhf_pipeline.distributed import world as module
-from rlhf_pipeline.distributed.loading import loaded
+from rlhf_pipeline.distributed.engine import loaded
 from rlhf_pipeline.distributed.world import join, on_gpu, take_device
 from rlhf_pipeline.errors import StageError
 

@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from rlhf_pipeline.runtime.heap import release_freed
+from rlhf_pipeline.distributed.engine import release_freed
 
 
 def test_freed_blocks_between_blocks_in_use_are_returned():

@@ -11,8 +11,8 @@ from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl import logprobs
-from rlhf_pipeline.sizing import activations
-from rlhf_pipeline.sizing.activations import Numbers
+from rlhf_pipeline.sizing import memory
+from rlhf_pipeline.sizing.memory import Numbers
 from rlhf_pipeline.sizing.shape import Shape
 
 TOKENS = 4 * 48
@@ -33,7 +33,7 @@ FAMILIES = {
 
 
 def test_logits_exist_in_the_chunks_that_the_plan_assumes():
-    assert activations.CHUNK == logprobs.CHUNK
+    assert memory.CHUNK == logprobs.CHUNK
 
 
 def saved_bytes(model_type, layers, dtype, *, lora):
@@ -63,7 +63,7 @@ def test_a_layer_keeps_what_autograd_saves(model_type, dtype):
     few, more = (saved_bytes(model_type, layers, dtype, lora=False) for layers in (1, 3))
     fields = FIELDS | FAMILIES[model_type] | {"model_type": model_type, "num_hidden_layers": 3}
     numbers = Numbers(dtype.itemsize, on_gpu=False)
-    assert activations.of_layer(Shape.of(fields), numbers) * TOKENS == pytest.approx(
+    assert memory.of_layer(Shape.of(fields), numbers) * TOKENS == pytest.approx(
         (more - few) / 2, rel=0.02
     )
 
@@ -73,7 +73,7 @@ def test_frozen_norms_keep_less():
     shape = Shape.of(FIELDS | FAMILIES["llama"] | {"model_type": "llama", "num_hidden_layers": 3})
     numbers = Numbers(4, on_gpu=False, norms_train=False)
     # The adapters keep 8 numbers for each of 7 layers besides.
-    assert (activations.of_layer(shape, numbers) + 7 * 8 * 4) * TOKENS == pytest.approx(
+    assert (memory.of_layer(shape, numbers) + 7 * 8 * 4) * TOKENS == pytest.approx(
         (more - few) / 2, rel=0.02
     )
 
@@ -83,7 +83,5 @@ def test_checkpointing_keeps_inputs_and_one_layer():
     numbers = Numbers(4, on_gpu=True)
     # fp32, d = 128, i = 512: norms 2 * 2d, attention 5d, ReLU i; last norm 2d; passing 2i + 2d.
     layer, rest = 4 * (4 * 128 + 5 * 128 + 512), 4 * (2 * 128 + 2 * 512 + 2 * 128)
-    assert activations.kept(shape, numbers, 7, checkpointing=False) == 7 * (10 * layer + rest)
-    assert activations.kept(shape, numbers, 7, checkpointing=True) == 7 * (
-        layer + 10 * 4 * 128 + rest
-    )
+    assert memory.kept(shape, numbers, 7, checkpointing=False) == 7 * (10 * layer + rest)
+    assert memory.kept(shape, numbers, 7, checkpointing=True) == 7 * (layer + 10 * 4 * 128 + rest)

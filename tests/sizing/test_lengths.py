@@ -4,7 +4,7 @@ import json
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.sizing.lengths import Lengths, limits, measured
+from rlhf_pipeline.sizing.work import Lengths, limits, measured
 
 SPLIT = SplitConfig.model_validate(
     {"sources": [{"name": "synthetic", "samples": 1000}], "weights": [2, 4, 4],
@@ -34,7 +34,7 @@ def test_limits_are_upper_bounds():
     found = limits(SPLIT)
     assert found["sft"] == Lengths(160, 64, 48, 64, 48)  # 1000 * 0.8 * 0.2
     assert found["reward_model"].row == found["reward_model"].longest == 2 * (64 + 48)
-    assert found["ppo"].sampled(10).row == 74
+    assert found["ppo"].row == 64
 
 
 def test_rows_without_a_number_of_samples_are_not_known():

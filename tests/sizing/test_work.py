@@ -3,9 +3,8 @@
 import pytest
 
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.lengths import Lengths
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.work import forward_flops, stage_work
+from rlhf_pipeline.sizing.work import Lengths, forward_flops, stage_work
 
 SHAPE = Shape.of(
     {"model_type": "llama", "hidden_size": 100, "num_hidden_layers": 4, "num_attention_heads": 4,

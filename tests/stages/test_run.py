@@ -41,7 +41,7 @@ import json, os, sys, time
 from pathlib import Path
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.checkpoint_files import seal
+from rlhf_pipeline.runtime.job import seal
 from rlhf_pipeline.runtime.program import run_program
 
 def main(job):

@@ -32,8 +32,7 @@ from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, write_job
-from rlhf_pipeline.stages.launch.layout import rank_count
-from rlhf_pipeline.stages.launch.resources import gpu_count
+from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
 
 NO_COMMIT = "0" * 40
 """Stands in for the newest commit of a repository, for which a run asks the hub."""

@@ -143,7 +143,6 @@ class Shape:
 
     @property
     def vectors(self) -> int:
-        """Norms and biases."""
         own_biases = sum(columns for _, columns in self.linear_layers)
         biases = 0 if self.is_gated else own_biases
         if self.model_type in QUERY_BIAS:
@@ -156,7 +155,6 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All weights of the language model."""
         return self.matrices + self.embeddings + self.head + self.vectors
 
     @property

@@ -6,10 +6,8 @@ import os
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.stages.cache.lock import recipe_lock
-from rlhf_pipeline.stages.cache.planning import Planner
-from rlhf_pipeline.stages.cache.recipe_diff import EARLIER_FORM
-from rlhf_pipeline.stages.cache.workspace import RECIPE
+from rlhf_pipeline.stages.cache.planning import EARLIER_FORM, Planner
+from rlhf_pipeline.stages.cache.workspace import RECIPE, recipe_lock
 from rlhf_pipeline.stages.run import StageRunner
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pipeline.stages.cache.recipe_diff import EARLIER_FORM, recipe_changes
+from rlhf_pipeline.stages.cache.planning import EARLIER_FORM, recipe_changes
 
 RECIPE = {
     "form": 2,

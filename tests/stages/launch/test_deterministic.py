@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.stages.cache.fingerprint import recipe
-from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
+from rlhf_pipeline.stages.cache.planning import recipe_changes
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, StageSpec
 from rlhf_pipeline.stages.launch import launcher

@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.stages.launch.layout import node_layout, rank_count
+from rlhf_pipeline.stages.launch.resources import node_layout, rank_count
 
 HOSTS = """
 # two machines

@@ -7,10 +7,10 @@ from ports import reserved_port
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.stages.launch.layout import rank_count
 from rlhf_pipeline.stages.launch.resources import (
     free_port,
     gpu_count,
+    rank_count,
     rank_devices,
     visible_gpus,
 )

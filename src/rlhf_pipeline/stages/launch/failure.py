@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.runtime.checkpoint_files import newest_step
 from rlhf_pipeline.runtime.files import mebibytes
+from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.launch.hints import DISK_FULL, FOLLOW_UP, advice, find_hint
@@ -274,7 +274,6 @@ def _signal(number: int) -> str:
 
 
 def _again(run: StageRun) -> str:
-    """The command that resumes the run, and the step it resumes from."""
     program = Path(sys.argv[0]).name
     arguments = [program, *sys.argv[1:]]
     command = without_secrets(shlex.join(arguments)) if program == "kedro" else "the same command"

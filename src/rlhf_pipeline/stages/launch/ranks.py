@@ -105,7 +105,6 @@ class Ranks:
 
     @property
     def finished(self) -> bool:
-        """Whether all ranks have reported that their work is done, and have ended."""
         finished = [h for h in self.heartbeats.values() if h.phase == "finished"]
         return len(finished) == self.processes and not self.alive
 
@@ -163,7 +162,6 @@ class Ranks:
 
     @property
     def stuck(self) -> bool:
-        """Whether no rank has made progress for the allowed time."""
         if self._hang_timeout_s is None:
             return False
         allowed = self._hang_timeout_s if self.heartbeats else max(self._hang_timeout_s, STARTUP_S)

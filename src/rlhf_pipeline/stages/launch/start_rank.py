@@ -91,7 +91,6 @@ def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
 
 
 def _faults(plan: Mapping[str, Any], count: int | None, *, is_first: bool) -> Iterator[str]:
-    """Why this rank cannot take part."""
     expected = int(plan["settings"]["WORLD_SIZE"])
     if count is not None and count != expected:
         yield (
