@@ -1,4 +1,12 @@
-"""Run a stage: reuse its finished artifact, or launch its program to make one."""
+"""Run a stage: reuse its finished artifact, or launch its program to make one.
+
+1. `identify` computes the fingerprint of the recipe, which names the work directory.
+2. A finished artifact there, or in the store, is reused. Otherwise the program resumes from the
+   newest valid checkpoint.
+3. `launch` runs the program, follows it and ends it. It demands exit code 0 and a manifest.
+4. The program writes the manifest last. `verify` checks the inputs before every launch.
+5. The caller gets the artifact's folder, and its data set publishes it.
+"""
 
 import json
 import logging

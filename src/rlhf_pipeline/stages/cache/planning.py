@@ -55,6 +55,10 @@ class Planner:
         """By fingerprint."""
 
     def run(self, job: Job) -> Path:
+        return self.plan(job).run.export
+
+    def plan(self, job: Job) -> PlannedStage:
+        """The plan of one stage."""
         pending = {
             name: stage
             for name, path in job.inputs.items()
@@ -70,7 +74,7 @@ class Planner:
             )
             if planned.state not in ("finished", "reuse"):
                 self._pending[planned.run.export] = run.title
-        return self.stages[run.fingerprint].run.export
+        return self.stages[run.fingerprint]
 
     def add_pending(self, title: str) -> Path:
         """A placeholder for the result of a stage that cannot be planned."""

@@ -1,4 +1,4 @@
-"""A saved model is compared with the one in memory without loading a second one."""
+"""Files of a model are read exactly as they were written."""
 
 import json
 import logging
