@@ -139,7 +139,6 @@ def shuffled(positions: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndar
 
 
 def _permuted(numbers: _Numbers, half: int, keys: _Numbers) -> _Numbers:
-    """A permutation of the numbers of 2 * `half` bits."""
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = numbers >> shift, numbers & mask
     for key in keys:

@@ -67,7 +67,6 @@ class Fit:
 
     @property
     def after(self) -> Need:
-        """The same kind of memory with the changes."""
         found = needs(self.memory_after, self.hardware)
         return next(need for need in found if need.kind == self.before.kind)
 
@@ -144,7 +143,6 @@ def find_fit(
 
 
 def _excess(memory: StageMemory, hardware: Hardware) -> float:
-    """The largest need as a multiple of what is available."""
     known = [need for need in needs(memory, hardware) if need.available]
     return max((need.found / (need.available or 1) for need in known), default=0.0)
 

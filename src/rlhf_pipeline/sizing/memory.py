@@ -218,7 +218,6 @@ def trained_model(
 
 
 def _optimizer_states(model: TrainedModel, share: int) -> Parts:
-    """Bytes that this rank's share of the trained weights needs for optimizer steps."""
     states: Parts = {"optimizer": 8 * share}
     if model.config.deepspeed.zero_stage:  # also of weights in float32
         states["master copies"] = 4 * share

@@ -107,7 +107,6 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Width of all keys of a token, which is that of its values."""
         return self.kv_heads * self.head_size
 
     @property
@@ -133,12 +132,10 @@ class Shape:
 
     @property
     def embeddings(self) -> int:
-        """Weights of the input embeddings, of tokens and positions."""
         return self.vocab * self.embedding + self.positions * self.hidden
 
     @property
     def head(self) -> int:
-        """Weights of an output layer of its own."""
         return 0 if self.is_tied else self.vocab * self.embedding
 
     @property

@@ -46,12 +46,10 @@ class Lengths:
 
     @property
     def row(self) -> float:
-        """Mean tokens of a row."""
         return self.copies * self.prompt + self.response
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, at most."""
         return self.copies * self.longest_prompt + self.longest_response
 
 

@@ -94,7 +94,6 @@ class StageRunner:
 
 
 def _fetched(run: StageRun, context: RunContext) -> Path | None:
-    """The work directory of the recipe with its artifact from the store; None without one."""
     run = replace(run, directory=next_directory(run.directory, None))
     found = context.stored is not None and context.stored.fetch(run)
     return run.directory if found else None

@@ -178,7 +178,6 @@ def await_programs(directory: Path) -> None:
 
 
 def _programs(job: str) -> Iterator[tuple[int, str]]:
-    """Number and command of each process of this user that runs a module with a job."""
     for process in psutil.process_iter(["cmdline", "uids"]):
         command, uids = process.info["cmdline"] or [], process.info["uids"]
         at = next((i for i, word in enumerate(command) if word in ("-m", "--module")), None)

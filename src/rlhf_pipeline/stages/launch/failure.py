@@ -200,7 +200,6 @@ def _precedes(death: Death, report: Path) -> bool:
 
 
 def _full_disk(directory: Path) -> str:
-    """The end of a reason, if a full disk explains why a rank that exited left none."""
     return ": No space left on device" if is_full(directory) else ""
 
 
@@ -241,7 +240,6 @@ def _end_of_log(directory: Path) -> str:
 
 
 def _logged_status(directory: Path) -> int | None:
-    """The exit code that DeepSpeed's launcher logged for the failed rank that it saw first."""
     found = re.search(r"exits with return code = (-?\d+)", _end_of_log(directory))
     return None if found is None else int(found[1])
 

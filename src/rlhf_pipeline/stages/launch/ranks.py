@@ -110,7 +110,6 @@ class Ranks:
 
     @property
     def failed_s(self) -> float:
-        """Seconds since the driver saw that the launch has failed; 0 if it has not."""
         return 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
 
     @property

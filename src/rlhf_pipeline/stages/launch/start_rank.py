@@ -80,7 +80,6 @@ def _await_plan(directory: Path, launch: str, timeout_s: float) -> dict[str, Any
 
 
 def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
-    """This rank, its number on this machine, and the number of ranks if the launcher says it."""
     for rank, local_rank, count in NUMBERS:
         if rank in environment and local_rank in environment:
             ranks = environment.get(count)
