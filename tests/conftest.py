@@ -302,7 +302,7 @@ def _full_run(tmp_path_factory, request):
     root, copy, output = shared / "project" / name, shared / "copy" / name, shared / "project.log"
     with FileLock(shared / "project.lock"):
         if not output.exists():
-            root.mkdir(parents=True)
+            root.mkdir(parents=True, exist_ok=True)
             printed = Project(root).kedro("--pipeline=full")
             shutil.copytree(root, copy, symlinks=True)
             output.write_text(printed)

@@ -116,16 +116,18 @@ def test_only_matrices_decay(world, make_model, zero_stage):
             torch.testing.assert_close(after[name], 0.95 * weight)
 
 
-def test_without_decay_the_optimizer_has_one_group(world, make_model):
-    """Another order of the parameters would change the rounding of sums over them."""
-    engine = make_engine(make_model("opt"), 0.0)
-    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.0]
+@pytest.mark.parametrize(
+    ("family", "decay", "fields"), [("opt", 0.0, {}), ("llama", 0.5, {"lora": {"rank": 2}})]
+)
+def test_the_optimizer_has_one_group_without_decay_and_with_adapters(
+    world, make_model, family, decay, fields
+):
+    """Another order of the parameters would change the rounding of sums over them.
 
-
-def test_an_adapter_has_matrices_only(world, make_model):
-    """DeepSpeed does not accept an empty group."""
-    engine = make_engine(make_model("llama"), 0.5, lora={"rank": 2})
-    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.5]
+    An adapter has matrices only, and DeepSpeed does not accept an empty group.
+    """
+    engine = make_engine(make_model(family), decay, **fields)
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [decay]
 
 
 def test_freed_blocks_between_blocks_in_use_are_returned():

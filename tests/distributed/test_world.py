@@ -229,22 +229,14 @@ def joining(gpus, monkeypatch, rank_environment):
     return seen, operations
 
 
-def test_nccl_connects_by_the_gpu_of_the_rank(joining):
-    """torch then connects at once, and guesses no device in a barrier."""
-    seen, _ = joining
-    assert join(0, timeout_s=60).device == torch.device("cuda", 0)
-    assert seen["device_id"] == torch.device("cuda", 0)
+def test_a_rank_on_a_gpu_joins(joining):
+    """NCCL then connects at once by the rank's GPU, and guesses no device in a barrier.
 
-
-def test_a_rank_on_a_gpu_does_not_look_for_compilers(joining):
-    """DeepSpeed's table probes the compilers of an operation that is asked for."""
-    _, operations = joining
-    join(0, timeout_s=60)
+    DeepSpeed's table probes the compilers of an operation that is asked for. DeepSpeed passes no
+    timeout; torch's default for NCCL is 10 minutes.
+    """
+    seen, operations = joining
+    assert join(0, timeout_s=4321).device == seen["device_id"] == torch.device("cuda", 0)
     assert operations == {}
-
-
-def test_groups_of_deepspeed_wait_as_long_as_those_of_the_project(joining):
-    """DeepSpeed passes no timeout; torch's default for NCCL is 10 minutes."""
-    join(0, timeout_s=4321)
     for backend in ("nccl", "gloo"):
         assert distributed_c10d._get_default_timeout(backend) == timedelta(seconds=4321)
