@@ -13,13 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from subprocess import Popen
 from tempfile import TemporaryDirectory
 
 import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heartbeat import FOLDER, LAUNCH
 from rlhf_pipeline.runtime.program import DETERMINISTIC, LOOPBACK, RENDEZVOUS
 from rlhf_pipeline.runtime.pulse import Pulse
@@ -101,7 +99,7 @@ class NodeProgram:
             "PYTHONUNBUFFERED": "1",
             # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
             "DISABLE_SAFETENSORS_CONVERSION": "1",
-            heartbeat.LAUNCH: f"{process_identity(os.getpid())} {Path(self.directory).resolve()}",
+            LAUNCH: f"{process_identity(os.getpid())} {Path(self.directory).resolve()}",
         }
         gpus = gpu_count()
         if self.distributed:
@@ -160,7 +158,7 @@ def started(
     environment = {**program.environment, **(variables or {})}
     with (
         (Path(program.directory) / LOG).open("wb") as output,
-        guarded(environment[heartbeat.LAUNCH], environment["PYTHONPATH"]),
+        guarded(environment[LAUNCH], environment["PYTHONPATH"]),
     ):
         process = start(
             program.command,
@@ -238,7 +236,7 @@ class ClusterProgram(NodeProgram):
         }
 
     @contextmanager
-    def running(self) -> Iterator[Popen[bytes]]:
+    def running(self) -> Iterator[subprocess.Popen[bytes]]:
         """Start the ranks on all machines; at the end of the block, end them everywhere."""
         with self.pulse.beating():
             if self.config.mode == "hostfile":
