@@ -5,13 +5,12 @@
     python benchmarks/gpu.py --dry-run           # lists the rows
     python benchmarks/gpu.py --cpu-rehearsal     # a tiny version of each row, to test this script
 
-The rows are the tests marked `gpu`; the speed of every generator; all stages with the default model
-and with 1.2 billion weights; training in fp16, with adapters, with 4-bit weights and with offload;
-and training that is killed and resumes. The large model is random and trains for a few steps on
-random words, 512 tokens of prompt and 512 of response: its figures show that it fits and runs, not
-how well it learns. Whatever fails is a line with its reason, and the other rows still run. A row
-that needs a package that is not installed is skipped. Results: benchmarks/results/gpu/. The exit
-code is 0 if no row fails.
+The rows are the tests marked `gpu`; all stages with the default model and with 1.2 billion weights;
+training in fp16, with adapters, with 4-bit weights and with offload; and training that is killed
+and resumes. The large model is random and trains for a few steps on random words, 512 tokens of
+prompt and 512 of response: its figures show that it fits and runs, not how well it learns. Whatever
+fails is a line with its reason, and the other rows still run. A row that needs a package that is
+not installed is skipped. Results: benchmarks/results/gpu/. The exit code is 0 if no row fails.
 """
 
 from __future__ import annotations
@@ -193,7 +192,6 @@ REHEARSED = {
 """The model and the data of a rehearsal."""
 OTHERS = {
     "tests": "the tests marked gpu",
-    "generators": "1.2B, bf16: tokens/s of every generator, share of what the bandwidth allows",
     "resume": "SIGKILL and resume, bf16, ZeRO 2",
 }
 
@@ -348,40 +346,6 @@ def long_contexts(rows: int = 1200, vocabulary: int = 8192) -> Tree:
     return merged(LONG, own)
 
 
-def run_generators(rehearsal: bool) -> list[Result]:
-    """Let every generator answer the same prompts, with `generators.py`."""
-    start, values = time.monotonic(), row_parameters(ROWS["bf16"], rehearsal)
-    blocks = {
-        name: parameter_blocks()[name].model_validate(values[name])
-        for name in ("base_model", "split")
-    }
-    stages = StageRunner(RunContext(FOLDER / "workspace", LaunchConfig()))
-    model = base_model(blocks["base_model"], blocks["split"], values["seed"], stages)
-    options = ["--rows", "1", "16", "64", "--prompt-tokens", "512", "--response-tokens", "512"]
-    if rehearsal:
-        options = ["--rows", "1", "2", "--prompt-tokens", "8", "--response-tokens", "8"]
-    command = [sys.executable, str(PROJECT / "benchmarks" / "generators.py"), str(model)]
-    command += ["--precision", "bf16", *options]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    log = FOLDER / "generators.log"
-    log.write_text(done.stdout + done.stderr)
-    if done.returncode != 0:
-        seconds = time.monotonic() - start
-        return [Result("generators", "", "FAIL", seconds, reason=f"see {log}")]
-    record = json.loads((RESULTS / "generators" / "generators.json").read_text())
-    return [generator_result(speed) for speed in record["speeds"]]
-
-
-def generator_result(speed: Tree) -> Result:
-    """The line of a generator with a number of rows."""
-    stage, fault = f"{speed['generator']}, {speed['rows']} rows", speed["fault"]
-    if not fault:
-        shown = f"{speed['rate']:,.0f} tokens/s, {speed['rate'] / speed['limit']:.0%}"
-        return Result("generators", stage, "pass", speed["seconds"], shown)
-    verdict = "skip" if fault.startswith("ModuleNotFoundError") else "FAIL"
-    return Result("generators", stage, verdict, 0.0, reason=fault)
-
-
 def run_tests(rehearsal: bool) -> list[Result]:
     """Run the tests that need a GPU.
 
@@ -446,7 +410,6 @@ def run_row(name: str, rehearsal: bool) -> list[Result]:
     """Run a row; an error of the row is its result."""
     others: dict[str, Callable[[bool], list[Result]]] = {
         "tests": run_tests,
-        "generators": run_generators,
         "resume": run_kills,
     }
     start = time.monotonic()
@@ -478,7 +441,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ["tests", "generators", *ROWS, "resume"]
+    names = ["tests", *ROWS, "resume"]
     parser.add_argument("--rows", nargs="+", default=names, choices=names)
     parser.add_argument("--dry-run", action="store_true", help="list the rows, run nothing")
     parser.add_argument("--cpu-rehearsal", action="store_true", help="tiny rows on the CPU")

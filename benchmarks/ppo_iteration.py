@@ -7,14 +7,11 @@ Both train OPT models of the same shape on the same HH-RLHF prompts (the file in
 the hub), with 64 new tokens, one epoch and one optimizer step. An iteration generates, scores by
 reference, critic and reward model, and updates actor and critic. The two take turns, one iteration
 each with the same prompts, so a slow minute of the machine counts for both. TRL runs with one
-process, this project with `--ranks` ranks; both use all cores. After the measured iterations, one
-more of this project records its matrix products: their share of the time, and their operations as
-a share of the most that this machine multiplies in that time.
+process, this project with `--ranks` ranks; both use all cores.
 
 TRL is installed into benchmarks/results/ppo_iteration/trl without its dependencies, which this
 project's environment contains already. Results: a table, and in benchmarks/results/ppo_iteration/ a
-file *.json for each row, ppo_iteration.png with all rows measured so far, and in a folder for each
-size and precision the seconds of all operators (profile-*.txt).
+file *.json for each row.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
@@ -89,11 +85,11 @@ class Contestant:
                 time.sleep(0.2)
             done.result()
 
-    def ask(self, line: str = "go") -> dict[str, float]:
+    def ask(self) -> dict[str, float]:
         """Ask for an iteration and wait for its report."""
         first = self.processes[0]
         assert first.stdin is not None and first.stdout is not None
-        first.stdin.write(f"{line}\n")
+        first.stdin.write("go\n")
         first.stdin.flush()
         for line in first.stdout:
             if line.startswith('{"seconds"'):
@@ -122,7 +118,6 @@ def main() -> None:
             name = f"{size}-{precision}-{options.ranks}.json"
             (RESULTS / name).write_text(json.dumps(rows[-1], indent=2))
     show(rows)
-    plot([json.loads(file.read_text()) for file in sorted(RESULTS.glob("*-*-*.json"))])
 
 
 def install_trl() -> Path:
@@ -192,8 +187,7 @@ def measure(
         for _ in range(rounds):
             for contestant in contestants.values():
                 contestant.iterate()
-        products = contestants["ours"].ask("profile")
-        steps = (Path(job["folder"]) / "metrics.jsonl").read_text().splitlines()[-rounds - 1 : -1]
+        steps = (Path(job["folder"]) / "metrics.jsonl").read_text().splitlines()[-rounds:]
     rollouts = [json.loads(step)["metrics"]["time/rollout_s"] for step in steps]
     ratios = [
         theirs / ours
@@ -202,7 +196,6 @@ def measure(
     return {
         "size": size, "precision": precision, "ranks": ranks, "ratios": ratios,
         "rollout": statistics.median(rollouts),
-        "products": {name: products[name] for name in ("share_of_time", "share_of_peak")},
         **{
             name: {
                 "seconds": c.seconds, "memory": c.memory,
@@ -257,20 +250,8 @@ def started(
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(title="One PPO iteration, medians")
-    for column in (
-        "size",
-        "precision",
-        "ranks",
-        "ours, s",
-        "of it rollout",
-        "TRL, s",
-        "ratio",
-        "range",
-        "ours, GB",
-        "TRL, GB",
-        "products, of time",
-        "of peak",
-    ):
+    columns = ("size", "precision", "ranks", "ours, s", "of it rollout", "TRL, s", "ratio", "range")
+    for column in (*columns, "ours, GB", "TRL, GB"):
         table.add_column(column, justify="right")
     for row in rows:
         ours, trl, ratios = row["ours"], row["trl"], row["ratios"]
@@ -279,31 +260,8 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['rollout']:.2f}", f"{trl['median']:.2f}",
             f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}",
             f"{ours['memory'] / 1e9:.2f}", f"{trl['memory'] / 1e9:.2f}",
-            *(f"{share:.0%}" for share in row["products"].values()),
         )  # fmt: skip
     Console(width=130).print(table)
-
-
-def plot(rows: list[dict[str, Any]]) -> None:
-    """Draw seconds and memory: this project's as a share of TRL's."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 1 + 0.4 * len(rows)), sharey=True)
-    names = [f"{row['size']}, {row['precision']}, ranks: {row['ranks']}" for row in rows]
-    shares = [1 / statistics.median(row["ratios"]) for row in rows]
-    rollouts = [
-        share * row["rollout"] / row["ours"]["median"]
-        for share, row in zip(shares, rows, strict=True)
-    ]
-    axes[0].barh(names, shares, label="update")
-    axes[0].barh(names, rollouts, label="rollout with scores")
-    axes[0].legend()
-    axes[1].barh(names, [row["ours"]["memory"] / row["trl"]["memory"] for row in rows])
-    for axis, what in zip(axes, ("seconds", "main memory"), strict=True):
-        axis.axvline(1.0, color="black", linewidth=1)
-        axis.set_title(f"{what} of an iteration, TRL = 1")
-    axes[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(RESULTS / "ppo_iteration.png", dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

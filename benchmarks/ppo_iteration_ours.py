@@ -1,19 +1,12 @@
-"""PPO of this project, one iteration for each line; started by `ppo_iteration.py`.
-
-The line `go` asks for an iteration, `profile` for one whose matrix products are recorded.
-"""
+"""PPO of this project, one iteration for each line `go`; started by `ppo_iteration.py`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from matrix_products import peak, recorded
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import common_contract
@@ -25,51 +18,24 @@ from rlhf_pipeline.training.ppo_setup import Setup, set_up
 STEPS = 1000
 
 
-class Turn:
-    """One iteration, from the line that asks for it to its report."""
-
-    def __init__(self, setup: TakingTurns) -> None:
-        """Wait until the first rank is asked."""
-        world, self._stack = setup.world, ExitStack()
-        asked = [sys.stdin.readline().strip() if world.rank == 0 else ""]
-        torch.distributed.broadcast_object_list(asked)
-        self._products = None
-        if asked == ["profile"]:
-            policy = setup.models.actor.module
-            self._peak = peak(next(policy.parameters()).dtype)
-            self._products = self._stack.enter_context(recorded(setup.profile))
-        world.barrier()
-        self._began = time.perf_counter()
-
-    def report(self) -> dict[str, float]:
-        """Seconds, and of matrix products their share of the time and of the peak."""
-        seconds = time.perf_counter() - self._began
-        self._stack.close()
-        found = {"seconds": seconds}
-        if self._products is not None:
-            own = torch.tensor([self._products.seconds, self._products.operations, self._peak])
-            torch.distributed.all_reduce(own)  # every rank takes as long as the slowest
-            product_seconds, operations, peaks = own.tolist()
-            ranks = torch.distributed.get_world_size()
-            found["share_of_time"] = product_seconds / ranks / seconds
-            found["share_of_peak"] = operations / seconds / peaks
-        return found
-
-
 @dataclass(frozen=True)
 class TakingTurns(Setup):
     """Reports a step where PPO would save a checkpoint, and waits to be asked for the next one."""
 
-    profile: Path
-    """Receives the seconds of all operators."""
-
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
-        """Report the newest turn; begin the next."""
-        global turn
-        found = turn.report()
+        """Report the seconds since the newest turn began; begin the next."""
+        global began
         if self.world.rank == 0:
-            print(json.dumps(found), flush=True)
-        turn = Turn(self)
+            print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
+        began = next_turn(self)
+
+
+def next_turn(setup: Setup) -> float:
+    """Wait until the first rank is asked; return the time."""
+    if setup.world.rank == 0:
+        sys.stdin.readline()
+    setup.world.barrier()
+    return time.perf_counter()
 
 
 if __name__ == "__main__":
@@ -92,6 +58,6 @@ if __name__ == "__main__":
     world = join(1, timeout_s=3600.0)
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 3600.0)
     loaded = set_up(job, config, common_contract(inputs), world)
-    setup = TakingTurns(**vars(loaded), profile=folder / f"profile-{world.rank}.txt")
-    turn = Turn(setup)
+    setup = TakingTurns(**vars(loaded))
+    began = next_turn(setup)
     train(setup)

@@ -91,29 +91,16 @@ def passes(row: dict[str, float]) -> bool:
 def show(rows: list[dict[str, float]]) -> None:
     """All rows so far."""
     table = Table(title="PPO against SFT, by the gold score")
-    for column in (
-        "seed",
-        "minutes",
-        "RM accuracy",
-        "SFT gold",
-        "PPO gold",
-        "KL",
-        "win rate",
-        "95% interval",
-        "paired",
-        "passes",
-    ):
+    columns = ("seed", "minutes", "RM accuracy", "SFT gold", "PPO gold", "KL", "win rate")
+    for column in (*columns, "95% interval", "paired", "passes"):
         table.add_column(column, justify="right")
     for row in rows:
-        numbers = [
-            f"{row[key]:.2f}" for key in ("minutes", "rm_accuracy", "sft_gold", "ppo_gold", "kl")
-        ]
-        interval = f"[{row['lower']:.3f}, {row['upper']:.3f}]"
+        numbers = ("minutes", "rm_accuracy", "sft_gold", "ppo_gold", "kl")
         table.add_row(
             f"{row['seed']:.0f}",
-            *numbers,
+            *(f"{row[key]:.2f}" for key in numbers),
             f"{row['win_rate']:.3f}",
-            interval,
+            f"[{row['lower']:.3f}, {row['upper']:.3f}]",
             f"{row['paired']:.3f}",
             "yes" if passes(row) else "no",
         )

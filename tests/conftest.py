@@ -17,9 +17,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from ports import reserved_port
 
-pytest_plugins = ["machine_fixtures", "policy_fixtures", "rank_fixtures", "s3_fixtures"]
+pytest_plugins = [
+    *("machine_fixtures", "policy_fixtures", "rank_fixtures", "rank_lab", "s3_fixtures"),
+]
 
 PROJECT = Path(__file__).parents[1]
 SHARED_DATA = PROJECT.parent / "shared" / "data"
@@ -32,13 +35,16 @@ def pytest_configure(config):
         pytest.exit(f"conf/local: found {', '.join(own)}, expected no file. Fix: move them away", 4)
 
 
+CHANGE_THE_PROJECT = {"test_full.py", "test_labelling.py", "test_published_inputs.py"}
+"""Files whose tests run commands in the full run of `project`; the others read a copy of it."""
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Run the tests of a file, and all tests that share the full run, in the same worker."""
+    """Run the tests of a file, and all tests that change the full run, in the same worker."""
     for item in items:
-        item.add_marker(
-            pytest.mark.xdist_group("project" if "project" in item.fixturenames else item.path.name)
-        )
+        name = item.path.name
+        item.add_marker(pytest.mark.xdist_group("project" if name in CHANGE_THE_PROJECT else name))
 
 
 @pytest.fixture(autouse=True)
@@ -286,18 +292,29 @@ class Project:
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory):
-    """A full run of the environment `tiny` by the command line, shared by all tests that need one.
+def _full_run(tmp_path_factory, request):
+    """Two folders with the same full run, one to change and one to read, made by one worker."""
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        shared = shared.parent
+    # A shell would split or execute the name.
+    name = 'it\'s a "root"\nof $HOME; touch `executed` & # 100% <é>\\'
+    root, copy, output = shared / "project" / name, shared / "copy" / name, shared / "project.log"
+    with FileLock(shared / "project.lock"):
+        if not output.exists():
+            root.mkdir(parents=True, exist_ok=True)
+            printed = Project(root).kedro("--pipeline=full")
+            shutil.copytree(root, copy, symlinks=True)
+            output.write_text(printed)
+    return {True: root, False: copy}, output.read_text()
 
-    A shell would split or execute the name of its folder.
-    """
-    root = (
-        tmp_path_factory.mktemp("project")
-        / 'it\'s a "root"\nof $HOME; touch `executed` & # 100% <é>\\'
-    )
-    root.mkdir()
-    project = Project(root)
-    project.output = project.kedro("--pipeline=full")
+
+@pytest.fixture(scope="module")
+def project(_full_run, request):
+    """A full run of the environment `tiny` by the command line, shared by all tests."""
+    roots, output = _full_run
+    project = Project(roots[request.path.name in CHANGE_THE_PROJECT])
+    project.output = output
     return project
 
 

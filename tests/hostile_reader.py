@@ -73,7 +73,7 @@ def artifact(folder: Path) -> str:
 
 
 def checkpoints(folder: Path) -> str:
-    from rlhf_pipeline.runtime.checkpoint_files import newest_valid_step
+    from rlhf_pipeline.runtime.job import newest_valid_step
 
     messages: list[str] = []
     handler = logging.Handler()

@@ -10,7 +10,7 @@ from kedro.framework.startup import bootstrap_project
 from rlhf_pipeline.commands.status import status
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.runtime.manifest import FileEntry, Manifest, verify
-from rlhf_pipeline.stages.cache.recipe_diff import EARLIER_FORM
+from rlhf_pipeline.stages.cache.planning import EARLIER_FORM
 
 PROJECT = Path(__file__).parents[1]
 

@@ -23,7 +23,7 @@ import pytest
 
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message, Text
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, seal
+from rlhf_pipeline.runtime.job import checkpoint_path, seal
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
 pytestmark = pytest.mark.slow

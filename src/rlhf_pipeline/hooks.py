@@ -38,8 +38,7 @@ from rlhf_pipeline.stage_registry import parameter_blocks, policy_stages, stage_
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
 from rlhf_pipeline.stages.job import STAGES, Stages
-from rlhf_pipeline.stages.launch.layout import hardware_at_hand
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
+from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, hardware_at_hand
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.stored import StoredStages

@@ -26,7 +26,7 @@ from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
-from rlhf_pipeline.stages.launch.layout import node_layout
+from rlhf_pipeline.stages.launch.resources import node_layout
 
 TOKENIZER = ("*token*.json", "*.model", "vocab.*")
 """Files of which a folder with a tokenizer has one, whatever its kind."""

@@ -22,7 +22,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
 from rlhf_pipeline.stage_registry import parameter_blocks
 from rlhf_pipeline.stages.cache.fingerprint import recipe
-from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
+from rlhf_pipeline.stages.cache.planning import recipe_changes
 from rlhf_pipeline.stages.cache.workspace import RECIPE, work_directory
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import STAGES, Job

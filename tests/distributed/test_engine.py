@@ -1,60 +1,141 @@
-"""Joining the other ranks and leaving them."""
+"""Loading models into engines: where weights go, the learning rate, weight decay, freed memory."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
-PROGRAM = """
-import atexit, torch
-from rlhf_pipeline.distributed.world import join
-# runs after what join registers
-atexit.register(lambda: print("connected at the end:", torch.distributed.is_initialized()))
-join(0, timeout_s=600)
-print("connected:", torch.distributed.is_initialized())
-"""
-
-
-def test_a_program_needs_no_compiler_and_closes_its_connections_before_it_exits(
-    rank_environment, tmp_path
-):
-    """Threads of an open process group can abort a process after its work: exit code -6, not 0.
-
-    DeepSpeed's shared-memory operation would need a compiler and leave 69 MB per rank in /dev/shm.
-    """
-    no_compiler = {"CXX": "/bin/false", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    variables = os.environ | rank_environment | no_compiler
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert not any(tmp_path.iterdir())
-    assert not list(
-        Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{variables['MASTER_PORT']}_*")
-    )
-    assert [line for line in ended.stdout.splitlines() if line.startswith("connected")] == [
-        "connected: True",
-        "connected at the end: False",
-    ]
-
-
-LISTENING = """
 import psutil
-from rlhf_pipeline.distributed.world import join
-world = join(0, timeout_s=600)
-world.barrier()
-sockets = psutil.Process().net_connections("inet")
-print("listens at:", sorted({socket.laddr.ip for socket in sockets if socket.status == "LISTEN"}))
-"""
+import pytest
+import torch
+from transformers import get_scheduler
+
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
+from rlhf_pipeline.distributed import engine
+from rlhf_pipeline.distributed.engine import (
+    frozen_model,
+    release_freed,
+    schedule_factor,
+    train_engine,
+)
+from rlhf_pipeline.distributed.zero import whole_state_dict
+from rlhf_pipeline.models.loading import load_policy
+
+GPU = torch.device("cuda", 1)
+CPU = torch.device("cpu")
 
 
-def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(rank_environment):
-    """The store of torch would listen at "::", every interface."""
-    ended = subprocess.run(
-        [sys.executable, "-c", LISTENING],
-        env=os.environ | rank_environment,
-        capture_output=True,
-        text=True,
-        check=False,
+class AskedError(Exception):
+    """Carries the arguments of the load."""
+
+
+def load(precision, **arguments):
+    raise AskedError(arguments)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_to_check(monkeypatch):
+    monkeypatch.setattr(engine, "require_sound_kernels", lambda *arguments: None)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "device", "expected"),
+    [
+        (0, GPU, {"device": GPU}),
+        (1, GPU, {"device": GPU}),
+        (2, GPU, {"device": GPU}),
+        (3, GPU, {}),
+        (1, CPU, {}),
+    ],
+)
+def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
+    monkeypatch.setattr(engine, "own_device", lambda: device)
+    fields = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"zero_stage": zero_stage}}
+    with pytest.raises(AskedError) as asked:
+        train_engine(load, TrainedModelConfig.model_validate(fields), 1)
+    assert asked.value.args == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "device", "expected"), [(0, GPU, {"device": GPU}), (3, GPU, {}), (0, CPU, {})]
+)
+def test_a_frozen_model(world, monkeypatch, zero_stage, device, expected):
+    monkeypatch.setattr(engine, "own_device", lambda: device)
+    config = FrozenDeepSpeedConfig(zero_stage=zero_stage, precision="fp32")
+    with pytest.raises(AskedError) as asked:
+        frozen_model(load, config, replace(world, device=device))
+    assert asked.value.args == (expected,)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(20, 0.0), (20, 0.25), (1, 0.0), (3, 0.9)])
+def test_schedules_are_those_of_transformers(name, steps, warmup):
+    config = OptimizerConfig(learning_rate=1.0, schedule=name, warmup_fraction=warmup)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = get_scheduler(
+        "constant_with_warmup" if name == "constant" else name,
+        optimizer,
+        num_warmup_steps=round(warmup * steps),
+        num_training_steps=steps,
     )
-    assert "listens at: ['127.0.0.1']" in ended.stdout, ended.stdout + ended.stderr
+    for step in range(steps + 1):
+        factor = schedule_factor(config, steps, step)
+        assert factor == pytest.approx(theirs.get_last_lr()[0], abs=1e-15)
+        optimizer.step()
+        theirs.step()
+
+
+IDS = torch.arange(5, 17).view(2, 6)
+
+
+def make_engine(folder, weight_decay: float, **fields):
+    config = {
+        "optimizer": {
+            "learning_rate": 0.1,
+            "schedule": "constant",
+            "warmup_fraction": 0.0,
+            "weight_decay": weight_decay,
+        }
+    }
+    return train_engine(
+        partial(load_policy, folder), TrainedModelConfig.model_validate(config | fields), 1
+    )
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_only_matrices_decay(world, make_model, zero_stage):
+    """With gradients of zero, decay alone changes the weights: by a factor of 1 - 0.1 * 0.5."""
+    engine = make_engine(make_model("opt"), 0.5, deepspeed={"zero_stage": zero_stage})
+    before = {name: weight.clone() for name, weight in whole_state_dict(engine.module).items()}
+    engine.backward(0.0 * engine(input_ids=IDS, labels=IDS).loss)
+    engine.step()
+    after = whole_state_dict(engine.module)
+    assert {weight.dim() for weight in before.values()} == {1, 2}
+    for name, weight in before.items():
+        if weight.dim() == 1:
+            assert torch.equal(after[name], weight), name
+        else:
+            torch.testing.assert_close(after[name], 0.95 * weight)
+
+
+@pytest.mark.parametrize(
+    ("family", "decay", "fields"), [("opt", 0.0, {}), ("llama", 0.5, {"lora": {"rank": 2}})]
+)
+def test_the_optimizer_has_one_group_without_decay_and_with_adapters(
+    world, make_model, family, decay, fields
+):
+    """Another order of the parameters would change the rounding of sums over them.
+
+    An adapter has matrices only, and DeepSpeed does not accept an empty group.
+    """
+    engine = make_engine(make_model(family), decay, **fields)
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [decay]
+
+
+def test_freed_blocks_between_blocks_in_use_are_returned():
+    """Blocks of 100 kB are never mapped one by one, so those in use pin the heap between them."""
+    blocks = [torch.ones(25_000) for _ in range(2_000)]
+    full = psutil.Process().memory_info().rss
+    kept, blocks = blocks[::10], None
+    release_freed()
+    returned = full - psutil.Process().memory_info().rss
+    assert len(kept) == 200
+    assert returned > 0.7 * 1_800 * 100_000

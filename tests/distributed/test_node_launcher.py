@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher without torch does what it does with torch."""
+"""What starts without torch, and what imports leave out."""
 
 import base64
 import json
@@ -63,3 +63,17 @@ def test_the_launcher_imports_no_torch(launched):
     assert code == 0 and len(ranks) == 2
     assert "deepspeed.launcher.launch" in imports
     assert " torch" not in imports
+
+
+PROGRAMS = "training.sft training.reward_model training.ppo training.dpo evaluation.evaluate"
+
+
+def test_programs_import_neither_mlflow_nor_peft_and_leave_no_trace():
+    imports = "; ".join(f"import rlhf_pipeline.{name}" for name in PROGRAMS.split())
+    code = (
+        f"import json, sys, torch; compile = torch.compile; {imports}; "
+        "print(json.dumps([[name in sys.modules for name in ('mlflow', 'pandas', 'peft')], "
+        "torch.compile is compile])); import mlflow"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert json.loads(found.stdout.splitlines()[-1]) == [[False, False, False], True]

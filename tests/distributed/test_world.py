@@ -1,23 +1,31 @@
-"""Numbers of all ranks, and how the ranks of one machine meet."""
+"""Ranks that meet, exchange numbers, take their device and leave."""
 
 import ast
 import json
 import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import distributed_c10d
 
 import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed import world as module
+from rlhf_pipeline.distributed.engine import _loaded
+from rlhf_pipeline.distributed.world import World, join, on_gpu, take_device
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.program import RENDEZVOUS
 from rlhf_pipeline.stages.launch import node_program
-from rlhf_pipeline.stages.launch.cluster import on_several_machines
-from rlhf_pipeline.stages.launch.layout import node_layout
-from rlhf_pipeline.stages.launch.node_program import NodeProgram
+from rlhf_pipeline.stages.launch.node_program import NodeProgram, on_several_machines
+from rlhf_pipeline.stages.launch.resources import node_layout
 
 SOURCE = Path(rlhf_pipeline.__file__).parent
 OBJECT_COLLECTIVES = {
@@ -96,3 +104,139 @@ def test_no_rank_unpickles_what_another_process_sends():
             node.attr for node in ast.walk(ast.parse(file.read_text())) if hasattr(node, "attr")
         }
         assert not used & OBJECT_COLLECTIVES, file
+
+
+PROGRAM = """
+import atexit, torch
+from rlhf_pipeline.distributed.world import join
+# runs after what join registers
+atexit.register(lambda: print("connected at the end:", torch.distributed.is_initialized()))
+join(0, timeout_s=600)
+print("connected:", torch.distributed.is_initialized())
+"""
+
+
+def test_a_program_needs_no_compiler_and_closes_its_connections_before_it_exits(
+    rank_environment, tmp_path
+):
+    """Threads of an open process group can abort a process after its work: exit code -6, not 0.
+
+    DeepSpeed's shared-memory operation would need a compiler and leave 69 MB per rank in /dev/shm.
+    """
+    no_compiler = {"CXX": "/bin/false", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    variables = os.environ | rank_environment | no_compiler
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not any(tmp_path.iterdir())
+    assert not list(
+        Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{variables['MASTER_PORT']}_*")
+    )
+    assert [line for line in ended.stdout.splitlines() if line.startswith("connected")] == [
+        "connected: True",
+        "connected at the end: False",
+    ]
+
+
+LISTENING = """
+import psutil
+from rlhf_pipeline.distributed.world import join
+world = join(0, timeout_s=600)
+world.barrier()
+sockets = psutil.Process().net_connections("inet")
+print("listens at:", sorted({socket.laddr.ip for socket in sockets if socket.status == "LISTEN"}))
+"""
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(rank_environment):
+    """The store of torch would listen at "::", every interface."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LISTENING],
+        env=os.environ | rank_environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "listens at: ['127.0.0.1']" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs that DeepSpeed and torch find; returns the list of devices made current."""
+    current = []
+    accelerator = SimpleNamespace(
+        device_name=lambda: "cuda",
+        current_device_name=lambda: f"cuda:{current[-1]}",
+        communication_backend_name=lambda: "nccl",
+    )
+    monkeypatch.setattr(module, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    return current
+
+
+def test_hidden_gpus_are_not_used(world, monkeypatch):
+    """DS_ACCELERATOR is cpu here. DeepSpeed's launcher makes hidden GPUs visible to its ranks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert join(0, timeout_s=60).device == torch.device("cpu")
+    model = nn.Module()
+    model.config = SimpleNamespace(hidden_size=32)
+    settings = partial(dict, zero_optimization={"stage": 0})
+    assert _loaded(lambda precision: model, "fp32", settings)[1]["on_gpu"] is False
+    assert not on_gpu()
+
+
+def test_each_rank_takes_the_gpu_of_its_local_number(gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert take_device() == torch.device("cuda", 1)
+    assert gpus == [1]
+
+
+def test_a_gpu_that_torch_does_not_find_is_reported(gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    expected = r"torch: found 2 GPUs with CUDA_VISIBLE_DEVICES=4,5, expected at least 3"
+    with pytest.raises(StageError, match=expected):
+        take_device()
+    assert gpus == []
+
+
+@pytest.fixture
+def joining(gpus, monkeypatch, rank_environment):
+    """Lets a rank on a GPU join, with all of torch's groups and DeepSpeed's operations replaced.
+
+    Returns what `init_process_group` got, and DeepSpeed's table of operations.
+    """
+    seen, operations = {}, {}
+    for name, value in rank_environment.items():
+        monkeypatch.setenv(name, value)
+    distributed = torch.distributed
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(module, "TCPStore", lambda *arguments, **options: None)
+    monkeypatch.setattr(socket, "create_server", lambda *arguments, **options: socket.socket())
+    monkeypatch.setattr(
+        distributed, "init_process_group", lambda *arguments, **options: seen.update(options)
+    )
+    monkeypatch.setattr(distributed, "new_group", lambda **options: None)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(module.deepspeed.ops, "__compatible_ops__", operations)
+    monkeypatch.setattr(module.deepspeed, "init_distributed", lambda **options: None)
+    monkeypatch.setattr(module.atexit, "register", lambda function: None)
+    return seen, operations
+
+
+def test_a_rank_on_a_gpu_joins(joining):
+    """NCCL then connects at once by the rank's GPU, and guesses no device in a barrier.
+
+    DeepSpeed's table probes the compilers of an operation that is asked for. DeepSpeed passes no
+    timeout; torch's default for NCCL is 10 minutes.
+    """
+    seen, operations = joining
+    assert join(0, timeout_s=4321).device == seen["device_id"] == torch.device("cuda", 0)
+    assert operations == {}
+    for backend in ("nccl", "gloo"):
+        assert distributed_c10d._get_default_timeout(backend) == timedelta(seconds=4321)

@@ -11,8 +11,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.engine import train_engine
-from rlhf_pipeline.distributed.frozen_model import frozen_model
+from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.zero import for_generation, fp32_shards, is_sharded
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import load_policy

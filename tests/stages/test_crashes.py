@@ -19,8 +19,8 @@ import pytest
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.labelling.votes import Vote, add_vote, locked, remove_vote
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, newest_valid_step, seal
 from rlhf_pipeline.runtime.files import put_in_place, write_atomically
+from rlhf_pipeline.runtime.job import checkpoint_path, newest_valid_step, seal
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import run as run_module
 from rlhf_pipeline.stages.cache.cleaning import remove, survey

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, seal
+from rlhf_pipeline.runtime.job import checkpoint_path, seal
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.launch.failure import explain_full_disk, is_full
 

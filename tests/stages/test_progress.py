@@ -69,15 +69,6 @@ def test_a_log_names_the_reward_that_scores(monkeypatch):
     ]
 
 
-def test_a_reused_stage_prints_one_line(monkeypatch):
-    lines = show(
-        monkeypatch,
-        lambda d: d.stage_started(run(cached=True)),
-        lambda d: d.stage_ended(run(cached=True), "FINISHED", {}),
-    )
-    assert lines == ["sft: reused abcdef01, finished earlier"]
-
-
 def test_a_source_shows_its_name_and_an_unknown_number_of_rows(monkeypatch):
     config = {"source": {"name": "files"}}
     directory = Path("ws/source/abc")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, StageError
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, seal
+from rlhf_pipeline.runtime.job import checkpoint_path, seal
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.run import StageRunner

@@ -13,7 +13,9 @@ import pytest
 from waiting import once, wait_until
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages import run
@@ -21,7 +23,7 @@ from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener
 from rlhf_pipeline.stages.job import Job, StageSpec
 from rlhf_pipeline.stages.progress import ProgressDisplay
-from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.stages.run import StageRunner, adjusted, check_row, halved
 
 SPEC = StageSpec("toy", "toy_program", distributed=False)
 
@@ -41,7 +43,7 @@ import json, os, sys, time
 from pathlib import Path
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.checkpoint_files import seal
+from rlhf_pipeline.runtime.job import seal
 from rlhf_pipeline.runtime.program import run_program
 
 def main(job):
@@ -117,13 +119,9 @@ def test_a_failure_shows_the_program_s_reason(toy, recorder):
     assert "RuntimeError: the cause" in message
     assert "toy_program" in message and "program.log" in message
     assert recorder.heard[-1] == ("FAILED", {})
-
-
-def test_an_explained_failure_needs_no_traceback(toy):
-    with pytest.raises(StageError) as failure:
+    with pytest.raises(StageError, match=r"rank0: rows\.jsonl:3: no chosen answer") as explained:
         toy("explain")
-    assert "rank0: rows.jsonl:3: no chosen answer" in str(failure.value)
-    assert "Traceback" not in str(failure.value)
+    assert "Traceback" not in str(explained.value)
 
 
 def test_exit_code_zero_without_a_manifest_is_a_failure(toy):
@@ -225,3 +223,47 @@ def test_the_driver_imports_neither_torch_nor_mlflow():
         env=os.environ | {"PYTHONPATH": str(source)},
     )
     assert result.stdout.strip() == "[]"
+
+
+SFT = SFTConfig.model_validate(
+    {
+        "epochs": 1,
+        "batch_size": 8,
+        "micro_batch_tokens": 5,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+)
+
+
+def test_only_micro_batches_are_halved():
+    config = {"sft": SFT, "evaluate": EvaluateConfig(micro_batch_tokens=1)}
+    smaller = halved(config)
+    assert adjusted(config, smaller) == {
+        "sft.micro_batch_tokens": {"configured": 5, "used": 2},
+        "evaluate.sampling.batch_size_per_gpu": {"configured": 64, "used": 32},
+    }
+
+
+def test_micro_batches_of_one_cannot_be_halved():
+    assert halved({"sft": SFT.model_copy(update={"micro_batch_tokens": 1})}) is None
+    assert adjusted({"sft": SFT}, {"sft": SFT}) == {}
+
+
+OUT_OF_MEMORY = StageError("stage sft failed", cause="GPU memory")
+
+
+@pytest.mark.parametrize("row", [5, 6])
+def test_a_row_that_fills_a_micro_batch_is_never_cut(row):
+    with pytest.raises(StageError, match=rf"failed\n.*found a row of {row} tokens.*Fix: ") as found:
+        check_row({"sft": SFT}, row, OUT_OF_MEMORY)
+    assert "expected fewer than sft.micro_batch_tokens (5)" in str(found.value)
+    assert found.value.cause == "GPU memory"
+
+
+def test_smaller_micro_batches_of_several_rows_or_responses_need_less_memory():
+    check_row({"sft": SFT}, 4, OUT_OF_MEMORY)
+    config = EvaluateConfig(micro_batch_tokens=1, sampling={"batch_size_per_gpu": 2})
+    check_row({"evaluate": config}, 9, OUT_OF_MEMORY)
+    config = EvaluateConfig(micro_batch_tokens=1, sampling={"batch_size_per_gpu": 1})
+    with pytest.raises(StageError):
+        check_row({"evaluate": config}, 9, OUT_OF_MEMORY)

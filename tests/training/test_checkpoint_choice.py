@@ -8,8 +8,7 @@ import pytest
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
-from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.job import LaunchedJob, list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.manifest import folder_digest
 from rlhf_pipeline.training import supervised
 from rlhf_pipeline.training.sft import SFTTask

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.micro_batches import grouped
+from rlhf_pipeline.distributed.batches import grouped
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.training.dpo import DPOTask
 

@@ -11,9 +11,8 @@ from ppo_runs import run_ppo
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import load_rows
+from rlhf_pipeline.distributed.batches import load_rows, micro_batches
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
-from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer

@@ -18,7 +18,7 @@ from rank_fixtures import as_artifact, pause_before_checkpoint, write_table
 
 import rlhf_pipeline
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.runtime.checkpoint_files import (
+from rlhf_pipeline.runtime.job import (
     checkpoint_path,
     list_checkpoints,
     newest_valid_step,

@@ -32,8 +32,7 @@ from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, write_job
-from rlhf_pipeline.stages.launch.layout import rank_count
-from rlhf_pipeline.stages.launch.resources import gpu_count
+from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
 
 NO_COMMIT = "0" * 40
 """Stands in for the newest commit of a repository, for which a run asks the hub."""
@@ -49,9 +48,8 @@ class DryRun(Planner):
 
     def run(self, job: Job) -> Path:
         """Write the job and validate what its program reads; return where its result will be."""
-        export = super().run(job)
-        run = next(each.run for each in self.stages.values() if each.run.export == export)
-        export.mkdir(parents=True, exist_ok=True)
+        run = self.plan(job).run
+        run.export.mkdir(parents=True, exist_ok=True)
         write_job(run)
         self.jobs[run.stage] = run.directory / "job.json"
         read = LaunchedJob.read(self.jobs[run.stage])
@@ -59,8 +57,8 @@ class DryRun(Planner):
             if read.block(name, type(block)) != block:
                 raise StageError(f"{name}: found other values in job.json than in the parameters")
         if job.spec.name == "source":
-            RowCounts(rows=1).write(export)  # the node reads it
-        return export
+            RowCounts(rows=1).write(run.export)  # the node reads it
+        return run.export
 
 
 def check(

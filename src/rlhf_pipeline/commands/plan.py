@@ -18,11 +18,10 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.preflight import check_values
 from rlhf_pipeline.sizing.fit import Fit, find_fit, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
-from rlhf_pipeline.sizing.lengths import limits, measured
 from rlhf_pipeline.sizing.models import base_model_shape, find_model
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, stage_work
-from rlhf_pipeline.stages.launch.layout import hardware_at_hand
+from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, limits, measured, stage_work
+from rlhf_pipeline.stages.launch.resources import hardware_at_hand
 
 COLUMNS = {
     "weights": "weights",

@@ -8,8 +8,7 @@ from typing import Literal
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError, without_secrets
-from rlhf_pipeline.stages.launch.layout import node_layout
-from rlhf_pipeline.stages.launch.resources import visible_gpus
+from rlhf_pipeline.stages.launch.resources import node_layout, visible_gpus
 
 State = Literal["ok", "warning", "failure"]
 

@@ -16,11 +16,9 @@ from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
 from rlhf_pipeline.errors import StageError, pip_install
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
-from rlhf_pipeline.stages.launch.cluster import on_several_machines
 from rlhf_pipeline.stages.launch.failure import log_tail, logged_cause
-from rlhf_pipeline.stages.launch.layout import node_layout
-from rlhf_pipeline.stages.launch.node_program import NodeProgram
-from rlhf_pipeline.stages.launch.resources import search_path
+from rlhf_pipeline.stages.launch.node_program import NodeProgram, on_several_machines
+from rlhf_pipeline.stages.launch.resources import node_layout, search_path
 
 DISTRIBUTION = "rlhf-pipeline"
 SOURCE = "#include <vector>\n#include <Python.h>\nint main() { return 0; }\n"

@@ -1,4 +1,4 @@
-"""Access to whole weights under ZeRO-3, which keeps a shard of every weight on each rank.
+"""Access to whole weights under ZeRO-3, to the shards of an optimizer, and to their average.
 
 All functions accept models at any ZeRO stage. All ranks call them together.
 """
@@ -131,7 +131,6 @@ class Piece:
 
     @property
     def shard_slice(self) -> slice:
-        """Their positions in the flattened shard."""
         return slice(self.offset, self.offset + self.size)
 
 
@@ -190,3 +189,38 @@ def spread_fp32_shards(engine: DeepSpeedEngine) -> None:
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         case _:
             optimizer.update_lp_params()
+
+
+class EMA:
+    """The average of one engine's weights; it starts at the present weights."""
+
+    def __init__(self, engine: DeepSpeedEngine, decay: float) -> None:
+        self._engine = engine
+        self._decay = decay
+        self.shards = [shard.detach().clone() for shard in fp32_shards(engine)]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the weights to the average; call it after each optimizer step."""
+        for mean, shard in zip(self.shards, fp32_shards(self._engine), strict=True):
+            mean.lerp_(shard, 1 - self._decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[DeepSpeedEngine]:
+        """Swap the average into the engine; on exit, restore its own weights bit for bit.
+
+        All ranks enter and exit together. Take no optimizer step inside the block.
+        """
+        self._swap()
+        try:
+            yield self._engine
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for mean, shard in zip(self.shards, fp32_shards(self._engine), strict=True):
+            own = shard.clone()
+            shard.copy_(mean)
+            mean.copy_(own)
+        spread_fp32_shards(self._engine)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.micro_batches import micro_batches
+from rlhf_pipeline.distributed.batches import micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import (
     response_logprobs,

@@ -1,15 +1,30 @@
-"""The job as its program sees it: one `job.json` in the work directory, written by `stages.job`."""
+"""The job as its program sees it, and the resume checkpoints in its work directory.
+
+    checkpoints/step-00000012/actor/rank0.safetensors ...   each rank's optimizer state of one model
+                              actor/engine.json             learning-rate schedule and counters
+                              loop.json                     state of the training loop
+                              seal.json                     size and SHA-256 of the files above
+
+The driver writes one `job.json` (`stages.job`). A checkpoint is written under another name and
+renamed when it is complete. Its seal, written last, detects later damage. Rows, random draws and
+learning rates are functions of the step, so a checkpoint does not contain them.
+"""
 
 import json
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.runtime.digests import FileEntry, file_digest
 from rlhf_pipeline.runtime.manifest import folder_digest
+
+logger = logging.getLogger(__name__)
+SEAL = "seal.json"
+_PREFIX = "step-"
 
 B = TypeVar("B", bound=Block)
 
@@ -42,7 +57,7 @@ class LaunchedJob:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the resume checkpoints (`runtime.checkpoint_files`) and of the best models."""
+        """Folder of the resume checkpoints and of the best models."""
         return self.directory / "checkpoints"
 
     @property
@@ -52,7 +67,6 @@ class LaunchedJob:
 
     @property
     def metrics_file(self) -> Path:
-        """Metrics as JSON lines, see `runtime.metrics_file`."""
         return self.directory / "metrics.jsonl"
 
     @property
@@ -61,7 +75,6 @@ class LaunchedJob:
         return self.directory / "deepspeed.json"
 
     def block(self, name: str, model: type[B]) -> B:
-        """The parameter block `name`, validated as `model`."""
         return model.model_validate(self.config[name])
 
     def expect_unchanged(self, name: str, path: Path) -> None:
@@ -83,3 +96,60 @@ class LaunchedJob:
 def as_json(config: Mapping[str, Block]) -> dict[str, Any]:
     """Parameter blocks as JSON types, by name."""
     return {name: block.model_dump(mode="json") for name, block in config.items()}
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return directory / f"{_PREFIX}{step:08d}"
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step of a checkpoint."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(directory.glob(_PREFIX + 8 * "[0-9]"))
+
+
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest checkpoint, damaged or not; None without one."""
+    found = list_checkpoints(directory)
+    return checkpoint_step(found[-1]) if found else None
+
+
+def newest_valid_step(directory: Path) -> int | None:
+    """The step of the newest undamaged checkpoint, or None. Damaged checkpoints are reported.
+
+    Raises StageError if a file cannot be read, which may be no damage.
+    """
+    for checkpoint in reversed(list_checkpoints(directory)):
+        try:
+            _verify(checkpoint)
+        except ArtifactError as error:
+            logger.warning("skipping a damaged checkpoint: %s", error)
+            continue
+        return checkpoint_step(checkpoint)
+    return None
+
+
+def seal(directory: Path, files: Mapping[str, FileEntry]) -> None:
+    """Mark a checkpoint as complete. `files` are the entries of its files, by relative path."""
+    entries = {name: asdict(entry) for name, entry in sorted(files.items())}
+    (directory / SEAL).write_text(json.dumps(entries, indent=2))
+
+
+def _verify(directory: Path) -> None:
+    try:
+        entries = json.loads((directory / SEAL).read_text())
+        for name, entry in entries.items():
+            if not FileEntry(**entry).matches(directory / name):
+                raise ArtifactError(f"{directory / name} has changed since it was written")
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"{directory} is damaged ({error})") from error
+    except OSError as error:
+        raise StageError(
+            f"{directory}: found {error}, expected a checkpoint that can be read. Nothing was "
+            "changed. Fix: repeat the command when the disk answers"
+        ) from error

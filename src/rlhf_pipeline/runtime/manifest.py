@@ -87,7 +87,6 @@ def file_entries(directory: Path) -> dict[str, FileEntry]:
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Every file below an artifact's directory by its relative path, except the manifest."""
     found = sorted(
         path for path in directory.rglob("*") if path.is_file() and path != directory / NAME
     )

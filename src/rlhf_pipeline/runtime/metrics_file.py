@@ -54,7 +54,6 @@ class RowProgress:
         self._last = time.monotonic()
 
     def at(self, rows: int) -> None:
-        """Report the number of rows that are done."""
         if time.monotonic() - self._last > self._EVERY_S:
             self._last = time.monotonic()
             self._file.write(rows, {"data/rows_done": float(rows)})

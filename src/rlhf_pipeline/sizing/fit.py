@@ -1,3 +1,5 @@
+"""Whether a stage fits its hardware, and the first change of its parameters that makes it fit."""
+
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -10,9 +12,13 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config.training import TrainedModel
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
-from rlhf_pipeline.sizing.lengths import Lengths
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.stages import USABLE, StageMemory, plan_stage
+from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
+from rlhf_pipeline.sizing.work import Lengths
+
+USABLE = 0.92
+"""Share of the memory that tensors can fill. The allocator leaves gaps. And GPUs with ECC have
+up to 8% less than their data sheets say: a T4 has 14.8 of 16 GiB, an L4 22.5 of 24."""
 
 Changes = dict[str, Any]
 """Values by dotted parameter name."""
@@ -30,7 +36,7 @@ class Need:
 
     @property
     def is_met(self) -> bool:
-        """What is not known suffices."""
+        """Whether the memory is enough, or unknown."""
         return self.available is None or self.found <= self.available
 
     def __str__(self) -> str:
@@ -61,13 +67,11 @@ class Fit:
 
     @property
     def after(self) -> Need:
-        """The same kind of memory with the changes."""
         found = needs(self.memory_after, self.hardware)
         return next(need for need in found if need.kind == self.before.kind)
 
     @property
     def fix(self) -> str:
-        """The change, in words."""
         if self.changes is None:
             return "use more or larger GPUs, or a smaller model"
         values = (f"{name}={json.dumps(value)}" for name, value in self.changes.items())
@@ -139,7 +143,6 @@ def find_fit(
 
 
 def _excess(memory: StageMemory, hardware: Hardware) -> float:
-    """The largest need as a multiple of what is available."""
     known = [need for need in needs(memory, hardware) if need.available]
     return max((need.found / (need.available or 1) for need in known), default=0.0)
 
@@ -163,7 +166,6 @@ def changed(parameters: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
 
 
 def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Iterator[Changes]:
-    """Changes in the order of their cost."""
     config = BLOCKS[stage].model_validate(parameters[stage])
     for name in ("micro_batch_tokens", "sampling.batch_size_per_gpu"):
         yield from _halves(f"{stage}.{name}", {stage: config.model_dump()})

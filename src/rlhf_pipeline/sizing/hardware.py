@@ -137,18 +137,14 @@ def named(gpu: str | None, gpus: str | None) -> Hardware:
     Raises:
         ConfigError: an option has another form.
     """
-    if gpus is not None:
-        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)", gpus)
-        if match is None or "0" in match.groups():
-            raise ConfigError(
-                f"--gpus: found {gpus!r}, expected GPUS x GB such as 8x80, or NODES x GPUS x GB "
-                "such as 2x8x80"
-            )
-        nodes, ranks, size = int(match[1] or 1), int(match[2]), match[3]
-    else:
-        nodes, ranks, size = 1, 1, "80"
-    memory = _memory(gpu or size)
-    return Hardware(ranks, nodes, memory, name=gpu if gpu in GPUS else "GPU")
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", gpus or "1x80")
+    if match is None:
+        raise ConfigError(
+            f"--gpus: found {gpus!r}, expected GPUS x GB such as 8x80, or NODES x GPUS x GB "
+            "such as 2x8x80"
+        )
+    memory = _memory(gpu or match[3])
+    return Hardware(int(match[2]), int(match[1] or 1), memory, name=gpu if gpu in GPUS else "GPU")
 
 
 def _memory(gpu: str) -> int:

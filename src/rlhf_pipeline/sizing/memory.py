@@ -1,7 +1,8 @@
 """Memory of a model in training or frozen, on one rank.
 
-The terms follow DeepSpeed 0.19.8 with the settings of `distributed.deepspeed_config`; docs/planning
-has the comparison with measured peaks.
+The terms follow DeepSpeed 0.19.8 with the settings of `distributed.deepspeed_config`, and the
+tensors that autograd saves in transformers 5 with the packed attention of `models.packing`.
+docs/planning.md has the comparison with measured peaks.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,6 @@ from dataclasses import dataclass, field
 from rlhf_pipeline.config.buckets import BUCKET, LIVE
 from rlhf_pipeline.config.precision import Precision
 from rlhf_pipeline.config.training import FrozenModel, LoRAConfig, StageModel, TrainedModel
-from rlhf_pipeline.sizing import activations
-from rlhf_pipeline.sizing.activations import Numbers
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.shape import Shape
 
@@ -19,8 +18,38 @@ BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 NF4 = 0.5 + 4 / 64
 """Bytes of a 4-bit weight of bitsandbytes: half a byte, and a float32 scale for 64 weights."""
 
+CHUNK = 2**25
+"""Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
+HEAP, CHURNED_HEAP = 1.6, 2.6
+"""On a CPU, what a training pass allocates and frees takes this many times its size. glibc's heap
+keeps the gaps that one tensor leaves, and the next ones have other sizes. The second factor is for
+activations with adapters, whose short-lived tensors lie between those that are kept, and for the
+weights that ZeRO-3 gathers layer by layer. Both are measured: see docs/planning.md."""
+FEED_FORWARD = {"opt": 1, "bloom": 2, "gpt_neox": 2, "gpt2": 5, "gpt_neo": 5, "gptj": 5, "phi": 5}
+"""Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU,
+two for GELU, five for its approximation by tanh, which transformers computes in steps. Others: four
+for a gate."""
+
 Parts = dict[str, int]
 """Bytes by component: weights, gradients, master copies, optimizer, ..."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How a model computes."""
+
+    size: int
+    """Bytes of a number: 4 in fp32, else 2."""
+    on_gpu: bool
+    norms_train: bool = True
+    """False with LoRA: a norm whose weight is frozen keeps less."""
+
+    @property
+    def heap(self) -> float:
+        """Memory for each byte that a training pass allocates."""
+        if self.on_gpu:
+            return 1.0
+        return HEAP if self.norms_train else CHURNED_HEAP
 
 
 @dataclass(frozen=True)
@@ -64,6 +93,53 @@ class Rows:
     """Tokens of a pass that are computed: both answers of a comparison share their prompt."""
     answers: int
     """Tokens of a pass that are predicted: the responses."""
+
+
+def of_layer(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token that one layer keeps."""
+    size, queries, keys = numbers.size, shape.queries, shape.keys
+    feed_forward = FEED_FORWARD.get(shape.model_type, 4) * size * shape.intermediate
+    if numbers.on_gpu and size < 4:
+        attention = size * (2 * queries + 2 * keys)
+    else:  # in float32, and the rows are joined to a tensor for the output layer
+        attention = 4 * (2 * queries + 2 * keys) + size * queries
+    return 2 * of_norm(shape, numbers) + attention + feed_forward
+
+
+def of_norm(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token that a norm keeps, with its output."""
+    if not shape.is_gated:
+        return 2 * numbers.size * shape.hidden
+    # An RMS norm keeps its input in float32, its scaled input and its output.
+    return shape.hidden * (4 + numbers.size * (2 if numbers.norms_train else 1))
+
+
+def kept(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) -> int:
+    """Bytes that a forward pass of so many tokens keeps, and those of one layer's backward pass.
+
+    With checkpointing, it keeps the input of each layer, and one whole layer at a time.
+    """
+    layer = of_layer(shape, numbers)
+    inputs = numbers.size * shape.hidden
+    layers = layer + shape.layers * inputs if checkpointing else shape.layers * layer
+    rest = of_norm(shape, numbers) + passing(shape, numbers)
+    return int(numbers.heap * tokens * (layers + rest))
+
+
+def passing(shape: Shape, numbers: Numbers) -> int:
+    """Bytes for each token while one layer computes without keeping anything."""
+    return numbers.size * (2 * shape.intermediate + 2 * shape.hidden)
+
+
+def of_logits(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
+    """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32.
+
+    A pass that trains the output layer adds its gradient in float32; on a CPU, one in half
+    precision converts the weight.
+    """
+    chunk = 4 * min(CHUNK, tokens * shape.vocab)
+    converts = numbers.size < 4 and not numbers.on_gpu
+    return chunk + 4 * shape.vocab * shape.embedding * (trains + converts)
 
 
 def parameters(model: StageModel, shape: Shape) -> int:
@@ -117,17 +193,15 @@ def trained_model(
     numbers = Numbers(size, on_gpu, config.lora is None or config.lora.train_rest)
     backward: Parts = {
         "gradients": 0 if stage == 3 else gradients,
-        "activations": activations.kept(
+        "activations": kept(
             shape, numbers, rows.computed, checkpointing=config.gradient_checkpointing
         ),
         "buckets": bucket,
     }
     if not model.scalar:
-        backward["logits"] = activations.of_logits(
-            shape, numbers, rows.answers, trains=numbers.norms_train
-        )
+        backward["logits"] = of_logits(shape, numbers, rows.answers, trains=numbers.norms_train)
     if stage == 3 and (ranks > 1 or deepspeed.offload_parameters):
-        gaps = 1.0 if on_gpu else activations.CHURNED_HEAP
+        gaps = 1.0 if on_gpu else CHURNED_HEAP
         backward["gathered weights"] = int(gaps * min(weights, LIVE * size))
     # The optimizer step converts this rank's gradients to one tensor in float32.
     flat = 0 if stage == 0 or deepspeed.offload_optimizer else share * (4 + total * (total < 4))
@@ -144,7 +218,6 @@ def trained_model(
 
 
 def _optimizer_states(model: TrainedModel, share: int) -> Parts:
-    """Bytes that this rank's share of the trained weights needs for optimizer steps."""
     states: Parts = {"optimizer": 8 * share}
     if model.config.deepspeed.zero_stage:  # also of weights in float32
         states["master copies"] = 4 * share
@@ -189,9 +262,9 @@ def forward(
     name: str, shape: Shape, numbers: Numbers, rows: Rows, *, scalar: bool, sharded: bool
 ) -> Phase:
     """A forward pass without gradients."""
-    parts = {"activations": rows.computed * activations.passing(shape, numbers)}
+    parts = {"activations": rows.computed * passing(shape, numbers)}
     if not scalar:
-        parts["logits"] = activations.of_logits(shape, numbers, rows.answers, trains=False)
+        parts["logits"] = of_logits(shape, numbers, rows.answers, trains=False)
     if sharded:
         parts["gathered weights"] = one_layer(shape, numbers)
     return Phase("scoring", name, parts)
@@ -236,7 +309,7 @@ def generation(
     room = rows * (prompt + response)
     parts = {
         "KV cache": 2 * shape.layers * shape.keys * cache_size * room,
-        "activations": together * rows * prompt * activations.passing(shape, numbers),
+        "activations": together * rows * prompt * passing(shape, numbers),
         "logits": together
         * rows
         * shape.vocab

@@ -107,7 +107,6 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Width of all keys of a token, which is that of its values."""
         return self.kv_heads * self.head_size
 
     @property
@@ -133,17 +132,14 @@ class Shape:
 
     @property
     def embeddings(self) -> int:
-        """Weights of the input embeddings, of tokens and positions."""
         return self.vocab * self.embedding + self.positions * self.hidden
 
     @property
     def head(self) -> int:
-        """Weights of an output layer of its own."""
         return 0 if self.is_tied else self.vocab * self.embedding
 
     @property
     def vectors(self) -> int:
-        """Norms and biases."""
         own_biases = sum(columns for _, columns in self.linear_layers)
         biases = 0 if self.is_gated else own_biases
         if self.model_type in QUERY_BIAS:
@@ -156,7 +152,6 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All weights of the language model."""
         return self.matrices + self.embeddings + self.head + self.vectors
 
     @property

@@ -1,29 +1,97 @@
-"""Work and disk of a stage: batches, steps, tokens, floating-point operations, files."""
+"""What a stage computes: its models, rows and passes, steps, operations, and files."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import mul
+from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.stages import BLOCKS, SupervisedStage
+from rlhf_pipeline.config.split import PHASES, SplitConfig
+from rlhf_pipeline.config.stages import BLOCKS, StageConfig, SupervisedStage
 from rlhf_pipeline.config.training import (
+    DeepSpeedConfig,
     OptimizerConfig,
     SavingConfig,
     StageModel,
     TrainedModel,
     TrainedModelConfig,
 )
+from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.lengths import Lengths
-from rlhf_pipeline.sizing.memory import BYTES, trained_parameters
+from rlhf_pipeline.sizing.memory import BYTES, Rows, trained_parameters
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.stages import rows_of_step
 
 LEAST_RATE_SUM = 2e-4
 """In docs/smollm2.md, a sum of 5e-5 left a KL of 0.08 nats, and one of 6e-4 a KL of about 2."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The training rows of a phase."""
+
+    rows: int | None
+    """None: not known before the split."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    response: float
+    """Mean tokens of a response: of both answers together for comparisons, 0 for prompts alone."""
+    longest_prompt: int
+    longest_response: int
+    copies: int = 1
+    """Times that a row contains its prompt: 2 for comparisons."""
+
+    @property
+    def row(self) -> float:
+        return self.copies * self.prompt + self.response
+
+    @property
+    def longest(self) -> int:
+        return self.copies * self.longest_prompt + self.longest_response
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a stage computes on one rank."""
+
+    config: StageConfig
+    models: Sequence[StageModel]
+    lengths: Lengths
+    """Those of its phase; where the stage samples, with responses of the greatest length."""
+    batch: int
+    """Rows of an optimizer step, or prompts of an evaluation, over all ranks."""
+    rows: Rows
+    """The micro batches of an optimizer step."""
+
+    @classmethod
+    def of(
+        cls,
+        stage: str,
+        parameters: Mapping[str, Any],
+        hardware: Hardware,
+        lengths: Mapping[str, Lengths] | None,
+    ) -> "Load":
+        """The load of a stage; the arguments are those of `plan_stage`."""
+        config = BLOCKS[stage].model_validate(parameters[stage])
+        if lengths is None:
+            lengths = limits(SplitConfig.model_validate(parameters["split"]))
+        if isinstance(config, EvaluateConfig):
+            trained = [parameters["sft"], parameters.get("ppo", {}).get("actor", {})]
+            settings = [DeepSpeedConfig.model_validate(t.get("deepspeed", {})) for t in trained]
+            models: Sequence[StageModel] = config.models(settings)
+        else:
+            models = config.models()
+        if isinstance(config, PPOConfig | EvaluateConfig):
+            tokens = config.sampling.max_response_tokens
+            own = replace(lengths["ppo"], response=tokens, longest_response=tokens)
+            batch = config.minibatch_size if isinstance(config, PPOConfig) else config.prompts
+        else:
+            own, batch = lengths["sft" if stage == "sft" else "reward_model"], config.batch_size
+        rows = _micro_batches(batch, own, config.micro_batch_tokens, hardware.world)
+        return cls(config, models, own, batch, rows)
 
 
 @dataclass(frozen=True)
@@ -44,9 +112,9 @@ class Work:
     """
     flops: float | None
     """Floating-point operations of all ranks, without recomputation by gradient checkpointing."""
-    checkpoints: int
+    checkpoints: int = 0
     """Bytes of the checkpoints that exist at a time, the one being written included."""
-    saved_models: int
+    saved_models: int = 0
     """Bytes of best models, last model and export."""
     rate_sum: float | None = None
     """Sum of the actor's learning rates over all updates of PPO. AdamW changes a weight by about
@@ -59,6 +127,71 @@ class Work:
         return self.rate_sum is not None and self.rate_sum < LEAST_RATE_SUM
 
 
+def limits(split: SplitConfig) -> dict[str, Lengths]:
+    """What the limits of the split allow: every row is as long as they say."""
+    prompt, response = split.max_prompt_tokens, split.max_response_tokens
+    rows = {phase: expected_rows(split, index) for index, phase in enumerate(PHASES)}
+    return {
+        "sft": Lengths(rows["sft"], prompt, response, prompt, response),
+        "reward_model": Lengths(
+            rows["reward_model"], prompt, 2 * response, prompt, 2 * response, copies=2
+        ),
+        "ppo": Lengths(rows["ppo"], prompt, 0, prompt, 0),
+    }
+
+
+def expected_rows(split: SplitConfig, index: int) -> int | None:
+    """Training rows of a phase, if every source has a number of samples."""
+    samples = [source.samples for source in split.sources if not source.is_test]
+    if None in samples:
+        return None
+    train = 1 - split.validation_fraction - split.test_fraction
+    share = split.weights[index] / sum(split.weights)
+    return int(sum(filter(None, samples)) * train * share)
+
+
+def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
+    """The lengths of the newest published split; None if its parameters were others.
+
+    `folder` contains its versions.
+    """
+    newest = max(folder.glob(f"*/{folder.name}/{NAME}"), default=None)
+    if newest is None:
+        return None
+    made = SplitConfig.model_validate(Manifest.read(newest.parent).config["split"])
+    if made.recipe() != split.recipe():
+        return None
+    files = json.loads((newest.parent / "report.json").read_text())["files"]
+    rows = {phase: files[f"{phase}/train.arrow"] for phase in PHASES}
+    # A phase of weight 0 has no rows, and so no lengths.
+    return limits(split) | {name: _of_file(file) for name, file in rows.items() if file["rows"]}
+
+
+def _of_file(file: Mapping[str, Any]) -> Lengths:
+    tokens, rows = file["tokens"], file["rows"]
+    answers = [counts for column, counts in tokens.items() if column != "prompt_ids"]
+    return Lengths(
+        rows=rows,
+        prompt=tokens["prompt_ids"]["total"] / rows,
+        response=sum(answer["total"] for answer in answers) / rows,
+        longest_prompt=tokens["prompt_ids"]["max"],
+        longest_response=sum(answer["max"] for answer in answers),
+        copies=max(1, len(answers)),
+    )
+
+
+def _micro_batches(batch: int, lengths: Lengths, budget: int, ranks: int) -> Rows:
+    """Those of `batch` rows of all ranks, of at most `budget` tokens each."""
+    whole = int(max(1, batch // ranks) * lengths.row)
+    tokens = max(lengths.longest, min(budget, whole))
+    return Rows(
+        tokens,
+        passes=max(1, -(-whole // tokens)),
+        computed=int(tokens * (lengths.prompt + lengths.response) / lengths.row),
+        answers=int(tokens * lengths.response / lengths.row),
+    )
+
+
 def stage_work(
     stage: str,
     parameters: Mapping[str, Any],
@@ -67,12 +200,21 @@ def stage_work(
     lengths: Mapping[str, Lengths],
 ) -> Work:
     """The work of a stage; the arguments are those of `plan_stage`."""
-    config = BLOCKS[stage].model_validate(parameters[stage])
-    if isinstance(config, PPOConfig):
-        return _ppo(config, lengths["ppo"], shape, hardware)
+    load = Load.of(stage, parameters, hardware, lengths)
+    config = load.config
     if isinstance(config, EvaluateConfig):
-        return _evaluate(config, lengths["ppo"], shape, hardware)
-    return _supervised(stage, config, lengths, shape, hardware)
+        return _evaluate(config, load, shape, hardware.world)
+    if isinstance(config, PPOConfig):
+        own = _ppo(config, load, shape)
+    else:
+        own = _supervised(config, load, shape)
+    return Work(
+        batch=load.batch,
+        rows_per_rank=load.batch // hardware.world,
+        micro_batches=load.rows.passes,
+        **own,
+        **disk(config, load.models, shape),
+    )
 
 
 def forward_flops(shape: Shape, tokens: float, context: float, *, head: bool = True) -> float:
@@ -93,62 +235,39 @@ def training_flops(
     return factor * forward_flops(shape, tokens, context, head=head)
 
 
-def _supervised(
-    stage: str,
-    config: SupervisedStage,
-    lengths: Mapping[str, Lengths],
-    shape: Shape,
-    hardware: Hardware,
-) -> Work:
-    own = lengths["sft" if stage == "sft" else "reward_model"]
-    ranks, is_pair = hardware.world, stage != "sft"
-    micro = rows_of_step(config.batch_size, own, config.micro_batch_tokens, ranks)
-    steps = tokens = flops = None
-    if own.rows is not None:
-        steps = max(1, int(config.epochs * own.rows) // config.batch_size)
-        tokens = steps * config.batch_size * own.row
-        context, head = own.row / (1 + is_pair), stage != "reward_model"
-        flops = training_flops(config, shape, tokens, context, head=head)
-        if isinstance(config, DPOConfig):
-            flops += forward_flops(shape, tokens, context)
-    return Work(
-        batch=config.batch_size,
-        rows_per_rank=config.batch_size // ranks,
-        micro_batches=micro.passes,
-        steps=steps,
-        updates=steps,
-        tokens=tokens,
-        flops=flops,
-        **disk(config, config.models(), shape),
-    )
+def _supervised(config: SupervisedStage, load: Load, shape: Shape) -> dict[str, Any]:
+    row = load.lengths.row
+    if load.lengths.rows is None:
+        return dict.fromkeys(("steps", "updates", "tokens", "flops"))
+    steps = max(1, int(config.epochs * load.lengths.rows) // config.batch_size)
+    tokens = steps * config.batch_size * row
+    context, head = row / load.lengths.copies, not load.models[0].scalar
+    flops = training_flops(config, shape, tokens, context, head=head)
+    if isinstance(config, DPOConfig):
+        flops += forward_flops(shape, tokens, context)
+    return {"steps": steps, "updates": steps, "tokens": tokens, "flops": flops}
 
 
-def _ppo(config: PPOConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Work:
-    response, ranks = config.sampling.max_response_tokens, hardware.world
-    lengths = lengths.sampled(response)
-    row = lengths.row
-    micro = rows_of_step(config.minibatch_size, lengths, config.micro_batch_tokens, ranks)
+def _ppo(config: PPOConfig, load: Load, shape: Shape) -> dict[str, Any]:
+    row = load.lengths.row
     sampled = config.steps * config.responses_per_step * row
     passes = 3.0  # generation, the policy that sampled, its reference
     flops = passes * forward_flops(shape, sampled, row)
     tokens = sampled * config.ppo_epochs
-    for model in config.models():
+    for model in load.models:
         if model.scalar:
             flops += forward_flops(shape, sampled, row, head=False)
         if isinstance(model, TrainedModel):
             flops += training_flops(model.config, shape, tokens, row, head=not model.scalar)
     updates = config.steps * config.ppo_epochs * config.updates_per_epoch
-    return Work(
-        batch=config.minibatch_size,
-        rows_per_rank=config.minibatch_size // ranks,
-        micro_batches=micro.passes,
-        steps=config.steps,
-        updates=updates,
-        tokens=tokens,
-        flops=flops,
-        **disk(config, config.models(), shape),
-        rate_sum=None if config.actor.lora else rate_sum(config.actor.optimizer, updates),
-    )
+    rates = None if config.actor.lora else rate_sum(config.actor.optimizer, updates)
+    return {
+        "steps": config.steps,
+        "updates": updates,
+        "tokens": tokens,
+        "flops": flops,
+        "rate_sum": rates,
+    }
 
 
 def rate_sum(config: OptimizerConfig, updates: int) -> float:
@@ -157,26 +276,23 @@ def rate_sum(config: OptimizerConfig, updates: int) -> float:
     return updates * config.learning_rate * mean
 
 
-def _evaluate(config: EvaluateConfig, lengths: Lengths, shape: Shape, hardware: Hardware) -> Work:
-    row = lengths.prompt + config.sampling.max_response_tokens
+def _evaluate(config: EvaluateConfig, load: Load, shape: Shape, ranks: int) -> Work:
     answers = config.prompts * (
         config.answers_per_prompt + max(config.baseline_draws, config.best_of_n)
     )
-    tokens = answers * row
+    tokens = answers * load.lengths.row
     return Work(
         batch=config.prompts,
-        rows_per_rank=-(-config.prompts // hardware.world),
+        rows_per_rank=-(-config.prompts // ranks),
         micro_batches=1,
         steps=None,
         updates=None,
         tokens=tokens,
-        flops=2 * forward_flops(shape, tokens, row),  # generation, and the reward model
-        checkpoints=0,
-        saved_models=0,
+        flops=2 * forward_flops(shape, tokens, load.lengths.row),  # generation and reward model
     )
 
 
-def disk(config: SavingConfig, models: list[StageModel], shape: Shape) -> dict[str, int]:
+def disk(config: SavingConfig, models: Sequence[StageModel], shape: Shape) -> dict[str, int]:
     """Bytes of checkpoints and of saved models.
 
     A checkpoint has 12 bytes for each trained parameter: its float32 weight and AdamW's moments, or

@@ -22,7 +22,6 @@ class StageRun(LaunchedJob):
 
     @property
     def title(self) -> str:
-        """The stage's name; for stage `source` also the name of the source."""
         return f"source {self.config['source']['name']}" if self.stage == "source" else self.stage
 
 

@@ -67,7 +67,6 @@ class StageProgress:
 
     @property
     def steps(self) -> str:
-        """`17/48`; empty before the first step is known."""
         if self.step is None:
             return ""
         return f"{self.step}/{self.total or '?'}"
@@ -86,7 +85,6 @@ class StageProgress:
 
     @property
     def numbers(self) -> list[str]:
-        """The headline metrics, most important first."""
         return [f"{name} {value:z.3f}" for name, value in self.metrics.items()]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -129,7 +127,6 @@ class ProgressDisplay(StageListener):
         self._show(run, records)
 
     def stage_started(self, run: StageRun) -> None:
-        """Announce the stage; open the live line unless the stage is reused."""
         self._close()
         if run.cached:
             self._print(f"[bold]{run.title}[/]: reused {run.fingerprint[:8]}, finished earlier")

@@ -1,4 +1,12 @@
-"""Run a stage: reuse its finished artifact, or launch its program to make one."""
+"""Run a stage: reuse its finished artifact, or launch its program to make one.
+
+1. `identify` computes the fingerprint of the recipe, which names the work directory.
+2. A finished artifact there, or in the store, is reused. Otherwise the program resumes from the
+   newest valid checkpoint.
+3. `launch` runs the program, follows it and ends it. It demands exit code 0 and a manifest.
+4. The program writes the manifest last. `verify` checks the inputs before every launch.
+5. The caller gets the artifact's folder, and its data set publishes it.
+"""
 
 import json
 import logging
@@ -11,15 +19,20 @@ from typing import Any
 from rlhf_pipeline.config.block import Block, leaves
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.checkpoint_files import list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
 from rlhf_pipeline.runtime.heartbeat import read_heartbeats
-from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.runtime.job import as_json, list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.cache.fingerprint import identify
-from rlhf_pipeline.stages.cache.lock import await_programs, recipe_lock
-from rlhf_pipeline.stages.cache.workspace import RECIPE, attempts, next_directory, set_aside
+from rlhf_pipeline.stages.cache.workspace import (
+    RECIPE,
+    attempts,
+    await_programs,
+    next_directory,
+    recipe_lock,
+    set_aside,
+)
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job, write_job
@@ -81,14 +94,12 @@ class StageRunner:
 
 
 def _fetched(run: StageRun, context: RunContext) -> Path | None:
-    """The work directory of the recipe with its artifact from the store; None without one."""
     run = replace(run, directory=next_directory(run.directory, None))
     found = context.stored is not None and context.stored.fetch(run)
     return run.directory if found else None
 
 
 def _report_other(run: StageRun, context: RunContext) -> None:
-    """Report the progress of the process that runs the same recipe."""
     records = [
         record
         for directory in attempts(run.directory)[-1:]

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.runtime.checkpoint_files import (
+from rlhf_pipeline.runtime.files import put_in_place, write_atomically
+from rlhf_pipeline.runtime.job import (
     checkpoint_path,
     list_checkpoints,
     newest_step,
     newest_valid_step,
 )
-from rlhf_pipeline.runtime.files import put_in_place, write_atomically
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status

@@ -29,8 +29,14 @@ import torch
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
-from rlhf_pipeline.distributed.batches import Rows, own_share, sampled_rows, step_rows
-from rlhf_pipeline.distributed.micro_batches import micro_batches
+from rlhf_pipeline.distributed.batches import (
+    Rows,
+    micro_batches,
+    own_share,
+    sampled_rows,
+    step_rows,
+)
+from rlhf_pipeline.distributed.engine import release_freed
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
@@ -39,7 +45,6 @@ from rlhf_pipeline.rollout.generation import Seed, row_seeds
 from rlhf_pipeline.rollout.records import Experience, Rollout, Scored
 from rlhf_pipeline.rollout.scoring import score_sequences
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.heap import release_freed
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.experience import make_experience, value_offset

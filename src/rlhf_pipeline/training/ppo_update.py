@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.distributed.batches import minibatch_rows
+from rlhf_pipeline.distributed.batches import micro_batches, minibatch_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,

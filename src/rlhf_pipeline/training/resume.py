@@ -1,6 +1,6 @@
 """Saving what training needs to resume, and resuming from it.
 
-`rlhf_pipeline.runtime.checkpoint_files` describes the files.
+`rlhf_pipeline.runtime.job` describes the files.
 """
 
 import json
@@ -19,9 +19,9 @@ from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.checkpoint_files import checkpoint_path, list_checkpoints, seal
 from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.files import put_in_place, require_space
+from rlhf_pipeline.runtime.job import checkpoint_path, list_checkpoints, seal
 
 
 @dataclass

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SupervisedConfig
-from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
+from rlhf_pipeline.distributed.batches import Rows, load_rows, micro_batches, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.micro_batches import micro_batches
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,

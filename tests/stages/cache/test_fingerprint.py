@@ -80,17 +80,13 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_imported_code_counts(package):
-    before = code_digests("rlhf_pipeline.a")
-    (package / "sub" / "b.py").write_text("def g():\n    return 2\n")
-    assert code_digests("rlhf_pipeline.a") != before
-
-
-def test_other_code_and_comments_do_not_count(package):
+def test_imported_code_counts_and_neither_comments_nor_other_code(package):
     before = code_digests("rlhf_pipeline.a")
     (package / "c.py").write_text("x = 2\n")
     (package / "sub" / "b.py").write_text("# why\ndef g():\n\n    return 1\n")
     assert code_digests("rlhf_pipeline.a") == before
+    (package / "sub" / "b.py").write_text("def g():\n    return 2\n")
+    assert code_digests("rlhf_pipeline.a") != before
 
 
 def test_modules_imported_by_a_computed_name_count_with_their_imports(package):

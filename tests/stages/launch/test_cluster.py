@@ -17,10 +17,9 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, Interrupted, StageError
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, StageSpec
-from rlhf_pipeline.stages.launch import cluster as module
-from rlhf_pipeline.stages.launch.cluster import on_several_machines
-from rlhf_pipeline.stages.launch.layout import node_layout
-from rlhf_pipeline.stages.launch.node_program import NodeProgram
+from rlhf_pipeline.stages.launch import node_program as module
+from rlhf_pipeline.stages.launch.node_program import NodeProgram, on_several_machines
+from rlhf_pipeline.stages.launch.resources import node_layout
 from rlhf_pipeline.stages.run import StageRunner
 
 PROGRAM = """
@@ -234,13 +233,10 @@ def test_the_path_of_the_work_directory_holds_in_every_folder(tmp_path, monkeypa
     assert made("ws").command[-3] == f"{tmp_path}/ws"
 
 
-def test_an_address_of_another_machine_is_refused(tmp_path):
+def test_an_address_that_other_machines_cannot_reach_is_refused(tmp_path, monkeypatch):
+    """Debian gives the machine's own name the address 127.0.1.1."""
     with pytest.raises(ConfigError, match=r"launch\.address: found 192\.0\.2\.1, expected an addr"):
         made(tmp_path, address="192.0.2.1")
-
-
-def test_a_name_of_the_loopback_is_refused(tmp_path, monkeypatch):
-    """Debian gives the machine's own name the address 127.0.1.1."""
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"found node-0, .*127\.0\.1\.1, which other machines"):
         made(tmp_path, address="node-0")

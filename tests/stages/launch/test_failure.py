@@ -1,9 +1,11 @@
-"""The message of a failed stage: the first cause, not its consequences."""
+"""The message of a failed stage: the first cause, and the fix in the user's parameters."""
 
 import shutil
+import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,164 @@ from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.pulse import Pulse
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.launch.failure import Attempt, stage_error
+from rlhf_pipeline.stages.launch.hints import FOLLOW_UP, HINTS, Hint, advice, find_hint
 from rlhf_pipeline.stages.launch.ranks import Death, Ranks
+
+PPO = {
+    "ppo": {
+        "micro_batch_tokens": 8,
+        "sampling": {"batch_size_per_gpu": 1},
+        "actor": {
+            "gradient_checkpointing": True,
+            "deepspeed": {"zero_stage": 2, "offload_optimizer": False},
+        },
+        "critic": {
+            "gradient_checkpointing": False,
+            "deepspeed": {"zero_stage": 3, "offload_optimizer": True},
+        },
+    },
+    "launch": {"halve_micro_batch_on_oom": False, "processes": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "GPU memory"),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried", "main memory"),
+        (
+            "torch.distributed.DistNetworkError: The server socket has failed to listen on any "
+            "local network address. port: 29640, code: -98, name: EADDRINUSE",
+            "port in use",
+        ),
+        (
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv "
+            "operation to complete",
+            "collective timeout",
+        ),
+        (
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=",
+            "collective timeout",
+        ),
+        ("OSError: [Errno 28] No space left on device", "disk full"),
+        ("the model for best needs 12 MiB, /data has 8.0 MiB free", "disk full"),
+        ("op_builder.builder.MissingCUDAException: CUDA_HOME does not exist", "no compiler"),
+        ("RuntimeError: Failed to find C compiler. Please specify via CC environm", "no compiler"),
+        ("main.c:5:10: fatal error: Python.h: No such file or directory", "no compiler"),
+        (
+            "RuntimeError: The NVIDIA driver on your system is too old (found version 12020). "
+            "Please update your GPU driver",
+            "driver",
+        ),
+        ("CUDA error: no kernel image is available for execution on the device", "driver"),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system "
+            "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.7\nncclSystemError: "
+            "System call (e.g. socket, malloc) or external library call failed or device error.",
+            "NCCL",
+        ),
+        (
+            "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+            "damaged weights",
+        ),
+        (
+            "Exception: data did not match any variant of untagged enum ModelWrapper at line 9",
+            "damaged tokenizer",
+        ),
+        (
+            "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
+            "hub unavailable",
+        ),
+        ("no rank has made progress for 1500 s: rank 1 is behind", "stuck"),
+        (
+            "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but "
+            "you set 'torch.use_deterministic_algorithms(True)'",
+            "not repeatable",
+        ),
+    ],
+)
+def test_messages_of_libraries_are_recognised(reason, name):
+    assert find_hint(reason).name == name
+
+
+def test_an_unknown_failure_has_no_hint():
+    assert find_hint("ValueError: the cause", 1) is None
+    assert find_hint("rank 1 was ended by SIGTERM", -15) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "kernel_kills", "name"),
+    [
+        (signal.SIGKILL, 0, "killed from outside"),
+        (signal.SIGKILL, 1, "killed for lack of memory"),
+        (signal.SIGKILL, None, "killed for lack of memory"),
+        (signal.SIGBUS, 0, "shared memory"),
+        (signal.SIGSEGV, None, "crash"),
+    ],
+)
+def test_a_signal_has_a_meaning(number, kernel_kills, name):
+    assert find_hint("rank 0 was ended", -number, kernel_kills).name == name
+
+
+def test_advice_shows_values_and_omits_exhausted_parameters():
+    assert advice(find_hint("CUDA out of memory"), PPO) == (
+        "Lower ppo.micro_batch_tokens (8). "
+        "Set launch.halve_micro_batch_on_oom (false) to true. "
+        "Set ppo.critic.gradient_checkpointing (false) to true. "
+        "Raise ppo.actor.deepspeed.zero_stage (2). "
+        "Set ppo.actor.deepspeed.offload_optimizer (false) to true."
+    )
+
+
+def test_lack_of_main_memory_advises_against_offloading():
+    text = advice(find_hint("MemoryError"), PPO)
+    assert "Set ppo.critic.deepspeed.offload_optimizer (true) to false." in text
+    assert "actor.deepspeed.offload_optimizer" not in text
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "[pair.cc:553] Connection closed by peer [127.0.0.1]:1",
+        "ncclRemoteError: A call failed possibly due to a network error",
+    ],
+)
+def test_reports_of_a_lost_peer_are_recognised(report):
+    assert FOLLOW_UP.search(report)
+
+
+def test_every_failure_has_either_a_pattern_or_a_signal():
+    assert all(bool(hint.patterns) != bool(hint.signal) for hint in HINTS)
+
+
+def test_every_advice_consists_of_imperative_sentences():
+    texts = [remedy for hint in HINTS for remedy in hint.remedies]
+    texts += [hint.advice for hint in HINTS if hint.advice]
+    assert [text for text in texts if not (text[0].isupper() and text.endswith("."))] == []
+
+
+def as_markdown() -> str:
+    """The known failures as a Markdown table."""
+    rows = [("failure", "recognised by", "cause", "fix"), ("---",) * 4]
+    for hint in HINTS:
+        actions = [remedy.replace("{", "`").replace("}", "`") for remedy in hint.remedies]
+        fix = " ".join([*actions, *filter(None, [hint.advice])])
+        rows.append((hint.name, recognised_by(hint), hint.cause, fix))
+    bar = "\\|"
+    return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in rows)
+
+
+def recognised_by(hint: Hint) -> str:
+    if hint.patterns:
+        return f"`{'|'.join(hint.patterns)}`"
+    without = ", while the kernel killed no process for lack of memory"
+    return f"signal {hint.signal}{without if hint.requires_zero_kernel_kills else ''}"
+
+
+def test_the_documentation_contains_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
+    assert as_markdown() in page, f"put the output of python {__file__} into the page"
+
 
 NOW = time.time()
 LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer"
@@ -48,73 +207,58 @@ def text(attempt, **changes):
     return str(stage_error(replace(attempt, **changes)))
 
 
-def test_the_first_report_is_the_cause(attempt):
-    report(attempt, 1, "ValueError: the cause")
-    report(attempt, 0, "ValueError: later", seconds=0.1)
+KILLED = "rank 1 was ended by SIGKILL in update of step 7"
+
+
+@pytest.mark.parametrize(
+    ("reports", "deaths", "log", "cause"),
+    [
+        # The first report counts.
+        ([(1, "ValueError: A", 0), (0, "ValueError: B", 0.1)], [], None, "rank1: ValueError: A"),
+        # A report of a lost peer is a consequence, also of an earlier time.
+        ([(0, LOST_PEER, 0), (1, "ValueError: A", 0.1)], [], None, "rank1: ValueError: A"),
+        # The driver sees a death later than the peers of the rank do.
+        ([(0, LOST_PEER, -0.1)], [(1, -9, 0)], None, KILLED),
+        ([(0, "RuntimeError: gathering failed", -0.1)], [(1, -9, 0)], None, KILLED),
+        # SIGTERM, SIGABRT and a late death are consequences.
+        ([(1, "ValueError: A", 0)], [(0, -15, 0)], None, "rank1: ValueError: A"),
+        ([(1, "ValueError: A", 0)], [(0, -6, 0)], None, "rank1: ValueError: A"),
+        ([(1, "ValueError: A", 0)], [(0, -9, 5)], None, "rank1: ValueError: A"),
+        # The launcher logs the exit code of a rank that it reaped first.
+        ([], [(1, None, 0)], None, KILLED),
+        ([], [(1, None, 0)], "exits with return code = 1", "rank 1 ended with exit code 1"),
+        # That code may be that of the rank that reports the loss.
+        ([(0, LOST_PEER, 0.1)], [(1, None, 0)], "exits with return code = 1",
+         "rank 1 ended without a report"),
+        ([(0, LOST_PEER, 0)], [], None, "a rank was ended by SIGKILL, according to the launcher\n"),
+        ([(0, LOST_PEER, 0)], [], "last words",
+         f"rank0: {LOST_PEER}; the log ends with\nlast words\n"),
+        ([], [(1, -40, 0)], None, "rank 1 was ended by signal 40 in"),
+        ([], [(0, -11, 0)], None, "rank 0 was ended by SIGSEGV in update of step 7"),
+    ],
+)  # fmt: skip
+def test_the_cause_is_the_first_failure_and_not_its_consequences(
+    attempt, reports, deaths, log, cause
+):
+    if log is not None:
+        (attempt.run.directory / "program.log").write_text(log)
+    for rank, words, seconds in reports:
+        report(attempt, rank, words, seconds)
+    for rank, status, seconds in deaths:
+        die(attempt, rank, status, seconds)
+    message = text(attempt)
+    assert f"\n{cause}" in message
+    assert "B" not in message.partition("command")[0]
+    assert ("pair.cc" in message) == ("pair.cc" in cause)
+
+
+def test_the_message_of_a_death_has_the_fix_and_of_a_crash_the_end_of_the_log(attempt):
+    die(attempt, 1, -9)
     lines = text(attempt).splitlines()
     assert lines[0] == "stage sft failed after 31 s (exit code 1)"
-    assert lines[1] == "rank1: ValueError: the cause"
-    assert "later" not in text(attempt)
-
-
-def test_a_cause_precedes_an_earlier_report_of_a_lost_peer(attempt):
-    report(attempt, 0, LOST_PEER)
-    report(attempt, 1, "ValueError: the cause", seconds=0.1)
-    assert "rank1: ValueError: the cause" in text(attempt)
-    assert "pair.cc" not in text(attempt)
-
-
-def test_a_death_precedes_the_reports_of_its_peers(attempt):
-    report(
-        attempt, 0, LOST_PEER, seconds=-0.1
-    )  # the driver sees the death later than the peer does
-    die(attempt, 1, -9)
-    assert "rank 1 was ended by SIGKILL in update of step 7" in text(attempt)
-    assert "pair.cc" not in text(attempt)
     assert "  fix      Lower sft.micro_batch_tokens (8)." in text(attempt)
-
-
-def test_a_death_precedes_any_later_report(attempt):
-    report(attempt, 0, "RuntimeError: gathering failed", seconds=-0.1)
-    die(attempt, 1, -9)
-    assert "rank 1 was ended by SIGKILL" in text(attempt)
-
-
-@pytest.mark.parametrize(("status", "seconds"), [(-15, 0.0), (-6, 0.0), (-9, 5.0)])
-def test_a_consequence_of_another_failure_is_not_the_cause(attempt, status, seconds):
-    report(attempt, 1, "ValueError: the cause")
-    die(attempt, 0, status, seconds)
-    assert "rank1: ValueError: the cause" in text(attempt)
-
-
-def test_an_unknown_signal_is_read_from_the_launcher_s_log(attempt):
-    die(attempt, 1, None)
-    assert "rank 1 was ended by SIGKILL in update of step 7" in text(attempt)
-
-
-def test_the_exit_code_of_another_rank_is_not_that_of_a_dead_one(attempt):
-    """The launcher logs the code of one failed rank, which may be the one that reports the loss."""
-    (attempt.run.directory / "program.log").write_text("exits with return code = 1")
-    die(attempt, 1, None)
-    assert "rank 1 ended with exit code 1" in text(attempt)
-    report(attempt, 0, LOST_PEER, seconds=0.1)
-    assert "rank 1 ended without a report" in text(attempt)
-
-
-def test_an_unseen_death_is_reported_from_the_launcher_s_log(attempt):
-    report(attempt, 0, LOST_PEER)
-    assert "\na rank was ended by SIGKILL, according to the launcher\n" in text(attempt)
-
-
-def test_a_lost_peer_is_reported_if_nothing_else_is_known(attempt):
-    report(attempt, 0, LOST_PEER)
-    (attempt.run.directory / "program.log").write_text("last words")
-    assert f"\nrank0: {LOST_PEER}; the log ends with\nlast words\n" in text(attempt)
-
-
-def test_a_signal_without_a_name_is_shown_by_its_number(attempt):
-    die(attempt, 1, -40)
-    assert "rank 1 was ended by signal 40 in" in text(attempt)
+    die(attempt, 1, -11)
+    assert "the log ends with\nfirst" in text(attempt)
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -234,3 +378,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_if_its_launcher_ends(attempt
     with (tmp_path / "program.log").open("a") as file:
         file.write("\npdsh@a: c: ssh exited with exit code 255")
     assert "node c is lost" in text(attempt, ranks=ranks)
+
+
+if __name__ == "__main__":
+    print(as_markdown())

@@ -4,9 +4,15 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.stages.cache.fingerprint import recipe
+from rlhf_pipeline.stages.cache.planning import recipe_changes
+from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.launch.launcher import _program
 from rlhf_pipeline.stages.launch.node_program import ALLOCATOR, NodeProgram
 
 
@@ -49,3 +55,34 @@ def test_the_allocator_has_the_options_of_the_user(environment, name):
     own = {name: "max_split_size_mb:512"}
     found = environment(2, **own)
     assert {key: found[key] for key in ALLOCATOR if key in found} == own
+
+
+VARIABLES = ("RLHF_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in (*VARIABLES, "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    "gpus, deterministic, expected",
+    [(2, True, ["1", ":4096:8"]), (2, False, [None, None]), (0, True, [None, None])],
+)
+def test_the_environment_of_ranks(nvidia_smi, tmp_path, gpus, deterministic, expected):
+    nvidia_smi(gpus)
+    run, config = SimpleNamespace(directory=tmp_path), LaunchConfig(deterministic=deterministic)
+    program = _program(StageSpec("sft", "program"), run, config)
+    assert [program.environment.get(name) for name in VARIABLES] == expected
+
+
+def test_it_is_part_of_the_recipe_of_ranks_if_it_is_true():
+    def found(deterministic, *, distributed):
+        job = Job(StageSpec("s", "rlhf_pipeline.errors", distributed, libraries=()), {}, {}, 1)
+        return recipe(job, digests={}, processes=1, deterministic=deterministic)
+
+    plain, repeated = (found(each, distributed=True) for each in (False, True))
+    assert "deterministic" not in plain and repeated["deterministic"] is True
+    assert recipe_changes(plain, repeated, pending=()) == ["launch.deterministic false -> true"]
+    assert found(False, distributed=False) == found(True, distributed=False)

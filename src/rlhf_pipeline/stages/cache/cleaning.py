@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.checkpoint_files import newest_step
+from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
-from rlhf_pipeline.stages.cache.lock import recipe_lock, user
-from rlhf_pipeline.stages.cache.workspace import DAMAGED, attempts, damage, is_attempt, is_finished
+from rlhf_pipeline.stages.cache.workspace import (
+    DAMAGED,
+    attempts,
+    damage,
+    is_attempt,
+    is_finished,
+    recipe_lock,
+    user,
+)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from rlhf_pipeline.stages.cache.workspace import attempts, first_attempt
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.launch.layout import rank_count
-from rlhf_pipeline.stages.launch.resources import gpu_count
+from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
 
 FORM = 2
 """Version of the recipe's form. Recipes of different forms cannot be compared."""

@@ -1,30 +1,35 @@
-"""What the stages of a pipeline would do, without launching anything.
+"""What the stages of a pipeline would do and why, without launching anything.
 
 The nodes run with a `Planner` in place of a `StageRunner`. For a stage that is not finished, the
 planner returns the future path of its result, so stages that depend on it are known to be pending.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from rlhf_pipeline.runtime.checkpoint_files import newest_step
+from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
 from rlhf_pipeline.stages.cache.fingerprint import identify
-from rlhf_pipeline.stages.cache.lock import user
-from rlhf_pipeline.stages.cache.recipe_diff import distance, recipe_changes
 from rlhf_pipeline.stages.cache.workspace import (
+    RECIPE,
     attempts,
     damage,
-    earlier_recipes,
     is_finished,
     next_directory,
+    user,
 )
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.stored import StoredStages
+
+EARLIER_FORM = (
+    "its recipe was written by an earlier version of rlhf-pipeline and cannot be compared"
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Planner:
         """By fingerprint."""
 
     def run(self, job: Job) -> Path:
+        return self.plan(job).run.export
+
+    def plan(self, job: Job) -> PlannedStage:
+        """The plan of one stage."""
         pending = {
             name: stage
             for name, path in job.inputs.items()
@@ -65,7 +74,7 @@ class Planner:
             )
             if planned.state not in ("finished", "reuse"):
                 self._pending[planned.run.export] = run.title
-        return self.stages[run.fingerprint].run.export
+        return self.stages[run.fingerprint]
 
     def add_pending(self, title: str) -> Path:
         """A placeholder for the result of a stage that cannot be planned."""
@@ -115,8 +124,109 @@ def _plan(
 def _plan_new(run: StageRun, pending: Mapping[str, str]) -> PlannedStage:
     """The plan of a recipe without a work directory; the reasons are its changes."""
     awaited = [downstream(pending.values())] if pending else []
-    earlier = earlier_recipes(run.directory.parent, run.recipe)
+    earlier = _earlier_recipes(run.directory.parent, run.recipe)
     changes = [recipe_changes(recipe, run.recipe, pending=pending) for recipe in earlier]
     # The nearest recipe, not the last one, explains why the stage has to run.
     new = min(changes, key=distance) if changes else ["never run here"]
     return PlannedStage(run, "run" if new else "may run", (*awaited, *new))
+
+
+def recipe_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, pending: Collection[str]
+) -> list[str]:
+    """The changes between two recipes of a stage (`fingerprint.recipe`), most likely causes first.
+
+    `pending` inputs do not exist yet, so their content cannot be compared.
+    """
+    if old.get("form") != new["form"]:
+        return [EARLIER_FORM]
+    inputs = [name for name in _differing(old["inputs"], new["inputs"]) if name not in pending]
+    code = _differing(old["code"], new["code"])
+    return [
+        *_changes(_settings(old), _settings(new)),
+        *(f"input {name} {_fate(name, old['inputs'], new['inputs'])}" for name in inputs),
+        *_changes(old["versions"], new["versions"]),
+        *([f"code changed: {', '.join(code)}"] if code else []),
+    ]
+
+
+def distance(changes: Collection[str]) -> tuple[bool, int]:
+    """Sorts recipes by their number of changes; those that cannot be compared come last."""
+    return EARLIER_FORM in changes, len(changes)
+
+
+def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    flags = {"base_model": "trust_remote_code", "launch": "deterministic"}
+    found = {f"{block}.{name}": recipe.get(name, False) for block, name in flags.items()}
+    others = {name: recipe[name] for name in ("seed", "processes")}
+    return recipe["config"] | others | found
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """`ppo.kl.coef 0.1 -> 0.2`, for each value that differs."""
+    for name in dict.fromkeys([*new, *old]):
+        if not _differ(name, old, new):
+            continue
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _changes(before, after, f"{place}{name}.")
+        elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+            yield from _changes(_numbered(before), _numbered(after), f"{place}{name}.")
+        else:
+            yield f"{place}{name} {_shown(before, after)} -> {_shown(after, before)}"
+
+
+def _shown(value: Any, other: Any) -> str:
+    """A value. A list of blocks is shown without what all blocks of both lists share."""
+    own, others = (each if isinstance(each, list) else [] for each in (value, other))
+    if not own or not all(isinstance(block, Mapping) for block in own + others):
+        return _value(value)
+    fields = [set(map(_field, block.items())) for block in own + others]
+    shared = {""} | (set.intersection(*fields) if others else set())
+    texts = [" ".join(t for t in map(_field, each.items()) if t not in shared) for each in own]
+    return f"[{', '.join(texts)}]"
+
+
+def _field(item: tuple[str, Any]) -> str:
+    return "" if item[1] is None else f"{item[0]} {_value(item[1])}"
+
+
+def _numbered(values: list[Any]) -> dict[str, Any]:
+    return {str(index): value for index, value in enumerate(values)}
+
+
+def _differ(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return (name in old, old.get(name)) != (name in new, new.get(name))
+
+
+def _value(value: Any, longest: int = 40) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [name for name in sorted(old.keys() | new.keys()) if _differ(name, old, new)]
+
+
+def _fate(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    if name in old and name in new:
+        return "changed"
+    return "is new" if name in new else "is gone"
+
+
+def _earlier_recipes(stage_directory: Path, like: dict[str, object]) -> list[dict[str, object]]:
+    """The recipes of a stage, last used first; for stage `source`, of the same source."""
+    found = sorted(
+        stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True
+    )
+    recipes = []
+    for path in found:
+        with suppress(ValueError):  # the file is damaged
+            recipes.append(json.loads(path.read_text()))
+    return [recipe for recipe in recipes if _source(recipe) == _source(like)]
+
+
+def _source(recipe: dict[str, object]) -> object:
+    config = recipe.get("config")
+    source = config.get("source") if isinstance(config, dict) else None
+    return source and (source["name"], source.get("path"))

@@ -1,4 +1,4 @@
-"""The work directories of stages, and which of them contains the result of a recipe.
+"""The work directories of stages: which contains the result of a recipe, and who uses it.
 
     <workspace>/<stage>/<fingerprint>      the first attempt; resumed until it is finished
                         <fingerprint>.2    a later attempt: a finished stage was forced to run again
@@ -7,17 +7,31 @@
     <workspace>/champions/<digest>         a version of the model registry, from an MLflow server
 
 The newest finished attempt is the result, so a forced attempt that fails loses nothing. Directory
-names contain the first 16 digits of the fingerprint.
+names contain the first 16 digits of the fingerprint. One process at a time runs a recipe: a second
+one waits and reports the process that it waits for.
 """
 
 import json
+import logging
+import os
 import re
-from contextlib import suppress
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from rlhf_pipeline.errors import ArtifactError
+import psutil
+from filelock import FileLock, Timeout
+
+from rlhf_pipeline.errors import ArtifactError, StageError, printable
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.heartbeat import machine
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
+from rlhf_pipeline.stages.processes import may_run, this_process
+
+logger = logging.getLogger(__name__)
 
 RECIPE = "recipe.json"
 """File with the recipe. Its modification time is the time of the last use."""
@@ -99,19 +113,94 @@ def has_run(workspace: Path, stage: str) -> bool:
     return any((workspace / stage).glob(f"*/{RECIPE}"))
 
 
-def earlier_recipes(stage_directory: Path, like: dict[str, object]) -> list[dict[str, object]]:
-    """The recipes of a stage, last used first; for stage `source`, of the same source."""
-    found = sorted(
-        stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True
+@contextmanager
+def recipe_lock(
+    first_attempt: Path,
+    *,
+    wait: bool = True,
+    record: bool = True,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Lock a recipe: the work directory `first_attempt` and the later attempts beside it.
+
+    The kernel releases the lock of a process that has ended. The owner is recorded: it may use the
+    result until it ends, see `user`. `record=False` writes no record, which needs disk space.
+    `while_waiting` is called once a second while another process holds the lock. Raises StageError
+    if another process holds the lock and `wait` is false.
+    """
+    file = _file(first_attempt)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        _report_holder(first_attempt, wait=wait)
+        while not lock.is_locked:
+            while_waiting()
+            with suppress(Timeout):
+                lock.acquire(timeout=1)
+    try:
+        if record:
+            owner = {"driver": this_process(), "since": time.time()}
+            write_atomically(file.with_suffix(".json"), json.dumps(owner))
+        yield
+    finally:
+        lock.release()
+
+
+def _report_holder(first_attempt: Path, *, wait: bool) -> None:
+    holder = user(first_attempt) or "another process"
+    stage, recipe = first_attempt.parent.name, first_attempt.name[:8]
+    if not wait:
+        raise StageError(
+            f"stage {stage}: recipe {recipe} is being run by {holder}. Fix: set launch.wait to "
+            "true to wait for it, or end that process"
+        )
+    logger.warning(
+        "stage %s: recipe %s is being run by %s; waiting until it ends", stage, recipe, holder
     )
-    recipes = []
-    for path in found:
-        with suppress(ValueError):  # the file is damaged
-            recipes.append(json.loads(path.read_text()))
-    return [recipe for recipe in recipes if _source(recipe) == _source(like)]
 
 
-def _source(recipe: dict[str, object]) -> object:
-    config = recipe.get("config")
-    source = config.get("source") if isinstance(config, dict) else None
-    return source and (source["name"], source.get("path"))
+def await_programs(directory: Path) -> None:
+    """Wait until no program of this user works in a directory.
+
+    The programs of a killed driver outlive the driver and its lock by a few seconds. A program may
+    also have been started by hand.
+    """
+    reported = False
+    while found := list(_programs(str(directory / "job.json"))):
+        if not reported:
+            logger.warning(
+                "process %s (%s) still works in %s; waiting until it ends", *found[0], directory
+            )
+        reported = True
+        time.sleep(0.2)
+
+
+def _programs(job: str) -> Iterator[tuple[int, str]]:
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        command, uids = process.info["cmdline"] or [], process.info["uids"]
+        at = next((i for i, word in enumerate(command) if word in ("-m", "--module")), None)
+        if at is None or "python" not in Path(command[0]).name or uids.real != os.getuid():
+            continue
+        if job in command[at + 2 :]:
+            yield process.pid, printable(f"python {shlex.join(command[at:])}")
+
+
+def user(first_attempt: Path) -> str | None:
+    """The process that last locked the recipe, and since when, in words; None if it has ended."""
+    try:
+        owner = json.loads(_file(first_attempt).with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return None
+    if not may_run(owner["driver"], owner["since"]):
+        return None
+    pid = owner["driver"].removeprefix(f"{machine()} ").partition("@")[0]
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
+    return f"process {pid} since {since}"
+
+
+def _file(first_attempt: Path) -> Path:
+    """The lock file; outside the work directories, which may be removed during a wait."""
+    stage = first_attempt.parent
+    return stage.parent / ".locks" / f"{stage.name}-{first_attempt.name}.lock"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.runtime.checkpoint_files import newest_step
 from rlhf_pipeline.runtime.files import mebibytes
+from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.launch.hints import DISK_FULL, FOLLOW_UP, advice, find_hint
@@ -200,7 +200,6 @@ def _precedes(death: Death, report: Path) -> bool:
 
 
 def _full_disk(directory: Path) -> str:
-    """The end of a reason, if a full disk explains why a rank that exited left none."""
     return ": No space left on device" if is_full(directory) else ""
 
 
@@ -241,7 +240,6 @@ def _end_of_log(directory: Path) -> str:
 
 
 def _logged_status(directory: Path) -> int | None:
-    """The exit code that DeepSpeed's launcher logged for the failed rank that it saw first."""
     found = re.search(r"exits with return code = (-?\d+)", _end_of_log(directory))
     return None if found is None else int(found[1])
 
@@ -274,7 +272,6 @@ def _signal(number: int) -> str:
 
 
 def _again(run: StageRun) -> str:
-    """The command that resumes the run, and the step it resumes from."""
     program = Path(sys.argv[0]).name
     arguments = [program, *sys.argv[1:]]
     command = without_secrets(shlex.join(arguments)) if program == "kedro" else "the same command"

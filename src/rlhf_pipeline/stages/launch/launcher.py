@@ -21,7 +21,6 @@ from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.stages.job import StageSpec
-from rlhf_pipeline.stages.launch.cluster import ClusterProgram, on_several_machines
 from rlhf_pipeline.stages.launch.failure import (
     Attempt,
     causes,
@@ -30,10 +29,14 @@ from rlhf_pipeline.stages.launch.failure import (
     stage_error,
 )
 from rlhf_pipeline.stages.launch.hints import PORT
-from rlhf_pipeline.stages.launch.layout import node_layout
-from rlhf_pipeline.stages.launch.node_program import NodeProgram, kill_group
+from rlhf_pipeline.stages.launch.node_program import (
+    ClusterProgram,
+    NodeProgram,
+    kill_group,
+    on_several_machines,
+)
 from rlhf_pipeline.stages.launch.ranks import RESUME, Ranks
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
+from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, node_layout
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,6 @@ def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
 
 
 def _program(spec: StageSpec, run: StageRun, config: LaunchConfig) -> NodeProgram:
-    """The program of a stage, on the machines of the configuration."""
     program = NodeProgram(spec.program, str(run.directory), spec.distributed)
     if not spec.distributed:
         return program

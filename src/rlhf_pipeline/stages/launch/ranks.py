@@ -105,13 +105,11 @@ class Ranks:
 
     @property
     def finished(self) -> bool:
-        """Whether all ranks have reported that their work is done, and have ended."""
         finished = [h for h in self.heartbeats.values() if h.phase == "finished"]
         return len(finished) == self.processes and not self.alive
 
     @property
     def failed_s(self) -> float:
-        """Seconds since the driver saw that the launch has failed; 0 if it has not."""
         return 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
 
     @property
@@ -163,7 +161,6 @@ class Ranks:
 
     @property
     def stuck(self) -> bool:
-        """Whether no rank has made progress for the allowed time."""
         if self._hang_timeout_s is None:
             return False
         allowed = self._hang_timeout_s if self.heartbeats else max(self._hang_timeout_s, STARTUP_S)

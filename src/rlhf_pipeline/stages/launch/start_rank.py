@@ -80,7 +80,6 @@ def _await_plan(directory: Path, launch: str, timeout_s: float) -> dict[str, Any
 
 
 def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
-    """This rank, its number on this machine, and the number of ranks if the launcher says it."""
     for rank, local_rank, count in NUMBERS:
         if rank in environment and local_rank in environment:
             ranks = environment.get(count)
@@ -91,7 +90,6 @@ def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
 
 
 def _faults(plan: Mapping[str, Any], count: int | None, *, is_first: bool) -> Iterator[str]:
-    """Why this rank cannot take part."""
     expected = int(plan["settings"]["WORLD_SIZE"])
     if count is not None and count != expected:
         yield (

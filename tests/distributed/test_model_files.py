@@ -1,4 +1,4 @@
-"""A saved model is compared with the one in memory without loading a second one."""
+"""Files of a model are read exactly as they were written."""
 
 import json
 import logging
@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_pipeline.distributed import read_back
-from rlhf_pipeline.distributed.read_back import require_same
+from rlhf_pipeline.distributed import model_files
+from rlhf_pipeline.distributed.model_files import require_same
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime import heartbeat
@@ -115,7 +115,7 @@ def test_a_family_with_another_layout_is_loaded_to_compare_it(mixture, tmp_path)
 def test_a_large_model_with_another_layout_is_compared_by_names_only(
     mixture, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(read_back, "LARGEST_SECOND_MODEL", 1000)
+    monkeypatch.setattr(model_files, "LARGEST_SECOND_MODEL", 1000)
     mixture.save_pretrained(tmp_path)
     change(tmp_path, ["experts.2.w1"], flip_a_bit)
     with caplog.at_level(logging.WARNING):

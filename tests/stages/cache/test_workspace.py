@@ -12,8 +12,7 @@ import pytest
 from waiting import HANGS_S, once, wait_until
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.stages.cache.lock import await_programs, user
-from rlhf_pipeline.stages.cache.workspace import attempts
+from rlhf_pipeline.stages.cache.workspace import attempts, await_programs, user
 
 
 def first_attempt(drill):

@@ -1,0 +1,93 @@
+"""The rank lab: two real ranks run the cases of many test files in one launch.
+
+A test file names its cases and computes one of them; a test reads its cell:
+
+    CASES = {"bf16, ZeRO 2": ("bf16", 2), ...}          # arguments by name, as JSON types
+
+    def case(lab, precision, zero_stage): ...   # on every rank; the first one's result counts
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_something(cells, name):
+        assert cells[name] == ...
+
+The first test that asks for `cells` launches the cases of all files of this run whose tests ask for
+them. A case returns JSON types; it judges tensors on the ranks. Workers of pytest-xdist share the
+results. As a program, this file runs under DeepSpeed's launcher with a request and a folder.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What a case gets: its rank, and a model of each family."""
+
+    world: Any
+    models: Mapping[str, Path]
+
+
+FILES: dict[str, list[str]] = {}
+"""The names of the cases to run, by test file."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Remember the cases that the chosen tests read."""
+    for item in session.items:
+        if "cells" in getattr(item, "fixturenames", ()):
+            cases = item.module.CASES
+            chosen = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+            wanted = {chosen} if chosen in cases else set(cases)
+            FILES[str(item.path)] = sorted({*FILES.get(str(item.path), ()), *wanted})
+
+
+@pytest.fixture(scope="session")
+def _results(on_ranks, make_model, tmp_path_factory, request):
+    """The results of all cases by file, from one launch by whichever worker is first."""
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        shared = shared.parent
+    with FileLock(shared / "rank_lab.lock"):
+        found = shared / "rank_lab.json"
+        if not found.exists():
+            models = {"llama": make_model("llama", seed=1)}
+            folder = on_ranks(__file__, {"models": models, "files": FILES})
+            found.write_text((folder / "cells.json").read_text())
+        return json.loads(found.read_text())
+
+
+@pytest.fixture
+def cells(_results, request):
+    """What the cases of the test's file returned, by name."""
+    return _results[str(request.path)]
+
+
+def main(argument: dict[str, Any], folder: Path) -> None:
+    """Run the cases one after the other; the first rank writes what they return."""
+    from rlhf_pipeline.distributed.world import join
+
+    lab = Lab(
+        join(1, timeout_s=600), {name: Path(path) for name, path in argument["models"].items()}
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for file, names in argument["files"].items():
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for name in names:
+            print(f"rank lab: {Path(file).stem}: {name}", flush=True)
+            found.setdefault(file, {})[name] = module.case(lab, *module.CASES[name])
+    if lab.world.rank == 0:
+        (folder / "cells.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
