@@ -21,6 +21,7 @@ from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
+from rlhf_pipeline.pipelines.table import parameter_blocks, policy_stages, stage_specs
 from rlhf_pipeline.preflight import (
     check_gate,
     check_lengths,
@@ -34,10 +35,9 @@ from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.run_options import run_name, run_tags, whole_run
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stage_registry import parameter_blocks, policy_stages, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
-from rlhf_pipeline.stages.job import STAGES, Stages
+from rlhf_pipeline.stages.job import PROJECT, STAGES, Stages
 from rlhf_pipeline.stages.launch.layout import hardware_at_hand
 from rlhf_pipeline.stages.launch.resources import free_port, gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
@@ -50,9 +50,6 @@ from rlhf_pipeline.tracking.runs import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
 
 logger = logging.getLogger(__name__)
-
-PROJECT = "params:project"
-"""The catalog entry with the project folder, which contains the tracking database."""
 
 
 class PreflightHook:

@@ -23,8 +23,8 @@ from rlhf_pipeline.config.validation import faults as block_faults
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.data.sources.read_rows import column_faults
 from rlhf_pipeline.errors import ConfigError, install, suggestion
+from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
 from rlhf_pipeline.stages.launch.layout import node_layout
 

@@ -18,9 +18,9 @@ from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
-from rlhf_pipeline.stage_registry import parameter_blocks
 from rlhf_pipeline.stages.cache.fingerprint import recipe
 from rlhf_pipeline.stages.cache.recipe_diff import recipe_changes
 from rlhf_pipeline.stages.cache.workspace import RECIPE, work_directory

@@ -6,7 +6,7 @@ from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.errors import without_secrets
-from rlhf_pipeline.stage_registry import policy_stages
+from rlhf_pipeline.pipelines.table import pipeline_of, policy_stages
 
 NAME_LENGTH = 120
 """Characters of a name that MLflow's table of runs has room for."""
@@ -19,8 +19,9 @@ def whole_run(run_params: Mapping[str, Any], pipeline: Pipeline) -> str:
         run_params: the options, as Kedro gives them to hooks.
         pipeline: the nodes of the part; they decide between PPO and another algorithm.
     """
-    names = [name for name in policy_stages() if name in {node.name for node in pipeline.nodes}]
-    whole = "full" if names in ([], ["ppo"]) else names[-1]
+    nodes = {node.name for node in pipeline.nodes}
+    policies = [name for name in policy_stages() if name in nodes] or ["ppo"]
+    whole = pipeline_of(policies[-1])
     command = f"kedro run --pipeline={whole}"
     if env := _environment(run_params):
         command += f" --env={env}"

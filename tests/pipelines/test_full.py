@@ -16,11 +16,11 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.pipelines.ppo.nodes import SPEC as PPO
-from rlhf_pipeline.pipelines.sft.nodes import SPEC as SFT
-from rlhf_pipeline.pipelines.split.nodes import split
+from rlhf_pipeline.pipelines.ppo import SPEC as PPO
+from rlhf_pipeline.pipelines.sft import SPEC as SFT
+from rlhf_pipeline.pipelines.split import split
+from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
-from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.run import StageRunner

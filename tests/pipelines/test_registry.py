@@ -7,10 +7,10 @@ import pytest
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
-from rlhf_pipeline.hooks import PROJECT as PROJECT_FOLDER
 from rlhf_pipeline.pipeline_registry import register_pipelines
+from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.preflight import preflight
-from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.stages.job import PROJECT as PROJECT_FOLDER
 from rlhf_pipeline.stages.job import STAGES
 
 PROJECT = Path(__file__).parents[2]

@@ -22,8 +22,8 @@ from rlhf_pipeline.distributed.optimizer_step import grad_norm
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
-from rlhf_pipeline.pipelines.ppo.nodes import SPEC as PPO
-from rlhf_pipeline.pipelines.sft.nodes import SPEC as SFT
+from rlhf_pipeline.pipelines.ppo import SPEC as PPO
+from rlhf_pipeline.pipelines.sft import SPEC as SFT
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.runtime.metrics_file import MetricsFile

@@ -24,11 +24,11 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
+from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.preflight import check_lengths, preflight
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.sizing.hardware import Hardware, named
 from rlhf_pipeline.sizing.models import published
-from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, write_job

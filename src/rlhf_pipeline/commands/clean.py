@@ -12,8 +12,8 @@ from rich.table import Table
 from rlhf_pipeline.commands.artifacts import artifact_datasets, datasets_of
 from rlhf_pipeline.datasets.artifact import PageDataset
 from rlhf_pipeline.errors import ArtifactError, without_secrets
+from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
-from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
 from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
 from rlhf_pipeline.tracking.model_registry import registered_sources

@@ -11,8 +11,8 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.diagnosis import machine
 from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
 from rlhf_pipeline.hooks import launch_config, provide_default_blocks
+from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.stage_registry import parameter_blocks
 
 CHECKS = (
     machine.python,

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.hooks import check_pipeline, provide_default_blocks, provide_stages, run_context
+from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
-from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
 from rlhf_pipeline.stages.cache.workspace import has_run
 

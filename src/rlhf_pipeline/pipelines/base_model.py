@@ -2,7 +2,7 @@ from pathlib import Path
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.pipelines.split.nodes import read_sources
+from rlhf_pipeline.pipelines.split import read_sources
 from rlhf_pipeline.stages.external_inputs import base_model_identity
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
