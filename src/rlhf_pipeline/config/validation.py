@@ -34,10 +34,10 @@ _EXPECTED = {
 """What is expected, by pydantic's name of an error or the name before its first underscore."""
 
 
-def faults(name: str, block: type[Block], value: Any) -> list[str]:
-    """The faults of the parameter block `name`, one line each; empty if it is valid."""
+def validated(name: str, block: type[Block], value: Any) -> tuple[Block | None, list[str]]:
+    """The parameter block `name`, or None with its faults, one line each."""
     try:
-        block.model_validate(value)
+        return block.model_validate(value), []
     except ValidationError as error:
         places = [detail["loc"] for detail in error.errors()]
         # A list whose item is invalid also counts as too short.
@@ -47,8 +47,7 @@ def faults(name: str, block: type[Block], value: Any) -> list[str]:
             if detail["type"] != "too_short"
             or not any(place[: len(detail["loc"])] == detail["loc"] for place in places[:index])
         ]
-        return list(dict.fromkeys(found))
-    return []
+        return None, list(dict.fromkeys(found))
 
 
 def _fault(name: str, block: type[Block], detail: ErrorDetails) -> str:
