@@ -37,6 +37,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
@@ -50,7 +51,6 @@ from rlhf_pipeline.pipelines.reward_model import reward_model
 from rlhf_pipeline.pipelines.sft import sft
 from rlhf_pipeline.pipelines.split import split
 from rlhf_pipeline.pipelines.table import parameter_blocks
-from rlhf_pipeline.preflight import preflight
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
@@ -289,7 +289,7 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
         return [Result(name, "", "skip", 0.0, reason=f"needs the package {row.package}")]
     try:
         values = row_parameters(row, rehearsal)
-        preflight(values, gpus=len(visible_gpus()))
+        check(values, gpus=len(visible_gpus()))
         blocks = {
             name: block.model_validate(values.get(name, {}))
             for name, block in parameter_blocks().items()

@@ -33,7 +33,7 @@ from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.stored import StoredStages
 from rlhf_pipeline.statistics import smallest_visible_win_rate
 from rlhf_pipeline.tracking.child_run import mixture_tag
-from rlhf_pipeline.tracking.runs import MlflowTracker
+from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
 
 logger = logging.getLogger(__name__)

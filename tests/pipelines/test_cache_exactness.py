@@ -252,7 +252,7 @@ RERUNS_NOTHING = {
     "comment and blank line": ("rl/kl.py", r"\n    return ", "\n\n    # A comment.\n    return "),
     "log line of the driver": ("stages/run.py", r'logger\.\w+\(\s*"', 'logger.error("reworded: '),
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
-    "tracking": ("tracking/runs.py", r"\Z", "CHANGED = True\n"),
+    "tracking": ("tracking/mirror.py", r"\Z", "CHANGED = True\n"),
     "progress": ("stages/progress.py", r"LINE_EVERY_S = ", "LINE_EVERY_S = 2 * "),
     "command": ("commands/status.py", r'"may run": "cyan"', '"may run": "blue"'),
     "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),

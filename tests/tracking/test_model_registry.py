@@ -23,15 +23,15 @@ from rlhf_pipeline.evaluation.gate import Check, Verdict
 from rlhf_pipeline.pipelines.register import register as register_node
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.statistics import win_rate
-from rlhf_pipeline.tracking.model_registry import (
+from rlhf_pipeline.tracking.mirror import MlflowTracker
+from rlhf_pipeline.tracking.registration import (
     Policy,
+    count_try,
     register,
+    register_evaluated,
 )
-from rlhf_pipeline.tracking.promotion import Champion, count_try
-from rlhf_pipeline.tracking.registration import register_evaluated
-from rlhf_pipeline.tracking.runs import MlflowTracker
+from rlhf_pipeline.tracking.registry import Champion, find_version, local_folder, registered_folder
 from rlhf_pipeline.tracking.store import connect, experiment_id
-from rlhf_pipeline.tracking.versions import find_version, local_folder, registered_folder
 
 
 def refused(*reasons):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.tracking.promotion import find_champion
+from rlhf_pipeline.tracking.registry import find_champion
 from rlhf_pipeline.tracking.store import DIGEST_TAG, experiment_id
 
 

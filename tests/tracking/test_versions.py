@@ -4,8 +4,8 @@ import pytest
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.tracking.registry import find_version, local_folder, registration
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, tracking_uri
-from rlhf_pipeline.tracking.versions import find_version, local_folder, registration
 
 
 def test_the_newest_version_with_a_content_and_its_tags(tmp_path):

@@ -20,7 +20,7 @@ from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import content_digest, verify
 from rlhf_pipeline.storage.files import explained, open_store, upload
-from rlhf_pipeline.tracking.versions import registration
+from rlhf_pipeline.tracking.registry import registration
 
 SUMS = "SHA256SUMS"
 """The last file of an export, in the format of `sha256sum`: an export without it is incomplete."""

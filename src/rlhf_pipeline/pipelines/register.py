@@ -9,8 +9,8 @@ from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import Stages
-from rlhf_pipeline.tracking.promotion import find_champion
 from rlhf_pipeline.tracking.registration import register_evaluated
+from rlhf_pipeline.tracking.registry import find_champion
 
 
 def register(

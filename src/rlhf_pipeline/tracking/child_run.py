@@ -13,8 +13,7 @@ from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking.lineage import log_data_read
-from rlhf_pipeline.tracking.orphans import DRIVER_TAG
-from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, experiment_id, find_run
+from rlhf_pipeline.tracking.store import DRIVER_TAG, FINGERPRINT_TAG, experiment_id, find_run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.runtime.heartbeat import machine
 from rlhf_pipeline.stages.events import Status
 from rlhf_pipeline.stages.processes import may_run, this_process
-from rlhf_pipeline.tracking.store import ARTIFACTS
+from rlhf_pipeline.tracking.store import ARTIFACTS, DRIVER_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-DRIVER_TAG = "rlhf.driver"
 UNSENT = "unsent_ends.jsonl"
 """File of the ends that the store does not have."""
 

@@ -20,7 +20,9 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 """MLflow's pages then begin with runs and models instead of traces and prompts."""
 FINGERPRINT_TAG = "rlhf.fingerprint"
 DIGEST_TAG = "rlhf.content_digest"
+DRIVER_TAG = "rlhf.driver"
 STAGE_TAG = "rlhf.stage"
+VERDICT_TAG = "rlhf.verdict"
 ARTIFACTS = "mlartifacts"
 SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
 """Kinds of stores that MLflow has without plugins."""
