@@ -10,8 +10,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.checks import length_faults, refuse
-from rlhf_pipeline.config.architecture import positions_in
-from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward
 from rlhf_pipeline.config.split import PHASES

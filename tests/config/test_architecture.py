@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from rlhf_pipeline.config.architecture import find_family, positions_in
-from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig, find_family, positions_in
 from rlhf_pipeline.errors import ConfigError
 
 
@@ -31,7 +30,7 @@ def test_fields_in_the_source_equal_those_of_the_class(family):
 
 def test_transformers_is_not_imported():
     script = (
-        "import sys; from rlhf_pipeline.config.architecture import find_family; find_family('opt');"
+        "import sys; from rlhf_pipeline.config.base_model import find_family; find_family('opt');"
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run(

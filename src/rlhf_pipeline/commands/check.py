@@ -20,8 +20,7 @@ from rlhf_pipeline.checks import check as check_parameters
 from rlhf_pipeline.checks import length_faults, refuse
 from rlhf_pipeline.commands.names import check_names
 from rlhf_pipeline.commands.plan import loader_of, model_shape
-from rlhf_pipeline.config.architecture import positions
-from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.row_counts import RowCounts

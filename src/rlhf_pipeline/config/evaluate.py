@@ -43,9 +43,10 @@ class TasksConfig(Block):
     names: tuple[str, ...] = Field(min_length=1)
     """Tasks, groups and tags of the harness, or files of your own tasks (FILE.yaml)."""
     limit: PositiveInt | None = None
-    """Documents of each task, at most; the first ones. None: all."""
+    """Largest number of documents of each task, the first ones. None: all."""
     few_shot: NonNegativeInt | None = None
-    """Solved examples before each question. None: as the task says. A task without any stays so."""
+    """Solved examples before each question. None: as the task says. A task that
+    has no examples gets none."""
     batch_size_per_gpu: PositiveInt = 8
     """Documents per forward pass on each rank."""
 
@@ -59,13 +60,13 @@ class EvaluateConfig(Block):
     """Both policies answer the same held-out prompts with equal decoding."""
 
     prompts: PositiveInt = 512
-    """Held-out prompts, at most. The half width of the win rate's interval falls with the square
-    root of this number: 512 prompts give 0.04."""
+    """Largest number of held-out prompts. The half width of the win rate's interval falls with the
+    square root of this number: 512 prompts give 0.04."""
     answers_per_prompt: PositiveInt = 1
     """Answers of each policy to each prompt. Several narrow the intervals less than as many further
     prompts, because answers to one prompt resemble each other; intervals take this into account."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens per forward pass on each rank when scoring, at most."""
+    """Largest number of tokens in a forward pass on each rank when scoring."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Decoding of both policies."""
     precision: Precision | None = None
@@ -87,7 +88,7 @@ class EvaluateConfig(Block):
     SFT by the reward model, a bound for PPO. Costs that many answers of SFT to every prompt; those
     of `answers_per_prompt` are among them. 0: off."""
     tasks: TasksConfig | None = None
-    """What every policy must solve besides."""
+    """Benchmark tasks that each policy also solves. None: no tasks."""
 
     def models(self, trained: Sequence[DeepSpeedConfig]) -> list[FrozenModel]:
         """The models that the stage loads one after the other, as they were `trained`."""

@@ -12,7 +12,7 @@ class HybridConfig(Block):
     inference_tp_size: PositiveInt = 1
     """Ranks that share a copy and answer their prompts together; must divide their number."""
     max_out_tokens: PositiveInt | None = None
-    """Tokens of prompt and response, at most. None: as many as they have."""
+    """Largest number of tokens of a prompt and its response together. None: no limit."""
     tp_gather_partition_size: PositiveInt = operational(8)
     """Layers whose weights are gathered at a time."""
     pin_parameters: bool = operational(True)

@@ -68,8 +68,8 @@ class PPOConfig(SavingConfig):
     minibatch_size: PositiveInt
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
     micro_batch_tokens: PositiveInt
-    """Tokens of prompts and responses per forward pass on each rank, at most. A longer row is a
-    forward pass of its own."""
+    """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer row
+    is a forward pass of its own."""
     ppo_epochs: PositiveInt = 1
     """Passes over the responses of each step. Each draws its minibatches anew."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"

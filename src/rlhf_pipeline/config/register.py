@@ -32,13 +32,13 @@ class RegisterConfig(Block):
     max_length_ratio: float = Field(default=3.0, ge=1)
     """Answers may be this many times longer or shorter than SFT's, on average."""
     max_eos_drop: float = Field(default=0.1, ge=0, le=1)
-    """The share of answers that end by themselves may fall by this much."""
+    """Largest allowed fall of the share of answers that end by themselves."""
     max_repetition_rise: float = Field(default=0.1, ge=0, le=1)
-    """The share of word triples that repeat within an answer may rise by this much."""
+    """Largest allowed rise of the share of word triples that repeat within an answer."""
     max_phrase_rise: float = Field(default=0.3, ge=0, le=1)
-    """The share of answers that contain the same four words may rise by this part of what SFT's
-    share leaves to 1. 1: to every answer."""
+    """Largest allowed rise of the share of answers with a common four-word phrase, as a fraction of
+    (1 - SFT's share). 1 switches the check off."""
     max_task_drop: float = Field(default=0.05, ge=0, le=1)
-    """The share of documents of a task (`evaluate.tasks`) that are right may fall by this much."""
+    """Largest allowed fall of the share of right documents of a task (`evaluate.tasks`)."""
     min_score_spread: PositiveFloat = 0.1
     """Least standard deviation of the candidate's scores, relative to that of SFT's scores."""

@@ -216,7 +216,7 @@ class SavingConfig(Block):
     log_every: PositiveInt = operational(1)
     """Steps between two lines of metrics."""
     checkpoint_every: PositiveInt | None = operational(None)
-    """Steps between two checkpoints. None: no others than those of `checkpoint_at_evaluations`."""
+    """Steps between two checkpoints. None: only the checkpoints of `checkpoint_at_evaluations`."""
     checkpoint_at_evaluations: bool = operational(True)
     """Write a checkpoint after each evaluation. False, for large models: only every
     `checkpoint_every` steps and after the last step. A stage that resumes repeats the steps and
@@ -244,8 +244,8 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Rows (SFT) or comparisons (reward model, DPO) per optimizer step, over all ranks and micro
     batches."""
     micro_batch_tokens: PositiveInt
-    """Tokens per forward pass on each rank, at most; determines gradient accumulation. A longer row
-    is a forward pass of its own."""
+    """Largest number of tokens in a forward pass on each rank; it determines gradient accumulation. A
+    longer row is a forward pass of its own."""
     evaluations: PositiveInt = 4
     """Number of evenly spaced evaluations on the held-out rows; the last one follows the last step.
     The best evaluated model is exported."""

@@ -1,5 +1,5 @@
-"""The registration of an evaluated candidate, one transaction: count the try on the test set, decide
-by the gate, register both policies, move the aliases. A repeated registration changes nothing.
+"""The registration of a candidate, one transaction: count the try on the test set, decide by the gate,
+register both policies, move the aliases. A repeated registration changes nothing.
 
 The SFT baseline and the candidates are versions of one registered model.
 """
