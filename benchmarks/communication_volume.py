@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from rlhf_pipeline.config.buckets import BUCKET, LIVE
+from rlhf_pipeline.config.training import BUCKET, LIVE
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from rlhf_pipeline.config.generation import HybridConfig
-from rlhf_pipeline.config.sampling import SamplingConfig
-from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.config.ppo import HybridConfig
+from rlhf_pipeline.config.training import SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator

@@ -9,14 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.judges import Judge, ModelJudge, PairwiseJudge, local_source
+from rlhf_pipeline.config.block import leaves, validated
+from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
+from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, local_source
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.config.task_files import task_faults
-from rlhf_pipeline.config.validation import validated
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.data.sources.read_rows import column_faults
 from rlhf_pipeline.errors import ConfigError, install, suggestion

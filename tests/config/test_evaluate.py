@@ -6,10 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.judges import ModelJudge
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import CallableReward
+from rlhf_pipeline.config.rewards import CallableReward, ModelJudge
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from rlhf_pipeline.config.judges import ReferenceJudge
 from rlhf_pipeline.config.reward_files import reads_references, reward_faults, source_file
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward
+from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceJudge, TrainedReward
 
 SCORES = """
 raise SystemExit  # nothing is executed

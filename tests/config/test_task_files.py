@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.config.evaluate import TasksConfig
-from rlhf_pipeline.config.task_files import _known_names, task_faults, task_inputs
+from rlhf_pipeline.config.evaluate import TasksConfig, _known_names, task_faults, task_inputs
 
 harness = pytest.mark.usefixtures("_harness")
 

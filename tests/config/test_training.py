@@ -3,9 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import SavingConfig, SFTConfig
+from rlhf_pipeline.config.training import DPOConfig, SavingConfig, SFTConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 2}

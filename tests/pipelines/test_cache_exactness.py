@@ -293,7 +293,6 @@ RERUNS = {
     "comparisons": ("training/pairs.py", r"\Z", "CHANGED = True\n", {"reward_model"}),
     "program of PPO": ("training/ppo.py", r"\Z", "CHANGED = True\n", {"ppo"}),
     "parameters of PPO": ("config/ppo.py", r"\Z", "CHANGED = True\n", {"ppo"}),
-    "sampling": ("config/sampling.py", r"\Z", "CHANGED = True\n", {"ppo", "evaluate"}),
     "scalar head": (
         "models/scalar_head.py", r"\Z", "CHANGED = True\n", TRAINED | {"evaluate"}
     ),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.forms import form_of
 from rlhf_pipeline.models.forward import response_logprobs

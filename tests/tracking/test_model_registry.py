@@ -14,8 +14,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from random_answers import policy
 
-from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig, RegisterConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.evaluation.comparison import compare, write_answers

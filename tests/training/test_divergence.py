@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.config.training import DPOConfig, RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows
 from rlhf_pipeline.distributed.engine import train_engine

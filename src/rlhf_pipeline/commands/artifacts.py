@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from kedro.framework.project import pipelines
 from kedro.io import AbstractDataset, CatalogProtocol
 
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rlhf_pipeline.commands.artifacts import all_artifacts, policy_of
 from rlhf_pipeline.commands.compare import find
 from rlhf_pipeline.commands.model_card import model_card
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import content_digest, verify

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, reward modelling, and the blocks shared with PPO and DPO."""
+"""Supervised fine-tuning, reward modelling, DPO, and the blocks shared with PPO."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,8 +6,26 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from rlhf_pipeline.config.block import Block, operational
-from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.config.block import Block, Precision, Quantization, operational
+
+BUCKET = 50_000_000
+"""Elements in one collective: of gradients to reduce, or of weights to gather."""
+LIVE = 1_000_000_000
+"""Weights that a rank keeps whole at ZeRO-3, because the next pass uses them again."""
+
+
+class SamplingConfig(Block):
+    """How responses are sampled.
+
+    Top-k and top-p are not offered: log-probabilities must belong to the sampled distribution.
+    """
+
+    temperature: PositiveFloat = 1.0
+    """Softmax temperature in sampling and in every log-probability."""
+    max_response_tokens: PositiveInt = 64
+    """Maximum length of a response; longer ones are cut."""
+    batch_size_per_gpu: PositiveInt = 64
+    """Prompts answered at once on each rank; limits the memory of the key-value cache."""
 
 
 class OptimizerConfig(Block):
@@ -244,8 +262,8 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Rows (SFT) or comparisons (reward model, DPO) per optimizer step, over all ranks and micro
     batches."""
     micro_batch_tokens: PositiveInt
-    """Largest number of tokens in a forward pass on each rank; it determines gradient accumulation. A
-    longer row is a forward pass of its own."""
+    """Largest number of tokens in a forward pass on each rank; it determines gradient accumulation.
+    A longer row is a forward pass of its own."""
     evaluations: PositiveInt = 4
     """Number of evenly spaced evaluations on the held-out rows; the last one follows the last step.
     The best evaluated model is exported."""
@@ -279,3 +297,29 @@ class RewardModelConfig(SupervisedConfig):
 
     def models(self) -> list[StageModel]:
         return [TrainedModel("reward_model", self, scalar=True)]
+
+
+class DPOConfig(SupervisedConfig):
+    """Direct preference optimization (Rafailov et al. 2023) on the reward model's comparisons.
+
+    The best model has the lowest held-out loss.
+    """
+
+    beta: PositiveFloat = 0.1
+    """Strength of the KL constraint to the reference. A smaller value lets the policy move further
+    for the same preferences."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of wrong preferences (conservative DPO, Mitchell 2023). 0: all are trusted."""
+    reference: FrozenModelConfig = FrozenModelConfig()
+    """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
+    reference is the policy with its adapters disabled."""
+
+    def models(self) -> list[StageModel]:
+        policy = TrainedModel("dpo", self)
+        if self.is_own_reference:
+            return [policy]
+        return [policy, FrozenModel("dpo.reference", self.reference.beside(self.deepspeed))]
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        yield from self.reference.faults_as_reference(self)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.distributed.world import on_gpu, own_device
 from rlhf_pipeline.distributed.zero import sharded_loading
 from rlhf_pipeline.models.self_check import require_sound_kernels

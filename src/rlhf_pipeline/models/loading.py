@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.config.block import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.lean_transformers import (
     AutoModelForCausalLM,

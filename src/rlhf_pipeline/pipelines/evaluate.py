@@ -3,8 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
-from rlhf_pipeline.config.evaluate import SFT_ROWS, CandidateConfig, EvaluateConfig
-from rlhf_pipeline.config.task_files import task_inputs
+from rlhf_pipeline.config.evaluate import SFT_ROWS, CandidateConfig, EvaluateConfig, task_inputs
 from rlhf_pipeline.stages.external_inputs import judge_inputs
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 

@@ -2,8 +2,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig, RegisterConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate
 from rlhf_pipeline.runtime.manifest import verify

@@ -11,8 +11,8 @@ from typing import Any
 from kedro.pipeline import Node, Pipeline
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.register import RegisterConfig
 from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 

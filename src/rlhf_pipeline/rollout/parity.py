@@ -7,7 +7,7 @@ positions, and sample from another distribution without an error.
 import torch
 from torch import nn
 
-from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.sequences import collate

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.stages import BLOCKS, SupervisedStage
 from rlhf_pipeline.config.training import (
+    DPOConfig,
     OptimizerConfig,
     SavingConfig,
     StageModel,

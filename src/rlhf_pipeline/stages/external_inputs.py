@@ -9,9 +9,15 @@ from pathlib import Path
 from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX
-from rlhf_pipeline.config.judges import Judge, ModelJudge, local_source
 from rlhf_pipeline.config.reward_files import source_file
-from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward
+from rlhf_pipeline.config.rewards import (
+    INPUT_PREFIX,
+    CallableReward,
+    Judge,
+    ModelJudge,
+    ModelReward,
+    local_source,
+)
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.hub import commit_of
 from rlhf_pipeline.runtime.digests import file_digest

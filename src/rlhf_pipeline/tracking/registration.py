@@ -1,5 +1,5 @@
-"""The registration of a candidate, one transaction: count the try on the test set, decide by the gate,
-register both policies, move the aliases. A repeated registration changes nothing.
+"""The registration of a candidate, one transaction: register both policies, count the try on the
+test set, decide by the gate, move the aliases. A repeated registration changes nothing.
 
 The SFT baseline and the candidates are versions of one registered model.
 """
@@ -13,8 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.config.evaluate import CHAMPION, JUDGE_PREFIX, TASK_PREFIX
-from rlhf_pipeline.config.register import Promote, RegisterConfig
+from rlhf_pipeline.config.evaluate import (
+    CHAMPION,
+    JUDGE_PREFIX,
+    TASK_PREFIX,
+    Promote,
+    RegisterConfig,
+)
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import (
