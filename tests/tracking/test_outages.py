@@ -273,7 +273,7 @@ def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path
     tracker.stage_metrics(
         sft, [first, second | {"metrics": {"loss": 2.0}}]
     )  # the other half was not sent
-    tracker._stages[sft.fingerprint].child = None
+    tracker._stages[sft.fingerprint].is_open = False
     tracker.stage_metrics(sft, [third])
     history = client.get_metric_history(found(client)["sft"].info.run_id, "lr")
     assert [point.step for point in history] == [1, 2, 3]

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,34 +43,6 @@ RETRY_S = 60.0
 """Seconds between attempts to reach a failed store while a stage runs."""
 
 
-@dataclass
-class _Stage:
-    """A stage of this pipeline run, and what MLflow has of it."""
-
-    run: StageRun
-    child: ChildRun | None = None
-    """Its open run. None: the store does not have it, or has just failed."""
-    run_id: str | None = None
-    end: tuple[Status, dict[str, float]] | None = None
-    """Its status and metrics, until the store has them."""
-
-    def reconcile(self, client: MlflowClient, parent: str) -> ChildRun:
-        """Send what the work directory has and MLflow lacks, in the end the result; return the
-        child run."""
-        if self.child is None:
-            child = ChildRun.open(client, parent, self.run)
-            self.run_id = child.run_id  # also if the store fails in the next line
-            child.log_missing(self.run)
-            self.child = child
-        child = self.child
-        if self.end is not None:
-            child.finish(*self.end, self.run.headline_metrics)
-            if self.end[0] == "FINISHED":
-                log_result(client, child.run_id, self.run)
-            self.child = self.end = None
-        return child
-
-
 class MlflowTracker(StageListener):
     """Records stages in MLflow.
 
@@ -92,7 +63,7 @@ class MlflowTracker(StageListener):
         self._params: dict[str, str] = {}
         self._client: MlflowClient | None = None
         self._parent: str | None = None
-        self._stages: dict[str, _Stage] = {}
+        self._stages: dict[str, ChildRun] = {}
         """The launched stages by fingerprint."""
         self._failed_at: float | None = None
 
@@ -125,16 +96,15 @@ class MlflowTracker(StageListener):
 
     def catch_up(self) -> None:
         """Send the stages that ended during an outage."""
-        for stage in self._stages.values():
-            if stage.end is not None:
-                with self._tolerate_failure(stage.run.stage, stage=stage):
-                    stage.reconcile(*self._connect())
-                if self._failed_at is not None:
-                    return
+        for stage in [stage for stage in self._stages.values() if stage.end is not None]:
+            with self._tolerate_failure(stage.run.stage, stage=stage):
+                stage.reconcile(*self._connect())
+            if self._failed_at is not None:
+                return
 
     def stage_started(self, run: StageRun) -> None:
         """Open the child run of the stage, or link the run that trained a reused stage."""
-        stage = _Stage(run)
+        stage = ChildRun(run)
         if not run.cached:
             self._stages[run.fingerprint] = stage
         self.open()
@@ -149,22 +119,19 @@ class MlflowTracker(StageListener):
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         """Log new records; during an outage, try again every `RETRY_S`."""
-        stage = self._stages.setdefault(run.fingerprint, _Stage(run))
+        stage = self._stages.setdefault(run.fingerprint, ChildRun(run))
         is_due = self._failed_at is None or time.monotonic() - self._failed_at > RETRY_S
-        if stage.child is not None or is_due:
+        if stage.is_open or is_due:
             with self._tolerate_failure(run.stage, stage=stage):
-                if stage.child is not None:
-                    stage.child.log(records)
-                else:
-                    stage.reconcile(*self._connect())
+                stage.reconcile(*self._connect(), records)
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """Log the result and the real status of the stage, after any records that are missing."""
         if run.cached:
             return
-        stage = self._stages.setdefault(run.fingerprint, _Stage(run))
+        stage = self._stages.setdefault(run.fingerprint, ChildRun(run))
         stage.run, stage.end = run, (status, metrics)
-        with self._tolerate_failure(run.stage, stage.run_id, status, stage=stage):
+        with self._tolerate_failure(run.stage, stage.run_id, status, stage):
             stage.reconcile(*self._connect())
             self._log_headline(run, metrics)
 
@@ -222,18 +189,17 @@ class MlflowTracker(StageListener):
                 full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
                 client.log_metric(parent, full, metrics[name])
 
-    def _link(self, client: MlflowClient, parent: str, stage: _Stage) -> None:
+    def _link(self, client: MlflowClient, parent: str, stage: ChildRun) -> None:
         """Link the run that trained a reused stage; send it from disk if the store lacks it."""
         run, metrics = stage.run, Manifest.read(stage.run.export).metrics
         trained = find_run(client, run.fingerprint)
         if trained is None:
-            child = stage.reconcile(client, parent)
-            child.finish("FINISHED", metrics, run.headline_metrics, end_time=child.time_ms)
-            trained = child.run_id
+            stage.end = "FINISHED", metrics
+            stage.reconcile(client, parent)
         else:
             client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
+            log_result(client, trained, run)
         self._log_headline(run, metrics)
-        log_result(client, trained, run)
 
     @contextmanager
     def _tolerate_failure(
@@ -241,8 +207,7 @@ class MlflowTracker(StageListener):
         what: str,
         run_id: str | None = None,
         status: Status | None = None,
-        *,
-        stage: _Stage | None = None,
+        stage: ChildRun | None = None,
     ) -> Iterator[None]:
         """Turn a failure of the store into one warning for each outage.
 
@@ -257,7 +222,7 @@ class MlflowTracker(StageListener):
             _raise_interruption(error)
             self._failed_at = time.monotonic()
             if stage is not None:
-                stage.child = None
+                stage.is_open = False
             if run_id is not None and status is not None:
                 save_end(self._project, run_id, status, round(time.time() * 1000))
             if not failed_before:
