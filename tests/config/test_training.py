@@ -27,17 +27,13 @@ NF4 = {"quantize": "nf4"}
         ({"lora": {"target_modules": "q_proj"}}, "'all-linear'"),
         ({"lora": {"dropout": 0.1}}, "Extra inputs are not permitted"),
         ({"lora": {"quantize": "int8"}}, "'nf4'"),
-        (
-            {"lora": NF4 | {"train_rest": True}},
-            "train_rest: found true with quantize nf4, expected false",
-        ),
-        (
-            {"lora": NF4, "deepspeed": {"zero_stage": 3}},
-            "deepspeed.zero_stage: found 3 with lora.quantize nf4, expected 0 to 2: 4-bit weights "
-            "cannot be sharded. Fix: set zero_stage to 2",
-        ),
+        ({"lora": NF4 | {"train_rest": True}},
+         "train_rest: found true with quantize nf4, expected false"),
+        ({"lora": NF4, "deepspeed": {"zero_stage": 3}},
+         "deepspeed.zero_stage: found 3 with lora.quantize nf4, expected 0 to 2: 4-bit weights "
+         "cannot be sharded. Fix: set zero_stage to 2"),
     ],
-)
+)  # fmt: skip
 def test_conflicting_lora_options_are_refused(fields, message):
     with pytest.raises(ValidationError) as refusal:
         SFTConfig.model_validate(SUPERVISED | fields)

@@ -118,17 +118,8 @@ def test_a_candidate_is_named_after_the_stage_that_trained_it(client, sft, tmp_p
     dpo = Policy(published(tmp_path / "dpo_model" / "v1", "dpo", "dddd"), {"eval/score": 3.0})
     trained = {"sft": training_run(client, "aaaa"), "dpo": training_run(client, "dddd")}
     registration = register(client, sft=sft, candidate=dpo, **PASSED)
-    assert registration.versions == {"sft": "1", "dpo": "2"}
-    assert registration.runs == trained
-    assert registration.digests == {"sft": WEIGHTS, "dpo": WEIGHTS}
-    assert registration.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
+    assert (registration.versions, registration.runs) == ({"sft": "1", "dpo": "2"}, trained)
     assert client.get_model_version("rlhf-policy", "2").tags["rlhf.stage"] == "dpo"
-
-
-def test_a_first_candidate_that_is_refused_is_not_the_champion(client, sft, ppo, trained):
-    registration = register(client, sft=sft, candidate=ppo, **refused("worse"))
-    assert registration.aliases == {"sft-baseline": "1", "candidate": "2"}
-    assert registration.verdict["refusals"] == ["worse: found 1, expected 2"]
 
 
 def test_a_refused_candidate_does_not_move_the_champion(client, sft, ppo, trained, tmp_path):
@@ -170,12 +161,8 @@ def test_the_same_recipe_with_different_bytes_is_another_version(
 
 def test_a_changed_evaluation_replaces_the_metrics_of_the_run(client, sft, ppo, trained):
     register(client, sft=sft, candidate=ppo, **PASSED)
-    register(
-        client,
-        sft=sft,
-        candidate=replace(ppo, metrics={"eval/score": 3.0, "eval/kl": 0.5}),
-        **PASSED,
-    )
+    better = replace(ppo, metrics={"eval/score": 3.0, "eval/kl": 0.5})
+    register(client, sft=sft, candidate=better, **PASSED)
     assert client.get_run(trained["ppo"]).data.metrics == {"eval/score": 3.0, "eval/kl": 0.5}
 
 
