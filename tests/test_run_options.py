@@ -3,7 +3,7 @@
 import pytest
 from kedro.pipeline import Pipeline, node
 
-from rlhf_pipeline.run_options import NAME_LENGTH, run_name, run_tags, whole_run
+from rlhf_pipeline.hooks import NAME_LENGTH, run_name, run_tags, whole_run
 
 
 @pytest.mark.parametrize(

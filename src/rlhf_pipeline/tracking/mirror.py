@@ -21,14 +21,15 @@ from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate
 from rlhf_pipeline.tracking.lineage import log_result
-from rlhf_pipeline.tracking.orphans import close_orphans, save_end
 from rlhf_pipeline.tracking.store import (
     DRIVER_TAG,
     VERDICT_TAG,
+    close_orphans,
     connect,
     experiment_id,
     find_run,
     request_limits,
+    save_end,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ class MlflowTracker(StageListener):
 
     A store that fails costs one warning and never a stage. Missing records are sent from disk:
     after an outage as soon as the store answers again; those that this pipeline run could not send,
-    by the next one that runs or reuses the stage. The next pipeline run also closes orphaned runs,
-    see `orphans`.
+    by the next one that runs or reuses the stage. The next pipeline run also closes orphaned runs.
 
     A recipe has one child run over all its attempts: an unfinished run of the same fingerprint is
     resumed. A reused stage is linked from the parent by the tag `rlhf.cached.<stage>`.
