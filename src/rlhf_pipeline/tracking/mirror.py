@@ -191,13 +191,15 @@ class MlflowTracker(StageListener):
 
     def _link(self, client: MlflowClient, parent: str, stage: ChildRun) -> None:
         """Link the run that trained a reused stage; send it from disk if the store lacks it."""
-        run, metrics = stage.run, Manifest.read(stage.run.export).metrics
+        run = stage.run
         trained = find_run(client, run.fingerprint)
+        if trained is not None:
+            client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
+        metrics = Manifest.read(run.export).metrics
         if trained is None:
             stage.end = "FINISHED", metrics
             stage.reconcile(client, parent)
         else:
-            client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
             log_result(client, trained, run)
         self._log_headline(run, metrics)
 
