@@ -155,18 +155,12 @@ def test_prompt_and_response_must_fit_the_positions_of_every_family(
 ):
     """After a prompt of 64 tokens, a response may have at most positions - 64 tokens."""
     parameters = changed(parameters, "base_model.architecture", architecture)
-    check(
-        changed(parameters, "evaluate.sampling.max_response_tokens", positions - 64),
-        gpus=0,
-    )
+    check(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 64), gpus=0)
     with pytest.raises(
         ConfigError,
         match=rf"evaluate\.sampling\.max_response_tokens: .* the model's {positions} positions",
     ):
-        check(
-            changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63),
-            gpus=0,
-        )
+        check(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63), gpus=0)
 
 
 def test_bloom_has_no_position_limit(parameters):

@@ -258,11 +258,7 @@ RERUNS_NOTHING = {
     "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
     "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
     "registry": ("pipelines/table.py", r"POLICIES = \(", 'POLICIES = (("another_policy", ""),'),
-    "fields of a spec": (
-        "pipelines/ppo.py",
-        r"headline_metrics=\(",
-        'headline_metrics=("x",',
-    ),
+    "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
     "loss of another pipeline": ("rl/dpo_loss.py", r"-likelihood", "-2 * likelihood"),
 }

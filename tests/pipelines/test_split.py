@@ -65,7 +65,7 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
                         "name": "files",
                         "path": str(tmp_path / "documents.txt"),
                         "columns": {"text": "text"},
-                    },
+                    }
                 ],
                 "block_tokens": 4,
             },

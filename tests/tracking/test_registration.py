@@ -23,12 +23,7 @@ from rlhf_pipeline.pipelines.register import register as register_node
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.statistics import win_rate
 from rlhf_pipeline.tracking.mirror import MlflowTracker
-from rlhf_pipeline.tracking.registration import (
-    Policy,
-    count_try,
-    register,
-    register_evaluated,
-)
+from rlhf_pipeline.tracking.registration import Policy, count_try, register, register_evaluated
 from rlhf_pipeline.tracking.registry import Champion, find_version, local_folder, registered_folder
 from rlhf_pipeline.tracking.store import connect, experiment_id
 
@@ -68,8 +63,7 @@ def sft(tmp_path):
 @pytest.fixture
 def ppo(tmp_path):
     return Policy(
-        published(tmp_path / "ppo_model" / "v1", "ppo", "bbbb"),
-        {"eval/score": 2.0, "eval/kl": 0.5},
+        published(tmp_path / "ppo_model" / "v1", "ppo", "bbbb"), {"eval/score": 2.0, "eval/kl": 0.5}
     )
 
 

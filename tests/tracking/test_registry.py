@@ -6,12 +6,7 @@ import pytest
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.tracking.registry import (
-    find_champion,
-    find_version,
-    local_folder,
-    registration,
-)
+from rlhf_pipeline.tracking.registry import find_champion, find_version, local_folder, registration
 from rlhf_pipeline.tracking.store import DIGEST_TAG, experiment_id
 
 
