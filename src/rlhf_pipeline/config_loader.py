@@ -16,11 +16,11 @@ PACKAGED = Path(__file__).parent / "conf"
 """The configuration of the package."""
 
 EMBEDDED = {"base_model.path": "embedded/model", "split.sources": "embedded/data"}
-"""Layers of parameters that suit only the embedded model, or only the embedded data. A layer is
-left out if another layer sets the parameter."""
+"""Layers of parameters that suit only the embedded model, or only the embedded data. The loader
+leaves a layer out if another layer sets the parameter."""
 
 LAYERS = ("base", "embedded", "local")
-"""Folders of conf/ that are no environments: each is read by itself."""
+"""Folders of conf/ that `--env` cannot choose; Kedro reads each of them on its own."""
 BUILT_MODEL = ("architecture", "vocab_size")
 """Parameters of `base_model` that give way to a later `base_model.path`."""
 

@@ -96,7 +96,7 @@ class EvaluateConfig(Block):
     """0: a whole copy of the model on every rank; 3: sharded over the ranks. None: 3 for a model
     that was trained at stage 3, else 0. One model at a time is in memory."""
     gather_for_generation: bool = operational(True)
-    """With a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the
+    """For a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the
     whole model on every GPU. False: gather each layer at every token, which is much slower."""
     judges: tuple[Judge, ...] = ()
     """Further judges, see `config.rewards`: Python functions (FILE.py:FUNCTION, or a block with

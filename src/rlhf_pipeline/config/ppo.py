@@ -193,7 +193,7 @@ class PPOConfig(SavingConfig):
     if `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice
     as this parameter."""
     gather_for_generation: bool = True
-    """With the actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
+    """For an actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
     memory for the whole model on every GPU. False: gather each layer at every token, which is much
     slower."""
     critic_warmup_steps: int = Field(default=0, ge=0)

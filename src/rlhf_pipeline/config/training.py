@@ -173,7 +173,7 @@ class FrozenModelConfig(Block):
         )
 
     def faults_beside(self, name: str, companion: TrainedModelConfig) -> Iterator[str]:
-        """Unsharded weights that are to be offloaded; `name` is this block."""
+        """Faults of this block, whose name is `name`: unsharded weights cannot be offloaded."""
         if self.deepspeed.offload_parameters and self.beside(companion.deepspeed).zero_stage != 3:
             yield (
                 f"{name}.deepspeed.offload_parameters: found true at zero_stage 0, expected false: "
@@ -181,7 +181,7 @@ class FrozenModelConfig(Block):
             )
 
     def faults_as_reference(self, trained: TrainedModelConfig) -> Iterator[str]:
-        """Those of the block `reference`, which is unused if `trained` is its own reference."""
+        """Faults of the block `reference`, which is unused if `trained` is its own reference."""
         if trained.is_own_reference and self != FrozenModelConfig():
             yield (
                 "reference: found a block, expected none with LoRA: the reference is the trained "
