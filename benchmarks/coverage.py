@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.evaluation.comparison import Answer
 from rlhf_pipeline.evaluation.gate import Evidence, decide
 from rlhf_pipeline.statistics import (

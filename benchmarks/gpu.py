@@ -36,21 +36,21 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.pipelines.base_model.nodes import base_model
-from rlhf_pipeline.pipelines.dpo.nodes import SPEC as DPO
-from rlhf_pipeline.pipelines.dpo.nodes import dpo
-from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
-from rlhf_pipeline.pipelines.ppo.nodes import SPEC as PPO
-from rlhf_pipeline.pipelines.ppo.nodes import ppo
-from rlhf_pipeline.pipelines.reward_model.nodes import reward_model
-from rlhf_pipeline.pipelines.sft.nodes import sft
-from rlhf_pipeline.pipelines.split.nodes import split
-from rlhf_pipeline.preflight import preflight
+from rlhf_pipeline.pipelines.base_model import base_model
+from rlhf_pipeline.pipelines.dpo import SPEC as DPO
+from rlhf_pipeline.pipelines.dpo import dpo
+from rlhf_pipeline.pipelines.evaluate import evaluate
+from rlhf_pipeline.pipelines.ppo import SPEC as PPO
+from rlhf_pipeline.pipelines.ppo import ppo
+from rlhf_pipeline.pipelines.reward_model import reward_model
+from rlhf_pipeline.pipelines.sft import sft
+from rlhf_pipeline.pipelines.split import split
+from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.stage_registry import parameter_blocks
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.launch.resources import visible_gpus
@@ -287,7 +287,7 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
         return [Result(name, "", "skip", 0.0, reason=f"needs the package {row.package}")]
     try:
         values = row_parameters(row, rehearsal)
-        preflight(values, gpus=len(visible_gpus()))
+        check(values, gpus=len(visible_gpus()))
         blocks = {
             name: block.model_validate(values.get(name, {}))
             for name, block in parameter_blocks().items()

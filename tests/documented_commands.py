@@ -47,7 +47,7 @@ NOT_RUN = {
     "make": "a target of the Makefile",
     "mkdir -p data/01_raw": "tests/test_tutorials.py",
     "mlflow models serve": "tests/test_serving.py",
-    "mlflow server": "tests/tracking/test_model_registry.py",
+    "mlflow server": "tests/tracking/test_registration.py",
     "params=": "part of a script that tests/stages/launch/test_two_nodes.py submits",
     "pip install --constraint constraints.txt dist/": "tests/test_package.py",
     "pip install rlhf_pipeline-": "tests/test_package.py",

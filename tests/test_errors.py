@@ -20,13 +20,11 @@ from rlhf_pipeline.errors import DataError, install, without_secrets
         ("HTTPS://host/x?sig", "HTTPS://host/x?..."),
         ("https://h/x?next=https://y/z&sig=key, s3://b/a?.csv", "https://h/x?... s3://b/a?.csv"),
         ("mysql://me:k@y@host/db refused", "mysql://...@host/db refused"),
-        (
-            "kedro run '--params=a=https://h/x?sig=key' --env=b",
-            "kedro run '--params=a=https://h/x?...' --env=b",
-        ),
+        ("kedro run '--params=a=https://h/x?sig=key' --env=b",
+         "kedro run '--params=a=https://h/x?...' --env=b"),
         ("got https://h:80/x from me@home", "got https://h:80/x from me@home"),
     ],
-)
+)  # fmt: skip
 def test_secrets_are_not_shown(text, shown):
     assert without_secrets(text) == shown
 

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 from waiting import wait_until
 
-from rlhf_pipeline.preflight import preflight
+from rlhf_pipeline.checks import check
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -38,10 +38,10 @@ def run(*options: str) -> subprocess.CompletedProcess:
 
 
 def test_every_row_is_valid_on_eight_gpus_and_in_a_rehearsal(gpu, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.parameter_faults.find_spec", lambda name: object())
+    monkeypatch.setattr("rlhf_pipeline.checks.find_spec", lambda name: object())
     for row in gpu.ROWS.values():
-        preflight(gpu.row_parameters(row, rehearsal=False), gpus=8)
-        preflight(gpu.row_parameters(row, rehearsal=True), gpus=0)
+        check(gpu.row_parameters(row, rehearsal=False), gpus=8)
+        check(gpu.row_parameters(row, rehearsal=True), gpus=0)
 
 
 def test_a_dry_run_lists_every_row(gpu):
@@ -74,7 +74,7 @@ def test_an_error_of_any_kind_is_a_line_of_the_table(gpu, monkeypatch):
     def fails(*_, **__):
         raise ValueError("nothing fits")
 
-    monkeypatch.setattr(gpu, "preflight", fails)
+    monkeypatch.setattr(gpu, "check", fails)
     (found,) = gpu.run_row("lora", rehearsal=True)
     assert (found.verdict, found.reason) == ("FAIL", "ValueError: nothing fits")
 

@@ -1,22 +1,21 @@
 """Hooks: checks before a run, tags, printed results and errors."""
 
-import json
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from kedro.config import OmegaConfigLoader
-from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 from rich.console import Console
 
+from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
-from rlhf_pipeline.errors import ConfigError, DataError
-from rlhf_pipeline.hooks import PreflightHook, ResultsHook, check_stores
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.hooks import PreflightHook, ResultsHook
+from rlhf_pipeline.preflight import check_stores
 from rlhf_pipeline.results import StageSummary
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -107,82 +106,12 @@ def test_an_invalid_root_is_refused_before_the_catalog_is_created(tmp_path, para
         )
 
 
-def test_lengths_are_checked_against_the_model_that_the_split_receives(tmp_path):
-    """A model on the hub is known once it is fetched. Both limits need 512 + 256 positions."""
-    conf = str(Path(__file__).parents[1] / "conf")
-    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
-    parameters["split"] |= {"max_prompt_tokens": 512, "max_response_tokens": 256}
-    names = ("split", "ppo", "evaluate")
-    catalog = DataCatalog({f"params:{name}": MemoryDataset(parameters[name]) for name in names})
-    manager = _create_hook_manager()
-    manager.register(PreflightHook())
-
-    def split_with(positions: int) -> None:
-        config = {"model_type": "llama", "max_position_embeddings": positions}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        manager.hook.before_node_run(
-            node=SimpleNamespace(name="split"),
-            catalog=catalog,
-            inputs={"base_model": tmp_path},
-            is_async=False,
-            run_id="1",
-        )
-
-    split_with(768)
-    with pytest.raises(
-        ConfigError,
-        match=r"split\.max_response_tokens: found 256, expected at most 255: .* 767 positions",
-    ):
-        split_with(767)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "missing", "refused"),
-    [
-        (["split", "sft"], "ppo/train.arrow", "correct"),
-        (["sft", "ppo"], "ppo/train.arrow", "correct"),
-        (["ppo"], "ppo/train.arrow", "correct"),
-        (["dpo"], "ppo/train.arrow", None),  # nobody reads the rewards of PPO
-        (["evaluate"], "ppo/train.arrow", None),  # PPO is trained
-        (["sft", "ppo"], "evaluation/test.arrow", "exact"),
-        (["evaluate"], "evaluation/test.arrow", "exact"),
-        (["register"], "evaluation/test.arrow", "exact"),
-    ],
-)
-def test_a_split_without_true_answers_that_a_run_reads_is_refused(
-    tmp_path, nodes, missing, refused
-):
-    """Before the first stage that reads the split, whichever run has made it."""
-    (tmp_path / "mine.py").write_text("def correct(prompts, responses, references): ...")
-    report = {"without_reference": {missing: {"files (pairs.jsonl)": 144}}}
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    conf = str(Path(__file__).parents[1] / "conf")
-    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
-    parameters["ppo"] |= {"rewards": [f"{tmp_path}/mine.py:correct"]}
-    parameters["evaluate"] |= {"judges": [{"reference": "exact"}]}
-    blocks = {f"params:{name}": MemoryDataset(block) for name, block in parameters.items()}
-    catalog = DataCatalog(blocks | {"parameters": MemoryDataset(parameters)})
-    pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
-    hook = PreflightHook()
-    hook.before_pipeline_run(pipeline=pipeline, catalog=catalog)
-    reader = next(name for name in nodes if name != "split")
-    inputs = {"split": tmp_path}
-    if reader in ("evaluate", "register"):
-        inputs["params:evaluate"] = parameters["evaluate"]
-    with (
-        pytest.raises(DataError, match=rf"{missing} .*, as {refused} reads it")
-        if refused
-        else nullcontext()
-    ):
-        hook.before_node_run(SimpleNamespace(name=f"{reader} of a test"), catalog, inputs)
-
-
 def said_before(nodes, caplog, **changes):
     """What a run of these nodes says before it starts."""
     conf = str(Path(__file__).parents[1] / "conf")
-    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"] | changes
-    blocks = {f"params:{name}": MemoryDataset(block) for name, block in parameters.items()}
-    catalog = DataCatalog(blocks | {"parameters": MemoryDataset(parameters)})
+    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    blocks = check_values(parameters | changes)
+    catalog = DataCatalog({f"params:{name}": MemoryDataset(blocks[name]) for name in blocks})
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
         PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)

@@ -3,7 +3,7 @@
 import pytest
 from kedro.pipeline import Pipeline, node
 
-from rlhf_pipeline.run_options import NAME_LENGTH, run_name, run_tags, whole_run
+from rlhf_pipeline.hooks import NAME_LENGTH, run_name, run_tags, whole_run
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,12 @@ def test_the_name_says_what_the_run_is(options, name):
     [
         (["ppo", "evaluate"], {}, "kedro run --pipeline=full"),
         (["dpo", "evaluate_dpo"], {"env": "tiny"}, "kedro run --pipeline=dpo --env=tiny"),
-        (
-            ["evaluate"],
-            {"runtime_params": {"seed": 5}},
-            "kedro run --pipeline=full --params=seed=5",
-        ),
-        (
-            ["sft"],
-            {"runtime_params": {"ppo": {"ptx": None}, "base_model": {"path": "my model"}}},
-            "kedro run --pipeline=full --params='ppo.ptx=null,base_model.path=my model'",
-        ),
+        (["evaluate"], {"runtime_params": {"seed": 5}},
+         "kedro run --pipeline=full --params=seed=5"),
+        (["sft"], {"runtime_params": {"ppo": {"ptx": None}, "base_model": {"path": "my model"}}},
+         "kedro run --pipeline=full --params='ppo.ptx=null,base_model.path=my model'"),
     ],
-)
+)  # fmt: skip
 def test_the_command_for_all_stages_keeps_environment_and_parameters(nodes, options, command):
     pipeline = Pipeline([node(lambda: 1, None, name, name=name) for name in nodes])
     assert whole_run(options, pipeline) == command

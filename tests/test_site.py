@@ -11,9 +11,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from rlhf_pipeline.cli import cli
+from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.reporting.charts import OTHERS, PPO
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.stage_registry import parameter_blocks
 
 PROJECT = Path(__file__).parents[1]
 EXTERNAL = {

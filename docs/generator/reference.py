@@ -14,7 +14,7 @@ import yaml
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.config.block import OPERATIONAL, Block
-from rlhf_pipeline.stage_registry import parameter_blocks
+from rlhf_pipeline.pipelines.table import parameter_blocks
 
 BASE = Path(__file__).parents[2] / "conf" / "base"
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}

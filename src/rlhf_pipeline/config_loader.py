@@ -16,11 +16,11 @@ PACKAGED = Path(__file__).parent / "conf"
 """The configuration of the package."""
 
 EMBEDDED = {"base_model.path": "embedded/model", "split.sources": "embedded/data"}
-"""Layers of parameters that suit only the embedded model, or only the embedded data. A layer is
-left out if another layer sets the parameter."""
+"""Layers of parameters that suit only the embedded model, or only the embedded data. The loader
+leaves a layer out if another layer sets the parameter."""
 
 LAYERS = ("base", "embedded", "local")
-"""Folders of conf/ that are no environments: each is read by itself."""
+"""Folders of conf/ that `--env` cannot choose; Kedro reads each of them on its own."""
 BUILT_MODEL = ("architecture", "vocab_size")
 """Parameters of `base_model` that give way to a later `base_model.path`."""
 
@@ -43,6 +43,7 @@ class LayeredConfigLoader(OmegaConfigLoader):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._origins: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
         super().__init__(*args, **kwargs)
 
     def __getitem__(self, key: str) -> dict[str, Any]:
@@ -92,11 +93,10 @@ class LayeredConfigLoader(OmegaConfigLoader):
     def chosen(self) -> dict[str, Any]:
         """The parameters that the environment, conf/local or --params set, by dotted name."""
         defaults = tuple(self._get_conf_env_path(layer) for layer in ("base", *EMBEDDED.values()))
-        values = dict(leaves(self["parameters"]))
         return {
-            name: values[name]
+            name: self._values[name]
             for name, origin in self._origins.items()
-            if name in values and not str(Path(origin).absolute()).startswith(defaults)
+            if name in self._values and not str(Path(origin).absolute()).startswith(defaults)
         }
 
     @property
@@ -139,7 +139,9 @@ class LayeredConfigLoader(OmegaConfigLoader):
             places = leaves(cast(dict[str, Any], OmegaConf.to_container(config)))
             self._origins |= {place: short_path(name) for place, _ in places}
         merged = OmegaConf.unsafe_merge(*files.values())
-        return cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+        parameters = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+        self._values = dict(leaves(parameters))
+        return parameters
 
     def _suffix(self, *, has_embedded_model: bool) -> str:
         if self._environment not in (self.base_env, LOCAL):

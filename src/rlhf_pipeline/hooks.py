@@ -1,6 +1,8 @@
-"""Kedro hooks: check the parameters, run and track the stages, print the results."""
+"""Kedro hooks, in their order: check the run, run and track its stages, print its results."""
 
 import logging
+import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,69 +14,132 @@ from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 from rich.console import Console
 
-from rlhf_pipeline.config.architecture import positions_in
-from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.checks import check
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config_loader import check_environment
-from rlhf_pipeline.data.true_answers import require_true_answers
-from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
-from rlhf_pipeline.preflight import (
-    check_gate,
-    check_lengths,
-    check_memory,
-    check_phases,
-    check_root,
-    preflight,
-)
+from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages, stage_specs
+from rlhf_pipeline.preflight import check_inputs, check_pipeline, check_root, store_of
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import StageSummary, print_results
-from rlhf_pipeline.run_options import run_name, run_tags, whole_run
-from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stage_registry import parameter_blocks, policy_stages, stage_specs
 from rlhf_pipeline.stages.context import RunContext, forced_stages
 from rlhf_pipeline.stages.events import StageListener, Status
-from rlhf_pipeline.stages.job import STAGES, Stages
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, hardware_at_hand
+from rlhf_pipeline.stages.job import PROJECT, STAGES, Stages
+from rlhf_pipeline.stages.launch.resources import gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.stored import StoredStages
 from rlhf_pipeline.statistics import smallest_visible_win_rate
-from rlhf_pipeline.storage.store import Store
 from rlhf_pipeline.tracking.child_run import mixture_tag
-from rlhf_pipeline.tracking.runs import MlflowTracker
+from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.store import tracking_uri
 
 logger = logging.getLogger(__name__)
 
-PROJECT = "params:project"
-"""The catalog entry with the project folder, which contains the tracking database."""
+NAME_LENGTH = 120
+"""Characters of a name that MLflow's table of runs has room for."""
+
+
+def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
+    """Build the context of a run from its parameters."""
+    workspace, store = Path(catalog.load("workspace")), store_of(catalog)
+    stored = None if store is None else StoredStages(store, workspace)
+    return RunContext(
+        workspace=workspace,
+        launch=catalog.load("params:launch"),
+        forced=forced_stages(catalog.load("parameters").get("force"), stage_specs()),
+        trust_remote_code=catalog.load("params:base_model").trust_remote_code,
+        listener=StageListener(*listeners, *([] if stored is None else [stored])),
+        stored=stored,
+    )
+
+
+def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
+    """Give the nodes the object that runs their stages."""
+    catalog[STAGES] = MemoryDataset(stages, copy_mode="assign")
+
+
+def whole_run(run_params: Mapping[str, Any], pipeline: Pipeline) -> str:
+    """The command that runs all stages with the same parameters as a part of them.
+
+    Args:
+        run_params: the options, as Kedro gives them to hooks.
+        pipeline: the nodes of the part; they decide between PPO and another algorithm.
+    """
+    nodes = {node.name for node in pipeline.nodes}
+    policies = [name for name in policy_stages() if name in nodes] or ["ppo"]
+    whole = pipeline_of(policies[-1])
+    command = f"kedro run --pipeline={whole}"
+    if env := _environment(run_params):
+        command += f" --env={env}"
+    if params := ",".join(_params(run_params)):
+        command += f" --params={shlex.quote(params)}"
+    return command
+
+
+def run_name(run_params: Mapping[str, Any]) -> str:
+    """What the run is, e.g. "full tiny seed=5": nodes or pipelines, environment, parameters."""
+    pipelines = run_params.get("pipeline_names") or ["__default__"]
+    names = ["full" if name == "__default__" else name for name in pipelines]
+    parts = [
+        "+".join(run_params.get("node_names") or names),
+        *(f"from {node}" for node in run_params.get("from_nodes") or []),
+        _environment(run_params),
+        *(param for param in _params(run_params) if not param.startswith("root=")),
+    ]
+    return " ".join(filter(None, parts))[:NAME_LENGTH]
+
+
+def run_tags(run_params: Mapping[str, Any]) -> dict[str, str]:
+    """The options as tags, `kedro.env` and so on."""
+    names = ("env", "from_nodes", "to_nodes", "node_names", "tags", "runtime_params")
+    options = {name: run_params.get(name) for name in names}
+    return {
+        "kedro.version": str(run_params["run_id"]),
+        **{f"kedro.{key}": without_secrets(str(value)) for key, value in options.items() if value},
+    }
+
+
+def _environment(run_params: Mapping[str, Any]) -> str:
+    env = run_params.get("env")
+    return "" if env in (None, "local") else str(env)
+
+
+def _params(run_params: Mapping[str, Any]) -> list[str]:
+    """The option `--params` as `name=value`, without secrets."""
+    values = leaves(run_params.get("runtime_params") or {})
+    return [
+        without_secrets(f"{name}={'null' if value is None else value}") for name, value in values
+    ]
 
 
 class PreflightHook:
-    """Fails before the first node runs if the parameters are invalid."""
+    """Fails as early as possible if something is wrong: with the parameters before the catalog is
+    created, with the chosen nodes before the first one, with what a node reads before the node."""
 
     def __init__(self) -> None:
         self._nodes: set[str] = set()
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
-        """Check environment and parameters before Kedro derives anything from them."""
+        """Check environment and parameters; nodes and commands get the blocks validated here."""
         loader = context.config_loader
         check_environment(Path(loader.conf_source), context.env)
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
-        preflight(loader["parameters"], gpus=gpu_count(), origin=loader.origin)
+        parameters = loader["parameters"]
+        blocks = check(parameters, gpus=gpu_count(), origin=loader.origin)
+        loader["parameters"] = parameters | blocks
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Check what the chosen nodes need, and say what the user should know."""
-        provide_default_blocks(catalog)
         check_pipeline(pipeline, catalog)
         nodes = self._nodes = {node.name for node in pipeline.nodes}
-        base_model = parameter_block(catalog, "base_model")
+        base_model = catalog.load("params:base_model")
         if "base_model" in nodes and base_model.is_gguf:
             logger.warning(
                 "base_model.path: quantized weights of %s become float32; the precision they lost "
@@ -82,7 +147,7 @@ class PreflightHook:
                 base_model.path,
             )
         if any(name.startswith("evaluate") for name in nodes):
-            prompts = parameter_block(catalog, "evaluate").prompts
+            prompts = catalog.load("params:evaluate").prompts
             logger.info(
                 "evaluate: at most %d prompts (evaluate.prompts), which show win rates from %.1f%% "
                 "up",
@@ -92,96 +157,9 @@ class PreflightHook:
 
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
-        """Check what a node reads: the model's positions, the accuracy of a reward model, and the
-        true answers that judges, or rewards of a run of PPO, read.
-
-        A model of the hub is first seen here, and so are the counts of a split.
-        """
-        for name in {"base_model", "sft_model"} & inputs.keys():
-            limits = (parameter_block(catalog, block) for block in ("split", "ppo", "evaluate"))
-            check_lengths(positions_in(inputs[name]), *limits)
-        if "split" in inputs:
-            trains_another = "ppo" not in self._nodes and self._nodes & policy_stages().keys()
-            ppo, evaluate = (parameter_block(catalog, block) for block in ("ppo", "evaluate"))
-            rewards = () if trains_another or "params:evaluate" in inputs else ppo.rewards
-            require_true_answers(inputs["split"], rewards, evaluate.judges)
-        if node.name == "ppo":
-            gate = parameter_block(catalog, "reward_model").gate
-            check_gate(inputs["reward_model"], gate, parameter_block(catalog, "ppo"))
-
-
-def provide_default_blocks(catalog: CatalogProtocol) -> None:
-    """Add the defaults of parameter blocks missing in all files."""
-    for name, block in parameter_blocks().items():
-        if f"params:{name}" not in catalog:
-            catalog[f"params:{name}"] = block()
-
-
-def parameter_block(catalog: CatalogProtocol, name: str) -> Any:
-    """A parameter block, validated."""
-    return parameter_blocks()[name].model_validate(catalog.load(f"params:{name}"))
-
-
-def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Check what the nodes of a run need: stores, prompts for each phase, memory, a free port.
-
-    Raises the errors with which a run ends before its first stage.
-    """
-    check_stores(pipeline, catalog)
-    nodes = {node.name for node in pipeline.nodes}
-    check_phases(parameter_block(catalog, "split").weights, nodes)
-    launch = launch_config(catalog)
-    free_port(launch.master_port)
-    if launch.memory_check == "off":
-        return
-    refuses = launch.memory_check == "refuse"
-    hardware = hardware_at_hand(launch)
-    parameters = as_json({name: parameter_block(catalog, name) for name in parameter_blocks()})
-    for warning in check_memory(parameters, nodes, hardware, refuses=refuses):
-        logger.warning("%s", warning)
-
-
-def launch_config(catalog: CatalogProtocol) -> LaunchConfig:
-    """The block `launch`."""
-    return LaunchConfig.model_validate(catalog.load("parameters")["launch"])
-
-
-def store_of(catalog: CatalogProtocol) -> Store | None:
-    """The store for stages and checkpoints. Configurations of earlier versions have no entry."""
-    return catalog.load("store") if "store" in catalog else None
-
-
-def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Write to the store and to those of the pipeline's outputs, and warn of a wrong clock.
-
-    Raises StageError if a store fails.
-    """
-    entries = [catalog.get(name) for name in sorted(pipeline.all_outputs())]
-    published = [entry for entry in entries if isinstance(entry, PathDataset)]
-    for store in filter(None, [store_of(catalog), *(entry.store for entry in published)]):
-        store.check()
-    for entry in published:
-        if fault := entry.clock_fault():
-            logger.warning("%s", fault)
-
-
-def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
-    """Build the context of a run from its parameters."""
-    workspace, store = Path(catalog.load("workspace")), store_of(catalog)
-    stored = None if store is None else StoredStages(store, workspace)
-    return RunContext(
-        workspace=workspace,
-        launch=launch_config(catalog),
-        forced=forced_stages(catalog.load("parameters").get("force"), stage_specs()),
-        trust_remote_code=parameter_block(catalog, "base_model").trust_remote_code,
-        listener=StageListener(*listeners, *([] if stored is None else [stored])),
-        stored=stored,
-    )
-
-
-def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
-    """Give the nodes the object that runs their stages."""
-    catalog[STAGES] = MemoryDataset(stages, copy_mode="assign")
+        """Check what the node reads."""
+        blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
+        check_inputs(node.name, inputs, self._nodes, blocks)
 
 
 class StagesHook:

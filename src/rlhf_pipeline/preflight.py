@@ -1,22 +1,33 @@
-"""Checks before a run, of all parameters together, and before a node, of what it reads."""
+"""Checks of what the chosen nodes need, before a run and before each node."""
 
+import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.base_model import BaseModelConfig
-from rlhf_pipeline.config.evaluate import EvaluateConfig
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
+
+from rlhf_pipeline.checks import length_faults, refuse
+from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward
-from rlhf_pipeline.config.split import PHASES, SplitConfig
+from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.data.true_answers import require_true_answers
+from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.parameter_faults import invalid_values, length_faults, misfits, unknown_names
+from rlhf_pipeline.pipelines.table import parameter_blocks, policy_stages
+from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.fit import find_fit, size_text
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import base_model_shape
+from rlhf_pipeline.stages.launch.resources import free_port, hardware_at_hand
+from rlhf_pipeline.storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 def check_root(root: str) -> None:
@@ -42,44 +53,60 @@ def check_root(root: str) -> None:
         )
 
 
-def preflight(
-    parameters: Mapping[str, Any],
-    *,
-    gpus: int,
-    origin: Callable[[str], str | None] = lambda name: None,
-    elsewhere: bool = False,
-) -> None:
-    """Check all parameters of a run together.
+def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Check what the nodes of a run need: stores, prompts for each phase, memory, a free port.
 
-    Raises ConfigError with one line for each fault.
-
-    Args:
-        parameters: the blocks as plain values, by name.
-        gpus: number of GPUs of the machine.
-        origin: the file that sets a parameter; None: no file.
-        elsewhere: the run is for another machine, whose libraries for GPUs are not known.
+    Raises the errors with which a run ends before its first stage.
     """
-    check_values(parameters, origin)
-    _refuse(misfits(parameters, gpus, elsewhere=elsewhere), origin)
+    check_stores(pipeline, catalog)
+    nodes = {node.name for node in pipeline.nodes}
+    blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
+    check_phases(blocks["split"].weights, nodes)
+    launch = blocks["launch"]
+    free_port(launch.master_port)
+    if launch.memory_check != "off":
+        refuses, hardware = launch.memory_check == "refuse", hardware_at_hand(launch)
+        for warning in check_memory(as_json(blocks), nodes, hardware, refuses=refuses):
+            logger.warning("%s", warning)
 
 
-def check_values(
-    parameters: Mapping[str, Any], origin: Callable[[str], str | None] = lambda name: None
-) -> None:
-    """Check each parameter by itself, as `preflight` does on every machine."""
-    _refuse([*unknown_names(parameters), *invalid_values(parameters)], origin)
+def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Write to the store and to those of the pipeline's outputs, and warn of a wrong clock.
 
-
-def check_lengths(
-    positions: int | None, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
-) -> None:
-    """Check the limits of prompts, responses and texts against the positions of a model.
-
-    `preflight` does this for models that are built or in a local folder. Those of a model on the
-    hub are known once stage base_model has fetched it. Raises ConfigError with one line for each
-    fault.
+    Raises StageError if a store fails.
     """
-    _refuse(length_faults(positions, split, ppo, evaluate))
+    entries = [catalog.get(name) for name in sorted(pipeline.all_outputs())]
+    published = [entry for entry in entries if isinstance(entry, PathDataset)]
+    for store in filter(None, [store_of(catalog), *(entry.store for entry in published)]):
+        store.check()
+    for entry in published:
+        if fault := entry.clock_fault():
+            logger.warning("%s", fault)
+
+
+def store_of(catalog: CatalogProtocol) -> Store | None:
+    """The store for stages and checkpoints. Configurations of earlier versions have no entry."""
+    return catalog.load("store") if "store" in catalog else None
+
+
+def check_inputs(
+    node: str, inputs: Mapping[str, Any], nodes: Collection[str], blocks: Mapping[str, Any]
+) -> None:
+    """Check what a node reads: the model's positions, the accuracy of a reward model, and the true
+    answers that judges, or rewards of a run of PPO, read.
+
+    A model of the hub is first seen here, and so are the counts of a split. `nodes` are those of
+    the run.
+    """
+    split, ppo, evaluate = (blocks[name] for name in ("split", "ppo", "evaluate"))
+    for name in {"base_model", "sft_model"} & inputs.keys():
+        refuse(length_faults(positions_in(inputs[name]), split, ppo, evaluate))
+    if "split" in inputs:
+        trains_another = "ppo" not in nodes and policy_stages().keys() & nodes
+        rewards = () if trains_another or "params:evaluate" in inputs else ppo.rewards
+        require_true_answers(inputs["split"], rewards, evaluate.judges)
+    if node == "ppo":
+        check_gate(inputs["reward_model"], blocks["reward_model"].gate, ppo)
 
 
 def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
@@ -142,21 +169,8 @@ def check_memory(
                 "(kedro rlhf plan shows all of it)"
             )
     if refuses:
-        _refuse(faults)
+        refuse(faults)
     return faults + warnings
-
-
-def _refuse(faults: Iterable[str], origin: Callable[[str], str | None] = lambda name: None) -> None:
-    """Raise ConfigError for faults `parameter: ...`, with the files that set the parameters."""
-    lines = []
-    for fault in faults:
-        place, colon, rest = fault.partition(":")
-        file = origin(place)
-        lines.append(fault if file is None else f"{place} ({file}){colon}{rest}")
-    if len(lines) == 1:
-        raise ConfigError(lines[0])
-    if lines:
-        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in lines)]))
 
 
 def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:

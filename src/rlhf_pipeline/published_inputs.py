@@ -20,7 +20,6 @@ from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
-from rlhf_pipeline.stage_registry import parameter_blocks
 from rlhf_pipeline.stages.cache.fingerprint import recipe
 from rlhf_pipeline.stages.cache.planning import recipe_changes
 from rlhf_pipeline.stages.cache.workspace import RECIPE, work_directory
@@ -64,20 +63,13 @@ def changes_since(
         results: dict[str, Any] = {STAGES: comparison, **inputs}
         for node in makers.to_outputs(name).nodes:
             try:
-                values = [results.get(each) or _load(each, catalog) for each in node.inputs]
+                values = [results.get(each) or catalog.load(each) for each in node.inputs]
                 results[node.outputs[0]] = node.func(*values)
             except (PipelineError, DatasetError, OSError):
                 continue  # the node needs a result that is gone, or a hub that is unreachable
         if comparison.changes:
             found[name] = list(dict.fromkeys(comparison.changes))
     return found
-
-
-def _load(name: str, catalog: CatalogProtocol) -> Any:
-    """Load a data set. Kedro validates only the blocks that the chosen pipeline reads."""
-    value = catalog.load(name)
-    block = parameter_blocks().get(name.removeprefix("params:"))
-    return block.model_validate(value) if block and isinstance(value, dict) else value
 
 
 def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:

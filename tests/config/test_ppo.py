@@ -42,80 +42,49 @@ def test_no_critic_is_needed(advantage):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            GAE | {"actor": MODEL | {"deepspeed": {"precision": "fp16"}}},
-            "found actor.deepspeed.precision fp16 and critic.deepspeed.precision fp32, "
-            "expected fp16 in both or neither",
-        ),
-        (
-            GAE | {"critic": None},
-            "critic: found none, expected a block for advantage gae. "
-            "Fix: add the block, or set advantage to rloo, grpo or reinforce",
-        ),
-        (
-            RLOO | {"critic": MODEL},
-            "critic: found a block, expected none for advantage rloo. Fix: set critic to null",
-        ),
-        (
-            RLOO | {"responses_per_prompt": 1},
-            "responses_per_prompt: found 1, expected 2 or more for advantage rloo",
-        ),
-        (
-            RLOO | {"advantage": "grpo", "responses_per_prompt": 1},
-            "responses_per_prompt: found 1, expected 2 or more for advantage grpo",
-        ),
-        (
-            GAE | {"responses_per_prompt": 3},
-            "responses_per_prompt: found 3, expected a divisor of rollout_batch_size 8",
-        ),
-        (
-            GAE | {"rollout_batches": 3, "minibatch_size": 16},
-            "minibatch_size: found 16, expected a divisor of 3 * rollout_batch_size 8",
-        ),
-        (
-            RLOO | {"lam": 0.9},
-            "lam: found 0.9, expected the default 0.95: only advantage gae reads it. "
-            "Fix: remove lam",
-        ),
-        (
-            RLOO | {"whiten_rewards": True},
-            "whiten_rewards: found True, expected the default False: only advantage gae reads it",
-        ),
-        (
-            RLOO | {"critic_warmup_steps": 1},
-            "critic_warmup_steps: found 1, expected the default 0: only advantage gae reads it",
-        ),
-        (
-            GAE | {"scale_by_group_std": False},
-            "scale_by_group_std: found False, expected the default True: only advantage "
-            "grpo reads it",
-        ),
-        (
-            RLOO | {"reinforce_baseline": "none"},
-            "reinforce_baseline: found none, expected the default batch_mean: only advantage "
-            "reinforce reads it",
-        ),
-        (
-            GAE | {"critic_warmup_steps": 4},
-            "critic_warmup_steps: found 4, expected less than steps 4",
-        ),
+        (GAE | {"actor": MODEL | {"deepspeed": {"precision": "fp16"}}},
+         "found actor.deepspeed.precision fp16 and critic.deepspeed.precision fp32, expected "
+         "fp16 in both or neither"),
+        (GAE | {"critic": None},
+         "critic: found none, expected a block for advantage gae. Fix: add the block, or set "
+         "advantage to rloo, grpo or reinforce"),
+        (RLOO | {"critic": MODEL},
+         "critic: found a block, expected none for advantage rloo. Fix: set critic to null"),
+        (RLOO | {"responses_per_prompt": 1},
+         "responses_per_prompt: found 1, expected 2 or more for advantage rloo"),
+        (RLOO | {"advantage": "grpo", "responses_per_prompt": 1},
+         "responses_per_prompt: found 1, expected 2 or more for advantage grpo"),
+        (GAE | {"responses_per_prompt": 3},
+         "responses_per_prompt: found 3, expected a divisor of rollout_batch_size 8"),
+        (GAE | {"rollout_batches": 3, "minibatch_size": 16},
+         "minibatch_size: found 16, expected a divisor of 3 * rollout_batch_size 8"),
+        (RLOO | {"lam": 0.9},
+         "lam: found 0.9, expected the default 0.95: only advantage gae reads it. Fix: remove lam"),
+        (RLOO | {"whiten_rewards": True},
+         "whiten_rewards: found True, expected the default False: only advantage gae reads it"),
+        (RLOO | {"critic_warmup_steps": 1},
+         "critic_warmup_steps: found 1, expected the default 0: only advantage gae reads it"),
+        (GAE | {"scale_by_group_std": False},
+         "scale_by_group_std: found False, expected the default True: only advantage grpo reads "
+         "it"),
+        (RLOO | {"reinforce_baseline": "none"},
+         "reinforce_baseline: found none, expected the default batch_mean: only advantage "
+         "reinforce reads it"),
+        (GAE | {"critic_warmup_steps": 4},
+         "critic_warmup_steps: found 4, expected less than steps 4"),
         (GAE | {"dual_clip": 1.0}, "greater than 1"),
         (GAE | {"entropy_coef": -0.1}, "greater than or equal to 0"),
         (GAE | {"kl": {"stop_update": 0.0}}, "greater than 0"),
         (GAE | {"kl": {"estimator": "k3"}}, "Extra inputs are not permitted"),
         (GAE | {"kl": {"place": "metric"}}, "'reward' or 'loss'"),
         (GAE | {"kl": {"explosion": 0.0}}, "greater than 0"),
-        (
-            GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}},
-            "explosion: found 5, expected more than maximum 5. Fix: raise it, or set it to null",
-        ),
+        (GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}},
+         "explosion: found 5, expected more than maximum 5. Fix: raise it, or set it to null"),
         (GAE | {"kl": {"maximum": 150.0}}, "explosion: found 100, expected more than maximum 150"),
-        (
-            GAE | {"rollout_batches": 5, "kl": {"target": 6.0, "horizon": 8}},
-            "kl.horizon: found 8, expected more than a fifth of the 40 responses of a step",
-        ),
+        (GAE | {"rollout_batches": 5, "kl": {"target": 6.0, "horizon": 8}},
+         "kl.horizon: found 8, expected more than a fifth of the 40 responses of a step"),
     ],
-)
+)  # fmt: skip
 def test_conflicting_options_are_refused(fields, message):
     with pytest.raises(ValidationError) as refusal:
         PPOConfig.model_validate(fields)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from rlhf_pipeline.config.judges import ReferenceJudge
 from rlhf_pipeline.config.reward_files import reads_references, reward_faults, source_file
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward
+from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceJudge, TrainedReward
 
 SCORES = """
 raise SystemExit  # nothing is executed
@@ -79,16 +78,13 @@ def test_the_function_is_found(tmp_path, source):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            "def other(): ...\ndef reword():\n    reward = 1",
-            "/my.py, expected reward",
-        ),
+        ("def other(): ...\ndef reword():\n    reward = 1", "/my.py, expected reward"),
         ("def other(): ...\ndef reword():\n    reward = 1", "found functions other, reword in "),
         ("class A:\n    def reward(self): ...", "found functions none in "),
         ("async def reward(prompts, responses): ...", "expected reward"),
         ("def reward(:", "is not Python source: invalid syntax"),
     ],
-)
+)  # fmt: skip
 def test_a_missing_function_is_reported(tmp_path, source, message):
     (fault,) = faults(tmp_path, source)
     assert fault.startswith(f"ppo.rewards.0: {tmp_path}/my.py:reward: ") and message in fault
@@ -194,14 +190,10 @@ def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
         ({"config.json": "{}"}, {}, "is not a reward model: found 2 labels, expected 1"),
         ({"config.json": ONE_LABEL}, {}, "found no token_contract.json, expected the policy's"),
         ({"config.json": ONE_LABEL}, {"retokenize": True}, "found no tokenizer_config.json"),
-        (
-            {"config.json": ONE_LABEL, "tokenizer_config.json": ""},
-            {"retokenize": True},
-            None,
-        ),
+        ({"config.json": ONE_LABEL, "tokenizer_config.json": ""}, {"retokenize": True}, None),
         ({"config.json": ONE_LABEL, "token_contract.json": ""}, {}, None),
     ],
-)
+)  # fmt: skip
 def test_a_reward_model_s_folder(tmp_path, files, fields, message):
     for name, content in files.items():
         (tmp_path / name).write_text(content)

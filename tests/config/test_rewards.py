@@ -63,27 +63,17 @@ def test_the_trained_reward_model_alone_is_the_default():
         ([{"weight": 2.0}], (0,), "or a block with one of model, callable and path"),
         ([{"model": "trained", "path": "/x"}], (0, "model", "path"), EXTRA),
         ([{"model": "other"}], (0, "model", "model"), "Input should be 'trained'"),
-        (
-            [{"callable": "my.py"}],
-            (0, "callable", "callable"),
-            "expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION",
-        ),
+        ([{"callable": "my.py"}], (0, "callable", "callable"),
+         "expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
         (["my file:f"], (0, "callable", "callable"), "expected FILE.py:FUNCTION"),
-        (
-            [{"callable": "my.py:f", "retokenize": True}],
-            (0, "callable", "retokenize"),
-            EXTRA,
-        ),
+        ([{"callable": "my.py:f", "retokenize": True}], (0, "callable", "retokenize"), EXTRA),
         ([{"path": "/x", "wait": 1}], (0, "path", "wait"), EXTRA),
         ([{"path": "/x", "weight": float("nan")}], (0, "path", "weight"), "finite number"),
-        (
-            ["a.py:f", "b.py:f"],
-            (),
-            "found two sources called 'f', expected unique names. Fix: set name",
-        ),
+        (["a.py:f", "b.py:f"], (),
+         "found two sources called 'f', expected unique names. Fix: set name"),
         ([{"path": "/models/a b"}], (), "found label 'a b', expected letters, digits, "),
     ],
-)
+)  # fmt: skip
 def test_other_forms_are_refused(rewards, place, message):
     with pytest.raises(ValidationError) as refusal:
         PPOConfig.model_validate(PPO | {"rewards": rewards})

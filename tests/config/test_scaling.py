@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlhf_pipeline.checks import check
 from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.preflight import preflight
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 PROJECT = Path(__file__).parents[2]
@@ -26,4 +26,4 @@ def merged(base, changes):
 def test_an_example(example):
     loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
     parameters = loader["parameters"]
-    preflight(merged(parameters, yaml.safe_load(example)), gpus=8)
+    check(merged(parameters, yaml.safe_load(example)), gpus=8)

@@ -3,9 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import SavingConfig, SFTConfig
+from rlhf_pipeline.config.training import DPOConfig, SavingConfig, SFTConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 2}
@@ -28,17 +27,13 @@ NF4 = {"quantize": "nf4"}
         ({"lora": {"target_modules": "q_proj"}}, "'all-linear'"),
         ({"lora": {"dropout": 0.1}}, "Extra inputs are not permitted"),
         ({"lora": {"quantize": "int8"}}, "'nf4'"),
-        (
-            {"lora": NF4 | {"train_rest": True}},
-            "train_rest: found true with quantize nf4, expected false",
-        ),
-        (
-            {"lora": NF4, "deepspeed": {"zero_stage": 3}},
-            "deepspeed.zero_stage: found 3 with lora.quantize nf4, expected 0 to 2: 4-bit weights "
-            "cannot be sharded. Fix: set zero_stage to 2",
-        ),
+        ({"lora": NF4 | {"train_rest": True}},
+         "train_rest: found true with quantize nf4, expected false"),
+        ({"lora": NF4, "deepspeed": {"zero_stage": 3}},
+         "deepspeed.zero_stage: found 3 with lora.quantize nf4, expected 0 to 2: 4-bit weights "
+         "cannot be sharded. Fix: set zero_stage to 2"),
     ],
-)
+)  # fmt: skip
 def test_conflicting_lora_options_are_refused(fields, message):
     with pytest.raises(ValidationError) as refusal:
         SFTConfig.model_validate(SUPERVISED | fields)

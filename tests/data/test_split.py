@@ -225,7 +225,7 @@ def test_text_is_packed_for_pretraining(
     ("imported", "kedro"),
     [
         ("rlhf_pipeline.data.split", {"kedro"}),
-        ("rlhf_pipeline.pipelines.split.nodes", set()),
+        ("rlhf_pipeline.pipelines.split", set()),
     ],
 )
 def test_starting_imports_nothing_heavy(imported: str, kedro: set[str]) -> None:

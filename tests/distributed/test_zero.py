@@ -8,8 +8,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-from rlhf_pipeline.config.sampling import SamplingConfig
-from rlhf_pipeline.config.training import FrozenModelConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import FrozenModelConfig, SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.zero import for_generation, fp32_shards, is_sharded

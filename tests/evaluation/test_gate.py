@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from random_answers import PROMPTS, TEXTS, WORDS, policy
 
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.evaluation.gate import Evidence, allowed_error, decide
 
 CONFIG = RegisterConfig()

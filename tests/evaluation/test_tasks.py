@@ -17,8 +17,7 @@ import yaml
 from local_tasks import DOCUMENTS, solutions, write_tasks
 from strict_device import StrictDevice
 
-from rlhf_pipeline.config.evaluate import EvaluateConfig, TasksConfig
-from rlhf_pipeline.config.task_files import task_inputs
+from rlhf_pipeline.config.evaluate import EvaluateConfig, TasksConfig, task_inputs
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.errors import StageError

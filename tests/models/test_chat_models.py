@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from rlhf_pipeline import serving
-from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.phase_files import RowMaker, demonstration
 from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.token_contract import TokenContract

@@ -9,7 +9,7 @@ from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM
 from varlen_reference import varlen_attn
 
-from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models import packing
 from rlhf_pipeline.models.forward import probe_capabilities

@@ -107,20 +107,12 @@ def test_while_a_result_is_published(project, disk):
         ("split", 200, "No space"),
         ("sft", 24, "No space"),
         ("sft", 64, "rank0: "),
-        (
-            "sft",
-            128,
-            r"the model for .*/best-0{7}\d needs 0.1 MiB, .* has 0.1 MiB free",
-        ),
-        (
-            "reward_model",
-            320,
-            "(the checkpoint of step|the model for) .* MiB free",
-        ),
+        ("sft", 128, r"the model for .*/best-0{7}\d needs 0.1 MiB, .* has 0.1 MiB free"),
+        ("reward_model", 320, "(the checkpoint of step|the model for) .* MiB free"),
         ("ppo", 420, "(the checkpoint of step|the model for) .* MiB free"),
         ("evaluate", 64, "No space"),
     ],
-)
+)  # fmt: skip
 def test_from_the_beginning(project, disk, stage, kib, message):
     small = Small(project, disk, stage)
     disk.leave(kib * 2**10)

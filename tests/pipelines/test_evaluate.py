@@ -7,7 +7,7 @@ import pytest
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines.dpo import SPEC as DPO
-from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
+from rlhf_pipeline.pipelines.evaluate import evaluate
 from rlhf_pipeline.pipelines.ppo import SPEC as PPO
 
 

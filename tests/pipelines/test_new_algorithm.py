@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 PROJECT = Path(__file__).parents[2]
 COPIED = ("src", "conf", "pyproject.toml")
 PACKAGE = "src/rlhf_pipeline/algorithms/"
-REGISTRY = "src/rlhf_pipeline/stage_registry.py"
+REGISTRY = "src/rlhf_pipeline/pipelines/table.py"
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -68,7 +68,7 @@ def test_an_algorithm_is_one_package_and_one_line(tree):
     assert {path for path in before if after.get(path) != before[path]} == {REGISTRY}
     lines, old_lines = after[REGISTRY].splitlines(), before[REGISTRY].splitlines()
     new = [line for line in lines if line not in old_lines]
-    assert new == [b'    "rlhf_pipeline.algorithms.simpo.pipeline",']
+    assert new == [b'    ("rlhf_pipeline.algorithms.simpo.node", "split sft_model"),']
     lines.remove(new[0])
     assert lines == old_lines
 

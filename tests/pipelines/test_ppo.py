@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.pipelines.ppo.nodes import ppo
+from rlhf_pipeline.pipelines.ppo import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.stages.cache.code import library_version
 from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe

@@ -7,10 +7,10 @@ import pytest
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
-from rlhf_pipeline.hooks import PROJECT as PROJECT_FOLDER
+from rlhf_pipeline.checks import check
 from rlhf_pipeline.pipeline_registry import register_pipelines
-from rlhf_pipeline.preflight import preflight
-from rlhf_pipeline.stage_registry import stage_specs
+from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.stages.job import PROJECT as PROJECT_FOLDER
 from rlhf_pipeline.stages.job import STAGES
 
 PROJECT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_each_environment_has_every_data_set_and_valid_parameters(env, monkeypat
             name for pipeline in pipelines for name in pipeline.inputs() | pipeline.all_outputs()
         }
         assert {name for name in free if name not in catalog} == {STAGES, PROJECT_FOLDER}
-        preflight(catalog.load("parameters"), gpus=0)
+        check(catalog.load("parameters"), gpus=0)
 
 
 def test_an_environment_overrides_single_keys_of_a_block():

@@ -4,12 +4,12 @@ import pytest
 
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.pipeline_registry import register_pipelines
-from rlhf_pipeline.pipelines.report.nodes import report
+from rlhf_pipeline.pipelines.report import report
 
 
 def test_a_page_that_cannot_be_made_names_the_cause_and_the_command(tmp_path):
     (tmp_path / "evaluation.json").write_text("{}")
-    models = [tmp_path / name for name in ("ppo_model", "reward_model", "sft_model")]
+    models = [tmp_path / name for name in ("sft_model", "ppo_model", "reward_model")]
     with pytest.raises(
         PipelineError,
         match=r"evaluation and registration are complete. Fix: `kedro rlhf report` makes",

@@ -13,7 +13,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.pipelines.split import nodes
+from rlhf_pipeline.pipelines.split import split as split_node
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
@@ -65,7 +65,7 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
                         "name": "files",
                         "path": str(tmp_path / "documents.txt"),
                         "columns": {"text": "text"},
-                    },
+                    }
                 ],
                 "block_tokens": 4,
             },
@@ -77,7 +77,7 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
         )
         launches = Launches()
         context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
-        return nodes.split(base_model, config, 0, StageRunner(context)), launches.stages
+        return split_node(base_model, config, 0, StageRunner(context)), launches.stages
 
     return split
 

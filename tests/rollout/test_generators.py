@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pipeline.config.generation import HybridConfig
-from rlhf_pipeline.config.sampling import SamplingConfig
-from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.config.ppo import HybridConfig
+from rlhf_pipeline.config.training import SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import freeze, load_policy

@@ -14,8 +14,7 @@ import pytest
 import torch
 from ppo_runs import ppo_config, run_ppo
 
-from rlhf_pipeline.config.sampling import SamplingConfig
-from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.config.training import SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step

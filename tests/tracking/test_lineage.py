@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.tracking.runs import MlflowTracker
+from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id
 
 SOURCE = {

@@ -22,11 +22,11 @@ from ports import reserved_port
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.processes import this_process
-from rlhf_pipeline.tracking import runs
-from rlhf_pipeline.tracking.runs import MlflowTracker
+from rlhf_pipeline.tracking import mirror
+from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.store import connect, experiment_id, request_limits
 
-SOURCE = Path(runs.__file__).parents[2]
+SOURCE = Path(mirror.__file__).parents[2]
 TESTS = Path(__file__).parents[1]
 
 
@@ -152,7 +152,7 @@ def full_disk(disk, empty_database):
 def test_a_server_that_is_killed_during_a_stage_and_starts_again(
     server, client, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(runs, "RETRY_S", 3600.0)
+    monkeypatch.setattr(mirror, "RETRY_S", 3600.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "600")  # a server that starts is slow
     server.start()
     tracker, sft, ppo = (
@@ -172,7 +172,7 @@ def test_a_server_that_is_killed_during_a_stage_and_starts_again(
     server.start()
     tracker.stage_metrics(sft, write(sft, 6))
     assert losses(client, "sft") == [1, 2]  # the next attempt is later
-    monkeypatch.setattr(runs, "RETRY_S", 0.0)
+    monkeypatch.setattr(mirror, "RETRY_S", 0.0)
     tracker.stage_metrics(sft, write(sft, 7))
     assert losses(client, "sft") == [1, 2, 3, 4, 5, 6, 7]
     assert warnings(caplog)[1:] == [f"MLflow at {server.uri} records again"]
@@ -273,7 +273,7 @@ def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path
     tracker.stage_metrics(
         sft, [first, second | {"metrics": {"loss": 2.0}}]
     )  # the other half was not sent
-    tracker._children.clear()
+    tracker._stages[sft.fingerprint].is_open = False
     tracker.stage_metrics(sft, [third])
     history = client.get_metric_history(found(client)["sft"].info.run_id, "lr")
     assert [point.step for point in history] == [1, 2, 3]

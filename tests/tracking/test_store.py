@@ -42,8 +42,8 @@ def test_only_http_is_a_server():
 
 def test_importing_the_package_does_not_import_mlflow():
     program = (
-        "import sys, rlhf_pipeline.tracking.store, rlhf_pipeline.tracking.runs;"
-        "import rlhf_pipeline.tracking.model_registry;"
+        "import sys, rlhf_pipeline.tracking.store, rlhf_pipeline.tracking.mirror;"
+        "import rlhf_pipeline.tracking.registration;"
         "print('mlflow' in sys.modules)"
     )
     done = subprocess.run(

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 from kedro.framework.project import pipelines
 from kedro.io import AbstractDataset, CatalogProtocol
 
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
-from rlhf_pipeline.tracking.versions import registered_folder
+from rlhf_pipeline.tracking.registry import registered_folder
 
 D = TypeVar("D", bound=AbstractDataset[Any, Any])
 

@@ -16,19 +16,19 @@ from kedro.framework.project import pipelines
 from kedro.pipeline import Pipeline
 from rich.console import Console
 
+from rlhf_pipeline.checks import check as check_parameters
+from rlhf_pipeline.checks import length_faults, refuse
 from rlhf_pipeline.commands.names import check_names
 from rlhf_pipeline.commands.plan import loader_of, model_shape
-from rlhf_pipeline.config.architecture import positions
-from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
-from rlhf_pipeline.preflight import check_lengths, preflight
+from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.sizing.hardware import Hardware, named
 from rlhf_pipeline.sizing.models import published
-from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, write_job
@@ -106,14 +106,11 @@ def dry_run(
         origin: the file that sets a parameter; None: no file.
     """
     gpus = gpu_count()
-    preflight(parameters, gpus=gpus, origin=origin, elsewhere=hardware is not None)
-    blocks: dict[str, Any] = {
-        name: block.model_validate(parameters.get(name, {}))
-        for name, block in parameter_blocks().items()
-    }
+    is_elsewhere = hardware is not None
+    blocks = check_parameters(parameters, gpus=gpus, origin=origin, elsewhere=is_elsewhere)
     if (model := published(str(blocks["base_model"].path))) is not None:
         limit = positions(model.config)
-        check_lengths(limit, blocks["split"], blocks["ppo"], blocks["evaluate"])
+        refuse(length_faults(limit, blocks["split"], blocks["ppo"], blocks["evaluate"]))
     launch: LaunchConfig = blocks["launch"]
     ranks = rank_count(launch, gpus)
     if hardware is not None and ranks != hardware.world:

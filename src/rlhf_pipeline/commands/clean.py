@@ -12,11 +12,11 @@ from rich.table import Table
 from rlhf_pipeline.commands.artifacts import artifact_datasets, datasets_of
 from rlhf_pipeline.datasets.artifact import PageDataset
 from rlhf_pipeline.errors import ArtifactError, without_secrets
+from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
-from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
 from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
-from rlhf_pipeline.tracking.model_registry import registered_sources
+from rlhf_pipeline.tracking.registry import registered_sources
 from rlhf_pipeline.tracking.store import tracking_uri
 
 
@@ -85,7 +85,7 @@ def _not_registered(older: list[Path], catalog: CatalogProtocol, project: Path) 
         if (file := Path(str(dataset._filepath))).stem.endswith("registration"):
             named |= {path: json.loads(path.read_text()) for path in file.glob(f"*/{file.name}")}
     uri = tracking_uri(project)
-    registered = registered_sources(uri, project)
+    registered = registered_sources(project)
     models = {model for model, _ in registered}
     for path, each in named.items():
         if each["model"] not in models:

@@ -29,7 +29,7 @@ from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, content_digest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.statistics import ALPHA, WinRate, standardized_gain, win_rate
-from rlhf_pipeline.tracking.promotion import conditions
+from rlhf_pipeline.tracking.registration import conditions
 
 LETTERS = 12
 """Digits of a digest that a person compares."""

@@ -10,9 +10,8 @@ from rich.table import Table
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.diagnosis import machine
 from rlhf_pipeline.diagnosis.finding import Finding, Setup, run_checks
-from rlhf_pipeline.hooks import launch_config, provide_default_blocks
+from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.stage_registry import parameter_blocks
 
 CHECKS = (
     machine.python,
@@ -30,16 +29,11 @@ STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 def doctor(catalog: CatalogProtocol) -> list[Finding]:
     """What all checks find."""
-    provide_default_blocks(catalog)
-    parameters = catalog.load("parameters")
-    blocks = {
-        name: block.model_validate(parameters.get(name, {}))
-        for name, block in parameter_blocks().items()
-    }
+    blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
     values = dict(leaves(as_json(blocks)))
     setup = Setup(
         root=Path(catalog.load("workspace")).absolute().parent,
-        launch=launch_config(catalog),
+        launch=blocks["launch"],
         compiles=tuple(
             f"{name} ({json.dumps(value)})"
             for name, value in values.items()

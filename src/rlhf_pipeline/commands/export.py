@@ -15,12 +15,12 @@ from rich.filesize import decimal
 from rlhf_pipeline.commands.artifacts import all_artifacts, policy_of
 from rlhf_pipeline.commands.compare import find
 from rlhf_pipeline.commands.model_card import model_card
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import content_digest, verify
 from rlhf_pipeline.storage.files import explained, open_store, upload
-from rlhf_pipeline.tracking.versions import registration
+from rlhf_pipeline.tracking.registry import registration
 
 SUMS = "SHA256SUMS"
 """The last file of an export, in the format of `sha256sum`: an export without it is incomplete."""

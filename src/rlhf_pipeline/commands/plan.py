@@ -8,6 +8,7 @@ from kedro.framework.project import pipelines, settings
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.commands.names import check_names
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -15,7 +16,6 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.preflight import check_values
 from rlhf_pipeline.sizing.fit import Fit, find_fit, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import base_model_shape, find_model

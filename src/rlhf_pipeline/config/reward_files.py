@@ -8,8 +8,7 @@ from importlib.util import decode_source, resolve_name
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.judges import ReferenceJudge
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward
+from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceJudge
 from rlhf_pipeline.errors import ConfigError
 
 

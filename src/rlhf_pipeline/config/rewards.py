@@ -1,23 +1,30 @@
-"""Sources of PPO's score: the trained reward model, Python functions, and other reward models."""
+"""Sources of PPO's score; judges of an evaluation beside the reward model and the gold score."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PositiveInt,
+    Tag,
+    field_validator,
+)
 
 from rlhf_pipeline.config.base_model import TEMPLATE_DATE
-from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.block import Block, Precision, operational
 
 INPUT_PREFIX = "rewards."
 """Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""
 
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
-_FORMS = (
+_REWARD_FORMS = (
     "expected 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
     "model, callable and path"
 )
@@ -102,18 +109,25 @@ def _short_form(value: Any) -> Any:
     return {"callable": value} if isinstance(value, str) and ":" in value else value
 
 
-def _kind(value: Any) -> str | None:
-    given = vars(value) if isinstance(value, RewardSource) else value
-    if not isinstance(given, dict):
-        return None
-    return next((key for key in ("model", "callable", "path") if key in given), None)
+def _kind(*kinds: str) -> Callable[[Any], str | None]:
+    """Tells alternatives apart by the field that only one of them has."""
+
+    def kind(value: Any) -> str | None:
+        given = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        return next((kind for kind in kinds if kind in given), None)
+
+    return kind
 
 
 Reward = Annotated[
     Annotated[TrainedReward, Tag("model")]
     | Annotated[CallableReward, Tag("callable")]
     | Annotated[ModelReward, Tag("path")],
-    Discriminator(_kind, custom_error_type="reward", custom_error_message=_FORMS),
+    Discriminator(
+        _kind("model", "callable", "path"),
+        custom_error_type="reward",
+        custom_error_message=_REWARD_FORMS,
+    ),
     BeforeValidator(_short_form),
 ]
 
@@ -150,3 +164,117 @@ def trained_weight(rewards: Sequence[RewardSource]) -> float:
     """The weight of the trained reward model in the score; 1 if it has no effect on the score."""
     weights = [reward.weight for reward in rewards if isinstance(reward, TrainedReward)]
     return sum(weights) or 1.0
+
+
+_JUDGE_FORMS = (
+    "expected 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of callable, "
+    "model, reference and openai"
+)
+
+
+class ModelJudge(Block):
+    """Another reward model: a sequence classifier with one label and a linear head `score`."""
+
+    model: str = Field(min_length=1)
+    """Local folder, or a name on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub. None: the newest commit of the default branch."""
+    name: str | None = None
+    """Name of the judge. None: the last part of `model`."""
+    retokenize: bool = False
+    """Whether the model reads text in its own chat template and tokens; required unless it has the
+    tokens of the policies."""
+    precision: Precision = "fp32"
+    """Precision of weights and activations."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics, win rates and reports."""
+        return self.name or Path(self.model).expanduser().resolve().name
+
+    @property
+    def folder(self) -> Path | None:
+        """The local folder; None for a model on the hub, whose name is like `owner/model`."""
+        is_path = self.model.startswith((".", "/", "~")) or self.model.count("/") != 1
+        folder = Path(self.model).expanduser()
+        return folder if is_path or folder.is_dir() else None
+
+    def as_reward(self, folder: Path) -> ModelReward:
+        """The same model as a source of rewards."""
+        return ModelReward(
+            path=str(folder), name=self.name, retokenize=self.retokenize, precision=self.precision
+        )
+
+
+class ReferenceJudge(Block):
+    """The true answer, where the data have one (`columns.reference` of a source)."""
+
+    reference: Literal["exact", "contains", "last_number"]
+    """What counts as right, without regard to case, white space and a final full stop. exact: the
+    answer is the true answer; contains: it contains it; last_number: its last number is that of the
+    true answer."""
+    name: str | None = None
+    """Name of the judge. None: the kind of agreement."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.reference
+
+
+class ChatConfig(Block):
+    """A chat model behind an OpenAI-compatible server, and what it is asked."""
+
+    base_url: str = Field(pattern=r"^https?://[^@?\s]+$")
+    """Address of the server, for example http://localhost:8000/v1, without user and query."""
+    model: str
+    """Name of the model on that server."""
+    api_key_env: str | None = operational(None)
+    """Environment variable with the key. None: the server needs none."""
+    template: str | None = None
+    """The question, with {prompt}, {first} and {second}. The model answers with [[A]] if the first
+    answer is better, [[B]] if the second one is, and [[C]] for a tie."""
+    request: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0})
+    """Further fields of every request, such as max_tokens."""
+    concurrency: PositiveInt = operational(8)
+    """Requests at the same time."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_fields(cls, value: str | None) -> str | None:
+        fields = "{prompt}", "{first}", "{second}"
+        if value is not None and any(field not in value for field in fields):
+            raise ValueError(f"expected text with {', '.join(fields)}")
+        return value
+
+
+class PairwiseJudge(Block):
+    """A chat model that compares two answers, in both orders."""
+
+    openai: ChatConfig
+    name: str | None = None
+    """Name of the judge. None: the last part of the model's name."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.openai.model.rpartition("/")[2]
+
+
+Judge = Annotated[
+    Annotated[CallableReward, Tag("callable")]
+    | Annotated[ModelJudge, Tag("model")]
+    | Annotated[ReferenceJudge, Tag("reference")]
+    | Annotated[PairwiseJudge, Tag("openai")],
+    Discriminator(
+        _kind("callable", "model", "reference", "openai"),
+        custom_error_type="judge",
+        custom_error_message=_JUDGE_FORMS,
+    ),
+    BeforeValidator(lambda judge: {"callable": judge} if isinstance(judge, str) else judge),
+]
+
+
+def local_source(judge: Judge) -> Block:
+    """A reward model in a local folder as a source of rewards; other judges as they are."""
+    if isinstance(judge, ModelJudge) and judge.folder is not None:
+        return judge.as_reward(judge.folder)
+    return judge

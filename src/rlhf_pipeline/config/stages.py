@@ -1,9 +1,8 @@
 from collections.abc import Mapping
 
-from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.config.training import DPOConfig, RewardModelConfig, SFTConfig
 
 SupervisedStage = SFTConfig | RewardModelConfig | DPOConfig
 StageConfig = SupervisedStage | PPOConfig | EvaluateConfig

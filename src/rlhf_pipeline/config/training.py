@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, reward modelling, and the blocks shared with PPO and DPO."""
+"""Supervised fine-tuning, reward modelling, DPO, and the blocks shared with PPO."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,8 +6,26 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from rlhf_pipeline.config.block import Block, operational
-from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.config.block import Block, Precision, Quantization, operational
+
+BUCKET = 50_000_000
+"""Elements in one collective: of gradients to reduce, or of weights to gather."""
+LIVE = 1_000_000_000
+"""Weights that a rank keeps whole at ZeRO-3, because the next pass uses them again."""
+
+
+class SamplingConfig(Block):
+    """How responses are sampled.
+
+    Top-k and top-p are not offered: log-probabilities must belong to the sampled distribution.
+    """
+
+    temperature: PositiveFloat = 1.0
+    """Softmax temperature in sampling and in every log-probability."""
+    max_response_tokens: PositiveInt = 64
+    """Maximum length of a response; longer ones are cut."""
+    batch_size_per_gpu: PositiveInt = 64
+    """Prompts answered at once on each rank; limits the memory of the key-value cache."""
 
 
 class OptimizerConfig(Block):
@@ -155,7 +173,7 @@ class FrozenModelConfig(Block):
         )
 
     def faults_beside(self, name: str, companion: TrainedModelConfig) -> Iterator[str]:
-        """Unsharded weights that are to be offloaded; `name` is this block."""
+        """Faults of this block, whose name is `name`: unsharded weights cannot be offloaded."""
         if self.deepspeed.offload_parameters and self.beside(companion.deepspeed).zero_stage != 3:
             yield (
                 f"{name}.deepspeed.offload_parameters: found true at zero_stage 0, expected false: "
@@ -163,7 +181,7 @@ class FrozenModelConfig(Block):
             )
 
     def faults_as_reference(self, trained: TrainedModelConfig) -> Iterator[str]:
-        """Those of the block `reference`, which is unused if `trained` is its own reference."""
+        """Faults of the block `reference`, which is unused if `trained` is its own reference."""
         if trained.is_own_reference and self != FrozenModelConfig():
             yield (
                 "reference: found a block, expected none with LoRA: the reference is the trained "
@@ -216,7 +234,7 @@ class SavingConfig(Block):
     log_every: PositiveInt = operational(1)
     """Steps between two lines of metrics."""
     checkpoint_every: PositiveInt | None = operational(None)
-    """Steps between two checkpoints. None: no others than those of `checkpoint_at_evaluations`."""
+    """Steps between two checkpoints. None: only the checkpoints of `checkpoint_at_evaluations`."""
     checkpoint_at_evaluations: bool = operational(True)
     """Write a checkpoint after each evaluation. False, for large models: only every
     `checkpoint_every` steps and after the last step. A stage that resumes repeats the steps and
@@ -244,8 +262,8 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Rows (SFT) or comparisons (reward model, DPO) per optimizer step, over all ranks and micro
     batches."""
     micro_batch_tokens: PositiveInt
-    """Tokens per forward pass on each rank, at most; determines gradient accumulation. A longer row
-    is a forward pass of its own."""
+    """Largest number of tokens in a forward pass on each rank; it determines gradient accumulation.
+    A longer row is a forward pass of its own."""
     evaluations: PositiveInt = 4
     """Number of evenly spaced evaluations on the held-out rows; the last one follows the last step.
     The best evaluated model is exported."""
@@ -279,3 +297,29 @@ class RewardModelConfig(SupervisedConfig):
 
     def models(self) -> list[StageModel]:
         return [TrainedModel("reward_model", self, scalar=True)]
+
+
+class DPOConfig(SupervisedConfig):
+    """Direct preference optimization (Rafailov et al. 2023) on the reward model's comparisons.
+
+    The best model has the lowest held-out loss.
+    """
+
+    beta: PositiveFloat = 0.1
+    """Strength of the KL constraint to the reference. A smaller value lets the policy move further
+    for the same preferences."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of wrong preferences (conservative DPO, Mitchell 2023). 0: all are trusted."""
+    reference: FrozenModelConfig = FrozenModelConfig()
+    """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
+    reference is the policy with its adapters disabled."""
+
+    def models(self) -> list[StageModel]:
+        policy = TrainedModel("dpo", self)
+        if self.is_own_reference:
+            return [policy]
+        return [policy, FrozenModel("dpo.reference", self.reference.beside(self.deepspeed))]
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        yield from self.reference.faults_as_reference(self)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.config.judges import Judge
 from rlhf_pipeline.config.reward_files import reads_references
-from rlhf_pipeline.config.rewards import Reward
+from rlhf_pipeline.config.rewards import Judge, Reward
 from rlhf_pipeline.data.parts import first_rows
 from rlhf_pipeline.errors import DataError
 

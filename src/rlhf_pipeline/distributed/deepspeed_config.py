@@ -9,9 +9,8 @@ import json
 import os
 from typing import Any
 
-from rlhf_pipeline.config.buckets import BUCKET, LIVE
-from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
+from rlhf_pipeline.config.block import Precision
+from rlhf_pipeline.config.training import BUCKET, LIVE, FrozenDeepSpeedConfig, TrainedModelConfig
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 

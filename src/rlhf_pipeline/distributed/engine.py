@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import BUCKET, inference_settings, training_settings
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.judges import PairwiseJudge
+from rlhf_pipeline.config.rewards import PairwiseJudge
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.statistics import (
     cross_pairs,

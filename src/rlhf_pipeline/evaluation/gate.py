@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import REWARD_MODEL, RegisterConfig
 from rlhf_pipeline.evaluation.comparison import Answer, judge_title, scores_by, summary
 from rlhf_pipeline.statistics import standardized_gain, win_rate
 from rlhf_pipeline.text_statistics import common_phrase

@@ -16,10 +16,16 @@ from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.judges import ModelJudge, ReferenceJudge
 from rlhf_pipeline.config.reward_files import reads_references, source_file
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
-from rlhf_pipeline.config.rewards import CallableReward, Reward, Rewards, TrainedReward
+from rlhf_pipeline.config.rewards import (
+    CallableReward,
+    ModelJudge,
+    ReferenceJudge,
+    Reward,
+    Rewards,
+    TrainedReward,
+)
 from rlhf_pipeline.data.gold import gold_score
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World

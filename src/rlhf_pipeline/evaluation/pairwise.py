@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.judges import ChatConfig, PairwiseJudge
+from rlhf_pipeline.config.rewards import ChatConfig, PairwiseJudge
 from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import Answer
 from rlhf_pipeline.runtime import heartbeat

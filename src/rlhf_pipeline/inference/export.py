@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.inference.policy import TRUST, explained
 from rlhf_pipeline.models.loading import DTYPES, load_policy, load_tokenizer, saved_precision

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from rlhf_pipeline.config.architecture import positions_in
+from rlhf_pipeline.config.base_model import positions_in
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.template import render_dialogues, render_prompts
 from rlhf_pipeline.data.token_contract import TokenContract, control_tokens

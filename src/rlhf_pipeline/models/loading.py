@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
-from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.config.block import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, PipelineError, without_secrets
 from rlhf_pipeline.models.forward import install_logprob_head

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.precision import Precision, Quantization
+from rlhf_pipeline.config.block import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.lean_transformers import (

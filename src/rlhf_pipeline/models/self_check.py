@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models import packing
 from rlhf_pipeline.models.loading import DTYPES

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from rlhf_pipeline.config.sampling import SamplingConfig
+from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded

@@ -8,9 +8,15 @@ docs/planning.md has the comparison with measured peaks.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlhf_pipeline.config.buckets import BUCKET, LIVE
-from rlhf_pipeline.config.precision import Precision
-from rlhf_pipeline.config.training import FrozenModel, LoRAConfig, StageModel, TrainedModel
+from rlhf_pipeline.config.block import Precision
+from rlhf_pipeline.config.training import (
+    BUCKET,
+    LIVE,
+    FrozenModel,
+    LoRAConfig,
+    StageModel,
+    TrainedModel,
+)
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.shape import Shape
 

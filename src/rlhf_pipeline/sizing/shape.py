@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_pipeline.config.architecture import find_family
+from rlhf_pipeline.config.base_model import find_family
 from rlhf_pipeline.errors import ConfigError
 
 PLAIN = ("opt", "bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "phi")

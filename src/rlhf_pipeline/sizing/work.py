@@ -7,13 +7,13 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.dpo import DPOConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig, SupervisedStage
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
+    DPOConfig,
     OptimizerConfig,
     SavingConfig,
     StageModel,

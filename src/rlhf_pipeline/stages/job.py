@@ -11,17 +11,30 @@ from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
 
-TRAINING_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "peft")
-
-
 STAGES = "params:stages"
 """The catalog entry from which every node gets its `Stages`. `params:` keeps it out of `kedro viz`,
 like the parameters."""
 
+PROJECT = "params:project"
+"""The catalog entry with the project folder, which contains the tracking database."""
+
+TRAINING_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "peft")
+
+
+def node_of(stage: str, policy: str) -> str:
+    """The node that evaluates, registers or reports a policy: `evaluate_dpo`; that of PPO has no
+    suffix."""
+    return stage if policy == "ppo" else f"{stage}_{policy}"
+
+
+def data_set_of(result: str, policy: str) -> str:
+    """The data set of such a node: `dpo_evaluation`; that of PPO has no prefix."""
+    return result if policy == "ppo" else f"{policy}_{result}"
+
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One stage. `stage_registry` lists the stages of the project."""
+    """One stage. `pipelines.table` lists the stages of the project."""
 
     name: str
     """Name of the stage, its node, its work directory and, for most stages, its parameter block."""
@@ -39,11 +52,12 @@ class StageSpec:
     """The two or three metrics that the progress display shows."""
 
     def for_candidate(self, candidate: str) -> "StageSpec":
-        """The evaluation of a candidate policy; for PPO the name stays `evaluate`."""
-        name = self.name if candidate == "ppo" else f"{self.name}_{candidate}"
+        """The evaluation of a candidate policy."""
         rates = (f"win_rate/{judge}" for judge in (REWARD_MODEL, GOLD))
         return replace(
-            self, name=name, headline_metrics=("sft/score", f"{candidate}/score", *rates)
+            self,
+            name=node_of(self.name, candidate),
+            headline_metrics=("sft/score", f"{candidate}/score", *rates),
         )
 
 

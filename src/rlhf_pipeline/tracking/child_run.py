@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,14 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
-from rlhf_pipeline.tracking.lineage import log_data_read
-from rlhf_pipeline.tracking.orphans import DRIVER_TAG
-from rlhf_pipeline.tracking.store import FINGERPRINT_TAG, experiment_id, find_run
+from rlhf_pipeline.tracking.lineage import log_data_read, log_result
+from rlhf_pipeline.tracking.store import (
+    DRIVER_TAG,
+    FINGERPRINT_TAG,
+    STAGE_TAG,
+    experiment_id,
+    find_run,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -29,67 +34,84 @@ TAG_LENGTH = 5000
 
 @dataclass
 class ChildRun:
-    """The open MLflow run of a stage."""
+    """The MLflow run of a stage, a copy of its work directory.
 
-    client: MlflowClient
-    opened: Run
-    """The run as it was when it was opened."""
-    logged: dict[str, int] = field(default_factory=dict)
+    `reconcile` opens it, and opens it again after a failure of the store.
+    """
+
+    run: StageRun
+    end: tuple[Status, dict[str, float]] | None = None
+    """How the stage ended, until MLflow has it."""
+    run_id: str | None = None
+    is_open: bool = False
+    """Whether it is known what MLflow has: false also after a failure."""
+    _logged: dict[str, int] = field(default_factory=dict)
     """The last step that MLflow has of each metric. A resumed program reports some steps again, and
     an outage can begin in the middle of a record."""
-    step: int = 0
-    """Step of the newest record."""
-    time_ms: int | None = None
-    """Time of the newest record, milliseconds since 1970."""
+    _last: tuple[int, int | None] = 0, None
+    """Step and time of the newest record, milliseconds since 1970."""
 
-    @classmethod
-    def open(cls, client: MlflowClient, parent: str, run: StageRun) -> ChildRun:
+    def reconcile(
+        self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Send what the work directory has and MLflow lacks, with the end of a stage that ended.
+
+        `records` are those of the metrics file that are new; a run that is opened gets all.
+        """
+        if not self.is_open:
+            known = self._open(client, parent)
+            self._log_missing(client, known)
+            records, self.is_open = read_json_lines(self.run.metrics_file), True
+        self._log(client, records)
+        if self.end is not None:
+            self._finish(client, *self.end)
+            if self.end[0] == "FINISHED":
+                log_result(client, str(self.run_id), self.run)
+            self.end, self.is_open = None, False
+
+    def _open(self, client: MlflowClient, parent: str) -> Run:
         """Resume the unfinished run of the recipe, or create one."""
-        unfinished = find_run(client, run.fingerprint, finished=False)
-        if unfinished is None:
-            records = read_json_lines(run.metrics_file)
-            opened = client.create_run(
-                experiment_id(client),
-                start_time=_milliseconds(records[0]) if records else None,
-                run_name=f"{run.title} {run.fingerprint[:4]}",
-                tags={
-                    "mlflow.parentRunId": parent,
-                    "rlhf.stage": run.stage,
-                    DRIVER_TAG: this_process(),
-                    FINGERPRINT_TAG: run.fingerprint,
-                    "rlhf.directory": str(run.directory),
-                    **mixture_tag(run.mixture),
-                    **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
-                },
-            )
-        else:
+        run, self._logged = self.run, {}
+        self.run_id = unfinished = find_run(client, run.fingerprint, finished=False)
+        if unfinished is not None:
             client.update_run(unfinished, status="RUNNING")
             client.set_tag(unfinished, "mlflow.parentRunId", parent)
             client.set_tag(unfinished, DRIVER_TAG, this_process())
-            opened = client.get_run(unfinished)
-        return cls(client, opened)
+            return client.get_run(unfinished)
+        records = read_json_lines(run.metrics_file)
+        opened = client.create_run(
+            experiment_id(client),
+            start_time=_milliseconds(records[0]) if records else None,
+            run_name=f"{run.title} {run.fingerprint[:4]}",
+            tags={
+                "mlflow.parentRunId": parent,
+                STAGE_TAG: run.stage,
+                DRIVER_TAG: this_process(),
+                FINGERPRINT_TAG: run.fingerprint,
+                "rlhf.directory": str(run.directory),
+                **mixture_tag(run.mixture),
+                **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
+            },
+        )
+        self.run_id = opened.info.run_id
+        return opened
 
-    @property
-    def run_id(self) -> str:
-        return str(self.opened.info.run_id)
-
-    def log_missing(self, run: StageRun) -> None:
-        """Log the parameters, the inputs and the records on disk that MLflow lacks.
+    def _log_missing(self, client: MlflowClient, opened: Run) -> None:
+        """Log the parameters and inputs that MLflow lacks, and note the metrics that it has.
 
         MLflow refuses to change a parameter, and operational ones can differ between attempts.
         """
         from mlflow.entities import Param
 
-        known, wanted = self.opened.data.params, parameters(run.config, run.seed)
+        known, wanted = opened.data.params, parameters(self.run.config, self.run.seed)
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
-        self.client.log_batch(self.run_id, params=missing)
-        log_data_read(self.client, self.run_id, run)
-        for name in self.opened.data.metrics:
-            history = self.client.get_metric_history(self.run_id, name)
-            self.logged[name] = max(point.step for point in history)
-        self.log(read_json_lines(run.metrics_file))
+        client.log_batch(self.run_id, params=missing)
+        log_data_read(client, str(self.run_id), self.run)
+        for name in opened.data.metrics:
+            history = client.get_metric_history(self.run_id, name)
+            self._logged[name] = max(point.step for point in history)
 
-    def log(self, records: list[dict[str, Any]]) -> None:
+    def _log(self, client: MlflowClient, records: Sequence[dict[str, Any]]) -> None:
         """Send records that MLflow lacks, with their own step and time."""
         from mlflow.entities import Metric
 
@@ -97,46 +119,38 @@ class ChildRun:
             Metric(name, float(value), _milliseconds(record), record["step"])
             for record in records
             for name, value in record["metrics"].items()
-            if record["step"] > self.logged.get(name, 0)
+            if record["step"] > self._logged.get(name, 0)
         ]
-        self.client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
-        self.logged |= {metric.key: metric.step for metric in metrics}
+        client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
+        self._logged |= {metric.key: metric.step for metric in metrics}
         if records:
-            self.step, self.time_ms = records[-1]["step"], _milliseconds(records[-1])
+            self._last = records[-1]["step"], _milliseconds(records[-1])
 
-    def finish(
-        self,
-        status: Status,
-        metrics: dict[str, float],
-        headline: Collection[str] = (),
-        *,
-        end_time: int | None = None,
-    ) -> None:
+    def _finish(self, client: MlflowClient, status: Status, metrics: dict[str, float]) -> None:
         """Log the result at step and time of the last record, so a repeated value is one point.
 
         Training exports the best model, whose metrics are of an earlier step. The run's description
-        lists them. Only the step and the `headline` become metrics, `exported/...`: a chart with
-        one point says little.
+        lists them. Only the step and the headline become metrics, `exported/...`: a chart with one
+        point says little.
         """
         from mlflow.entities import Metric
         from mlflow.utils.time import get_current_time_millis
 
-        time_ms = self.time_ms or get_current_time_millis()
+        step, time_ms = self._last
         result = metrics
         if "step" in metrics:
-            shown = ("step", *headline)
-            result = {
-                f"exported/{name.replace('/', '_')}": metrics[name]
-                for name in shown
-                if name in metrics
-            }
-            self.client.set_tag(self.run_id, DESCRIPTION_TAG, _exported(metrics))
-        points = [Metric(name, float(value), time_ms, self.step) for name, value in result.items()]
-        self.client.log_batch(self.run_id, metrics=points)
-        self.client.set_terminated(self.run_id, status, end_time)
+            shown = [name for name in ("step", *self.run.headline_metrics) if name in metrics]
+            result = {f"exported/{name.replace('/', '_')}": metrics[name] for name in shown}
+            client.set_tag(self.run_id, DESCRIPTION_TAG, _exported(metrics))
+        at = time_ms or get_current_time_millis()
+        points = [Metric(name, float(value), at, step) for name, value in result.items()]
+        client.log_batch(self.run_id, metrics=points)
+        # A reused stage ended when its last record was written.
+        client.set_terminated(self.run_id, status, time_ms if self.run.cached else None)
 
 
 def _exported(metrics: Mapping[str, float]) -> str:
+    """The description of a run that exported its best model."""
     rows = [f"| {name} | {value:.6g} |" for name, value in metrics.items() if name != "step"]
     title = f"The exported model, of step {metrics['step']:.0f}:"
     return "\n".join([title, "", "| metric | value |", "|---|---|", *rows])

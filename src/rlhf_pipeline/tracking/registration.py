@@ -1,24 +1,88 @@
-"""The registration of an evaluated candidate: what the registry and the gate get to see."""
+"""The registration of a candidate, one transaction: register both policies, count the try on the
+test set, decide by the gate, move the aliases. A repeated registration changes nothing.
 
-from collections.abc import Sequence
-from dataclasses import replace
+The SFT baseline and the candidates are versions of one registered model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.config.evaluate import CHAMPION
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import (
+    CHAMPION,
+    JUDGE_PREFIX,
+    TASK_PREFIX,
+    Promote,
+    RegisterConfig,
+)
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
     deciding_judge,
     read_answers,
     read_evaluation,
 )
-from rlhf_pipeline.evaluation.gate import Evidence, decide
+from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
 from rlhf_pipeline.evaluation.report import summary
-from rlhf_pipeline.tracking.model_registry import Policy, Registration, register
-from rlhf_pipeline.tracking.promotion import Champion, conditions
-from rlhf_pipeline.tracking.store import connect, request_limits, tracking_uri
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.tracking.registry import Champion
+from rlhf_pipeline.tracking.store import (
+    DIGEST_TAG,
+    FINGERPRINT_TAG,
+    STAGE_TAG,
+    VERDICT_TAG,
+    connect,
+    find_run,
+    is_server,
+    request_limits,
+    tracking_uri,
+)
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+UPLOAD = "policy"
+"""Folder of a run's artifacts with the policy, on a server."""
+
+TRY_TAG = "rlhf.try."
+"""Prefix of a tag with the number of a try, one for each test set."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A finished policy and its metrics in the evaluation."""
+
+    folder: Path
+    """The published artifact, which contains a manifest."""
+    metrics: dict[str, float]
+    """`eval/...` to value."""
+    description: str = ""
+    """Description of the version in the registry."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The state of the registry after a registration, as JSON types."""
+
+    model: str
+    versions: dict[str, str]
+    """Stage ("sft", and "ppo" or "dpo") to version."""
+    runs: dict[str, str]
+    """Stage to the id of the run that trained the policy."""
+    digests: dict[str, str]
+    """Stage to the content digest of the policy."""
+    aliases: dict[str, str]
+    """Every alias of the model to its version; "champion" is missing before the first promotion."""
+    promoted: bool
+    """Whether the candidate is the champion."""
+    verdict: dict[str, Any]
+    """Every condition of the gate, see `rlhf_pipeline.evaluation.gate.Verdict`."""
 
 
 def register_evaluated(
@@ -102,3 +166,182 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
             champion_judge=deciding_judge(compared["win_rates"], optimized),
         )
     return evidence
+
+
+def conditions(evaluation: Path) -> dict[str, Any]:
+    """What two evaluations must share, so that their answers can be compared prompt by prompt."""
+    manifest = Manifest.read(evaluation)
+    judges = {
+        name: digest
+        for name, digest in manifest.inputs.items()
+        if name in ("prompts", "reward_model") or name.startswith((JUDGE_PREFIX, TASK_PREFIX))
+    }
+    given = manifest.config["evaluate"]
+    return {**judges, "seed": manifest.seed, "evaluate": json.dumps(given, sort_keys=True)}
+
+
+def register(
+    client: MlflowClient,
+    *,
+    sft: Policy,
+    candidate: Policy,
+    test_set: str,
+    judged: Callable[[int], Verdict],
+    beaten: str | None = None,
+    promote: Promote = "gate",
+    model: str = "rlhf-policy",
+) -> Registration:
+    """Register both policies and move the aliases. A repeated call changes nothing.
+
+    `sft-baseline` and `candidate` always move to the two versions; `champion` moves to the
+    candidate as `promote` says. `judged` is the verdict of the gate at the k-th candidate for the
+    test set with this name; it becomes a tag of the version, and that of a champion stays. `beaten`
+    is the version of the champion that the verdict compared. The metrics of the evaluation are
+    logged to the run that trained each policy, where MLflow's comparison of versions reads them.
+
+    A version refers to the local folder of its policy. A tracking server cannot read local files,
+    so the policies are uploaded to their runs first. Raises StageError if the training run of a
+    policy is not in the store, or the store fails.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        _create_model(client, model)
+        policies = {Manifest.read(policy.folder).stage: policy for policy in (sft, candidate)}
+        runs = {stage: _training_run(client, policy) for stage, policy in policies.items()}
+        versions = {
+            stage: _version(client, model, policy, runs[stage])
+            for stage, policy in policies.items()
+        }
+        for stage, policy in policies.items():
+            _log_evaluation(client, runs[stage], policy.metrics)
+            _describe(client, model, versions[stage], policy)
+        version = versions[Manifest.read(candidate.folder).stage]
+        aliases = _aliases(client, model)
+        present = aliases.get(CHAMPION)
+        tags = client.get_model_version(model, version).tags
+        if present == version and VERDICT_TAG in tags:
+            verdict = json.loads(tags[VERDICT_TAG])
+        else:
+            verdict = judged(count_try(client, model, version, test_set)).record()
+            client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict))
+        moves = {"never": False, "gate": not verdict["refusals"], "always": True}[promote]
+        if moves and present not in (beaten, version) and not _same(client, model, present, tags):
+            raise StageError(
+                f"version {present} of {model} became the champion during this run, after version "
+                f"{version} was compared with {f'version {beaten}' if beaten else 'none'}. Fix: "
+                "repeat the `kedro run`; it reuses finished stages"
+            )
+        aliases = _move_aliases(client, model, *versions.values(), promote=moves)
+    except MlflowException as error:
+        store = without_secrets(client.tracking_uri)
+        raise StageError(
+            f"MLflow at {store} did not register {model}: {without_secrets(str(error))}. All "
+            "policies are trained. Fix: when the store answers, repeat the `kedro run`; it reuses "
+            "finished stages"
+        ) from None  # the error itself can contain the store's password
+    promoted = aliases.get(CHAMPION) == version
+    digests = {stage: content_digest(policy.folder) for stage, policy in policies.items()}
+    return Registration(model, versions, runs, digests, aliases, promoted, verdict)
+
+
+def count_try(client: MlflowClient, model: str, version: str, test_set: str) -> int:
+    """The number of a candidate among all that were tried on a test set; it keeps its number.
+
+    The test set is the sources of its prompts: another seed, which selects other prompts of them,
+    is one more chance for a policy that is no better.
+    """
+    tag = f"{TRY_TAG}{hashlib.sha256(test_set.encode()).hexdigest()[:16]}"
+    found = client.search_model_versions(f"name = '{model}'")
+    numbers = {str(other.version): int(other.tags[tag]) for other in found if tag in other.tags}
+    if version not in numbers:
+        numbers[version] = max(numbers.values(), default=0) + 1
+        client.set_model_version_tag(model, version, tag, str(numbers[version]))
+    return numbers[version]
+
+
+def _create_model(client: MlflowClient, model: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(model)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _move_aliases(
+    client: MlflowClient, model: str, baseline: str, candidate: str, *, promote: bool
+) -> dict[str, str]:
+    moved = {"sft-baseline": baseline, "candidate": candidate}
+    moved |= {CHAMPION: candidate} if promote else {}
+    for alias, version in moved.items():
+        client.set_registered_model_alias(model, alias, version)
+    return _aliases(client, model)
+
+
+def _aliases(client: MlflowClient, model: str) -> dict[str, str]:
+    """Every alias of the model with its version."""
+    aliases = client.get_registered_model(model).aliases
+    return {alias: str(version) for alias, version in aliases.items()}
+
+
+def _training_run(client: MlflowClient, policy: Policy) -> str:
+    manifest = Manifest.read(policy.folder)
+    run_id = find_run(client, manifest.fingerprint)
+    if run_id is None:
+        raise StageError(
+            f"MLflow at {without_secrets(client.tracking_uri)} has no finished run of "
+            f"{policy.folder} (stage {manifest.stage}, fingerprint {manifest.fingerprint[:16]}). "
+            "Fix: repeat the `kedro run` from its first node; it reuses finished stages and sends "
+            "their runs"
+        )
+    return run_id
+
+
+def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> str:
+    """The version with exactly this content, created if missing."""
+    manifest, digest = Manifest.read(policy.folder), content_digest(policy.folder)
+    same = (
+        f"tags.`{FINGERPRINT_TAG}` = '{manifest.fingerprint}' and tags.`{DIGEST_TAG}` = '{digest}'"
+    )
+    server = is_server(client.tracking_uri)
+    for found in client.search_model_versions(f"name = '{model}' and {same}"):
+        # A version whose local folder was deleted cannot be served.
+        if server or (Path(found.source) / NAME).is_file():
+            return str(found.version)
+    source = str(policy.folder.resolve())
+    if server:
+        client.log_artifacts(run_id, source, UPLOAD)
+        source = f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
+    tags = {FINGERPRINT_TAG: manifest.fingerprint, STAGE_TAG: manifest.stage, DIGEST_TAG: digest}
+    created = client.create_model_version(model, source=source, run_id=run_id, tags=tags)
+    return str(created.version)
+
+
+def _same(client: MlflowClient, model: str, version: str | None, tags: dict[str, str]) -> bool:
+    """Whether a version has the content of one with these tags."""
+    if version is None:
+        return False
+    content: str | None = client.get_model_version(model, version).tags.get(DIGEST_TAG)
+    return content == tags[DIGEST_TAG]
+
+
+def _describe(client: MlflowClient, model: str, version: str, policy: Policy) -> None:
+    """Let the list of versions show win rate and KL."""
+    metrics = policy.metrics
+    if "eval/win_rate" in metrics:
+        rate, lower, upper = (metrics[f"eval/win_rate{end}"] for end in ("", "_lower", "_upper"))
+        client.set_model_version_tag(
+            model, version, "win rate", f"{rate:.1%} (95%: {lower:.1%} to {upper:.1%})"
+        )
+    if "eval/kl" in metrics:
+        client.set_model_version_tag(model, version, "KL", f"{metrics['eval/kl']:z.2f} nats")
+    client.update_model_version(model, version, policy.description)
+
+
+def _log_evaluation(client: MlflowClient, run_id: str, metrics: dict[str, float]) -> None:
+    logged = client.get_run(run_id).data.metrics
+    for name, value in metrics.items():
+        if logged.get(name) != value:
+            client.log_metric(run_id, name, value)

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
 from rlhf_pipeline.errors import ConfigError, suggestion, without_secrets
+from rlhf_pipeline.runtime.heartbeat import machine
+from rlhf_pipeline.stages.events import Status
+from rlhf_pipeline.stages.processes import may_run, this_process
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -20,8 +24,13 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 """MLflow's pages then begin with runs and models instead of traces and prompts."""
 FINGERPRINT_TAG = "rlhf.fingerprint"
 DIGEST_TAG = "rlhf.content_digest"
+DRIVER_TAG = "rlhf.driver"
+"""Host, process namespace, process id and start time of the driver of a run."""
 STAGE_TAG = "rlhf.stage"
+VERDICT_TAG = "rlhf.verdict"
 ARTIFACTS = "mlartifacts"
+UNSENT = "unsent_ends.jsonl"
+"""File of the ends of runs that the store does not have."""
 SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
 """Kinds of stores that MLflow has without plugins."""
 
@@ -129,3 +138,34 @@ def find_run(client: MlflowClient, fingerprint: str, *, finished: bool = True) -
         max_results=1,
     )
     return runs[0].info.run_id if runs else None
+
+
+def save_end(project: Path, run_id: str, status: Status, time_ms: int) -> None:
+    """Save how a run of this process ended, for the next driver; do nothing if the disk is full."""
+    end = {"run": run_id, "driver": this_process(), "status": status, "time_ms": time_ms}
+    with suppress(OSError):
+        (project / ARTIFACTS).mkdir(exist_ok=True)
+        with (project / ARTIFACTS / UNSENT).open("a") as file:
+            file.write("\n" + json.dumps(end))  # a full disk may have cut the line before
+
+
+def close_orphans(client: MlflowClient, project: Path, experiment: str) -> None:
+    """Close the runs of this host that MLflow calls RUNNING although their driver is gone.
+
+    The driver was killed, or the store failed when a run ended: they are KILLED, or have the status
+    that their driver saved.
+    """
+    ends = {(end["run"], end["driver"]): end for end in _saved_ends(project)}
+    running = f"tags.`{DRIVER_TAG}` LIKE '{machine()} %' and attributes.status = 'RUNNING'"
+    for run in client.search_runs([experiment], running):
+        driver = run.data.tags[DRIVER_TAG]
+        if not may_run(driver, run.info.start_time / 1000):
+            end = ends.get((run.info.run_id, driver), {"status": "KILLED", "time_ms": None})
+            client.set_terminated(run.info.run_id, end["status"], end["time_ms"])
+
+
+def _saved_ends(project: Path) -> Iterator[dict[str, Any]]:
+    file = project / ARTIFACTS / UNSENT
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        with suppress(ValueError):  # an empty or incomplete line
+            yield json.loads(line)

@@ -13,8 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.dpo import DPOConfig
-from rlhf_pipeline.config.training import FrozenModel
+from rlhf_pipeline.config.training import DPOConfig, FrozenModel
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums

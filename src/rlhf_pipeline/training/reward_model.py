@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.precision import Precision
+from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums

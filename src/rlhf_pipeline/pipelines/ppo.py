@@ -1,8 +1,12 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.stages.external_inputs import reward_inputs
+from rlhf_pipeline.config.reward_files import source_file
+from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward
+from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 SPEC = StageSpec(
@@ -27,3 +31,23 @@ def ppo(
     if config.generator == "vllm":
         spec = replace(SPEC, libraries=(*SPEC.libraries, "vllm"))
     return stages.run(Job(spec, {"ppo": config}, inputs, seed, reward_identities))
+
+
+def reward_inputs(
+    rewards: Sequence[Block], prefix: str = INPUT_PREFIX
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Inputs of reward functions and reward models, by input name.
+
+    Source files of functions, and reward models made by this pipeline; digests of reward models
+    made elsewhere.
+    """
+    paths, identities = {}, {}
+    for index, reward in enumerate(rewards):
+        name = f"{prefix}{index}"
+        if isinstance(reward, CallableReward):
+            paths[name] = source_file(reward)
+        elif isinstance(reward, ModelReward) and artifact_of(reward.folder) is not None:
+            paths[name] = reward.folder
+        elif isinstance(reward, ModelReward):
+            identities[name] = folder_digest(reward.folder)
+    return paths, identities

@@ -2,16 +2,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.register import RegisterConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig, RegisterConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.pipelines.evaluate import CHAMPION
-from rlhf_pipeline.pipelines.evaluate.nodes import evaluate
+from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import Stages
-from rlhf_pipeline.tracking.promotion import find_champion
 from rlhf_pipeline.tracking.registration import register_evaluated
+from rlhf_pipeline.tracking.registry import find_champion
 
 
 def register(

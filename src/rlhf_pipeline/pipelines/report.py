@@ -8,9 +8,9 @@ from rlhf_pipeline.reporting.page import evaluation_page
 def report(
     evaluation: Path,
     registration: dict[str, Any],
+    sft_model: Path,
     candidate_model: Path,
     reward_model: Path,
-    sft_model: Path,
 ) -> str:
     """Make the page, after the registration: verdict, results, curves, every answer."""
     try:

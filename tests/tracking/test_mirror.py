@@ -11,7 +11,7 @@ from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.stages.processes import this_process
-from rlhf_pipeline.tracking.runs import MlflowTracker
+from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id
 
 
@@ -140,11 +140,7 @@ def test_the_metrics_of_the_best_model_have_separate_names(tracker, stage, clien
     tracker.stage_ended(run, "FINISHED", result)
     (child,) = runs()
     assert history(client, child, "eval/loss") == [(1, 1_001_000, 0.5), (2, 1_002_000, 0.75)]
-    assert child.data.metrics == {
-        "eval/loss": 0.75,
-        "exported/eval_loss": 0.5,
-        "exported/step": 1,
-    }
+    assert child.data.metrics == {"eval/loss": 0.75, "exported/eval_loss": 0.5, "exported/step": 1}
     assert child.data.tags["mlflow.note.content"].splitlines() == [
         "The exported model, of step 1:",
         "",

@@ -1,11 +1,19 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
-from rlhf_pipeline.config.evaluate import SFT_ROWS, CandidateConfig, EvaluateConfig
-from rlhf_pipeline.config.task_files import task_inputs
-from rlhf_pipeline.stages.external_inputs import judge_inputs
+from rlhf_pipeline.config.evaluate import (
+    JUDGE_PREFIX,
+    SFT_ROWS,
+    CandidateConfig,
+    EvaluateConfig,
+    task_inputs,
+)
+from rlhf_pipeline.config.rewards import Judge, ModelJudge, local_source
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.hub import commit_of
+from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 SPEC = StageSpec(
@@ -47,3 +55,19 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         return stages.run(Job(spec, blocks, files, seed, identities))
 
     return node
+
+
+def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Inputs of the judges, like `reward_inputs`; for a reward model on the hub, its commit.
+
+    Raises ArtifactError if the hub cannot be reached, or has no such model.
+    """
+    paths, identities = reward_inputs([local_source(judge) for judge in judges], JUDGE_PREFIX)
+    for index, judge in enumerate(judges):
+        if isinstance(judge, ModelJudge) and judge.folder is None:
+            place = f"{JUDGE_PREFIX}{index}"
+            try:
+                identities[place] = commit_of("model", judge.model, judge.revision)
+            except LookupError as error:
+                raise ArtifactError(f"evaluate.{place}: {error}") from error
+    return paths, identities

@@ -1,4 +1,7 @@
-"""The MLflow runs of a pipeline run: one parent, and a child for each stage that is launched."""
+"""The MLflow runs of a pipeline run: one parent, and a child for each stage that is launched.
+
+The work directories are the source of truth, MLflow is a copy of them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,16 @@ from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate
 from rlhf_pipeline.tracking.lineage import log_result
-from rlhf_pipeline.tracking.orphans import DRIVER_TAG, close_orphans, save_end
-from rlhf_pipeline.tracking.store import connect, experiment_id, find_run, request_limits
+from rlhf_pipeline.tracking.store import (
+    DRIVER_TAG,
+    VERDICT_TAG,
+    close_orphans,
+    connect,
+    experiment_id,
+    find_run,
+    request_limits,
+    save_end,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -27,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIPELINE = "the pipeline run"
-VERDICT_TAG = "rlhf.verdict"
 PAGE = "evaluation.html"
 """The artifact of an evaluation's run that shows it."""
 RETRY_S = 60.0
@@ -37,10 +47,9 @@ RETRY_S = 60.0
 class MlflowTracker(StageListener):
     """Records stages in MLflow.
 
-    The work directories are the source of truth, MLflow is a copy. A store that fails costs one
-    warning and never a stage. Missing records are sent from disk: after an outage as soon as the
-    store answers again; those that this pipeline run could not send, by the next one that runs or
-    reuses the stage. The next pipeline run also closes orphaned runs, see `orphans`.
+    A store that fails costs one warning and never a stage. Missing records are sent from disk:
+    after an outage as soon as the store answers again; those that this pipeline run could not send,
+    by the next one that runs or reuses the stage. The next pipeline run also closes orphaned runs.
 
     A recipe has one child run over all its attempts: an unfinished run of the same fingerprint is
     resumed. A reused stage is linked from the parent by the tag `rlhf.cached.<stage>`.
@@ -54,9 +63,8 @@ class MlflowTracker(StageListener):
         self._params: dict[str, str] = {}
         self._client: MlflowClient | None = None
         self._parent: str | None = None
-        self._children: dict[str, ChildRun] = {}
-        self._run_ids: dict[str, str] = {}
-        self._unsent: dict[str, tuple[StageRun, Status, dict[str, float]]] = {}
+        self._stages: dict[str, ChildRun] = {}
+        """The launched stages by fingerprint."""
         self._failed_at: float | None = None
 
     def describe(
@@ -88,33 +96,44 @@ class MlflowTracker(StageListener):
 
     def catch_up(self) -> None:
         """Send the stages that ended during an outage."""
-        for run, status, metrics in list(self._unsent.values()):
-            with self._tolerate_failure(run.stage):
-                self._close(run, status, metrics)
+        for stage in [stage for stage in self._stages.values() if stage.end is not None]:
+            with self._tolerate_failure(stage.run.stage, stage=stage):
+                stage.reconcile(*self._connect())
             if self._failed_at is not None:
                 return
 
     def stage_started(self, run: StageRun) -> None:
         """Open the child run of the stage, or link the run that trained a reused stage."""
-        self._children.pop(run.stage, None)
+        stage = ChildRun(run)
+        if not run.cached:
+            self._stages[run.fingerprint] = stage
         self.open()
         if self._parent is None:  # the store is silent; asking again would take as long
             return
-        with self._tolerate_failure(run.stage):
-            if not run.cached:
-                self._children[run.stage] = self._open(run)
-                return
+        with self._tolerate_failure(run.stage, stage=stage):
             client, parent = self._connect()
-            trained = find_run(client, run.fingerprint)
-            if trained is None:
-                child = self._open(run)
-                metrics = Manifest.read(run.export).metrics
-                child.finish("FINISHED", metrics, run.headline_metrics, end_time=child.time_ms)
-                trained = child.run_id
+            if run.cached:
+                self._link(client, parent, stage)
             else:
-                client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
-            self._log_headline(run, Manifest.read(run.export).metrics)
-            log_result(client, trained, run)
+                stage.reconcile(client, parent)
+
+    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        """Log new records; during an outage, try again every `RETRY_S`."""
+        stage = self._stages.setdefault(run.fingerprint, ChildRun(run))
+        is_due = self._failed_at is None or time.monotonic() - self._failed_at > RETRY_S
+        if stage.is_open or is_due:
+            with self._tolerate_failure(run.stage, stage=stage):
+                stage.reconcile(*self._connect(), records)
+
+    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
+        """Log the result and the real status of the stage, after any records that are missing."""
+        if run.cached:
+            return
+        stage = self._stages.setdefault(run.fingerprint, ChildRun(run))
+        stage.run, stage.end = run, (status, metrics)
+        with self._tolerate_failure(run.stage, stage.run_id, status, stage):
+            stage.reconcile(*self._connect())
+            self._log_headline(run, metrics)
 
     def log_page(self, fingerprint: str, page: str) -> None:
         """Log the page of an evaluation as an artifact of the evaluation's run."""
@@ -140,25 +159,6 @@ class MlflowTracker(StageListener):
                 client.log_batch(run_id, metrics=points)
                 client.set_tag(run_id, VERDICT_TAG, verdict(judge, rate, candidate))
 
-    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Log new records; during an outage, try again every `RETRY_S`."""
-        child = self._children.get(run.stage)
-        if child is not None:
-            with self._tolerate_failure(run.stage):
-                child.log(records)
-        elif self._failed_at is None or time.monotonic() - self._failed_at > RETRY_S:
-            with self._tolerate_failure(run.stage):
-                self._children[run.stage] = self._open(run)
-
-    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Log the result and the real status of the stage, after any records that are missing."""
-        if run.cached:
-            return
-        self._unsent[run.fingerprint] = run, status, metrics
-        with self._tolerate_failure(run.stage, self._run_ids.get(run.fingerprint), status):
-            self._close(run, status, metrics)
-            self._log_headline(run, metrics)
-
     def _connect(self) -> tuple[MlflowClient, str]:
         """Return client and parent run, created at the first call that reaches the store."""
         from mlflow.entities import Param
@@ -180,13 +180,6 @@ class MlflowTracker(StageListener):
             close_orphans(self._client, self._project, experiment)
         return self._client, self._parent
 
-    def _open(self, run: StageRun) -> ChildRun:
-        client, parent = self._connect()
-        child = ChildRun.open(client, parent, run)
-        self._run_ids[run.fingerprint] = child.run_id  # also if the store fails in the next line
-        child.log_missing(run)
-        return child
-
     def _log_headline(self, run: StageRun, metrics: dict[str, float]) -> None:
         """Log the metrics that the progress display shows to the parent run, too."""
         client, parent = self._connect()
@@ -196,16 +189,27 @@ class MlflowTracker(StageListener):
                 full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
                 client.log_metric(parent, full, metrics[name])
 
-    def _close(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        child = self._children.pop(run.stage, None) or self._open(run)
-        child.finish(status, metrics, run.headline_metrics)
-        if status == "FINISHED":
-            log_result(child.client, child.run_id, run)
-        del self._unsent[run.fingerprint]
+    def _link(self, client: MlflowClient, parent: str, stage: ChildRun) -> None:
+        """Link the run that trained a reused stage; send it from disk if the store lacks it."""
+        run = stage.run
+        trained = find_run(client, run.fingerprint)
+        if trained is not None:
+            client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
+        metrics = Manifest.read(run.export).metrics
+        if trained is None:
+            stage.end = "FINISHED", metrics
+            stage.reconcile(client, parent)
+        else:
+            log_result(client, trained, run)
+        self._log_headline(run, metrics)
 
     @contextmanager
     def _tolerate_failure(
-        self, what: str, run_id: str | None = None, status: Status | None = None
+        self,
+        what: str,
+        run_id: str | None = None,
+        status: Status | None = None,
+        stage: ChildRun | None = None,
     ) -> Iterator[None]:
         """Turn a failure of the store into one warning for each outage.
 
@@ -219,7 +223,8 @@ class MlflowTracker(StageListener):
         except Exception as error:  # drivers, HTTP clients and migrations have exceptions apart
             _raise_interruption(error)
             self._failed_at = time.monotonic()
-            self._children.pop(what, None)
+            if stage is not None:
+                stage.is_open = False
             if run_id is not None and status is not None:
                 save_end(self._project, run_id, status, round(time.time() * 1000))
             if not failed_before:

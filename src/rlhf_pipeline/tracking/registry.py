@@ -1,8 +1,11 @@
+"""What the model registry has: versions, their folders, and the present champion."""
+
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -15,6 +18,42 @@ from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tr
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
+
+TOKENS = "token_contract.json"
+"""File of every model with the digest of its tokens."""
+
+
+@dataclass(frozen=True)
+class Champion:
+    """The present champion, which a candidate must beat."""
+
+    version: str
+    folder: Path | None
+    """Its artifact. None: it cannot answer, see `fault`."""
+    fault: str | None = None
+
+
+def find_champion(model: str, candidate: Path, project: Path, downloads: Path) -> Champion | None:
+    """The champion of a registered model, if it is another policy than the candidate.
+
+    A server's champion is downloaded into a folder below `downloads`, once. Raises StageError if
+    the store fails.
+    """
+    from mlflow.exceptions import MlflowException
+
+    with registry(project, f"the champion of {model}") as client:
+        version = find_version(client, model, CHAMPION)
+        if version is None or version.tags.get(DIGEST_TAG) == content_digest(candidate):
+            return None
+        number = str(version.version)
+        try:
+            folder = local_folder(client, version, downloads)
+            tokens = [verify(folder).files.get(TOKENS), Manifest.read(candidate).files.get(TOKENS)]
+        except (ArtifactError, MlflowException, OSError) as error:  # OSError: also of requests
+            return Champion(number, None, without_secrets(str(error)))
+    if tokens[0] != tokens[1]:
+        return Champion(number, None, f"{folder} has other tokens")
+    return Champion(number, folder)
 
 
 def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | None:
@@ -66,7 +105,7 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
 
     Raises ArtifactError if the model has none of that name, and StageError if the store fails.
     """
-    with _store(project, f"version {name} of {model}") as client:
+    with registry(project, f"version {name} of {model}") as client:
         version = find_version(client, model, name)
         if version is not None:
             return local_folder(client, version, downloads)
@@ -87,7 +126,7 @@ def registration(digest: str, model: str, project: Path) -> tuple[str, dict[str,
 
     Raises StageError if the store fails.
     """
-    with _store(project, f"the versions of {model}") as client:
+    with registry(project, f"the versions of {model}") as client:
         found = client.search_model_versions(
             f"name = '{model}' and tags.`{DIGEST_TAG}` = '{digest}'"
         )
@@ -95,14 +134,23 @@ def registration(digest: str, model: str, project: Path) -> tuple[str, dict[str,
         return None if newest is None else (str(newest.version), dict(newest.tags))
 
 
+def registered_sources(project: Path) -> set[tuple[str, str]]:
+    """The model and the folder or address of each version in the registry.
+
+    Raises StageError if the store fails.
+    """
+    with registry(project, "the registered versions", uploads=False) as client:
+        return {(version.name, version.source) for version in client.search_model_versions()}
+
+
 @contextmanager
-def _store(project: Path, what: str) -> Iterator[MlflowClient]:
-    """A client. Raises StageError if the store does not return `what`."""
+def registry(project: Path, what: str, *, uploads: bool = True) -> Iterator[MlflowClient]:
+    """A client for reading. Raises StageError if the store does not return `what`."""
     from mlflow.exceptions import MlflowException
 
     uri = tracking_uri(project)
     try:
-        with request_limits(uploads=True):
+        with request_limits(uploads=uploads):
             yield connect(uri, project)
     except MlflowException as error:
         raise StageError(

@@ -1,1 +1,0 @@
-from .pipeline import create_pipeline as create_pipeline

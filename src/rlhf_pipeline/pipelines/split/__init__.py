@@ -1,3 +1,0 @@
-from .nodes import SOURCE as SOURCE
-from .nodes import SPEC as SPEC
-from .pipeline import create_pipeline as create_pipeline

