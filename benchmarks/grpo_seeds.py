@@ -18,7 +18,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_pipeline.data.gold import gold_score
+from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.records import Conversation
 
 SUCCESS, TARGET = 2.5, 0.94

@@ -15,7 +15,7 @@ from rich.console import Console
 from rlhf_pipeline.config.architecture import positions_in
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config_loader import check_environment
-from rlhf_pipeline.data.true_answers import require_true_answers
+from rlhf_pipeline.data.split_page import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import read_evaluation

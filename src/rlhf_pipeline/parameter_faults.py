@@ -20,8 +20,7 @@ from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.task_files import task_faults
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.config.validation import faults as block_faults
-from rlhf_pipeline.data.sources.lookup import find_source
-from rlhf_pipeline.data.sources.read_rows import column_faults
+from rlhf_pipeline.data.source import column_faults, find_source
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stage_registry import parameter_blocks, stage_specs

@@ -14,7 +14,7 @@ from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message, Record, Unused
-from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.data.token_contract import TokenContract
 

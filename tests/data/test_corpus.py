@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlhf_pipeline.data.corpus import corpus
+from rlhf_pipeline.data.tokenization import corpus
 from rlhf_pipeline.data.records import Example, Message, Text
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pipeline.data.length_histogram import bar_edges, draw
+from rlhf_pipeline.data.phase_files import bar_edges, draw
 
 
 def test_bars_end_at_the_limit_and_48_bars_cover_the_lengths():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.data.records import Unused
-from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.errors import DataError
 
 

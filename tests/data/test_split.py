@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.split_statistics import headline
+from rlhf_pipeline.data.split_report import headline
 
 FILES = [
     "evaluation/test.arrow",

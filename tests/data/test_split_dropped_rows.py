@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.split_statistics import headline
+from rlhf_pipeline.data.split_report import headline
 from rlhf_pipeline.errors import DataError
 
 Prepare = Callable[..., dict[str, Any]]

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from rlhf_pipeline.data.split_examples import first_examples
+from rlhf_pipeline.data.split_report import first_examples
 
 
 def write(path, columns):

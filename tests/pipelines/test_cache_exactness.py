@@ -18,7 +18,7 @@ from kedro.io import CatalogProtocol
 
 from rlhf_pipeline import stage_registry
 from rlhf_pipeline.commands.status import status
-from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.hooks import provide_stages, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries

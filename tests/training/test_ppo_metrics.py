@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from ppo_runs import ppo_config, run_ppo
 
-from rlhf_pipeline.data.gold import GOLD_SCORES
+from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.training import ppo
 

@@ -21,7 +21,7 @@ from rlhf_pipeline.config.judges import ReferenceJudge as ReferenceJudgeConfig
 from rlhf_pipeline.config.reward_files import reads_references, source_file
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import CallableReward, Reward, Rewards, TrainedReward
-from rlhf_pipeline.data.gold import gold_score
+from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ConfigError

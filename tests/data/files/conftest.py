@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.data.files.rows import read_rows
+from rlhf_pipeline.data.formats import read_rows
 
 Read = Callable[..., list[tuple[str, Any]]]
 

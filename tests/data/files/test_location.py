@@ -8,7 +8,7 @@ import datasets
 import pytest
 from fsspec.registry import _registry as fsspec_registry
 
-from rlhf_pipeline.data.files.location import find_files
+from rlhf_pipeline.data.files import find_files
 from rlhf_pipeline.errors import DataError
 
 Write = Callable[[str, bytes], str]

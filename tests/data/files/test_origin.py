@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from rlhf_pipeline.data.files.location import Origin, origin
+from rlhf_pipeline.data.files import Origin, origin
 from rlhf_pipeline.errors import DataError
 
 Write = Callable[[str, bytes], str]

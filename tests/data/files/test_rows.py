@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_pipeline.data.files.location import Format
-from rlhf_pipeline.data.files.rows import read_rows
+from rlhf_pipeline.data.files import Format
+from rlhf_pipeline.data.formats import read_rows
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.errors import DataError
 
@@ -212,7 +212,7 @@ def test_any_bytes(tmp_path: Path, name: str, content: bytes, pack: bool) -> Non
 
 MEASURE = """
 import resource, sys
-from rlhf_pipeline.data.files.rows import read_rows
+from rlhf_pipeline.data.formats import read_rows
 for path in sys.argv[1:]:
     rows = sum(1 for _ in read_rows(path, (), "train"))
     print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_pipeline.data.files.location import origin
+from rlhf_pipeline.data.files import origin
 from rlhf_pipeline.errors import DataError
 
 Read = Callable[..., list[tuple[str, Any]]]

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from gzip import compress
 
-from rlhf_pipeline.data.files.location import find_files
-from rlhf_pipeline.data.files.stream import open_stream
+from rlhf_pipeline.data.files import find_files
+from rlhf_pipeline.data.files import open_stream
 
 
 def test_compressed_parquet_is_seekable(

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_pipeline.data.records import Example, Message, Unused, normalized_prompt
 from rlhf_pipeline.data.sources.adapter import MalformedRowError
-from rlhf_pipeline.data.sources.dialogues import parse_anthropic as parse
+from rlhf_pipeline.data.sources.column_maps import parse_anthropic as parse
 
 REAL = (
     Path(__file__).parents[3] / ".." / "shared" / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"
@@ -83,7 +83,7 @@ def real() -> list[tuple[str, Example | Unused]]:
     if not REAL.is_file():
         pytest.skip(f"the real data is not there: {REAL}")
     from rlhf_pipeline.config.split import SourceConfig
-    from rlhf_pipeline.data.sources.read_rows import read
+    from rlhf_pipeline.data.source import read
 
     return list(read(SourceConfig(name=NAME, path=str(REAL)), 0))
 

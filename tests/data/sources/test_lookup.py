@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.sources import lookup
-from rlhf_pipeline.data.sources.lookup import MODULES, find_source
+from rlhf_pipeline.data.source import MODULES, find_source
 from rlhf_pipeline.errors import ConfigError
 
 
@@ -78,7 +78,7 @@ def test_an_unfamiliar_name_gets_no_suggestion() -> None:
 def test_the_adapters_import_nothing_heavy() -> None:
     program = (
         "import sys\n"
-        "from rlhf_pipeline.data.sources.lookup import MODULES, find_source\n"
+        "from rlhf_pipeline.data.source import MODULES, find_source\n"
         "assert all(find_source(name).name == name for name in MODULES)\n"
         "heavy = {'datasets', 'deepspeed', 'kedro', 'mlflow', 'numpy', 'pandas', 'pyarrow', "
         "'torch', 'transformers'}\n"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.sources.nvidia import assemble
+from rlhf_pipeline.data.sources.several_rows import assemble
 
 NAME = "nvidia/HelpSteer2"
 NOTE = Example((Message("user", "c#"),), "C# is a language of Microsoft.", "A musical note.")

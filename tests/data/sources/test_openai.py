@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.sources.comparisons import parse_webgpt as parse
+from rlhf_pipeline.data.sources.column_maps import parse_webgpt as parse
 
 NAME = "openai/webgpt_comparisons"
 

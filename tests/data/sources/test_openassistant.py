@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.sources.openassistant import assemble
+from rlhf_pipeline.data.sources.several_rows import assemble
 from rlhf_pipeline.errors import DataError
 
 NAME = "OpenAssistant/oasst1"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.data.records import Text, Unused
-from rlhf_pipeline.data.sources.salesforce import assemble
+from rlhf_pipeline.data.sources.several_rows import assemble
 
 NAME = "Salesforce/wikitext"
 REAL = Path(__file__).parents[3] / ".." / "shared" / "data" / "wikitext-2" / "valid.txt.gz"

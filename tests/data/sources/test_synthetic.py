@@ -11,7 +11,7 @@ import pytest
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.sources.synthetic import generate, gold_score
-from rlhf_pipeline.data.sources.synthetic_world import (
+from rlhf_pipeline.data.sources.synthetic import (
     ALTERNATIVES,
     CATEGORIES,
     CLOSINGS,
