@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from rlhf_pipeline.data.tokenization import corpus
 from rlhf_pipeline.data.records import Example, Message, Text
+from rlhf_pipeline.data.tokenization import corpus
 
 
 def test_every_prompt_and_answer_is_read_as_dialogue(write_records) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES, gold_score
 from rlhf_pipeline.data.source import MODULES
+from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES, gold_score
 
 ASKED = [{"role": "user", "content": "Where?"}]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.errors import DataError
 
 

@@ -15,8 +15,7 @@ import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data import source as module
-from rlhf_pipeline.data.record_files import example_batch, examples, texts
-from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.record_files import RowCounts, example_batch, examples, texts
 from rlhf_pipeline.pipelines.split.nodes import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest

@@ -13,8 +13,7 @@ import pytest
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.parts import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
-from rlhf_pipeline.data.split_report import headline
+from rlhf_pipeline.data.split_report import headline, plot_lengths, render_markdown
 
 Prepare = Callable[..., dict[str, Any]]
 

@@ -171,7 +171,6 @@ def explain_store_errors(url: str, kind: type[PipelineError] = DataError) -> Ite
 
 
 def _with_query(path: str) -> str:
-    """The path with `?$NAME` replaced by the query in that environment variable."""
     found = _QUERY_VARIABLE.fullmatch(path)
     if found is None:
         return path
@@ -195,7 +194,7 @@ def _explain(error: Exception, details: str) -> str:
             reason = "access denied"
             fix = "correct the permissions of the file, or the credentials of the store."
         case _:
-            reason = "cannot be reached"
+            reason = "cannot be read"
             fix = "check the path; for a remote store also endpoint, credentials and network."
     return f"{reason} ({details}). Fix: {fix}"
 

@@ -14,25 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_pipeline.data.files import (
-    File,
-    Format,
-    Stream,
-    explain_store_errors,
-    find_files,
-    open_stream,
-)
+from rlhf_pipeline.data.files import File, Stream, explain_store_errors, find_files, open_stream
 from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import Row
 from rlhf_pipeline.errors import DataError, without_secrets
-
-if TYPE_CHECKING:
-    import datasets
 
 MAX_CHARACTERS = 16 * 2**20
 """Limit for a row of JSON or CSV and a line of text. Python's objects take 25 times the bytes."""
@@ -70,7 +60,7 @@ def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[s
 
 def _file_rows(file: File, columns: Sequence[str]) -> Numbered:
     with open_stream(file) as stream:
-        readers: dict[Format, Callable[[Stream], Numbered]] = {
+        readers: dict[str, Callable[[Stream], Numbered]] = {
             "jsonl": _json_lines,
             "json": _json_rows,
             "csv": _csv_rows,
@@ -86,7 +76,7 @@ def _with_places(name: str, shown: str, rows: Numbered) -> Iterator[tuple[str, R
         for line, row in rows:
             yield f"{name}:{line}", row
     except _FileFault as fault:
-        raise DataError(f"{shown}:{fault.line}: {fault}") from None
+        raise DataError("{}:{}: {}".format(shown, *fault.args)) from None
     except _DAMAGE as error:
         raise DataError(
             f"{shown}:{line + 1}: the file is damaged from here on ({shorten(str(error), 300)}). "
@@ -101,13 +91,11 @@ def _with_places(name: str, shown: str, rows: Numbered) -> Iterator[tuple[str, R
 
 def _parquet_rows(stream: Stream, columns: Sequence[str]) -> Numbered:
     file = pq.ParquetFile(stream)
-    yield from _number_rows(
-        file.iter_batches(_BATCH_ROWS, columns=_requested_columns(columns, file.schema_arrow.names))
-    )
+    chosen = _requested_columns(columns, file.schema_arrow.names)
+    yield from _number_rows(file.iter_batches(_BATCH_ROWS, columns=chosen))
 
 
 def _saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
-    """The rows of a saved Dataset, or of one split of a saved DatasetDict."""
     import datasets  # imported late: the import takes a second
 
     with explain_store_errors(folder):
@@ -123,7 +111,7 @@ def _saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
     yield from data_set_rows(saved, _requested_columns(columns, saved.column_names))
 
 
-def data_set_rows(data_set: "datasets.Dataset", columns: list[str]) -> Numbered:
+def data_set_rows(data_set: Any, columns: list[str]) -> Numbered:
     """Yield these columns of every row of a data set, numbered from 1."""
     chosen = data_set.select_columns(columns).with_format("arrow")
     yield from _number_rows(chosen.iter(_BATCH_ROWS))
@@ -158,10 +146,7 @@ def _rows_of_batch(batch: pa.RecordBatch | pa.Table) -> list[Row | Unused]:
 
 
 def _text_rows(stream: Stream) -> Numbered:
-    """Yield the file as one document in column `text`, with the line where the document begins.
-
-    A long file is split at line ends into documents of about a million characters.
-    """
+    """The file as one document; a longer one is cut at line ends, after a million characters."""
     file = _decode(stream, newline="\n")
     line = 1
     while piece := file.read(_PIECE):
@@ -172,10 +157,7 @@ def _text_rows(stream: Stream) -> Numbered:
 
 
 def _csv_rows(stream: Stream) -> Numbered:
-    """Yield the rows below the header with the line where each begins.
-
-    The format is RFC 4180: a quoted field may contain commas, doubled quotes and line breaks.
-    """
+    """RFC 4180: a quoted field may contain commas, doubled quotes and line breaks."""
     lines = _records(_decode(stream, newline=""))
     first, header = next(lines, (1, []))
     if isinstance(header, Unused):
@@ -213,7 +195,7 @@ def _header_fault(header: list[str]) -> str | None:
 
 
 def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:
-    """Yield the fields of every row that is not blank, with the line where the row begins."""
+    """The fields of every row that is not blank, with the line where the row begins."""
     csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
     characters = 0
 
@@ -243,13 +225,12 @@ def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]
 
 
 def _json_rows(stream: Stream) -> Numbered:
-    """Yield the rows of a .json file: an array if it starts with "[", else JSON Lines."""
+    """An array if the file starts with "[", else JSON Lines."""
     head = stream.peek(1).removeprefix(_BOM).lstrip()
     return _array(stream) if head.startswith(b"[") else _json_lines(stream)
 
 
 def _array(stream: Stream) -> Numbered:
-    """Yield number and object of every element of the array."""
     window = _Window(_decode(stream, newline="\n"))
     try:
         window.next_mark()
@@ -276,7 +257,6 @@ def _array(stream: Stream) -> Numbered:
 
 
 def _json_lines(stream: Stream) -> Numbered:
-    """Yield line number and object of every line that is not blank."""
     # Only "\n" ends a line of JSON Lines.
     for number, line in enumerate(_lines(_decode(stream, newline="\n")), start=1):
         if len(line) > MAX_CHARACTERS:
@@ -287,7 +267,7 @@ def _json_lines(stream: Stream) -> Numbered:
             if line.strip():
                 yield number, Unused(_line_fault(line, error))
         else:
-            yield number, _object_or_unused(row) if is_utf8(line) else Unused(NOT_UTF8)
+            yield number, _object(row, line)
 
 
 def _lines(file: io.TextIOWrapper) -> Iterator[str]:
@@ -299,14 +279,16 @@ def _too_long() -> str:
     return f"the row has more than {MAX_CHARACTERS} characters"
 
 
-def _object_or_unused(value: Any) -> Row | Unused:
-    if isinstance(value, dict):
-        return value
-    return Unused(f"a JSON {type(value).__name__}, not an object")
+def _object(value: Any, written: str) -> Row | Unused:
+    """A value of JSON as a row, if it is an object of valid text."""
+    if not is_utf8(written):
+        return Unused(NOT_UTF8)
+    if not isinstance(value, dict):
+        return Unused(f"a JSON {type(value).__name__}, not an object")
+    return value
 
 
 def _line_fault(line: str, error: Exception) -> str:
-    """Why a line is not JSON. The reason is the same for all lines with the same fault."""
     if "\0" in line:
         return "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
     if not is_utf8(line):
@@ -315,13 +297,10 @@ def _line_fault(line: str, error: Exception) -> str:
 
 
 def _describe_error(error: Exception) -> str:
-    match error:
-        case json.JSONDecodeError():
-            return error.msg
-        case RecursionError():
-            return "nested too deeply"
-        case _:
-            return "a number of too many digits"
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    deep = isinstance(error, RecursionError)
+    return "nested too deeply" if deep else "a number of too many digits"
 
 
 def _decode(stream: Stream, newline: str) -> io.TextIOWrapper:
@@ -330,16 +309,10 @@ def _decode(stream: Stream, newline: str) -> io.TextIOWrapper:
 
 
 class _FileFault(Exception):  # noqa: N818 - a fault of the file
-    """A reader cannot continue. The message states reason and fix."""
-
-    def __init__(self, line: int, message: str) -> None:
-        super().__init__(message)
-        self.line = line
+    """A reader cannot continue. The arguments are the line, and a message with reason and fix."""
 
 
 class _Window:
-    """The part of a JSON text from the next element on, so that memory is constant."""
-
     def __init__(self, file: io.TextIOWrapper) -> None:
         self._file = file
         self.text, self.at = "", 0
@@ -369,8 +342,8 @@ class _Window:
                 continue
             if end + len("e+") >= len(self.text) and self._grow(more):
                 continue  # a number may be cut
-            element, self.at = self.text[self.at : end], end
-            return _object_or_unused(value) if is_utf8(element) else Unused(NOT_UTF8)
+            begin, self.at = self.at, end
+            return _object(value, self.text[begin:end])
 
     def _grow(self, size: int = 0) -> bool:
         """Read on, and forget what is before `at`; False at the end of the file."""

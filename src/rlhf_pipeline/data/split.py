@@ -141,7 +141,6 @@ def _needed_batches(
     references: pa.DictionaryArray,
     files: Sequence[PhaseFile],
 ) -> Iterator[_Batch]:
-    """Yield the rows that a file needs, in the order of the sources."""
     needed = _wanted(files)
     chosen = _wanted(file for file in files if "chosen" in file.table.answers)
     rejected = _wanted(file for file in files if "rejected" in file.table.answers)
@@ -183,7 +182,6 @@ def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
-    """Raise DataError if a phase with a weight has no rows to train or validate on."""
     for phase, weight in zip(PHASES, config.weights, strict=True):
         for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
             path = f"{phase}/{part}.arrow"
@@ -267,7 +265,6 @@ def pack(
 def _accepted_texts(
     sources: Sequence[Path], control_tokens: ControlTokenFilter
 ) -> Iterator[list[str]]:
-    """Batches of the texts without control tokens."""
     for source, folder in enumerate(sources):
         for places, batch in texts(folder):
             rows = zip(places, batch, strict=True)

@@ -149,7 +149,6 @@ def histogram(counts: Mapping[int, int], limit: int) -> list[_Cells]:
 
 
 def _with_sums(rows: Iterator[_Cells]) -> list[_Cells]:
-    """Rows of a label and numbers, with their sums if there are several."""
     found = list(rows)
     sums = [sum(column) for column in list(zip(*found, strict=True))[1:]]
     return [*found, ("all sources", *sums)] if len(found) > 1 else found

@@ -9,8 +9,8 @@ import re
 import runpy
 from pathlib import Path
 
-from rlhf_pipeline.data.sources.adapter import Source
 from rlhf_pipeline.data.source import MODULES, find_source
+from rlhf_pipeline.data.sources.adapter import Source
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
 HEADER = ("source", "holds", "columns read", "on the hub", "description")

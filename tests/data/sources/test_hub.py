@@ -17,9 +17,8 @@ from stand_in_hub import COMMITS, serving
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text
+from rlhf_pipeline.data.source import find_source, read
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Source
-from rlhf_pipeline.data.source import find_source
-from rlhf_pipeline.data.source import read
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.data.records import Unused
-from rlhf_pipeline.data.sources import lookup
 from rlhf_pipeline.data.source import MODULES, find_source
+from rlhf_pipeline.data.sources import lookup
 from rlhf_pipeline.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
-from rlhf_pipeline.data.sources.adapter import columns_of, outcome
 from rlhf_pipeline.data.source import find_source
+from rlhf_pipeline.data.sources.adapter import columns_of, outcome
 from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
 
 FILES = find_source("files")

@@ -10,9 +10,9 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
+from rlhf_pipeline.data.source import column_faults, read, source_origin
 from rlhf_pipeline.data.sources import own_files
 from rlhf_pipeline.data.sources.adapter import Records, Row, Rows, SkippedRowError, Source
-from rlhf_pipeline.data.source import column_faults, read, source_origin
 from rlhf_pipeline.errors import ConfigError, DataError
 
 SYSTEM = {"role": "system", "content": "Be kind."}

@@ -10,13 +10,14 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.synthetic import generate, gold_score
 from rlhf_pipeline.data.sources.synthetic import (
     ALTERNATIVES,
     CATEGORIES,
     CLOSINGS,
     OPENINGS,
     REFUSALS,
+    generate,
+    gold_score,
 )
 
 CAPITAL = "Anna here, what is the capital of France?"

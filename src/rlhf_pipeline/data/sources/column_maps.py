@@ -35,7 +35,7 @@ _PAIR = ("prompt", "chosen", "rejected")
 
 
 def _texts(
-    name: str, description: str, asked: str, answers: str, *, strip: bool = False, **hub: Any
+    name: str, asked: str, answers: str, description: str, *, strip: bool = False, **hub: Any
 ) -> Source:
     """A source whose columns are texts: those of the prompt, and one or two answers.
 
@@ -52,7 +52,7 @@ def _texts(
     return Source(name, kind, description, columns, parse, **hub)
 
 
-def _rated(name: str, description: str, ratings: str, **hub: Any) -> Source:
+def _rated(name: str, ratings: str, description: str, **hub: Any) -> Source:
     """A source of two dialogues and their ratings; equal ratings are skipped."""
     rating, other = ratings.split()
 
@@ -189,138 +189,88 @@ def _mkqa(language: str, code: str) -> Source:
 SOURCES = (
     # Bai et al. 2022, "Training a Helpful and Harmless Assistant with Reinforcement Learning from
     # Human Feedback". Other publishers of these dialogues store the prompt in a separate column.
-    Source(
-        "Anthropic/hh-rlhf", "comparisons",
-        "Anthropic's helpful and harmless dialogues, about 161,000 comparisons",
-        ("chosen", "rejected"), parse_anthropic,
-    ),
-    Source(
-        "Dahoas/rm-static", "comparisons",
-        "Anthropic's dialogues for reward models, about 76,000 comparisons; DeepSpeed-Chat's "
-        "default",
-        _PAIR, _continued("", str),
-    ),
-    Source(
-        "Dahoas/full-hh-rlhf", "comparisons",
-        "Anthropic's helpful and harmless dialogues, about 112,000 comparisons",
-        _PAIR, _continued("", str),
-    ),
+    Source("Anthropic/hh-rlhf", "comparisons",
+           "Anthropic's helpful and harmless dialogues, about 161,000 comparisons",
+           _PAIR[1:], parse_anthropic),
+    Source("Dahoas/rm-static", "comparisons",
+           "Anthropic's dialogues for reward models, about 76,000 comparisons; DeepSpeed-Chat's "
+           "default",
+           _PAIR, _continued("", str)),
+    Source("Dahoas/full-hh-rlhf", "comparisons",
+           "Anthropic's helpful and harmless dialogues, about 112,000 comparisons",
+           _PAIR, _continued("", str)),
     # The white space where the dialogues are cut is not documented, so any is accepted: a prompt
     # may lack the empty line before its first turn, and "Assistant:" may end the prompt or begin
     # the answers.
-    Source(
-        "yitingxie/rlhf-reward-datasets", "comparisons",
-        "Anthropic's and other English dialogues, about 76,000 comparisons",
-        _PAIR, _continued("\n\n", str.strip),
-    ),
-    Source(
-        "pvduy/sharegpt_alpaca_oa_vicuna_format", "demonstrations",
-        "English dialogues of ShareGPT, Alpaca and Open Assistant",
-        ("prompt", "label"), _parse_vicuna,
-    ),
-    _texts(
-        "Dahoas/synthetic-instruct-gptj-pairwise",
-        "machine-written instructions, answers of a stronger and a weaker model, about 33,000 "
-        "comparisons",
-        "prompt", "chosen rejected",
-    ),
+    Source("yitingxie/rlhf-reward-datasets", "comparisons",
+           "Anthropic's and other English dialogues, about 76,000 comparisons",
+           _PAIR, _continued("\n\n", str.strip)),
+    Source("pvduy/sharegpt_alpaca_oa_vicuna_format", "demonstrations",
+           "English dialogues of ShareGPT, Alpaca and Open Assistant",
+           ("prompt", "label"), _parse_vicuna),
+    _texts("Dahoas/synthetic-instruct-gptj-pairwise", "prompt", "chosen rejected",
+           "machine-written instructions, answers of a stronger and a weaker model, about 33,000 "
+           "comparisons"),
     # Stiennon et al. 2020, "Learning to summarize from human feedback". A post ends with "TL;DR:".
-    _texts(
-        "trl-lib/tldr-preference",
-        "summaries of Reddit posts and news, compared by people, about 93,000 comparisons",
-        "prompt", "chosen rejected", strip=True,
-    ),
+    _texts("trl-lib/tldr-preference", "prompt", "chosen rejected",
+           "summaries of Reddit posts and news, compared by people, about 93,000 comparisons",
+           strip=True),
     # Nakano et al. 2021, "WebGPT: Browser-assisted question-answering with human feedback".
-    Source(
-        "openai/webgpt_comparisons", "comparisons",
-        "long answers to questions, compared by people, about 19,600 comparisons with ties",
-        ("question", "answer_0", "answer_1", "score_0", "score_1"), parse_webgpt,
-        revision=CONVERTED,
-    ),
+    Source("openai/webgpt_comparisons", "comparisons",
+           "long answers to questions, compared by people, about 19,600 comparisons with ties",
+           ("question", "answer_0", "answer_1", "score_0", "score_1"), parse_webgpt,
+           revision=CONVERTED),
     # Ethayarajh et al. 2022, "Understanding Dataset Difficulty with V-Usable Information". No ties:
     # one comment has more votes although it was written later.
-    Source(
-        "stanfordnlp/SHP", "comparisons",
-        "questions to 18 subreddits with two comments, compared by votes, about 349,000 "
-        "comparisons",
-        ("history", "human_ref_A", "human_ref_B", "labels"), _parse_shp,
-    ),
+    Source("stanfordnlp/SHP", "comparisons",
+           "questions to 18 subreddits with two comments, compared by votes, about 349,000 "
+           "comparisons",
+           ("history", "human_ref_A", "human_ref_B", "labels"), _parse_shp),
     # Zhang et al. 2023, "MIRACL: A Multilingual Retrieval Dataset Covering 18 Diverse Languages".
     _miracl("zh", "Chinese"),
     _miracl("ja", "Japanese"),
     # Tunstall et al. 2023, "Zephyr: Direct Distillation of LM Alignment". The best of four answers
     # is compared with a random one of the others, which may have the same score.
-    _rated(
-        "HuggingFaceH4/ultrafeedback_binarized",
-        "answers of models scored by GPT-4, about 61,000 comparisons with ties",
-        "score_chosen score_rejected", split="train_prefs",
-    ),
-    _rated(
-        "argilla/dpo-mix-7k",
-        "a small mix of the best of the other three, 6,750 comparisons",
-        "chosen_rating rejected_rating",
-    ),
-    _rated(
-        "argilla/ultrafeedback-binarized-preferences-cleaned",
-        "UltraFeedback by the mean of its ratings, without the questions of TruthfulQA, about "
-        "61,000 comparisons",
-        "chosen-rating rejected-rating",
-    ),
-    _rated(
-        "argilla/distilabel-capybara-dpo-7k-binarized",
-        "dialogues of several turns, about 7,600 comparisons",
-        "rating_chosen rating_rejected",
-    ),
-    Source(
-        "argilla/distilabel-intel-orca-dpo-pairs", "comparisons",
-        "Orca's instructions with rated answers, about 12,900 comparisons with ties",
-        ("system", "input", "chosen", "rejected", "status"), _parse_orca,
-    ),
+    _rated("HuggingFaceH4/ultrafeedback_binarized", "score_chosen score_rejected",
+           "answers of models scored by GPT-4, about 61,000 comparisons with ties",
+           split="train_prefs"),
+    _rated("argilla/dpo-mix-7k", "chosen_rating rejected_rating",
+           "a small mix of the best of the other three, 6,750 comparisons"),
+    _rated("argilla/ultrafeedback-binarized-preferences-cleaned", "chosen-rating rejected-rating",
+           "UltraFeedback by the mean of its ratings, without the questions of TruthfulQA, about "
+           "61,000 comparisons"),
+    _rated("argilla/distilabel-capybara-dpo-7k-binarized", "rating_chosen rating_rejected",
+           "dialogues of several turns, about 7,600 comparisons"),
+    Source("argilla/distilabel-intel-orca-dpo-pairs", "comparisons",
+           "Orca's instructions with rated answers, about 12,900 comparisons with ties",
+           ("system", "input", "chosen", "rejected", "status"), _parse_orca),
     # Conover et al. 2023, "Free Dolly: Introducing the World's First Truly Open Instruction-Tuned
     # LLM". Few instructions have a context.
-    _texts(
-        "databricks/databricks-dolly-15k",
-        "instructions and answers written by people, about 15,000",
-        "instruction context", "response",
-    ),
+    _texts("databricks/databricks-dolly-15k", "instruction context", "response",
+           "instructions and answers written by people, about 15,000"),
     # Taori et al. 2023, "Stanford Alpaca: An Instruction-following LLaMA model". A few rows have no
     # output and count as bad: set `max_bad_fraction` to 0.001.
-    _texts(
-        "tatsu-lab/alpaca",
-        "instructions and answers written by a model, about 52,000; a few without an answer",
-        "instruction input", "output",
-    ),
-    _texts(
-        "wangrui6/Zhihu-KOL",
-        "Chinese: questions and answers of Zhihu, about a million",
-        "INSTRUCTION", "RESPONSE",
-    ),
+    _texts("tatsu-lab/alpaca", "instruction input", "output",
+           "instructions and answers written by a model, about 52,000; a few without an answer"),
+    _texts("wangrui6/Zhihu-KOL", "INSTRUCTION", "RESPONSE",
+           "Chinese: questions and answers of Zhihu, about a million"),
     # Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization".
-    _texts(
-        "trl-lib/tldr",
-        "Reddit posts with their authors' summaries, about 117,000",
-        "prompt", "completion", strip=True,
-    ),
+    _texts("trl-lib/tldr", "prompt", "completion",
+           "Reddit posts with their authors' summaries, about 117,000", strip=True),
     # Guo et al. 2023, "How Close is ChatGPT to Human Experts?". Subset "all" contains all others.
-    Source(
-        "Hello-SimpleAI/HC3-Chinese", "demonstrations",
-        "Chinese: questions of seven fields answered by people, about 12,900",
-        ("question", "human_answers"), _parse_hc3, revision=CONVERTED, subset="all",
-    ),
+    Source("Hello-SimpleAI/HC3-Chinese", "demonstrations",
+           "Chinese: questions of seven fields answered by people, about 12,900",
+           ("question", "human_answers"), _parse_hc3, revision=CONVERTED, subset="all"),
     # Longpre et al. 2020, "MKQA: A Linguistically Diverse Benchmark for Multilingual Open Domain
     # Question Answering". People translated the questions.
     _mkqa("Chinese", "zh_cn"),
     _mkqa("Japanese", "ja"),
     # Ushio et al. 2022, "Generative Language Models for Paragraph-Level Question Generation". As in
     # DeepSpeed-Chat, the answer is the text that contains it, not the few words of column `answer`.
-    _texts(
-        "lmqg/qg_jaquad",
-        "Japanese: questions with the sentence of Wikipedia that answers them",
-        "question", "sentence", revision=CONVERTED,
-    ),
-    Source(
-        "lmqg/qag_jaquad", "demonstrations",
-        "Japanese: questions with the paragraph of Wikipedia that answers them",
-        ("questions", "paragraph"), _parse_paragraph, revision=CONVERTED,
-    ),
+    _texts("lmqg/qg_jaquad", "question", "sentence",
+           "Japanese: questions with the sentence of Wikipedia that answers them",
+           revision=CONVERTED),
+    Source("lmqg/qag_jaquad", "demonstrations",
+           "Japanese: questions with the paragraph of Wikipedia that answers them",
+           ("questions", "paragraph"), _parse_paragraph, revision=CONVERTED),
 )  # fmt: skip
