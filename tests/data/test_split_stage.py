@@ -54,7 +54,6 @@ def test_the_stage_writes_data_report_and_token_contract(
     report = json.loads((export / "report.json").read_text())
     assert report["distinct_prompts"]["sft"] == 12
     assert (export / "report.md").read_text() == render_markdown(report)
-    assert (export / "lengths.png").read_bytes().startswith(b"\x89PNG")
     assert verify(export).metrics == headline(report)
 
 
