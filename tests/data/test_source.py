@@ -93,32 +93,24 @@ def test_valid_prompts(tmp_path: Path, prompt: object) -> None:
     assert isinstance(record, Example)
 
 
+ALTERNATION = "the prompt's turns are not user and assistant in alternation"
+HALF = "half a surrogate pair, not a character"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"prompt": [USER, ASSISTANT, USER, USER]},
-            "the prompt's turns are not user and assistant in alternation",
-        ),
-        (
-            {"prompt": [ASSISTANT, USER]},
-            "the prompt's turns are not user and assistant in alternation",
-        ),
-        (
-            {"prompt": [USER, SYSTEM, USER]},
-            "the prompt's turns are not user and assistant in alternation",
-        ),
-        (
-            {"prompt": [SYSTEM, SYSTEM, USER]},
-            "the prompt's turns are not user and assistant in alternation",
-        ),
+        ({"prompt": [USER, ASSISTANT, USER, USER]}, ALTERNATION),
+        ({"prompt": [ASSISTANT, USER]}, ALTERNATION),
+        ({"prompt": [USER, SYSTEM, USER]}, ALTERNATION),
+        ({"prompt": [SYSTEM, SYSTEM, USER]}, ALTERNATION),
         ({"prompt": " \n"}, "a turn of the prompt is empty"),
         ({"prompt": [USER, BLANK, USER]}, "a turn of the prompt is empty"),
         ({"chosen": "\u3000"}, "the chosen answer is empty"),  # an ideographic space
         ({"rejected": ""}, "the rejected answer is empty"),
         ({"chosen": " No.\n"}, "the two answers are equal"),
-        ({"prompt": "half \ud83d of a pair"}, "half a surrogate pair, not a character"),
-        ({"rejected": "\udc00"}, "half a surrogate pair, not a character"),
+        ({"prompt": "half \ud83d of a pair"}, HALF),
+        ({"rejected": "\udc00"}, HALF),
         ({"chosen": "a\0b"}, "a NUL character in the text"),
         ({"rejected": 7}, "column 'rejected' is int, not a string or a list of messages"),
     ],

@@ -193,9 +193,7 @@ def write(path: Path, columns: Any) -> None:
         stream.write_table(table)
 
 
-def test_the_first_row_of_each_phase_shows_its_learned_tokens(
-    tokenizer, tmp_path
-) -> None:
+def test_the_first_row_of_each_phase_shows_its_learned_tokens(tokenizer, tmp_path) -> None:
     prompt, answer, other = (
         tokenizer.encode(text, add_special_tokens=False)
         for text in ("User: <hi>", "Hello.<|end|>", "No.<|end|>")

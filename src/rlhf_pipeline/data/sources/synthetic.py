@@ -154,7 +154,7 @@ def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
         yield f"{_NAME}:{index}", Example(question(prompt), chosen=first, rejected=second)
 
 
-def _gold_score(prompt: str, response: str) -> float:
+def world_score(prompt: str, response: str) -> float:
     """The quality of any text as response to a prompt of this world, by the table above.
 
     Raises ValueError if the prompt is not one of this world.
@@ -168,7 +168,7 @@ def _gold_score(prompt: str, response: str) -> float:
 
 
 GOLD_SCORES: dict[str, Callable[[Conversation, str], float]] = {
-    _NAME: lambda prompt, response: _gold_score(prompt[-1]["content"], response)
+    _NAME: lambda prompt, response: world_score(prompt[-1]["content"], response)
 }
 """Name of a source -> function from prompt and response to the true quality of the response; higher
 is better. It raises ValueError for a prompt of another source."""
