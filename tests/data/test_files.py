@@ -179,9 +179,7 @@ def test_a_web_server_that_refuses(web: str) -> None:
         origin(f"{web}/none.jsonl")
 
 
-def test_compressed_parquet_is_seekable(
-    write: Write,
-) -> None:
+def test_compressed_parquet_is_seekable(write: Write) -> None:
     content = random.Random(0).randbytes(3_000_000)
     path = write("a.parquet.gz", gzip.compress(content, 1))
     (file,) = find_files(path).files

@@ -176,10 +176,7 @@ BAD_LINES: list[tuple[bytes, Unused]] = [
     (b"null", Unused("a JSON NoneType, not an object")),
     (b'{"x": "a\0b"}', NUL),
     (b"\0" * 10, NUL),
-    (
-        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        Unused("not JSON (nested too deeply)"),
-    ),
+    (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", Unused("not JSON (nested too deeply)")),
     (b'{"x": ' + b"1" * 10_000 + b"}", Unused("not JSON (a number of too many digits)")),
 ]
 

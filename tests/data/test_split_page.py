@@ -104,11 +104,7 @@ REPORT = {
     },
     "pretraining": {
         "sources": {
-            "files (wiki.txt)": {
-                "rows": 1_200,
-                "bad": {"no text": 3},
-                "skipped": {"empty": 2},
-            }
+            "files (wiki.txt)": {"rows": 1_200, "bad": {"no text": 3}, "skipped": {"empty": 2}}
         },
         "documents": 1_195,
         "tokens": 1_234_567,

@@ -62,10 +62,7 @@ def test_latest_refers_to_the_newest_version_and_is_no_version_itself(finished, 
     latest = tmp_path / "models" / "sft_model" / "latest"
     assert latest.resolve() == dataset(tmp_path, "v").load()
     assert str(latest.readlink()) == "2026-01-02T00.00.00.000Z/sft_model"
-    assert [path.parent.name for path in dataset(tmp_path, "v").versions()] == [
-        V1,
-        V2,
-    ]
+    assert [path.parent.name for path in dataset(tmp_path, "v").versions()] == [V1, V2]
 
 
 def test_an_unfinished_directory_is_refused(tmp_path):
@@ -128,8 +125,7 @@ def test_a_published_version_is_not_replaced(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "wrong"),
-    [("2931-01-01T00.00.00.000Z", True), (V1, False), ("zero", False)],
+    ("version", "wrong"), [("2931-01-01T00.00.00.000Z", True), (V1, False), ("zero", False)]
 )
 def test_a_version_later_than_now_is_a_fault(finished, tmp_path, version, wrong):
     assert dataset(tmp_path, "v").clock_fault() is None

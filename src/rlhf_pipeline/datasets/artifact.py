@@ -134,7 +134,7 @@ class ArtifactDataset(PathDataset):
         manifest is damaged there is left out and reported; raises ArtifactError if `strict`.
         """
         found = {path.parent.name: path for path in super().versions()}
-        for name in set(self._stored()) - found.keys():
+        for name in sorted({*self._stored()} - found.keys()):
             try:
                 found[name] = self._fetch(name, outline=True)
             except ArtifactError as error:

@@ -301,8 +301,7 @@ def test_trees_in_separate_rows_are_refused(source_rows: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "places"),
-    [(OASST, [0, 2, 5, 9]), (HELPSTEER, [0, 2, 4]), (WIKITEXT, [1, 10])],
+    ("name", "places"), [(OASST, [0, 2, 5, 9]), (HELPSTEER, [0, 2, 4]), (WIKITEXT, [1, 10])]
 )
 def test_a_record_has_the_place_of_its_first_row(
     source_rows: Any, name: str, places: list[int]
