@@ -44,11 +44,12 @@ def main(job: LaunchedJob) -> dict[str, float]:
     job.export.mkdir(exist_ok=True)
     with RecordsWriter(job.export) as writer:
         rows = read(config, job.seed, job.digests.get("revision"))
-        for counts.rows, (place, record) in enumerate(rows, start=1):
+        for place, record in rows:
             if isinstance(record, Unused):
                 counts.add_unused(place, record)
             else:
                 writer.add(place, record)
+            counts.rows += 1
             progress.at(counts.rows)
     counts.write(job.export)
     return {
