@@ -124,7 +124,7 @@ class ArtifactDataset(PathDataset):
 
         Raises ArtifactError if the version is damaged in its store.
         """
-        path = super().load()
+        path = Path(str(self._get_load_path()))
         return path if self.store is None or path.exists() else self._fetch(path.parent.name)
 
     def versions(self, *, strict: bool = False) -> list[Path]:
