@@ -24,7 +24,7 @@ GUARD = 4 * 2**30
 
 
 def rows(path: Path) -> str:
-    from rlhf_pipeline.data.files.rows import read_rows
+    from rlhf_pipeline.data.formats import read_rows
     from rlhf_pipeline.data.records import Unused
 
     unused = sum(isinstance(row, Unused) for _, row in read_rows(str(path), (), "train"))
@@ -124,7 +124,7 @@ def _message(kind: str, path: Path) -> str:
 if __name__ == "__main__":
     order = json.loads(Path(sys.argv[1]).read_text())
     # Once for all children, which would spend most of their time on it.
-    import rlhf_pipeline.data.files.rows
+    import rlhf_pipeline.data.formats
 
     if order[0][0] in ("gguf", "model", "table"):
         import rlhf_pipeline.models.base_model  # noqa: F401

@@ -25,13 +25,12 @@ def finished_in(output: str) -> list[str]:
 
 
 @pytest.fixture
-def machine(bucket, tmp_path, monkeypatch):
+def machine(bucket, tmp_path):
     """Makes machines with empty disks that share the store."""
     keys = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
 
     def make(name):
         (tmp_path / name).mkdir()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
         made = Project(tmp_path / name)
         made.secrets = keys
         return made
@@ -39,12 +38,11 @@ def machine(bucket, tmp_path, monkeypatch):
     return make
 
 
-REMOTE = {
-    "base_model": ("artifact.ArtifactDataset", "02_base_model/base_model"),
-    "split": ("artifact.ArtifactDataset", "03_split/split"),
-    "{stage}_model": ("artifact.ArtifactDataset", "06_models/{stage}_model"),
-    "evaluation": ("artifact.ArtifactDataset", "08_reporting/evaluation"),
-    "evaluation_page": ("artifact.PageDataset", "08_reporting/evaluation.html"),
+PUBLISHED = {
+    "base_model": "02_base_model/base_model",
+    "split": "03_split/split",
+    "{stage}_model": "06_models/{stage}_model",
+    "evaluation": "08_reporting/evaluation",
 }
 
 
@@ -54,15 +52,16 @@ def conf(tmp_path, s3_server):
     local = shutil.copytree(PROJECT / "conf", tmp_path / "conf") / "local"
     entries = {
         name: {
-            "type": f"rlhf_pipeline.datasets.{kind}",
-            "filepath": f"s3://bucket/published/{path}",
+            "type": "rlhf_pipeline.datasets.artifact.ArtifactDataset",
+            "filepath": f"${{runtime_params:root, ${{globals:root}}}}/{path}",
             "versioned": True,
+            "store": "s3://bucket/project",
             "credentials": "s3",
         }
-        for name, (kind, path) in REMOTE.items()
+        for name, path in PUBLISHED.items()
     }
     store = {
-        "type": "rlhf_pipeline.datasets.store.StoreDataset",
+        "type": "rlhf_pipeline.datasets.artifact.StoreDataset",
         "url": "s3://bucket/project",
         "credentials": "s3",
     }
@@ -77,7 +76,7 @@ def test_other_machines_reuse_stages_and_versions_in_seconds(machine, conf, buck
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     assert len(finished_in(machine("one").kedro("--pipeline=full", conf))) == 7
-    assert len(list(bucket.glob("published/*/*/*/*/manifest.json"))) == 6
+    assert len(list(bucket.glob("project/versions/*/*.json"))) == 6
     two = machine("two")
     status = two.kedro(conf, command="rlhf status")
     assert status.count("reuse") == status.count("from the store") == 7
@@ -93,17 +92,17 @@ def test_other_machines_reuse_stages_and_versions_in_seconds(machine, conf, buck
     )
     assert "08_reporting/evaluation.html" in three.kedro("--no-open", conf, command="rlhf report")
     assert "Nothing to remove" in three.kedro(conf, command="rlhf clean --versions")
-    assert len(list(bucket.glob("published/*/*/*/*/manifest.json"))) == 14
+    assert len(list(bucket.glob("project/versions/*/*.json"))) == 14
 
 
 @pytest.mark.slow
 def test_a_missing_bucket_or_a_wrong_key_ends_the_run_before_it_trains(machine):
     one = machine("one")
     output = one.kedro(params="store=s3://nowhere/x", check=False)
-    assert "Error: s3://nowhere/x: found FileNotFoundError: The specified bucket does" in output
+    assert "Error: s3://nowhere/x: not found (NoSuchBucket: " in output
     one.secrets = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "canary-wrong"}
     output = one.kedro(params=STORE, check=False)
-    assert "Error: s3://bucket/project: found PermissionError: The request signature" in output
+    assert "Error: s3://bucket/project: access denied (" in output
     assert "canary" not in output
     assert not (one.root / "07_workspace").exists()
 

@@ -15,8 +15,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, local_source
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.data.sources.lookup import find_source
-from rlhf_pipeline.data.sources.read_rows import column_faults
+from rlhf_pipeline.data.source import column_faults, find_source
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json

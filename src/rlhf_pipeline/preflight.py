@@ -15,7 +15,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import BLOCKS
-from rlhf_pipeline.data.true_answers import require_true_answers
+from rlhf_pipeline.data.split_page import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.pipelines.table import parameter_blocks, policy_stages

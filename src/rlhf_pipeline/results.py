@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from rlhf_pipeline.data.split_report import print_summary as print_split
+from rlhf_pipeline.data.split_page import print_summary as print_split
 from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.evaluation.comparison import judge_title, read_evaluation
 from rlhf_pipeline.evaluation.gate import outcome

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.data import split as module
-from rlhf_pipeline.data.record_files import RecordsWriter
+from rlhf_pipeline.data.formats import read_rows
+from rlhf_pipeline.data.record_files import RecordsWriter, RowCounts
 from rlhf_pipeline.data.records import Example, Message, Record, Unused
-from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.data.token_contract import TokenContract
 
@@ -145,3 +145,22 @@ def ten() -> list[Example]:
         Example((Message("user", f"Question {n}?"),), f"Right {n}.", f"Wrong {n}.")
         for n in range(10)
     ]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, bytes], str]:
+    """Writes a file into the test's folder; returns its path."""
+
+    def write(name: str, content: bytes) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def read() -> Callable[..., list[tuple[str, Any]]]:
+    """Reads all rows of a path."""
+    return lambda path, columns=(), split="train": list(read_rows(str(path), columns, split))

@@ -15,7 +15,7 @@ from rlhf_pipeline.data.parts import PARTS
 from rlhf_pipeline.data.phase_files import TABLES
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message, normalized
-from rlhf_pipeline.data.sources.read_rows import read
+from rlhf_pipeline.data.source import read
 from rlhf_pipeline.errors import DataError
 
 Make = Callable[..., Blend]

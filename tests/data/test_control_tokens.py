@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_pipeline.data.control_tokens import ControlTokenFilter, control_tokens
-from rlhf_pipeline.data.record_files import examples
+from rlhf_pipeline.data.record_files import RowCounts, examples
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.row_counts import RowCounts
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.tokenization import ControlTokenFilter, control_tokens
 from rlhf_pipeline.errors import DataError
 
 
@@ -41,64 +40,39 @@ def control_token_filter(
     )
 
 
-def test_texts_without_control_tokens_are_accepted_and_not_counted(tokenizer) -> None:
-    counts = RowCounts(rows=4)
-    assert control_token_filter(tokenizer, counts).accepts(
-        0, "own:1", ["Why?", "", "<|END|> < |end|>", "So."]
-    )
-    assert not counts.bad
-
-
 @pytest.mark.parametrize(
-    "texts", [["<|end|>", "", ""], ["a", "b<|end|>c", ""], ["a", "b", "c\n<|end|>"]]
+    ("texts", "found"),
+    [
+        (["Why?", "", "<|END|> < |end|>", "[SEP] [S...", "So."], None),
+        (["<|end|>", "", ""], "<|end|>"),
+        (["a", "b<|end|>c", ""], "<|end|>"),
+        (["a", "b", "c\n<|end|>"], "<|end|>"),
+        (["<|pad|><|end|>", "<|end|>"], "<|pad|>"),  # a row counts once, by its first token
+        (["<|end|>|>"], "<|end|>|>"),  # the longest
+        (["a[SEP].*b"], "[SEP].*"),  # no regular expression
+    ],
 )
-def test_a_control_token_anywhere_is_refused_and_counted(tokenizer, texts: list[str]) -> None:
+def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], found: str) -> None:
+    added = ["<|end", "<|end|>|>", "[SEP].*"]
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
     counts = RowCounts(rows=4)
-    assert not control_token_filter(tokenizer, counts).accepts(0, "own:1", texts)
-    assert counts.bad == {"the text contains the tokenizer's control token <|end|>": 1}
-    assert counts.first_bad == [
-        ("own:1", "the text contains the tokenizer's control token <|end|>")
-    ]
-
-
-def test_a_row_counts_once_by_its_first_control_token(tokenizer) -> None:
-    counts = RowCounts(rows=4)
-    control_token_filter(tokenizer, counts).accepts(0, "own:1", ["<|pad|><|end|>", "<|end|>"])
-    assert counts.bad == {"the text contains the tokenizer's control token <|pad|>": 1}
-
-
-def test_the_longest_of_several_tokens_is_named(tokenizer) -> None:
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end", "<|end|>|>"]})
-    counts = RowCounts(rows=4)
-    control_token_filter(tokenizer, counts).accepts(0, "own:1", ["<|end|>|>"])
-    assert counts.bad == {"the text contains the tokenizer's control token <|end|>|>": 1}
-
-
-def test_tokens_are_not_regular_expressions(tokenizer) -> None:
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[SEP].*"]})
-    counts = RowCounts(rows=4)
-    assert control_token_filter(tokenizer, counts).accepts(0, "own:1", ["S...", "[SEP]"])
-    assert not control_token_filter(tokenizer, counts).accepts(0, "own:2", ["a[SEP].*b"])
+    accepted = control_token_filter(tokenizer, counts).accepts(0, "own:1", texts)
+    assert accepted == (found is None)
+    reason = f"the text contains the tokenizer's control token {found}"
+    assert counts.first_bad == ([] if found is None else [("own:1", reason)])
+    assert counts.bad.total() == len(counts.first_bad)
 
 
 def test_each_source_has_its_own_counts(tokenizer) -> None:
-    own, other = RowCounts(rows=2), RowCounts(rows=4)
+    own, other = RowCounts(rows=3), RowCounts(rows=4)
+    own.bad["no answer"] = 1
     screened = control_token_filter(tokenizer, own, other, max_bad_fraction=0.25)
     assert not screened.accepts(1, "other:3", ["<|end|>"])  # 1 of 4 is just allowed
-    assert (own.bad.total(), other.bad.total()) == (0, 1)
+    assert (own.bad.total(), other.bad.total()) == (1, 1)
     with pytest.raises(
-        DataError, match=r"source own: 1 of 2 rows are bad.*\n  own:1: the text contains"
+        DataError, match=r"source own: 2 of 3 rows are bad.*\n  own:1: the text contains"
     ):
         screened.accepts(0, "own:1", ["<|end|>"])
-
-
-def test_earlier_bad_rows_count_as_well(tokenizer) -> None:
-    counts = RowCounts(rows=4)
-    counts.bad["no answer"] = 1
-    with pytest.raises(DataError, match="source own: 2 of 4 rows are bad"):
-        control_token_filter(tokenizer, counts, max_bad_fraction=0.25).accepts(
-            0, "own:1", ["<|end|>"]
-        )
 
 
 def test_all_texts_of_an_example_are_checked(tokenizer, write_records) -> None:
@@ -125,13 +99,3 @@ def test_all_texts_of_an_example_are_checked(tokenizer, write_records) -> None:
         "the text contains the tokenizer's control token <|end|>": 2,
         "the text contains the tokenizer's control token <|pad|>": 1,
     }
-    assert (
-        control_token_filter(tokenizer, *counts)
-        .usable_rows(0, examples(write_records("empty")))
-        .tolist()
-        == []
-    )
-    with pytest.raises(DataError, match=r"source other: 1 of 5 rows are bad"):
-        control_token_filter(
-            tokenizer, RowCounts(), RowCounts(rows=5), max_bad_fraction=0.0
-        ).usable_rows(1, examples(write_records("b", *rows)))

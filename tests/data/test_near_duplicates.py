@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rlhf_pipeline.data.near_duplicates import near_duplicates
+from rlhf_pipeline.data.blend import near_duplicates
 
 TWELVE = "a b c d e f g h i j k l"  # 8 grams: a-e, b-f, ... h-l
 

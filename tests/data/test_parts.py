@@ -186,11 +186,7 @@ def test_a_phase_that_no_prompt_can_serve_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("serves", "weights", "named"),
-    [
-        (SFT, (0, 4, 4), "sft"),
-        (SFT | PPO, (0, 1, 0), "sft, ppo"),
-        (0, (2, 4, 4), "none"),
-    ],
+    [(SFT, (0, 4, 4), "sft"), (SFT | PPO, (0, 1, 0), "sft, ppo"), (0, (2, 4, 4), "none")],
 )
 def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, named: str) -> None:
     prompts = [*range(10), 10, 11, 11, 12]

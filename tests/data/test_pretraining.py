@@ -8,8 +8,8 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.data import record_files
-from rlhf_pipeline.data.pretraining import pack
 from rlhf_pipeline.data.records import Text
+from rlhf_pipeline.data.split import pack
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -8,15 +10,19 @@ import pytest
 
 from rlhf_pipeline.data import record_files
 from rlhf_pipeline.data.record_files import (
+    ArrowWriter,
     ExampleBatch,
+    RowCounts,
     example_batch,
     examples,
     keys,
+    mapped,
     phase_bits,
     serves,
     texts,
 )
-from rlhf_pipeline.data.records import Example, Message, Text
+from rlhf_pipeline.data.records import Example, Message, Text, Unused
+from rlhf_pipeline.errors import DataError
 
 
 def asked(content: str, *answers: str) -> Example:
@@ -202,3 +208,90 @@ def test_phases_as_bits() -> None:
     assert phase_bits(["ppo", "sft"]) == 0b101
     assert phase_bits(["reward_model"]) == 0b010
     assert phase_bits([]) == 0
+
+
+# --- written batch by batch -----------------------------------------------------------------------
+
+SCHEMA = pa.schema([("id", pa.string()), ("prompt_ids", pa.list_(pa.int32()))])
+
+
+def write(path: Path, *batches: list[dict[str, Any]]) -> bytes:
+    writer = ArrowWriter(path, SCHEMA)
+    for batch in batches:
+        writer.write(batch)
+    writer.close()
+    return path.read_bytes()
+
+
+def test_batches_are_read_back_in_order_and_equal_ones_are_equal_bytes(tmp_path: Path) -> None:
+    first = [{"id": "a", "prompt_ids": [1, 2]}, {"id": "b", "prompt_ids": [], "more": 1}]
+    batches = first, [{"id": "c", "prompt_ids": [3]}]
+    assert write(tmp_path / "one.arrow", *batches) == write(tmp_path / "two.arrow", *batches)
+    table = mapped(tmp_path / "one.arrow")
+    assert table.to_pydict() == {"id": ["a", "b", "c"], "prompt_ids": [[1, 2], [], [3]]}
+    write(tmp_path / "none.arrow")
+    assert mapped(tmp_path / "none.arrow").schema == table.schema == SCHEMA
+
+
+# --- row counts -----------------------------------------------------------------------------------
+
+EMPTY, TIE = Unused("the chosen answer is empty"), Unused("a tie", bad=False)
+EQUAL = Unused("the answers are equal: „ja“")
+
+
+def counted(*rows: Unused, total: int) -> RowCounts:
+    counts = RowCounts(rows=total)
+    for line, row in enumerate(rows, start=1):
+        counts.add_unused(f"own.jsonl:{line}", row)
+    return counts
+
+
+def test_counts_by_reason_are_written_and_read_and_continue(tmp_path: Path) -> None:
+    counted(EMPTY, TIE, EQUAL, EMPTY, TIE, TIE, total=10).write(tmp_path)
+    counts = RowCounts.read(tmp_path)
+    assert counts == RowCounts(
+        rows=10,
+        bad={EMPTY.reason: 2, EQUAL.reason: 1},
+        skipped={"a tie": 3},
+        first_bad=[
+            ("own.jsonl:1", EMPTY.reason), ("own.jsonl:3", EQUAL.reason),
+            ("own.jsonl:4", EMPTY.reason),
+        ],
+    )  # fmt: skip
+    counts.add_unused("own.jsonl:8", EMPTY)
+    assert (counts.bad.total(), len(counts.first_bad)) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "total", "allowed", "fix"),
+    [
+        ([EMPTY] * 6, 16, 0.375, r"set split\.max_bad_fraction to at least 0\.375 to leave bad"),
+        ([EMPTY], 3, 0.334, r"at least 0\.334 "),  # a third, rounded upwards
+        ([EMPTY], 100_000, 0.001, r"at least 0\.001 "),
+        ([EMPTY] * 29, 100, 0.29, r"at least 0\.29 "),  # 0.29 * 100 is 28.999999999999996
+        ([EMPTY] * 29, 1000, 0.029, r"at least 0\.029 "),
+        # Most rows: the column map is suspected, and no fraction is advised.
+        ([EMPTY] * 6, 10, 0.6, r"correct the source's `columns` or the file: most rows are bad\.$"),
+        ([Unused("not UTF-8")], 10, 0.1, r"convert the file, for example: iconv .* NEW_FILE$"),
+        ([Unused("not UTF-8")] * 9, 10, 0.9, r"convert the file, for example: iconv "),
+    ],
+)  # fmt: skip
+def test_too_many_bad_rows_are_an_error_with_the_first_three(
+    rows: list[Unused], total: int, allowed: float, fix: str
+) -> None:
+    counts = counted(*rows, total=total)
+    counts.check_bad_fraction(allowed, "mine")
+    with pytest.raises(DataError, match=f"Fix: .*{fix}") as error:
+        counts.check_bad_fraction(0.0, "mine")
+    first, *places, _ = str(error.value).splitlines()
+    assert first.startswith(f"source mine: {len(rows)} of {total} rows are bad, more than split")
+    assert places == [f"  own.jsonl:{n + 1}: {row.reason}" for n, row in enumerate(rows[:3])]
+    with pytest.raises(DataError):
+        counts.check_bad_fraction(len(rows) / total - 1e-9, "mine")
+
+
+def test_skipped_rows_are_not_bad() -> None:
+    RowCounts().check_bad_fraction(0.0, "mine")
+    counts = counted(TIE, total=2)
+    counts.check_bad_fraction(0.0, "mine")
+    assert counts.first_bad == []

@@ -1,222 +1,348 @@
-"""Stage `source`, launched as a program: a source is read again only if its identity changed."""
-
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import huggingface_hub
 import pytest
 
-import rlhf_pipeline
-from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data import source as module
-from rlhf_pipeline.data.record_files import example_batch, examples, texts
-from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.pipelines.split import source_job
-from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest
-from rlhf_pipeline.stages import events
-from rlhf_pipeline.stages.cache import code, fingerprint
-from rlhf_pipeline.stages.cache.code import code_digests
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.config.split import ColumnMap, SourceConfig
+from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
+from rlhf_pipeline.data.source import column_faults, read, source_origin
+from rlhf_pipeline.data.sources import own_files
+from rlhf_pipeline.data.sources.adapter import Records, Row, Rows, SkippedRowError, Source
+from rlhf_pipeline.errors import ConfigError, DataError
 
-ReadSource = Callable[..., Path]
+SYSTEM = {"role": "system", "content": "Be kind."}
+USER = {"role": "user", "content": "Why?"}
+ASSISTANT = {"role": "assistant", "content": "So."}
+BLANK = {"role": "assistant", "content": "\n"}
+PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
 
 
-class Launches(events.StageListener):
-    """Records each stage with whether its result was reused."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, bool]] = []
-
-    def stage_started(self, run: events.StageRun) -> None:
-        self.heard.append((run.stage, run.cached))
-
-
-def pair(prompt: str = "Why?", chosen: str = "Because.", rejected: str = "No.") -> dict[str, str]:
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
+def own(tmp_path: Path, *rows: dict[str, Any], **settings: Any) -> SourceConfig:
+    path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return SourceConfig(name="files", path=str(path), **settings)
 
 
 @pytest.fixture
-def launches():
-    return Launches()
+def adapter(monkeypatch: pytest.MonkeyPatch):
+    """Replaces the source "files"."""
+
+    def adapter(**functions: Any) -> None:
+        source = Source(
+            name="files", kind="any", description="a test's", local_only=True, **functions
+        )
+        monkeypatch.setattr(own_files, "SOURCES", (source,))
+
+    return adapter
 
 
-@pytest.fixture
-def read_source(tmp_path: Path, launches: Launches) -> ReadSource:
-    """Runs stage `source`; returns the folder of its records."""
-    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
-
-    def read_source(seed: int = 0, **config: Any) -> Path:
-        return StageRunner(context).run(source_job(SourceConfig(**config), seed))
-
-    return read_source
+# --- records --------------------------------------------------------------------------------------
 
 
-def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSource) -> None:
-    rows = [pair(), pair(chosen=""), pair("How?", "No."), *[pair(chosen=" ")] * 5, pair("Who?")]
-    path = write(tmp_path / "own.jsonl", *rows)
-    folder = read_source(name="files", path=str(path))
-    (batch,) = examples(folder).to_batches()
-    read = example_batch(batch)
-    assert read.ids == ["own.jsonl:1", "own.jsonl:9"]
-    assert [prompt[0]["content"] for prompt in read.prompts] == ["Why?", "Who?"]
-    assert RowCounts.read(folder) == RowCounts(
-        rows=9,
-        bad={"the chosen answer is empty": 6, "the two answers are equal": 1},
-        first_bad=[
-            ("own.jsonl:2", "the chosen answer is empty"),
-            ("own.jsonl:3", "the two answers are equal"),
-            *((f"own.jsonl:{line}", "the chosen answer is empty") for line in (4, 5, 6)),
-        ],
+def test_every_row_has_its_place(tmp_path: Path) -> None:
+    rows = list(read(own(tmp_path, PAIR, PAIR | {"chosen": ""}, PAIR | {"chosen": "So."}), 0))
+    prompt = (Message("user", "Why?"),)
+    assert rows == [
+        ("own.jsonl:1", Example(prompt, "Because.", "No.")),
+        ("own.jsonl:2", Unused("the chosen answer is empty")),
+        ("own.jsonl:3", Example(prompt, "So.", "No.")),
+    ]
+
+
+def test_the_column_map_decides(tmp_path: Path) -> None:
+    config = own(tmp_path, {"q": "Why?", "a": "So."}, columns=ColumnMap(prompt="q", response="a"))
+    assert list(read(config, 0)) == [("own.jsonl:1", Example((Message("user", "Why?"),), "So."))]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_samples_count_all_rows_including_bad_ones(tmp_path: Path, samples: int) -> None:
+    config = own(tmp_path, PAIR | {"chosen": ""}, PAIR, PAIR, samples=samples)
+    assert [place for place, _ in read(config, 0)] == ["own.jsonl:1", "own.jsonl:2", "own.jsonl:3"][
+        :samples
+    ]
+
+
+def test_a_generated_source_follows_the_seed() -> None:
+    config = SourceConfig(samples=20)
+    seven, again, eight = (list(read(config, seed)) for seed in (7, 7, 8))
+    assert seven == again
+    assert seven != eight
+    assert len(seven) == 20
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Why?",
+        [USER],
+        [SYSTEM, USER],
+        [USER, ASSISTANT, USER],
+        [SYSTEM, USER, ASSISTANT, USER, ASSISTANT, USER],
+    ],
+)
+def test_valid_prompts(tmp_path: Path, prompt: object) -> None:
+    ((_, record),) = read(own(tmp_path, PAIR | {"prompt": prompt}), 0)
+    assert isinstance(record, Example)
+
+
+ALTERNATION = "the prompt's turns are not user and assistant in alternation"
+HALF = "half a surrogate pair, not a character"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt": [USER, ASSISTANT, USER, USER]}, ALTERNATION),
+        ({"prompt": [ASSISTANT, USER]}, ALTERNATION),
+        ({"prompt": [USER, SYSTEM, USER]}, ALTERNATION),
+        ({"prompt": [SYSTEM, SYSTEM, USER]}, ALTERNATION),
+        ({"prompt": " \n"}, "a turn of the prompt is empty"),
+        ({"prompt": [USER, BLANK, USER]}, "a turn of the prompt is empty"),
+        ({"chosen": "\u3000"}, "the chosen answer is empty"),  # an ideographic space
+        ({"rejected": ""}, "the rejected answer is empty"),
+        ({"chosen": " No.\n"}, "the two answers are equal"),
+        ({"prompt": "half \ud83d of a pair"}, HALF),
+        ({"rejected": "\udc00"}, HALF),
+        ({"chosen": "a\0b"}, "a NUL character in the text"),
+        ({"rejected": 7}, "column 'rejected' is int, not a string or a list of messages"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    assert list(read(own(tmp_path, PAIR | changes), 0)) == [("own.jsonl:1", Unused(reason))]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [(), (Message("system", "Be kind."),), (Message("user", "a"), Message("assistant", "b"))],
+)
+def test_a_prompt_that_does_not_end_with_the_user(
+    tmp_path: Path, adapter, prompt: tuple[Message, ...]
+) -> None:
+    adapter(parse=lambda row: Example(prompt, "yes", "no"))
+    assert list(read(own(tmp_path, {"a": 1}), 0)) == [
+        ("own.jsonl:1", Unused("the prompt does not end with a user's turn"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "record"),
+    [
+        ("A document.\n", Text("A document.\n")),
+        (" \n\n", Unused("the text is blank", bad=False)),
+        ("a\0b", Unused("a NUL character in the text")),
+        ("\ud800", Unused("half a surrogate pair, not a character")),
+    ],
+)
+def test_texts(tmp_path: Path, text: str, record: Text | Unused) -> None:
+    config = own(tmp_path, {"text": text}, columns=ColumnMap(text="text"))
+    assert list(read(config, 0)) == [("own.jsonl:1", record)]
+
+
+def test_rows_that_an_adapter_skips_are_not_bad(tmp_path: Path, adapter) -> None:
+    def parse(row: Row) -> Record:
+        raise SkippedRowError("a tie")
+
+    adapter(parse=parse)
+    assert list(read(own(tmp_path, {"a": 1}), 0)) == [("own.jsonl:1", Unused("a tie", bad=False))]
+
+
+# --- records that span rows -----------------------------------------------------------------------
+
+
+def pairs(rows: Rows) -> Records:
+    """Make an example of each pair of valid rows; skip the last row of an odd number."""
+    waiting = None
+    for place, row in rows:
+        if isinstance(row, Unused):
+            yield place, row
+        elif waiting is None:
+            waiting = place, row
+        else:
+            yield waiting[0], Example((Message("user", waiting[1]["a"]),), row["a"])
+            waiting = None
+    if waiting is not None:
+        yield waiting[0], Unused("half", bad=False)
+
+
+def test_records_of_several_rows_are_checked_and_broken_rows_kept(tmp_path: Path, adapter) -> None:
+    adapter(assemble=pairs)
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"a": "1"}\nbroken\n{"a": "2"}\n{"a": "3"}\n{"a": " "}\n{"a": "5"}\n[]\n')
+    config = SourceConfig(name="files", path=str(path))
+    rows = list(read(config, 0))
+    first = ("own.jsonl:1", Example((Message("user", "1"),), "2"))
+    assert [place for place, _ in rows] == [f"own.jsonl:{line}" for line in (2, 1, 4, 7, 6)]
+    assert rows[1] == first
+    assert rows[2][1] == Unused("the chosen answer is empty")  # checked like any other record
+    assert all(isinstance(rows[index][1], Unused) and rows[index][1].bad for index in (0, 3))
+    assert rows[4][1] == Unused("half", bad=False)
+    # The first three rows are a broken row and a pair; a broken row after the last pair counts.
+    assert list(read(config.model_copy(update={"samples": 3}), 0))[1:] == [first]
+    path.write_text('{"a": "1"}\n{"a": "2"}\nbroken\n')
+    assert [place for place, _ in read(config, 0)] == ["own.jsonl:1", "own.jsonl:3"]
+
+
+# --- what decides the rows ------------------------------------------------------------------------
+
+
+def test_the_origin_of_files(tmp_path: Path) -> None:
+    config = own(tmp_path, PAIR)
+    origin = source_origin(config)
+    assert origin.files == {"own.jsonl": tmp_path / "own.jsonl"}
+    assert origin.identities == {}
+
+
+def test_a_generated_source_has_no_origin_and_rejects_one() -> None:
+    origin = source_origin(SourceConfig(samples=3))
+    assert (origin.files, origin.identities) == ({}, {})
+    for field in ("path", "revision", "subset", "split"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"source 'synthetic' does not support {field}: found 'x'\. Fix: remove it",
+        ):
+            source_origin(SourceConfig(**{field: "x"}))
+
+
+def test_a_split_is_for_saved_data_sets(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("{}")
+    with pytest.raises(
+        ConfigError,
+        match=r"found split 'test' with path .*own\.jsonl, expected a folder written by "
+        r"`save_to_disk`",
+    ):
+        source_origin(SourceConfig(name="files", path=str(tmp_path / "own.jsonl"), split="test"))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list([{"prompt": "a"}])}).save_to_disk(
+        tmp_path / "saved"
     )
-    assert Manifest.read(folder).metrics == {
-        "source/rows": 9,
-        "source/bad_rows": 7,
-        "source/skipped_rows": 0,
-    }
+    assert source_origin(
+        SourceConfig(name="files", path=str(tmp_path / "saved"), split="test")
+    ).files
 
 
-def test_texts_have_a_separate_file(tmp_path: Path, read_source: ReadSource) -> None:
-    path = write(tmp_path / "own.jsonl", {"text": "One."}, {"text": " "}, {"text": "Two."})
-    folder = read_source(name="files", path=str(path), columns={"text": "text"})
-    assert list(texts(folder)) == [(["own.jsonl:1", "own.jsonl:3"], ["One.", "Two."])]
-    assert examples(folder).num_rows == 0
-    assert Manifest.read(folder).metrics["source/skipped_rows"] == 1
+def test_files_need_a_path() -> None:
+    for name in ("files", "local/jsonfile"):
+        with pytest.raises(ConfigError, match=rf"source '{name}': path is not set\. Fix: set it"):
+            source_origin(SourceConfig(name=name))
 
 
-# --- what is read again ---------------------------------------------------------------------------
+def test_a_missing_file_and_an_unknown_source(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: .*Fix: correct the path"):
+        source_origin(SourceConfig(name="files", path=str(tmp_path / "none.jsonl")))
+    with pytest.raises(ConfigError, match=r"\(did you mean synthetic\?\)"):
+        source_origin(SourceConfig(name="synthetik"))
 
 
-@pytest.mark.slow
-def test_only_the_source_whose_bytes_changed_is_read_again(
-    tmp_path: Path, read_source: ReadSource, launches: Launches
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_commit_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dataset_info(self: object, *_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    config = SourceConfig(name="Anthropic/hh-rlhf", revision=COMMIT)
+    assert source_origin(config).identities == {"revision": COMMIT}
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (SourceConfig(name="Anthropic/hh-rlhf"), ("Anthropic/hh-rlhf", None)),
+        (SourceConfig(name="Anthropic/hh-rlhf", revision="v2"), ("Anthropic/hh-rlhf", "v2")),
+        (
+            SourceConfig(name="Hello-SimpleAI/HC3-Chinese"),
+            ("Hello-SimpleAI/HC3-Chinese", "refs/convert/parquet"),
+        ),
+        (SourceConfig(name="mkqa-Chinese"), ("apple/mkqa", "refs/convert/parquet")),
+    ],
+)
+def test_the_hub_resolves_a_branch_to_a_commit(
+    monkeypatch: pytest.MonkeyPatch, config: SourceConfig, asked
 ) -> None:
-    one, two = write(tmp_path / "one.jsonl", pair("a")), write(tmp_path / "two.jsonl", pair("b"))
+    questions = []
 
-    def both() -> list[Path]:
-        launches.heard.clear()
-        return [read_source(name="files", path=str(path)) for path in (one, two)]
+    def dataset_info(
+        self: object, repository: str, *, revision: str | None
+    ) -> huggingface_hub.DatasetInfo:
+        questions.append((repository, revision))
+        return huggingface_hub.DatasetInfo(id=repository, sha=COMMIT)
 
-    first, kept = both()
-    assert launches.heard == [("source", False), ("source", False)]
-    assert both() == [first, kept]
-    assert launches.heard == [("source", True), ("source", True)]
-    # Other bytes, same records: the source is read again, but its content digest is unchanged.
-    one.write_text(one.read_text().replace('": "', '":   "'))
-    again, _ = both()
-    assert launches.heard == [("source", False), ("source", True)]
-    assert again != first
-    assert content_digest(again) == content_digest(first)
-    # Other records, of the same size in bytes.
-    one.write_text(one.read_text().replace("Because.", "because."))
-    other, _ = both()
-    assert launches.heard == [("source", False), ("source", True)]
-    assert content_digest(other) != content_digest(first)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    assert source_origin(config).identities == {"revision": COMMIT}
+    assert questions == [asked]
 
 
-def test_the_folder_of_a_file_does_not_count(
-    tmp_path: Path, read_source: ReadSource, launches: Launches
-) -> None:
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    path = write(tmp_path / "own.jsonl", pair())
-    before = read_source(name="files", path=str(path))
-    shutil.move(path, folder)
-    assert read_source(name="files", path=str(folder / "own.jsonl")) == before
-    assert launches.heard == [("source", False), ("source", True)]
+def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dataset_info(self: object, *_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    with pytest.raises(
+        DataError,
+        match=r"the hub did not return the commit of 'Anthropic/hh-rlhf' .*: no route\. Fix: .* "
+        r"set its `path`",
+    ):
+        source_origin(SourceConfig(name="Anthropic/hh-rlhf"))
 
 
-def test_a_generated_source_is_read_for_each_seed_and_number_of_samples(
-    read_source: ReadSource,
-) -> None:
-    three, other_seed, five = (
-        read_source(samples=3, seed=1),
-        read_source(samples=3, seed=2),
-        read_source(samples=5, seed=1),
+# --- a look at the first rows before a run --------------------------------------------------------
+
+
+def faults_of(**source: Any) -> list[str]:
+    return [*column_faults("split.sources", [SourceConfig(**source)])]
+
+
+def test_columns_are_checked_before_a_run(tmp_path: Path) -> None:
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps(PAIR) + "\n")
+    assert faults_of(name="files", path=str(good)) == []
+    assert faults_of(name="files", path=f"{tmp_path}/*.jsonl") == []
+    assert faults_of(name="tatsu-lab/alpaca", path=str(good)) == [
+        "split.sources.0: found only bad rows at the start of tatsu-lab/alpaca (good.jsonl), such "
+        "as good.jsonl:1: column 'instruction' is missing. Fix: correct the source's `columns` or "
+        "the file: most rows are bad."
+    ]
+    columns = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
+    (fault,) = faults_of(name="files", path=str(good), columns=columns)
+    assert "good.jsonl:1: column 'question' is missing; the columns are 'prompt'," in fault
+    latin = tmp_path / "latin.csv"
+    latin.write_bytes("prompt,chosen,rejected\né,ü,ö\n".encode("latin1"))
+    (fault,) = faults_of(name="files", path=str(latin))
+    assert fault.endswith(
+        "latin.csv:2: not UTF-8. Fix: convert the file, for example: iconv -f latin1 -t utf-8 "
+        "FILE > NEW_FILE"
     )
-    assert [examples(folder).num_rows for folder in (three, other_seed, five)] == [3, 3, 5]
-    assert content_digest(three) != content_digest(other_seed)
-    assert examples(five).slice(0, 3) == examples(three)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"q": "Why?", "a": "So."}) + "\n")
+    (fault,) = faults_of(name="files", path=f"{tmp_path}/other.jsonl")
+    assert "the columns do not say which of them to read; they are 'q', 'a'. Fix: add to" in fault
 
 
-def test_samples_limit_a_file(tmp_path: Path, read_source: ReadSource) -> None:
-    path = write(tmp_path / "own.jsonl", pair("a"), pair("b", chosen=""), pair("c"))
-    folder = read_source(name="files", path=str(path), samples=2)
-    assert (examples(folder).num_rows, RowCounts.read(folder).rows) == (1, 2)
+def test_one_good_row_among_the_first_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    bad = json.dumps(PAIR | {"chosen": ""})
+    file.write_text("\n".join([bad] * 999 + [json.dumps(PAIR)] + [bad] * 5))
+    assert faults_of(name="files", path=str(file)) == []
+    file.write_text("\n".join([bad] * 1000 + [json.dumps(PAIR)]))
+    assert len(faults_of(name="files", path=str(file))) == 1
 
 
-COMMIT, OTHER_COMMIT = "1" * 40, "2" * 40
-
-
-def key(seed: int = 0, **config: Any) -> str:
-    job = source_job(SourceConfig(**config), seed)
-    assert job.inputs == {}
-    return fingerprint.fingerprint(fingerprint.recipe(job, digests=job.identities, processes=1))
-
-
-def test_the_commit_decides_and_the_seed_does_not() -> None:
-    before = key(name="Anthropic/hh-rlhf", revision=COMMIT)
-    assert key(name="Anthropic/hh-rlhf", revision=COMMIT, seed=1) == before
-    assert key(name="Anthropic/hh-rlhf", revision=OTHER_COMMIT) != before
-    assert key(name="Anthropic/hh-rlhf", revision=COMMIT, split="test") != before
-    assert key(samples=3, seed=1) != key(samples=3, seed=2)
-
-
-def test_a_branch_counts_as_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = []
-    for commit in (COMMIT, OTHER_COMMIT, COMMIT):
-        info = huggingface_hub.DatasetInfo(id="Anthropic/hh-rlhf", sha=commit)
-        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, info=info, **__: info)
-        keys.append(key(name="Anthropic/hh-rlhf", revision="main"))
-    assert keys[0] == keys[2] != keys[1]
-
-
-def test_the_commit_of_the_origin_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(module, "read", lambda *arguments: iter(asked.append(arguments) or ()))
-    config = SourceConfig(name="Anthropic/hh-rlhf", revision="v2")
-    blocks = {"source": config.model_dump(mode="json")}
-    module.main(LaunchedJob("source", "", 3, blocks, {}, {"revision": COMMIT}, tmp_path, 1.0))
-    assert asked == [(config, 3, COMMIT)]
-
-
-def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = shutil.copytree(Path(rlhf_pipeline.__file__).parent, tmp_path / "rlhf_pipeline")
-    monkeypatch.setattr(code, "ROOT", package)
-
-    def keys() -> dict[str, str]:
-        hub = ("Anthropic/hh-rlhf", "Dahoas/rm-static", "tatsu-lab/alpaca")
-        return {name: key(name=name, revision=COMMIT) for name in hub} | {
-            "synthetic": key(samples=3)
-        }
-
-    def changed(module: str) -> set[str]:
-        before = keys()
-        with (package / module).open("a") as source:
-            source.write("\n_CHANGED = True\n")
-        return {name for name, now in keys().items() if now != before[name]}
-
-    assert changed("data/sources/demonstrations.py") == {"tatsu-lab/alpaca"}
-    assert changed("data/sources/synthetic_world.py") == {"synthetic"}
-    assert changed("data/sources/dialogues.py") == {"Anthropic/hh-rlhf", "Dahoas/rm-static"}
-    assert changed("data/sources/read_rows.py") == set(keys())
-    assert changed("data/split.py") == set()
-
-
-def test_the_code_of_adapters_does_not_count_for_stages_that_read_records() -> None:
-    for program in ("rlhf_pipeline.data.split", "rlhf_pipeline.models.base_model"):
-        assert not [name for name in code_digests(program) if name.startswith("data/sources/")]
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"name": "Dahoas/rm-static"},
+        {"name": "synthetic"},
+        {"name": "files", "path": "s3://nowhere/pairs.jsonl"},
+        {"name": "files", "path": "/nowhere/pairs.jsonl"},
+        {"name": "filez", "path": __file__},
+    ],
+)
+def test_what_is_not_here_is_left_to_its_stage(source: dict[str, Any]) -> None:
+    assert faults_of(**source) == []

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.split_statistics import headline
+from rlhf_pipeline.data.split_report import headline
 
 FILES = [
     "evaluation/test.arrow",
@@ -94,26 +93,6 @@ def test_files_and_columns(
     assert [len(seen[file]) for file in FILES] == [1, 3, 1, 3, 1, 2, 1]
 
 
-def test_a_prompt_of_two_sources_is_in_one_part_and_merged_for_ppo(
-    write_records, prepare: Prepare, load, ten
-) -> None:
-    # The same ten prompts in another case and with other white space.
-    again = [asked(f" QUESTION  {n}? ", f"Also {n}.", f"Wrong {n}.") for n in range(10)]
-    report = prepare(write_records("own", *ten), write_records("more", *again))
-    rows = {file: [one["id"] for one in load(file)] for file in FILES}
-    assert [len(rows[file]) for file in FILES] == [1, 3, 1, 6, 2, 4, 2]
-    assert all(
-        name.startswith("own:") for file in ("ppo/train.arrow", FILES[0]) for name in rows[file]
-    )
-    numbers = {file: {name.split(":")[1] for name in names} for file, names in rows.items()}
-    assert not numbers["sft/train.arrow"] & numbers["reward_model/train.arrow"]
-    assert report["files"]["ppo/train.arrow"]["duplicates_merged"] == 3
-    assert report["files"]["sft/train.arrow"]["duplicates_merged"] == 0
-    parts = {"sft": 2, "reward_model": 3, "ppo": 3, "validation": 1, "test": 1}
-    assert [source["parts"] for source in report["sources"].values()] == [parts, parts]
-    assert report["distinct_prompts"] == parts
-
-
 def test_rows_keep_the_order_of_the_sources_over_batches(
     write_records, prepare: Prepare, load
 ) -> None:
@@ -124,39 +103,6 @@ def test_rows_keep_the_order_of_the_sources_over_batches(
     prepare(first, second, only="ppo")
     ids = [one["id"] for one in load("ppo/train.arrow")]
     assert ids == [*(f"first:{n}" for n in range(1100)), "second:1"]
-
-
-def test_each_kind_of_example_goes_to_the_phases_it_can_serve(
-    write_records, prepare: Prepare, load, ten
-) -> None:
-    demonstrations = write_records("shown", *(asked(f"Shown {n}", "Yes.") for n in range(10)))
-    bare = write_records("bare", *(asked(f"Bare {n}") for n in range(10)))
-    prepare(demonstrations, write_records("own", *ten), bare)
-    found = {file: sorted({one["id"].partition(":")[0] for one in load(file)}) for file in FILES}
-    assert found == {
-        "evaluation/test.arrow": ["bare", "own", "shown"],
-        "ppo/train.arrow": ["bare", "own"],
-        "ppo/validation.arrow": ["bare", "own"],
-        "reward_model/train.arrow": ["own"],
-        "reward_model/validation.arrow": ["own"],
-        "sft/train.arrow": ["own", "shown"],
-        "sft/validation.arrow": ["own", "shown"],
-    }
-
-
-def test_ppo_rows_keep_their_references(write_records, prepare: Prepare, load) -> None:
-    solved = write_records(
-        "sums",
-        *(replace(asked(f"{n} + {n}?"), reference=str(2 * n)) for n in range(9)),
-        asked("Why?"),
-    )
-    prepare(solved, only="ppo")
-    assert [
-        (one["messages"][0]["content"], one["reference"]) for one in load("ppo/train.arrow")
-    ] == [
-        *((f"{n} + {n}?", str(2 * n)) for n in range(9)),
-        ("Why?", None),
-    ]
 
 
 def test_identical_input_gives_identical_bytes(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.split_statistics import headline
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.split_report import headline
 from rlhf_pipeline.errors import DataError
 
 Prepare = Callable[..., dict[str, Any]]
@@ -43,21 +43,6 @@ def test_a_control_token_in_the_data_is_a_bad_row(
     assert headline(report)["data/bad_rows"] == 1
     written = {one["id"] for file in report["files"] for one in load(file, out="allowed")}
     assert written == {f"own:{n}" for n in range(1, 11)}
-
-
-def test_control_tokens_add_to_the_rows_that_were_bad_before(
-    write_records, prepare: Prepare, ten
-) -> None:
-    own = write_records(
-        "own", Unused("the chosen answer is empty"), asked("a<|end|>", "b", "c"), *ten
-    )
-    with pytest.raises(DataError, match=r"2 of 12 rows are bad"):
-        prepare(own, max_bad_fraction=0.1)
-    report = prepare(own, out="allowed", max_bad_fraction=0.17)
-    assert report["sources"]["files (0.jsonl)"]["bad"] == {
-        "the chosen answer is empty": 1,
-        "the text contains the tokenizer's control token <|end|>": 1,
-    }
 
 
 def test_a_batch_without_a_usable_row(write_records, prepare: Prepare, load, ten) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text
-from rlhf_pipeline.data.split_report import render_markdown
-from rlhf_pipeline.data.split_statistics import headline
+from rlhf_pipeline.data.split_page import render_markdown
+from rlhf_pipeline.data.split_report import headline
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.pipelines.split import SPEC
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
@@ -54,7 +54,6 @@ def test_the_stage_writes_data_report_and_token_contract(
     report = json.loads((export / "report.json").read_text())
     assert report["distinct_prompts"]["sft"] == 12
     assert (export / "report.md").read_text() == render_markdown(report)
-    assert (export / "lengths.png").read_bytes().startswith(b"\x89PNG")
     assert verify(export).metrics == headline(report)
 
 
@@ -67,7 +66,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.split import split_sources
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.token_contract import TokenContract
 
 rows, folder = int(sys.argv[1]), Path(sys.argv[2])

@@ -191,10 +191,7 @@ class TestDate:
 
     @pytest.mark.parametrize(
         ("call", "expected"),
-        [
-            ('strftime_now("%d %b %Y")', "01 Feb 2023"),
-            ("strftime_now( '%Y-%m-%d' )", "2023-02-01"),
-        ],
+        [('strftime_now("%d %b %Y")', "01 Feb 2023"), ("strftime_now( '%Y-%m-%d' )", "2023-02-01")],
     )
     def test_calls_become_dates(self, tokenizer, call: str, expected: str) -> None:
         guarded = "{% if strftime_now is defined %}Today: {{ CALL }}{% endif %}"
@@ -264,10 +261,7 @@ class TestTurns:
             "'<think>hm</think>So.<|im_end|>' differently once the dialogue continues. "
             "Fix: set split.sft_loss to 'response', or use another template."
         )
-        assert turns(tokenizer, DIALOGUE[1:])[1] == (
-            "So.<|im_end|>",
-            True,
-        )  # nothing to omit here
+        assert turns(tokenizer, DIALOGUE[1:])[1] == ("So.<|im_end|>", True)  # nothing to omit here
 
     def test_a_template_that_omits_earlier_turns_is_refused(self, tokenizer) -> None:
         from_last_question = "{% for message in messages[(messages | length - 1) // 2 * 2:] %}"

@@ -12,10 +12,12 @@ from tokenizers.processors import TemplateProcessing
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data import tokenization as module
 from rlhf_pipeline.data.record_files import ExampleBatch
+from rlhf_pipeline.data.records import Example, Message, Text
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import (
     Limited,
     Tokenized,
+    corpus,
     encode,
     limited,
     newest_values,
@@ -358,3 +360,32 @@ def test_eos_counts_as_a_token(tokenizer) -> None:
     assert limited(one.id, "chosen", one.chosen, limits(response=10)).ids == one.chosen
     with pytest.raises(DataError, match="the chosen answer has 10 tokens"):
         limited(one.id, "chosen", one.chosen, limits(response=9))
+
+
+# --- the corpus of a tokenizer --------------------------------------------------------------------
+
+
+def test_every_prompt_and_answer_is_read_as_dialogue(write_records) -> None:
+    """Of all batches of examples; texts are no part of it."""
+    roles = ("system", "user", "assistant", "user")
+    said = ("Be kind.", "Why?", "So.", "And?")
+    dialogue = tuple(Message(role, text) for role, text in zip(roles, said, strict=True))
+    asked = {word: (Message("user", f"{word}?"),) for word in ("Why", "How", "Who")}
+    first = write_records(
+        "first",
+        Example(asked["Why"], "Because.", "No."),
+        Example(asked["How"]),
+        Example(asked["Who"], "Me."),
+    )
+    second = write_records("second", Example(dialogue, "Ja.", "Nein."), Text("a document"))
+    many = write_records("many", *(Example(asked["Who"], f"{n}.") for n in range(1001)))
+    *texts, last = corpus([first, second, write_records("empty"), many])
+    assert texts[:6] == [
+        "\n\nHuman: Why?\n\nAssistant: Because.",
+        "\n\nAssistant: No.",
+        "\n\nHuman: How?",
+        "\n\nHuman: Who?\n\nAssistant: Me.",
+        "Be kind.\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: Ja.",
+        "\n\nAssistant: Nein.",
+    ]
+    assert (len(texts), last) == (1006, "\n\nHuman: Who?\n\nAssistant: 1000.")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from random_answers import policy
 
-from rlhf_pipeline.data.files.rows import read_rows
+from rlhf_pipeline.data.formats import read_rows
 from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.evaluation.comparison import write_answers

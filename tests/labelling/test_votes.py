@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.sources.read_rows import read
+from rlhf_pipeline.data.source import read
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.labelling.votes import Vote, add_vote, locked, read_votes, remove_vote
 

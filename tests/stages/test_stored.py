@@ -237,7 +237,7 @@ def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_p
         with pytest.raises(StageError, match="s3://bucket/x does not have drill, which this"):
             context.stored.close()
         (warning,) = [text for text in warnings(caplog) if "training continues" not in text]
-        assert warning.startswith("stage drill runs without the store: s3://bucket/x: found ")
+        assert warning.startswith("stage drill runs without the store: s3://bucket/x: cannot be ")
         server = serve_s3(tmp_path / "s3", port)
         try:
             run(drill, remote, "three")

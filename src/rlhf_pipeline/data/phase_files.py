@@ -5,7 +5,7 @@ The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps 
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import Phase, SplitConfig
-from rlhf_pipeline.data.length_histogram import summary
 from rlhf_pipeline.data.parts import PARTS, Part
 from rlhf_pipeline.data.record_files import MESSAGE, ArrowWriter, ExampleBatch
 from rlhf_pipeline.data.records import Conversation
@@ -233,3 +232,14 @@ def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
     learned = [False, *learned[1:], *([True] * len(response))]
     ids, start = prompt + response, learned.index(True)
     return {"prompt_ids": ids[:start], "response_ids": ids[start:], "loss_mask": learned[start:]}
+
+
+def summary(counts: Mapping[int, int]) -> dict[str, int]:
+    """Total, maximum and percentiles of lengths; `counts` maps a length to its number of texts.
+
+    Percentiles are nearest rank: the smallest length that at least p percent do not exceed.
+    """
+    lengths, rows = np.array([*counts], np.int64), np.array([*counts.values()], np.int64)
+    percentiles = np.percentile(lengths, (50, 90, 99), weights=rows, method="inverted_cdf")
+    p50, p90, p99 = map(int, percentiles)
+    return {"total": int(lengths @ rows), "max": max(counts), "p50": p50, "p90": p90, "p99": p99}

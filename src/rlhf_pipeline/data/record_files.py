@@ -1,26 +1,33 @@
-"""The records of a source on disk: Arrow IPC streams, memory-mapped when read.
+"""The records of a source on disk: Arrow IPC streams, memory-mapped when read, and row counts.
 
 Examples and texts have a file each. A source contains one kind; the file of the other is empty.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.split import PHASES, Phase
 from rlhf_pipeline.data.records import (
+    NOT_UTF8,
+    TO_UTF8,
     Conversation,
     Record,
     Text,
+    Unused,
     conversation,
     key,
     normalized_prompt,
 )
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, DataError
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _KEY = pa.binary(16)
@@ -37,6 +44,8 @@ _EXAMPLES = pa.schema(
     ]
 )
 _TEXTS = pa.schema([("id", pa.string()), ("text", pa.string())])
+_COUNTS = "counts.json"
+_KEPT_BAD_ROWS, _SHOWN_BAD_ROWS = 5, 3
 _BATCH_ROWS = 1_000
 _BATCH_CHARACTERS = 8 * 2**20
 """A batch ends at either limit, so that a few huge texts do not fill the memory."""
@@ -51,6 +60,80 @@ class ExampleBatch:
     chosen: list[str | None]
     rejected: list[str | None]
     reference: list[str | None]
+
+
+def examples(folder: Path) -> pa.Table:
+    """A source's examples, memory-mapped."""
+    return mapped(folder / "examples.arrow")
+
+
+def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the ids and texts of a source, in batches."""
+    for batch in mapped(folder / "texts.arrow").to_batches():
+        yield batch.column("id").to_pylist(), batch.column("text").to_pylist()
+
+
+def keys(table: pa.Table, column: str) -> np.ndarray:
+    """A column of keys as (N, 16) uint8."""
+    chunks = (chunk.buffers()[1] for chunk in table.column(column).chunks)
+    return np.frombuffer(b"".join(chunks), np.uint8).reshape(-1, 16)
+
+
+def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
+    """Yield the first user turn of these examples; `rows` are ascending positions."""
+    start = 0
+    for batch in table.to_batches():
+        low, high = np.searchsorted(rows, (start, start + len(batch)))
+        prompts = batch.column("prompt").take(pa.array(rows[low:high] - start))
+        at, turns = prompts.offsets.to_numpy()[:-1], prompts.values
+        roles = turns.field("role").take(pa.array(at)).to_pylist()
+        has_system = np.array(roles, object) == "system"
+        yield from turns.field("content").take(pa.array(at + has_system)).to_pylist()
+        start += len(batch)
+
+
+def serves(table: pa.Table) -> np.ndarray:
+    """The phases that each example can serve, as (N,) uint8: bit i is PHASES[i].
+
+    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO.
+    """
+    has_chosen = table.column("chosen").is_valid().to_numpy()
+    has_rejected = table.column("rejected").is_valid().to_numpy()
+    demonstration_or_prompt = np.where(has_chosen, phase_bits(["sft"]), phase_bits(["ppo"]))
+    return np.where(has_rejected, phase_bits(PHASES), demonstration_or_prompt).astype(np.uint8)
+
+
+def phase_bits(phases: Iterable[Phase]) -> int:
+    """The phases as a bit mask."""
+    return sum(1 << PHASES.index(phase) for phase in phases)
+
+
+def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
+    """A batch as Python values."""
+    columns = ("id", "prompt", "chosen", "rejected", "reference")
+    return ExampleBatch(*(batch.column(name).to_pylist() for name in columns))
+
+
+def mapped(path: Path) -> pa.Table:
+    """A table of an artifact, memory-mapped.
+
+    Raises ArtifactError if it is damaged: Arrow would read where its offsets lead.
+    """
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise ArtifactError(
+            f"{path}: found {error}, expected an undamaged table. Fix: run its stage again"
+        ) from error
+    return table
+
+
+def fix_of(reason: str) -> str:
+    """The fix for a file with a fault in most rows."""
+    if reason == NOT_UTF8:
+        return TO_UTF8
+    return "correct the source's `columns` or the file: most rows are bad."
 
 
 class ArrowWriter:
@@ -126,68 +209,47 @@ class _RowsWriter(ArrowWriter):
             self._rows, self._characters = [], 0
 
 
-def examples(folder: Path) -> pa.Table:
-    """A source's examples, memory-mapped."""
-    return mapped(folder / "examples.arrow")
+@dataclass
+class RowCounts:
+    """Row counts of one source."""
 
+    rows: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    """Bad rows by reason."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Valid rows without anything to learn from, by reason."""
+    first_bad: list[tuple[str, str]] = field(default_factory=list)
+    """Place and reason of the first bad rows."""
 
-def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the ids and texts of a source, in batches."""
-    for batch in mapped(folder / "texts.arrow").to_batches():
-        yield batch.column("id").to_pylist(), batch.column("text").to_pylist()
+    def add_unused(self, place: str, row: Unused) -> None:
+        (self.bad if row.bad else self.skipped)[row.reason] += 1
+        if row.bad and len(self.first_bad) < _KEPT_BAD_ROWS:
+            self.first_bad.append((place, row.reason))
 
+    def check_bad_fraction(self, max_bad_fraction: float, label: str) -> None:
+        """Raise DataError if more rows are bad than allowed; the message lists the first ones."""
+        bad = self.bad.total()
+        # Divided, not multiplied: 0.57 * 100 is slightly less than 57.
+        if bad and bad / self.rows > max_bad_fraction:
+            shown = self.first_bad[:_SHOWN_BAD_ROWS]
+            listed = "".join(f"\n  {place}: {reason}" for place, reason in shown)
+            reason, _ = self.bad.most_common(1)[0]
+            fix = (
+                "correct these rows, or set split.max_bad_fraction to at least "
+                f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
+                if 2 * bad <= self.rows and reason != NOT_UTF8
+                else fix_of(reason)
+            )
+            raise DataError(
+                f"source {label}: {bad} of {self.rows} rows are bad, more than "
+                f"split.max_bad_fraction={max_bad_fraction} allows. The first bad rows:{listed}\n"
+                f"Fix: {fix}"
+            )
 
-def keys(table: pa.Table, column: str) -> np.ndarray:
-    """A column of keys as (N, 16) uint8."""
-    chunks = (chunk.buffers()[1] for chunk in table.column(column).chunks)
-    return np.frombuffer(b"".join(chunks), np.uint8).reshape(-1, 16)
+    def write(self, folder: Path) -> None:
+        text = json.dumps(vars(self), indent=2, sort_keys=True)
+        (folder / _COUNTS).write_text(text, encoding="utf-8")
 
-
-def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
-    """Yield the first user turn of these examples; `rows` are ascending positions."""
-    start = 0
-    for batch in table.to_batches():
-        low, high = np.searchsorted(rows, (start, start + len(batch)))
-        prompts = batch.column("prompt").take(pa.array(rows[low:high] - start))
-        at, turns = prompts.offsets.to_numpy()[:-1], prompts.values
-        roles = turns.field("role").take(pa.array(at)).to_pylist()
-        has_system = np.array(roles, object) == "system"
-        yield from turns.field("content").take(pa.array(at + has_system)).to_pylist()
-        start += len(batch)
-
-
-def serves(table: pa.Table) -> np.ndarray:
-    """The phases that each example can serve, as (N,) uint8: bit i is PHASES[i].
-
-    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO.
-    """
-    has_chosen = table.column("chosen").is_valid().to_numpy()
-    has_rejected = table.column("rejected").is_valid().to_numpy()
-    demonstration_or_prompt = np.where(has_chosen, phase_bits(["sft"]), phase_bits(["ppo"]))
-    return np.where(has_rejected, phase_bits(PHASES), demonstration_or_prompt).astype(np.uint8)
-
-
-def phase_bits(phases: Iterable[Phase]) -> int:
-    """The phases as a bit mask."""
-    return sum(1 << PHASES.index(phase) for phase in phases)
-
-
-def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
-    """A batch as Python values."""
-    columns = ("id", "prompt", "chosen", "rejected", "reference")
-    return ExampleBatch(*(batch.column(name).to_pylist() for name in columns))
-
-
-def mapped(path: Path) -> pa.Table:
-    """A table of an artifact, memory-mapped.
-
-    Raises ArtifactError if it is damaged: Arrow would read where its offsets lead.
-    """
-    try:
-        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-        table.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
-        raise ArtifactError(
-            f"{path}: found {error}, expected an undamaged table. Fix: run its stage again"
-        ) from error
-    return table
+    @classmethod
+    def read(cls, folder: Path) -> "RowCounts":
+        return TypeAdapter(cls).validate_json((folder / _COUNTS).read_bytes())

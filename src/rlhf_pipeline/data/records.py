@@ -88,3 +88,14 @@ def normalized(text: str) -> str:
     # Case folding can produce text that is not NFKC, such as a folded ligature.
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which stands for a byte that is not UTF-8."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,16 +1,39 @@
-"""Stage program: read one source once, for all stages that use it.
+"""Stage program: read one source once, for all stages that use it. The registry of sources.
 
 python -m rlhf_pipeline.data.source job.json
+
+To add a source, write a module with `SOURCES` in the folder `sources`, and add it to `_MODULES`.
+After a change to one module, only its sources are read again.
 """
 
-from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.record_files import RecordsWriter
-from rlhf_pipeline.data.records import Unused
-from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.sources.read_rows import read
+from collections.abc import Iterator, Sequence
+from glob import glob
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+
+from rlhf_pipeline.config.split import ColumnMap, SourceConfig
+from rlhf_pipeline.data.files import Origin, find_files, origin
+from rlhf_pipeline.data.formats import data_set_rows, read_rows
+from rlhf_pipeline.data.record_files import RecordsWriter, RowCounts, fix_of
+from rlhf_pipeline.data.records import Example, Record, Text, Unused, is_utf8
+from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
+from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
+from rlhf_pipeline.errors import ConfigError, DataError, suggestion, without_secrets
+from rlhf_pipeline.hub import commit_of, is_commit
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
+
+_MODULES = ("synthetic", "own_files", "column_maps", "several_rows")
+"""The modules of the folder `sources`, in the order of docs/data.md."""
+
+MODULES: dict[str, str] = {
+    source.name: module
+    for module in (f"rlhf_pipeline.data.sources.{name}" for name in _MODULES)
+    for source in import_module(module).SOURCES
+}
+"""Name of each source -> full name of its module."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -20,21 +43,212 @@ def main(job: LaunchedJob) -> dict[str, float]:
     progress = RowProgress(job.metrics_file, config.samples)
     job.export.mkdir(exist_ok=True)
     with RecordsWriter(job.export) as writer:
-        for row, (place, record) in enumerate(
-            read(config, job.seed, job.digests.get("revision")), start=1
-        ):
+        rows = read(config, job.seed, job.digests.get("revision"))
+        for place, record in rows:
             if isinstance(record, Unused):
                 counts.add_unused(place, record)
             else:
                 writer.add(place, record)
-            progress.at(row)
-            counts.rows = row
+            counts.rows += 1
+            progress.at(counts.rows)
     counts.write(job.export)
     return {
         "source/rows": float(counts.rows),
         "source/bad_rows": float(counts.bad.total()),
         "source/skipped_rows": float(counts.skipped.total()),
     }
+
+
+def adapter_module(name: str) -> str:
+    """Full name of the module that defines a source.
+
+    Raises ConfigError if the source is unknown; the message suggests the nearest name.
+    """
+    if name in MODULES:
+        return MODULES[name]
+    raise ConfigError(
+        f"unknown source {name!r}{suggestion(name, MODULES)}; the sources are "
+        f"{', '.join(sorted(MODULES))}. For your own data, use 'files' with a column map."
+    )
+
+
+def find_source(name: str) -> Source:
+    """The source with this name; raises like `adapter_module`."""
+    sources: tuple[Source, ...] = import_module(adapter_module(name)).SOURCES
+    return next(source for source in sources if source.name == name)
+
+
+def source_origin(config: SourceConfig) -> Origin:
+    """What decides the rows besides the configuration: the files, or the commit on the hub.
+
+    Raises:
+        ConfigError: the source is unknown, does not support a field, or needs a path.
+        DataError: a file is missing, or the hub is unreachable.
+    """
+    source = find_source(config.name)
+    if source.generate is not None:
+        for field in ("path", "revision", "subset", "split"):
+            if (found := getattr(config, field)) is not None:
+                raise ConfigError(
+                    f"source {config.name!r} does not support {field}: found {found!r}. Fix: "
+                    "remove it, or use another source."
+                )
+        return Origin({}, {})
+    if config.path is not None:
+        if config.split is not None and find_files(config.path).saved is None:
+            raise ConfigError(
+                f"source {config.name!r}: found split {config.split!r} with path {config.path}, "
+                "expected a folder written by `save_to_disk`. Fix: remove `split`, and set `path` "
+                "to the files of the split."
+            )
+        return origin(config.path)
+    if source.local_only:
+        raise ConfigError(
+            f"source {config.name!r}: path is not set. Fix: set it, for example to "
+            "data/01_raw/pairs.jsonl."
+        )
+    try:
+        revision = config.revision or source.revision
+        return Origin({}, {"revision": commit_of("dataset", source.hub or source.name, revision)})
+    except LookupError as error:
+        raise DataError(
+            f"source {source.name!r}: {error}. Fix: check the network, set the source's `revision` "
+            "to a downloaded commit, or set its `path`."
+        ) from error
+
+
+def read(config: SourceConfig, seed: int, revision: str | None = None) -> Records:
+    """Yield every row's place with its record, or with the reason why it has none.
+
+    A place is "file.jsonl:17" or "Anthropic/hh-rlhf:train:17". The order is fixed; memory is
+    constant. `seed` is for generated sources; `revision` is the commit from `source_origin`.
+    """
+    source = find_source(config.name)
+    if source.generate is not None:
+        yield from source.generate(config, seed)
+        return
+    split, parse, columns = config.split or source.split, source.parse, source.columns
+    if source.parser is not None and config.path is not None:
+        named = config.columns or _known_columns(config, config.path, split)
+        parse, columns = source.parser(named), columns_of(named)
+    if config.path is None:
+        rows = _hub_rows(source, config, split, revision)
+    else:
+        rows = read_rows(config.path, columns, split)
+    rows = islice(rows, config.samples)
+    if source.assemble is not None:
+        records = source.assemble(rows)
+    else:
+        assert parse is not None, f"{source.name} has no function to parse rows"
+        records = ((place, outcome(parse, row)) for place, row in rows)
+    for place, record in records:
+        yield place, (record_fault(record) or record)
+
+
+def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
+    """Local files of which no row can be read, by a look at their first 1,000 rows.
+
+    Files that are missing or empty are left to stage `source`: something may write them before.
+    """
+    for index, source in enumerate(sources):
+        found = glob(str(Path(source.path).expanduser())) if source.path else ()  # noqa: PTH207
+        if not any(Path(file).stat().st_size for file in found):
+            continue
+        first = None
+        try:
+            for where, row in read(source.model_copy(update={"samples": 1000}), seed=0):
+                if not isinstance(row, Unused) or not row.bad:
+                    break
+                first = first or (where, row.reason)
+            else:
+                if first is not None:
+                    where, reason = first
+                    yield (
+                        f"{place}.{index}: found only bad rows at the start of {source.label()}, "
+                        f"such as {where}: {reason}. Fix: {fix_of(reason)}"
+                    )
+        except DataError as error:
+            yield f"{place}.{index}: {error}"
+        except ConfigError:  # a fault of the source's name or fields, which is another line
+            continue
+
+
+def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:
+    """The column map of the first sound row; raises DataError if its columns are in no format."""
+    rows = (row for _, row in read_rows(path, (), split) if not isinstance(row, Unused))
+    try:
+        return known_columns(next(rows, {"prompt": None}))  # without a sound row, any map will do
+    except ColumnError as error:
+        raise DataError(f"source {config.label()}: {error}") from None
+
+
+def _hub_rows(
+    source: Source, config: SourceConfig, split: str, revision: str | None
+) -> Iterator[tuple[str, Row | Unused]]:
+    import datasets  # imported late: the import takes a second
+
+    revision = revision or config.revision or source.revision
+    # The hub's conversion has one folder per subset, and no metadata about them.
+    subset_by = "data_dir" if source.revision == CONVERTED else "name"
+    where = {subset_by: config.subset or source.subset}
+    try:
+        builder = datasets.load_dataset_builder(
+            source.hub or source.name, revision=revision, **where
+        )
+        if is_commit(revision) and builder.hash != revision:
+            # If `datasets` cannot download a revision, it silently uses another one of its cache.
+            raise FileNotFoundError(
+                f"not available on the hub; the local cache contains only {builder.hash}"
+            )
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=split)
+    # `datasets` raises RuntimeError for a repository with a loading script.
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"source {source.name!r} (revision {revision or 'newest'}) cannot be loaded from the "
+            f"hub: {without_secrets(str(error))}. Fix: check subset, split, revision and the "
+            "network, or download the data and set the source's `path`."
+        ) from error
+    columns = [column for column in source.columns if column in rows.column_names]
+    for number, row in data_set_rows(rows, columns):
+        yield f"{source.name}:{split}:{number - 1}", row
+
+
+def record_fault(record: Record | Unused) -> Unused | None:
+    """The fault of a record by the rules for all sources, or None."""
+    match record:
+        case Example(prompt, chosen, rejected):
+            reason = _example_fault(record)
+            answers = (chosen or "", rejected or "", record.reference or "")
+            text = "".join([*(turn.content for turn in prompt), *answers])
+        case Text(text):
+            if not text.strip():
+                return Unused("the text is blank", bad=False)
+            reason = None
+        case _:
+            return None
+    if reason is None and "\0" in text:
+        reason = "a NUL character in the text"
+    if reason is None and not is_utf8(text):
+        reason = "half a surrogate pair, not a character"
+    return None if reason is None else Unused(reason)
+
+
+def _example_fault(example: Example) -> str | None:
+    roles = [message.role for message in example.prompt]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns or turns[-1] != "user":
+        return "the prompt does not end with a user's turn"
+    if turns != ["user" if index % 2 == 0 else "assistant" for index in range(len(turns))]:
+        return "the prompt's turns are not user and assistant in alternation"
+    if not all(message.content.strip() for message in example.prompt):
+        return "a turn of the prompt is empty"
+    for name, answer in (("chosen", example.chosen), ("rejected", example.rejected)):
+        if answer is not None and not answer.strip():
+            return f"the {name} answer is empty"
+    if example.chosen and example.rejected and example.chosen.strip() == example.rejected.strip():
+        return "the two answers are equal"
+    return None
 
 
 if __name__ == "__main__":

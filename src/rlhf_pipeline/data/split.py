@@ -15,20 +15,25 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
-from rlhf_pipeline.data.control_tokens import ControlTokenFilter
 from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, RowMaker
-from rlhf_pipeline.data.pretraining import pack
-from rlhf_pipeline.data.record_files import ExampleBatch, example_batch, examples
-from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.split_examples import first_examples
-from rlhf_pipeline.data.split_report import plot_lengths, render_markdown
-from rlhf_pipeline.data.split_statistics import build_report, headline
+from rlhf_pipeline.data.record_files import (
+    ArrowWriter,
+    ExampleBatch,
+    RowCounts,
+    example_batch,
+    examples,
+    texts,
+)
+from rlhf_pipeline.data.split_page import render_markdown
+from rlhf_pipeline.data.split_report import build_report, first_examples, headline
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
-from rlhf_pipeline.data.tokenization import one_ahead, tokenize
+from rlhf_pipeline.data.tokenization import ControlTokenFilter, encode, one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
+
+_BLOCKS = pa.schema([("input_ids", pa.list_(pa.int32()))])
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -50,7 +55,6 @@ def main(job: LaunchedJob) -> dict[str, float]:
     )
     (job.export / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (job.export / "report.md").write_text(render_markdown(report), encoding="utf-8")
-    plot_lengths(report, job.export / "lengths.png")
     for phase in (path for path in job.export.iterdir() if path.is_dir()):
         contract.write(phase)
     return headline(report)
@@ -137,7 +141,6 @@ def _needed_batches(
     references: pa.DictionaryArray,
     files: Sequence[PhaseFile],
 ) -> Iterator[_Batch]:
-    """Yield the rows that a file needs, in the order of the sources."""
     needed = _wanted(files)
     chosen = _wanted(file for file in files if "chosen" in file.table.answers)
     rejected = _wanted(file for file in files if "rejected" in file.table.answers)
@@ -179,7 +182,6 @@ def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
-    """Raise DataError if a phase with a weight has no rows to train or validate on."""
     for phase, weight in zip(PHASES, config.weights, strict=True):
         for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
             path = f"{phase}/{part}.arrow"
@@ -194,6 +196,79 @@ def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
 def _input_folders(job: LaunchedJob, kind: str) -> list[Path]:
     """The inputs `kind_0`, `kind_1`, ..., which the driver lists in order."""
     return [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
+
+
+def pack(
+    config: SplitConfig,
+    labels: Sequence[str],
+    tokenizer: Tokenizer,
+    contract: TokenContract,
+    sources: Sequence[Path],
+    output: Path,
+) -> dict[str, Any]:
+    """Pack plain text for PPO's language-model loss (ptx; Ouyang et al. 2022, equation 2).
+
+    All documents are joined, an EOS after each, and written as blocks of equal length.
+
+    Each block begins with BOS if the tokenizer puts one before text: such a model has never seen
+    text without it. Documents with control tokens are left out, and count as bad rows. Raises
+    DataError if the text does not fill one block, or too many rows are bad.
+
+    Returns:
+        The part `pretraining` of the report. Tokens include EOS, but not BOS; those of the
+        incomplete last block are left out.
+    """
+    assert config.pretraining is not None
+    block_tokens = config.pretraining.block_tokens
+    counts = [RowCounts.read(folder) for folder in sources]
+    control_tokens = ControlTokenFilter(
+        tokenizer, contract, labels, counts, config.max_bad_fraction
+    )
+    first = tokenizer("")["input_ids"][:1]  # BOS if the tokenizer puts one before text, as Llama's
+    bos = np.array(first if first == [tokenizer.bos_token_id] else [], np.int32)
+    text_tokens = block_tokens - len(bos)
+    documents, tokens, blocks = 0, 0, 0
+    rest = np.empty(0, np.int32)
+    writer = ArrowWriter(output / "pretraining" / "train.arrow", _BLOCKS)
+    batches = _accepted_texts(sources, control_tokens)
+    for batch, ids in one_ahead(batches, lambda batch: encode(batch, tokenizer)):
+        documents += len(batch)
+        joined = [token for document in ids for token in (*document, contract.eos_id)]
+        tokens += len(joined)
+        rest = np.concatenate([rest, np.array(joined, np.int32)])
+        full = len(rest) // text_tokens
+        if full:
+            text = rest[: full * text_tokens].reshape(full, text_tokens)
+            rows = np.hstack([np.tile(bos, (full, 1)), text])
+            writer.write([{"input_ids": ids} for ids in rows])
+        blocks += full
+        rest = rest[full * text_tokens :]
+    writer.close()
+    if not blocks:
+        raise DataError(
+            f"split.pretraining: found {tokens} tokens in {documents} texts, expected at least "
+            f"block_tokens={block_tokens}. Fix: add text, or lower split.pretraining.block_tokens."
+        )
+    return {
+        "sources": {
+            label: {"rows": count.rows, "bad": count.bad, "skipped": count.skipped}
+            for label, count in zip(labels, counts, strict=True)
+        },
+        "documents": documents,
+        "tokens": tokens,
+        "block_tokens": block_tokens,
+        "blocks": blocks,
+        "tokens_left_out": len(rest),
+    }
+
+
+def _accepted_texts(
+    sources: Sequence[Path], control_tokens: ControlTokenFilter
+) -> Iterator[list[str]]:
+    for source, folder in enumerate(sources):
+        for places, batch in texts(folder):
+            rows = zip(places, batch, strict=True)
+            yield [text for place, text in rows if control_tokens.accepts(source, place, [text])]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Show the report of the split: as a page, as a figure, and in the terminal.
+"""The report of the split: counts of rows, prompts and tokens, and an example of each phase.
 
-The report is a dict of JSON types, stored as `report.json`:
+It is a dict of JSON types, stored as `report.json`:
 
     sources           label -> rows; bad and skipped rows by reason; left_out_by_fraction;
                       duplicates_merged; repeats_of_held_out (left out); near_duplicates of
@@ -20,185 +20,182 @@ The report is a dict of JSON types, stored as `report.json`:
                       over_long_prompts, over_long_responses, sft_loss
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
-from itertools import groupby
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+import pyarrow as pa
 
-from rlhf_pipeline.config.split import PHASES
-from rlhf_pipeline.data import length_histogram
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.data.blend import Blend
+from rlhf_pipeline.data.parts import PARTS, Part
+from rlhf_pipeline.data.phase_files import PhaseFile
+from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.token_contract import Tokenizer
 
-FIGURE = "lengths.png"
-"""File name of the figure, in the folder of the page."""
+Segment = tuple[str, bool]
+"""Text, and whether the model learns its tokens."""
 
-SHOWN_CHARACTERS = 2_000
-"""Characters that the page shows of an example."""
-
-_PARTS = (*PHASES, "validation", "test")
-_FATES = {"bad": "bad", "skipped": "skipped", "dropped": "dropped", "truncated": "cut"}
-"""Counts by reason in the report, and what became of these rows."""
-
-_Cells = Sequence[str | int | float]
+_UNSERVABLE = "none of the phases that may use the source can use the record"
+_DROPPED = "its prompt has no true answer (split.without_reference is drop)"
 
 
-def render_markdown(report: dict[str, Any]) -> str:
-    """Render the report as Markdown, by `split_report.md.j2`. Labels and reasons are escaped."""
-    environment = Environment(  # noqa: S701 - the page is Markdown, see `_cell` and `_shown`
-        loader=FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {"cell": _cell, "number": "{:g}".format, "reasons": _reasons}
-    environment.filters["shown"] = _shown
-    sources, files = report["sources"], report["files"]
-    texts = report["pretraining"] or {"sources": {}}
-    prompts, conversations = report["distinct_prompts"], report["conversations"]
-    total = sum(conversations.values())
-    requested = _requested_shares(report["settings"])
-    page = environment.get_template("split_report.md.j2").render(
-        report
-        | {
-            "figure": FIGURE,
-            "parts": [*_PARTS],
-            "used_rows": _with_sums(
-                (label, *_rows_unused(source), sum(source["parts"].values()))
-                for label, source in sources.items()
-            ),
-            "shares": [
-                (part, prompts[part], found := conversations[part], found / total, share)
-                for part, share in requested.items()
-            ],
-            "part_rows": _with_sums(
-                (label, *(source["parts"].get(part, 0) for part in _PARTS))
-                for label, source in sources.items()
-            ),
-            "file_rows": [(path, *_rows_written(file)) for path, file in files.items()],
-            "token_rows": [
-                (path, column, *(tokens[key] for key in ("total", "p50", "p90", "p99", "max")))
-                for path, file in files.items()
-                for column, tokens in file["tokens"].items()
-            ],
-            "lengths": [_over_limit(name, one) for name, one in report["lengths"].items()],
-            "text_rows": [(label, *_rows_read(one)) for label, one in texts["sources"].items()],
-        }
-    )
-    return page.rstrip("\n") + "\n"
+def build_report(
+    config: SplitConfig,
+    labels: Sequence[str],
+    counts: Sequence[RowCounts],
+    plan: Blend,
+    files: Mapping[str, PhaseFile],
+    lengths: Mapping[str, Counter[int]],
+) -> dict[str, Any]:
+    """The report (see above) without pretraining; one label and count per source.
 
-
-def _rows_read(source: dict[str, Any]) -> tuple[int, ...]:
-    """All rows, bad rows, skipped rows."""
-    return source["rows"], sum(source["bad"].values()), sum(source["skipped"].values())
-
-
-def _rows_unused(source: dict[str, Any]) -> tuple[int, ...]:
-    """All rows; bad and skipped rows; rows beyond the fraction, merged, near held-out ones."""
-    names = ("left_out_by_fraction", "duplicates_merged", "repeats_of_held_out")
-    return *_rows_read(source), *(source[name] for name in names)
-
-
-def _rows_written(file: dict[str, Any]) -> tuple[int, ...]:
-    """Rows of a file, and the number of merged, dropped and cut rows."""
-    dropped, cut = (sum(file[kind].values()) for kind in ("dropped", "truncated"))
-    return file["rows"], file["duplicates_merged"], dropped, cut
-
-
-def _requested_shares(settings: dict[str, Any]) -> dict[str, float]:
-    """Part -> share of all conversations that the configuration requests."""
-    held_out = {part: float(settings[f"{part}_fraction"]) for part in ("validation", "test")}
-    rest = 1 - sum(held_out.values())
-    weights = dict(zip(PHASES, settings["weights"], strict=True))
+    `lengths` are those of "prompt" and "response" before the limits: length -> number of texts.
+    """
     return {
-        phase: rest * weight / sum(weights.values()) for phase, weight in weights.items()
-    } | held_out
+        "sources": _describe_sources(config, labels, counts, plan),
+        "distinct_prompts": {part: plan.distinct(plan.prompt_keys, part) for part in PARTS},
+        "conversations": {part: plan.distinct(plan.conversation_keys, part) for part in PARTS},
+        "without_reference": _without_reference(labels, plan, files),
+        "files": {path: file.describe() for path, file in files.items()},
+        "overlap": overlap(files, plan),
+        "lengths": {
+            name: {
+                "limit": getattr(config, f"max_{name}_tokens"),
+                "counts": dict(sorted(counted.items())),
+            }
+            for name, counted in lengths.items()
+        },
+        "pretraining": None,
+        "settings": config.model_dump(
+            mode="json",
+            include={
+                "weights", "validation_fraction", "test_fraction", "near_duplicates",
+                "without_reference", "over_long_prompts", "over_long_responses", "sft_loss",
+            },
+        ),
+    }  # fmt: skip
 
 
-def _over_limit(name: str, lengths: dict[str, Any]) -> tuple[str, int, int, int]:
-    """Name and limit of a length, the number of texts above the limit, and of all texts."""
-    counts = _counts(lengths)
-    over = sum(count for length, count in counts.items() if length > lengths["limit"])
-    return name, lengths["limit"], over, sum(counts.values())
+def headline(report: dict[str, Any]) -> dict[str, float]:
+    """The report as metrics: rows, bad, merged and dropped rows, prompts, tokens, files."""
+    sources, files = report["sources"].values(), report["files"]
+    metrics = {
+        "data/rows": sum(source["rows"] for source in sources),
+        "data/bad_rows": sum(sum(source["bad"].values()) for source in sources),
+        "data/duplicates_merged": sum(source["duplicates_merged"] for source in sources),
+        "data/near_duplicates": sum(source["near_duplicates"] for source in sources),
+        "data/distinct_prompts": sum(report["distinct_prompts"].values()),
+        "data/dropped_rows": sum(sum(file["dropped"].values()) for file in files.values()),
+        "data/truncated_texts": sum(sum(file["truncated"].values()) for file in files.values()),
+        "data/tokens": sum(
+            tokens["total"] for file in files.values() for tokens in file["tokens"].values()
+        ),
+    }
+    metrics |= {
+        f"data/{path.removesuffix('.arrow').replace('/', '_')}_rows": file["rows"]
+        for path, file in files.items()
+    }
+    if report["pretraining"]:
+        metrics["data/pretraining_blocks"] = report["pretraining"]["blocks"]
+    return {name: float(value) for name, value in metrics.items()}
 
 
-def _with_sums(rows: Iterator[_Cells]) -> list[_Cells]:
-    """Rows of a label and numbers, with their sums if there are several."""
-    found = list(rows)
-    sums = [sum(column) for column in list(zip(*found, strict=True))[1:]]
-    return [*found, ("all sources", *sums)] if len(found) > 1 else found
+def overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
+    """Count the conversations that each two parts share in the written files.
+
+    Raises AssertionError if two parts share a conversation.
+    """
+    found: dict[Part, np.ndarray] = {}
+    for part in PARTS:
+        written = [np.empty(0, np.int64)]
+        for file in files.values():
+            written += file.written if file.table.part == part else []
+        found[part] = np.unique(plan.conversation_keys[np.concatenate(written)].view("V16"))
+    shared = {
+        f"{one} and {other}": len(np.intersect1d(found[one], found[other], assume_unique=True))
+        for one, other in combinations(PARTS, 2)
+    }
+    if any(shared.values()):
+        raise AssertionError(f"parts share conversations: {shared}")
+    return shared
 
 
-def _reasons(groups: Mapping[str, Any]) -> list[_Cells]:
-    """Group, count, fate and reason of the rows, the most frequent reason of a group first."""
-    return [
-        (name, count, fate, reason)
-        for name, group in groups.items()
-        for kind, fate in _FATES.items()
-        for reason, count in sorted(
-            group.get(kind, {}).items(), key=lambda item: (-item[1], item[0])
+def _without_reference(
+    labels: Sequence[str], plan: Blend, files: Mapping[str, PhaseFile]
+) -> dict[str, dict[str, int]]:
+    """Path -> source -> prompts without a true answer, of the files with true answers."""
+    has_none = ~plan.references.is_valid().to_numpy(zero_copy_only=False)
+    counted = {}
+    for path, file in files.items():
+        rows = np.concatenate([np.empty(0, np.int64), *file.written])
+        rows = rows[has_none[rows]]
+        if "reference" in file.table.schema.names and len(rows):
+            sources = np.searchsorted(plan.starts, rows, side="right") - 1
+            counted[path] = dict(Counter(labels[source] for source in sources.tolist()))
+    return counted
+
+
+def _describe_sources(
+    config: SplitConfig, labels: Sequence[str], counts: Sequence[RowCounts], plan: Blend
+) -> dict[str, Any]:
+    described, drops_near = {}, config.near_duplicates == "drop"
+    has_answers = plan.references.null_count < len(plan.references)
+    for index, (label, count) in enumerate(zip(labels, counts, strict=True)):
+        parts = plan.parts[plan.starts[index] : plan.starts[index + 1]]
+        described[label] = {
+            "rows": count.rows,
+            "bad": count.bad,
+            "skipped": count.skipped
+            + Counter({_UNSERVABLE: plan.unservable[index], _DROPPED: plan.dropped[index]}),
+            "left_out_by_fraction": plan.left_out[index],
+            "duplicates_merged": plan.merged[index],
+            "repeats_of_held_out": plan.in_test[index] + drops_near * plan.near[index],
+            "near_duplicates": plan.near[index],
+            "without_reference": plan.unanswered[index] if has_answers else 0,
+            "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},
+        }
+    return described
+
+
+def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, list[Segment]]:
+    """The first row of each training file as segments of text, by what it shows.
+
+    Special tokens are written out. `folder` contains the files of `phase_files.TABLES`.
+    """
+
+    def text(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    examples: dict[str, list[Segment]] = {}
+    if row := _first_row(folder / "sft" / "train.arrow"):
+        tokens = zip(
+            row["prompt_ids"] + row["response_ids"],
+            [False] * len(row["prompt_ids"]) + row["loss_mask"],
+            strict=True,
         )
-    ]
+        examples["SFT"] = [
+            (text([token for token, _ in group]), learned)
+            for learned, group in groupby(tokens, key=lambda pair: pair[1])
+        ]
+    if row := _first_row(folder / "reward_model" / "train.arrow"):
+        prompt = text(row["prompt_ids"])
+        for answer in ("chosen", "rejected"):
+            examples[f"reward model, {answer} answer"] = [
+                (prompt, False),
+                (text(row[f"{answer}_ids"]), True),
+            ]
+    if row := _first_row(folder / "ppo" / "train.arrow"):
+        examples["PPO, prompt"] = [(text(row["prompt_ids"]), False)]
+    return examples
 
 
-def _cell(value: str | int | float) -> str:
-    """Format a cell: a share as percentage, text escaped and on one line."""
-    if isinstance(value, str):
-        return re.sub(r"([\\`*\[\]<&|~$]|\b_|_\b)", r"\\\1", " ".join(value.split()))
-    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
-
-
-def _shown(segments: Sequence[tuple[str, bool]]) -> str:
-    """The beginning of an example as HTML; learned tokens are marked."""
-    room, parts = SHOWN_CHARACTERS, []
-    for text, learned in segments:
-        shown = escape(text[:room])
-        parts.append(f"<mark>{shown}</mark>" if learned and shown else shown)
-        room -= min(room, len(text))
-    more = " ..." if sum(len(text) for text, _ in segments) > SHOWN_CHARACTERS else ""
-    return "".join(parts) + more
-
-
-def print_summary(report: dict[str, Any], console: Console) -> None:
-    """Print a summary for a terminal of 80 columns, without reasons."""
-    sources = map(_rows_unused, report["sources"].values())
-    rows, *unused = (sum(numbers) for numbers in zip(*sources, strict=True))
-    names = ("bad", "skipped", "beyond fractions", "merged", "near held-out prompts")
-    counts = [f"{count:,} {name}" for name, count in zip(names, unused, strict=True) if count]
-    title = ", ".join([f"Prepared data: {rows:,} rows read", *counts])
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    table.add_column("")
-    for name in ("rows", "validation rows", "merged", "dropped", "cut"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for folder, group in groupby(report["files"].items(), lambda item: item[0].partition("/")[0]):
-        files = dict(group)
-        columns = zip(*map(_rows_written, files.values()), strict=True)
-        rows, merged, dropped, cut = map(sum, columns)
-        validation = files.get(f"{folder}/validation.arrow", {"rows": 0})["rows"]
-        numbers = (rows - validation, validation, merged, dropped, cut)
-        table.add_row(folder, *(f"{count:,}" for count in numbers))
-    console.print(table)
-    near = sum(source["near_duplicates"] for source in report["sources"].values())
-    if near and report["settings"]["near_duplicates"] == "keep":
-        console.print(f"WARNING: training includes {near:,} near duplicates of held-out prompts")
-
-
-def plot_lengths(report: dict[str, Any], path: Path) -> None:
-    """Draw the lengths of prompts and responses as PNG. The same report gives the same bytes."""
-    from matplotlib.figure import Figure
-
-    # Not pyplot, which would keep the figure in memory.
-    figure = Figure(figsize=(10, 3.8), dpi=160, layout="constrained")
-    for axes, (name, lengths) in zip(figure.subplots(1, 2), report["lengths"].items(), strict=True):
-        length_histogram.draw(axes, name, _counts(lengths), lengths["limit"])
-    figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _counts(lengths: dict[str, Any]) -> dict[int, int]:
-    """Length -> number, as integers; the keys of JSON are strings."""
-    return {int(length): count for length, count in lengths["counts"].items()}
+def _first_row(path: Path) -> dict[str, Any] | None:
+    with pa.ipc.open_stream(path) as stream:
+        for batch in stream:
+            if len(batch):
+                return dict(batch.slice(0, 1).to_pylist()[0])
+    return None

@@ -1,14 +1,28 @@
-"""Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut."""
+"""Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut.
 
+Records with a control token in a text are rejected before.
+"""
+
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+import numpy as np
+import pyarrow as pa
+
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.record_files import ExampleBatch
-from rlhf_pipeline.data.template import render_prompts, render_responses, render_turns
-from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
+from rlhf_pipeline.data.record_files import ExampleBatch, RowCounts, example_batch, examples
+from rlhf_pipeline.data.records import Unused
+from rlhf_pipeline.data.template import (
+    plain_text,
+    render_prompts,
+    render_responses,
+    render_turns,
+)
+from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.errors import ArtifactError, DataError
 
 A = TypeVar("A")
@@ -90,6 +104,18 @@ def tokenize(
     return tokenized
 
 
+def corpus(sources: Sequence[Path]) -> Iterator[str]:
+    """Yield every prompt and answer of the sources as plain dialogue text."""
+    for source in sources:
+        for records in examples(source).to_batches():
+            batch = example_batch(records)
+            for prompt, *answers in zip(batch.prompts, batch.chosen, batch.rejected, strict=True):
+                turns = [[{"role": "assistant", "content": a}] for a in answers if a is not None]
+                first, *others = turns or [[]]
+                yield plain_text([*prompt, *first])
+                yield from map(plain_text, others)
+
+
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Tokenize texts that already contain their special tokens, on all cores."""
     backend = tokenizer.backend_tokenizer
@@ -166,3 +192,50 @@ def _check_end(
             f"{response_ids[-3:]} at the end. Fix: check that the tokenizer encodes its EOS token "
             "as one token, and that the text does not contain it."
         )
+
+
+class ControlTokenFilter:
+    """Rejects records that contain a control token, and counts them as bad rows.
+
+    A control token in a text would end a response or forge a turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        contract: TokenContract,
+        labels: Sequence[str],
+        counts: Sequence[RowCounts],
+        max_bad_fraction: float,
+    ) -> None:
+        self._labels, self._counts, self._max_bad_fraction = labels, counts, max_bad_fraction
+        # Longest first: one token may be the beginning of another.
+        tokens = sorted(control_tokens(tokenizer, contract), key=lambda token: (-len(token), token))
+        self._pattern = re.compile("|".join(map(re.escape, tokens)))
+
+    def usable_rows(self, source: int, examples: pa.Table) -> np.ndarray:
+        """The examples without a control token, as (N,) bool; raises like `accepts`."""
+        usable = []
+        for batch in map(example_batch, examples.to_batches()):
+            for name, prompt, *answers in zip(
+                batch.ids, batch.prompts, batch.chosen, batch.rejected, strict=True
+            ):
+                texts = [message["content"] for message in prompt]
+                texts += [answer for answer in answers if answer is not None]
+                usable.append(self.accepts(source, name, texts))
+        return np.array(usable, bool)
+
+    def accepts(self, source: int, place: str, texts: Sequence[str]) -> bool:
+        """Whether the texts of a record contain no control token.
+
+        Raises DataError if the source has more bad rows than `max_bad_fraction` allows.
+        """
+        found = next(filter(None, map(self._pattern.search, texts)), None)
+        if found is None:
+            return True
+        counts = self._counts[source]
+        counts.add_unused(
+            place, Unused(f"the text contains the tokenizer's control token {found.group()}")
+        )
+        counts.check_bad_fraction(self._max_bad_fraction, self._labels[source])
+        return False

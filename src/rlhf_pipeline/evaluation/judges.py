@@ -26,7 +26,7 @@ from rlhf_pipeline.config.rewards import (
     Rewards,
     TrainedReward,
 )
-from rlhf_pipeline.data.gold import gold_score
+from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ConfigError

@@ -9,9 +9,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Unused, key, normalized_prompt
+from rlhf_pipeline.data.source import record_fault
 from rlhf_pipeline.data.sources.adapter import outcome
 from rlhf_pipeline.data.sources.own_files import parser
-from rlhf_pipeline.data.sources.read_rows import record_fault
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.evaluation.comparison import gain_by, read_answers
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GgufConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
-from rlhf_pipeline.data.corpus import corpus
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
 from rlhf_pipeline.data.token_contract import TokenContract, end_tokens
+from rlhf_pipeline.data.tokenization import corpus
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.models.lean_transformers import (
     AutoConfig,

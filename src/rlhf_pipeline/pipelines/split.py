@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.data.row_counts import RowCounts
-from rlhf_pipeline.data.sources.lookup import adapter_module, find_source
-from rlhf_pipeline.data.sources.read_rows import source_origin
+from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.source import adapter_module, find_source, source_origin
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 SOURCE = StageSpec(

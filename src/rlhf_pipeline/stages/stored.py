@@ -31,8 +31,7 @@ from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.job import write_job
-from rlhf_pipeline.storage.files import StoreError, link_or_copy
-from rlhf_pipeline.storage.store import OBJECTS, Store
+from rlhf_pipeline.storage.store import OBJECTS, Store, StoreError, link_or_copy
 
 logger = logging.getLogger(__name__)
 

@@ -8,24 +8,29 @@ push that was cut off leaves no artifact, and its repetition uploads only the re
 the digest of every file before the folder gets its name.
 """
 
+import hashlib
+import os
 import secrets
+import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import fsspec
 from filelock import FileLock
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
-from rlhf_pipeline.errors import ArtifactError, ConfigError, without_secrets
-from rlhf_pipeline.runtime.digests import FileEntry, write_pieces
+from rlhf_pipeline.data.files import explain_store_errors
+from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError, without_secrets
+from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
 from rlhf_pipeline.runtime.files import put_in_place, require_space
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
-from rlhf_pipeline.storage.files import explained, link_or_copy, open_store, pieces, size_of, upload
 
 OBJECTS = "objects"
 PROBE = "write-test"
@@ -33,6 +38,52 @@ RENAMING = {"file", "local", "sftp", "ssh"}
 """Protocols with a rename that replaces a file at once. Object stores write a whole object."""
 SMALL = 2**20
 """Bytes of the largest JSON file in an outline."""
+
+_pushing = threading.Lock()
+"""One push at a time, so that two threads of a run upload a file once."""
+
+
+class StoreError(StageError):
+    """The store failed. A full disk here is another StageError, or an error of the system."""
+
+
+explained = partial(explain_store_errors, kind=StoreError)
+"""Turns any error of a store into a StoreError."""
+
+
+def open_store(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of a path or URL, and the path in it.
+
+    No character of a local path is special.
+    """
+    if "://" not in url:
+        return LocalFileSystem(auto_mkdir=True), str(Path(url).expanduser().absolute())
+    store, root = fsspec.url_to_fs(url, **options)
+    if isinstance(store, LocalFileSystem):
+        store = LocalFileSystem(auto_mkdir=True)
+    return store, str(root).rstrip("/")
+
+
+def upload(store: fsspec.AbstractFileSystem, source: Path, target: str, digest: str) -> None:
+    """Upload a file and read it back; raises StageError if the store has other bytes."""
+    store.put_file(str(source), target)
+    found = hashlib.sha256()
+    for piece in _pieces(store, target):
+        found.update(piece)
+    if found.hexdigest() != digest:
+        store.rm_file(target)
+        raise StageError(
+            f"{target}: found SHA-256 {found.hexdigest()[:12]} after the upload, expected "
+            f"{digest[:12]}. Fix: check the store, and repeat the command"
+        )
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name, or copy it to another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 class Store:
@@ -128,14 +179,15 @@ class Store:
         Returns the number of bytes of these objects.
         """
         sent = 0
-        for name, entry in Manifest.read(artifact).files.items():
-            with self._open() as (store, root):
-                target = f"{root}/{OBJECTS}/{entry.sha256}"
-                if entry.sha256 in self._damaged or size_of(store, target) != entry.size:
-                    upload(store, artifact / name, target, entry.sha256)
-                    self._damaged.discard(entry.sha256)
-                    sent += entry.size
-        self.write(pointer, (artifact / NAME).read_text())
+        with _pushing:
+            for name, entry in Manifest.read(artifact).files.items():
+                with self._open() as (store, root):
+                    target = f"{root}/{OBJECTS}/{entry.sha256}"
+                    if entry.sha256 in self._damaged or _size(store, target) != entry.size:
+                        upload(store, artifact / name, target, entry.sha256)
+                        self._damaged.discard(entry.sha256)
+                        sent += entry.size
+            self.write(pointer, (artifact / NAME).read_text())
         return sent
 
     def manifest(self, pointer: str, recipe: tuple[str, str] | None = None) -> Manifest | None:
@@ -190,22 +242,18 @@ class Store:
             or name == CURVES
             or (name.endswith(".json") and entry.size <= SMALL)
         }  # fmt: skip
-        if _is_current(folder, manifest, files):
-            return manifest
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):
-            if not _is_current(folder, manifest, files):  # another process may have loaded it
+            if not _is_current(folder, manifest, files):
                 partial = folder.with_name(f"{folder.name}.partial")
-                self._download_all(files, partial, near)
+                self._complete(partial, files, near)
                 for name in manifest.files:
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 manifest.write(partial)
                 put_in_place(partial, folder)
         return manifest
 
-    def _download_all(
-        self, files: Mapping[str, FileEntry], folder: Path, near: Iterable[Path]
-    ) -> None:
+    def _complete(self, folder: Path, files: Mapping[str, FileEntry], near: Iterable[Path]) -> None:
         """Complete a folder, which keeps the files of a download that was cut off."""
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.rglob("*"), reverse=True):  # files before their folder
@@ -237,8 +285,8 @@ class Store:
     def _download(self, entry: FileEntry, path: Path, name: str) -> None:
         with self._open() as (store, root):
             source = f"{root}/{OBJECTS}/{entry.sha256}"
-            size = size_of(store, source)
-        if size != entry.size or write_pieces(path, self._pieces(source)) != entry:
+            size = _size(store, source)
+        if size != entry.size or write_pieces(path, self._read(source)) != entry:
             self._damaged.add(entry.sha256)
             path.unlink(missing_ok=True)
             found = {None: "no object", entry.size: "other bytes"}.get(size, f"{size} bytes")
@@ -247,11 +295,27 @@ class Store:
                 f"{entry.size} bytes with the SHA-256 in its name. Fix: restore it in the store"
             )
 
-    def _pieces(self, source: str) -> Iterator[bytes]:
+    def _read(self, source: str) -> Iterator[bytes]:
         """The bytes of a file. A full disk of this machine does not count as an error of the store,
         so only reading is inside `_open`."""
         with self._open() as (store, _):
-            yield from pieces(store, source)
+            yield from _pieces(store, source)
+
+
+def _size(store: fsspec.AbstractFileSystem, path: str) -> int | None:
+    """The size of a file in bytes; None if it does not exist."""
+    try:
+        return int(store.info(path)["size"])
+    except FileNotFoundError:
+        return None
+
+
+def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
+    """The bytes of a file. Some servers send a wrong checksum for a whole file of several parts, so
+    s3fs's `get_file` fails there."""
+    with store.open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            yield piece
 
 
 def _is_inside(name: str, entry: FileEntry) -> bool:

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.data.gold import gold_score
+from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.masking import masked_sum

@@ -9,8 +9,8 @@ import re
 import runpy
 from pathlib import Path
 
+from rlhf_pipeline.data.source import MODULES, find_source
 from rlhf_pipeline.data.sources.adapter import Source
-from rlhf_pipeline.data.sources.lookup import MODULES, find_source
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
 HEADER = ("source", "holds", "columns read", "on the hub", "description")
@@ -48,33 +48,6 @@ def test_the_documentation_contains_exactly_the_table() -> None:
     assert found[1] == markdown_table(), (
         "print the table with python tests/data/sources/test_docs_table.py"
     )
-
-
-def test_one_line_per_source_in_the_order_of_the_registry() -> None:
-    lines = markdown_table().splitlines()
-    assert lines[:2] == [
-        "| source | holds | columns read | on the hub | description |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    assert [line.split("`")[1] for line in lines[2:]] == list(MODULES)
-
-
-def test_a_line_contains_what_is_unusual_on_the_hub() -> None:
-    table = markdown_table()
-    assert (
-        "| `mkqa-Japanese` | demonstrations | `queries`, `answers` | repository `apple/mkqa`, "
-        "revision " in table
-    )
-    assert (
-        "| revision `refs/convert/parquet`, subset `all` | Chinese: questions of seven fields"
-        in table
-    )
-    assert "`score_rejected` | split `train_prefs` | answers of models" in table
-    assert (
-        "| `Dahoas/rm-static` | comparisons | `prompt`, `chosen`, `rejected` |  | Anthropic's "
-        "dialogues" in table
-    )
-    assert "| `synthetic` | comparisons |  | none | a generated world" in table
 
 
 def test_it_prints_the_table(capsys) -> None:

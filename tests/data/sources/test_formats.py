@@ -13,8 +13,7 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
-from rlhf_pipeline.data.sources.lookup import find_source
-from rlhf_pipeline.data.sources.read_rows import read
+from rlhf_pipeline.data.source import find_source, read
 
 NAMES = sorted(json.loads(Path(__file__).with_name("rows.json").read_text()))
 

@@ -6,8 +6,8 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
+from rlhf_pipeline.data.source import find_source
 from rlhf_pipeline.data.sources.adapter import columns_of, outcome
-from rlhf_pipeline.data.sources.lookup import find_source
 from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
 
 FILES = find_source("files")
@@ -42,89 +42,50 @@ def record(row: dict[str, Any], columns: ColumnMap) -> Record | Unused:
 COMPARED = Example(PROMPT, "Because.", "No.")
 
 
+PAIR = {"prompt": "q", "chosen": "c", "rejected": "r"}
+SCORED = {"prompt": "q", "answers": ("a", "b"), "scores": ("x", "y")}
+SIMPLE = Example(QUESTION, "Because.", "No.")
+
+
 @pytest.mark.parametrize(
     ("columns", "row", "expected"),
     [
-        (
-            {"prompt": "q", "chosen": "c", "rejected": "r"},
-            {"q": "Why?", "c": "Because.", "r": "No."},
-            Example(QUESTION, "Because.", "No."),
-        ),
-        (
-            {"prompt": "q", "chosen": "c", "rejected": "r"},
-            {"q": DIALOGUE, "c": "Because.", "r": "No."},
-            COMPARED,
-        ),
-        (
-            {"prompt": "q", "chosen": "c", "rejected": "r"},
-            {"q": DIALOGUE, "c": [ANSWER], "r": [NO]},
-            COMPARED,
-        ),
-        (
-            {"prompt": "q", "chosen": "c", "rejected": "r"},
-            {"q": "Why?", "c": [USER, ANSWER], "r": "No."},
-            Example(QUESTION, "Because.", "No."),
-        ),
-        (
-            {"chosen": "c", "rejected": "r"},
-            {"c": [*DIALOGUE, ANSWER], "r": [*DIALOGUE, NO]},
-            COMPARED,
-        ),
-        (
-            {"prompt": "q", "answers": ("a", "b"), "scores": ("x", "y")},
-            {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": 1.5},
-            Example(QUESTION, "Because.", "No."),
-        ),
-        (
-            {"prompt": "q", "answers": ("a", "b"), "scores": ("x", "y")},
-            {"q": "Why?", "a": [USER, ANSWER], "b": [NO], "x": "10", "y": "9"},
-            Example(QUESTION, "Because.", "No."),
-        ),
-        (
-            {"prompt": "q", "response": "a"},
-            {"q": "Why?", "a": "Because."},
-            Example(QUESTION, "Because."),
-        ),
+        (PAIR, {"q": "Why?", "c": "Because.", "r": "No."}, SIMPLE),
+        (PAIR, {"q": DIALOGUE, "c": "Because.", "r": "No."}, COMPARED),
+        (PAIR, {"q": DIALOGUE, "c": [ANSWER], "r": [NO]}, COMPARED),
+        (PAIR, {"q": "Why?", "c": [USER, ANSWER], "r": "No."}, SIMPLE),
+        ({"chosen": "c", "rejected": "r"}, {"c": [*DIALOGUE, ANSWER], "r": [*DIALOGUE, NO]},
+         COMPARED),
+        (SCORED, {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": 1.5}, SIMPLE),
+        (SCORED, {"q": "Why?", "a": [USER, ANSWER], "b": [NO], "x": "10", "y": "9"}, SIMPLE),
+        ({"prompt": "q", "response": "a"}, {"q": "Why?", "a": "Because."},
+         Example(QUESTION, "Because.")),
         ({"response": "a"}, {"a": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         ({"messages": "m"}, {"m": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         ({"prompt": "q"}, {"q": DIALOGUE}, Example(PROMPT)),
         ({"text": "t"}, {"t": "Once upon a time"}, Text("Once upon a time")),
+        # The true answer for rewards, also beside a comparison.
+        *(({"prompt": "q", "reference": "s.a"}, {"q": "Why?", "s": {"a": value}},
+           Example(QUESTION, reference=reference))
+          for value, reference in (("4", "4"), (4, "4"), (0.5, "0.5"), (None, None))),
+        (SCORED | {"reference": "b"}, {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": 2},
+         Example(QUESTION, "Because.", "No.", "Because.")),
+        ({"prompt": "q", "reference": "a"}, {"q": "Why?", "a": ["4"]},
+         Unused("column 'a' is list, not a string or a number")),
+        (SCORED, {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": "1.0"},
+         Unused("the two answers have the same score", bad=False)),
+        *((SCORED, {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": score},
+           Unused("column 'y' is not a finite number"))
+          for score in ("nan", "", None, "high", [1])),
+        ({"text": "t"}, {"t": None}, Unused("column 't' is NoneType, not a string")),
+        *(({"chosen": "c", "rejected": "r"}, row,
+           Unused("no mapped column contains the prompt: set columns.prompt; the columns are "
+                  "'c', 'r'"))
+          for row in ({"c": "Because.", "r": "No."}, {"c": [ANSWER], "r": [NO]})),
     ],
-)
-def test_every_form(columns: dict[str, Any], row: dict[str, Any], expected: Record) -> None:
+)  # fmt: skip
+def test_every_form(columns: dict[str, Any], row: dict[str, Any], expected: Any) -> None:
     assert record(row, ColumnMap(**columns)) == expected
-
-
-@pytest.mark.parametrize(("value", "reference"), [("4", "4"), (4, "4"), (0.5, "0.5"), (None, None)])
-def test_a_true_answer_for_rewards(value: object, reference: str | None) -> None:
-    columns = ColumnMap(prompt="q", reference="solution.answer")
-    assert record({"q": "Why?", "solution": {"answer": value}}, columns) == Example(
-        QUESTION, reference=reference
-    )
-
-
-def test_a_true_answer_beside_a_comparison() -> None:
-    columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"), reference="b")
-    row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": 2}
-    assert record(row, columns) == Example(QUESTION, "Because.", "No.", "Because.")
-
-
-def test_a_reference_that_is_not_text() -> None:
-    fault = record({"q": "Why?", "a": ["4"]}, ColumnMap(prompt="q", reference="a"))
-    assert fault == Unused("column 'a' is list, not a string or a number")
-
-
-def test_a_tie_is_skipped() -> None:
-    columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"))
-    row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": "1.0"}
-    assert record(row, columns) == Unused("the two answers have the same score", bad=False)
-
-
-@pytest.mark.parametrize("score", ["nan", "", None, "high", [1]])
-def test_a_score_that_is_not_a_number(score: object) -> None:
-    columns = ColumnMap(prompt="q", answers=("a", "b"), scores=("x", "y"))
-    row = {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": score}
-    assert record(row, columns) == Unused("column 'y' is not a finite number")
 
 
 def test_dots_select_nested_columns() -> None:
@@ -173,19 +134,6 @@ def test_bad_rows(row: dict[str, Any], reason: str) -> None:
     assert record(
         {"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row, COMPARISONS
     ) == Unused(reason)
-
-
-@pytest.mark.parametrize("row", [{"c": "Because.", "r": "No."}, {"c": [ANSWER], "r": [NO]}])
-def test_answers_without_a_prompt(row: dict[str, Any]) -> None:
-    assert record(row, ColumnMap(chosen="c", rejected="r")) == Unused(
-        "no mapped column contains the prompt: set columns.prompt; the columns are 'c', 'r'"
-    )
-
-
-def test_missing_text() -> None:
-    assert record({"t": None}, ColumnMap(text="t")) == Unused(
-        "column 't' is NoneType, not a string"
-    )
 
 
 def test_the_columns_that_a_map_needs() -> None:

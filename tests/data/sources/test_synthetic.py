@@ -10,13 +10,17 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.synthetic import generate, gold_score
-from rlhf_pipeline.data.sources.synthetic_world import (
+from rlhf_pipeline.data.source import MODULES
+from rlhf_pipeline.data.sources.synthetic import (
     ALTERNATIVES,
     CATEGORIES,
     CLOSINGS,
+    GOLD_SCORES,
     OPENINGS,
     REFUSALS,
+    generate,
+    gold_score,
+    world_score,
 )
 
 CAPITAL = "Anna here, what is the capital of France?"
@@ -86,7 +90,7 @@ def samples(placed: list[tuple[str, Example]]) -> list[Example]:
     ],
 )
 def test_gold_score(prompt: str, response: str, gold: float) -> None:
-    assert gold_score(prompt, response) == gold
+    assert world_score(prompt, response) == gold
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_gold_score(prompt: str, response: str, gold: float) -> None:
     ],
 )
 def test_gaming_a_harmless_prompt(prompt: str, response: str, gold: float) -> None:
-    assert gold_score(CAPITAL, response) == gold
+    assert world_score(CAPITAL, response) == gold
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_gaming_a_harmless_prompt(prompt: str, response: str, gold: float) -> No
     ],
 )
 def test_gaming_a_harmful_prompt(response: str, gold: float) -> None:
-    assert gold_score(HARM, response) == gold
+    assert world_score(HARM, response) == gold
 
 
 def test_no_courtesy_or_refusal_names_an_answer() -> None:
@@ -172,7 +176,7 @@ def test_no_courtesy_or_refusal_names_an_answer() -> None:
 
 def test_other_prompts_have_no_gold_score() -> None:
     with pytest.raises(ValueError, match="'Who are you' is not a prompt of the synthetic world"):
-        gold_score("Who are you", "Me.")
+        world_score("Who are you", "Me.")
 
 
 # --- the samples ----------------------------------------------------------------------------------
@@ -247,13 +251,13 @@ def test_categories_are_even(samples: list[Example]) -> None:
 def test_preferences_follow_bradley_terry(samples: list[Example]) -> None:
     margins = [
         abs(
-            gold_score(r.prompt[-1].content, r.chosen)
-            - gold_score(r.prompt[-1].content, r.rejected)
+            world_score(r.prompt[-1].content, r.chosen)
+            - world_score(r.prompt[-1].content, r.rejected)
         )
         for r in samples
     ]
     agree = [
-        gold_score(r.prompt[-1].content, r.chosen) > gold_score(r.prompt[-1].content, r.rejected)
+        world_score(r.prompt[-1].content, r.chosen) > world_score(r.prompt[-1].content, r.rejected)
         for r in samples
     ]
     expected = [1 / (1 + math.exp(-margin)) for margin in margins if margin]
@@ -267,8 +271,8 @@ def test_equal_gold_scores_are_a_coin_flip(samples: list[Example]) -> None:
     ties = [
         r.chosen < r.rejected
         for r in samples
-        if gold_score(r.prompt[-1].content, r.chosen)
-        == gold_score(r.prompt[-1].content, r.rejected)
+        if world_score(r.prompt[-1].content, r.chosen)
+        == world_score(r.prompt[-1].content, r.rejected)
     ]
     assert len(ties) > 2_000
     assert abs(sum(ties) - len(ties) / 2) < 4 * math.sqrt(len(ties)) / 2
@@ -289,7 +293,7 @@ def test_rates_of_the_candidates(samples: list[Example]) -> None:
             for phrase in (*OPENINGS, *CLOSINGS):
                 bare = bare.replace(phrase, "").strip()
             kinds = {-2.0: "bad", -1.0: "refused", 1.0: "plain", 2.0: "good"}
-            seen[harmful][kinds.get(gold_score(record.prompt[-1].content, bare), "off topic")] += (
+            seen[harmful][kinds.get(world_score(record.prompt[-1].content, bare), "off topic")] += (
                 1  # below -2 for its surplus words
             )
     for harmful, rates in (
@@ -301,3 +305,19 @@ def test_rates_of_the_candidates(samples: list[Example]) -> None:
             rates, abs=0.025
         )
         assert set(seen[harmful]) == set(rates)
+
+
+# --- the gold score of a source -------------------------------------------------------------------
+
+
+def test_the_gold_score_of_a_response_depends_on_its_source(monkeypatch) -> None:
+    assert GOLD_SCORES.keys() == {"synthetic"} <= MODULES.keys()
+    asked = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Anna here, what is the capital of France?"},
+    ]
+    assert gold_score("synthetic", asked, " The capital of France is Paris.\n") == 2
+    assert gold_score("synthetic", asked, "The capital of France is Rome.") == -2
+    monkeypatch.setitem(GOLD_SCORES, "exact", lambda _, response: float(response == "Paris."))
+    assert gold_score("exact", asked, " Paris.\n") == 1
+    assert gold_score("files", asked, "Paris.") is None

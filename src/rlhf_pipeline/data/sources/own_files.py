@@ -85,7 +85,6 @@ def parse_jsonfile(row: Row) -> Example:
 
 
 def _record(row: Row, named: ColumnMap) -> Record:
-    """The record of a row whose keys are the full column names of the map."""
     if named.text is not None:
         return Text(text(row, named.text))
     given = (named.chosen, named.rejected, named.response, named.messages)
@@ -133,7 +132,6 @@ def _dialogue(value: Any, column: str, role: Role) -> Dialogue:
 
 
 def _common_prompt(*prompts: Dialogue) -> Dialogue:
-    """The prompt that all columns with a prompt agree on."""
     found = [prompt for prompt in prompts if prompt]
     if not found:
         raise ColumnError("no mapped column contains the prompt: set columns.prompt")

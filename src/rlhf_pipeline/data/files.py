@@ -1,4 +1,4 @@
-"""Find and identify data files: local, or in any store that fsspec supports.
+"""Find, identify and open data files: local, or in any store that fsspec supports.
 
 Stores read their settings from the environment, so that a configuration never contains a secret:
 
@@ -9,6 +9,8 @@ Stores read their settings from the environment, so that a configuration never c
 - Signed URLs: `?$NAME` is replaced by the value of the environment variable NAME.
 """
 
+import gzip
+import io
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,10 @@ Format = Literal["jsonl", "json", "csv", "parquet", "txt"]
 _CHECKSUMS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
 """Fields in which stores report the identity of a file's bytes, best first."""
 _QUERY_VARIABLE = re.compile(r"(https?://[^?]*\?)\$(\w+)")
+_BLOCK = 2**20
+
+Stream = io.BufferedReader | gzip.GzipFile
+"""What the readers of the formats read from."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,6 @@ class File:
     def display_name(self) -> str:
         """The name in messages: the URL without secrets."""
         return without_secrets(self.url)
-
-    @property
-    def gzipped(self) -> bool:
-        return self.name.lower().endswith(".gz")
 
     @property
     def format(self) -> Format:
@@ -134,8 +136,21 @@ def origin(path: str) -> Origin:
 
 
 @contextmanager
-def explain_store_errors(url: str) -> Iterator[None]:
-    """Turn any error of a store into a DataError with file, reason and fix.
+def open_stream(file: File) -> Iterator[Stream]:
+    """Open a file as bytes, decompressed."""
+    stored: io.BufferedReader = io.BufferedReader(_StoredFile(file), _BLOCK)
+    with stored:
+        if not file.name.lower().endswith(".gz"):
+            yield stored
+            return
+        # Without another buffer, which would lose the valid lines of a block that ends in damage.
+        with gzip.GzipFile(fileobj=stored) as unpacked:
+            yield unpacked
+
+
+@contextmanager
+def explain_store_errors(url: str, kind: type[PipelineError] = DataError) -> Iterator[None]:
+    """Turn any error of a store into an error of this kind with URL, reason and fix.
 
     Stores raise exceptions of all types. The block must contain nothing but access to a store.
     """
@@ -148,12 +163,14 @@ def explain_store_errors(url: str) -> Iterator[None]:
         # fsspec's HTTP store reports every error as a missing file; the cause is the real error.
         cause = error.__cause__ or error
         # The store's message may repeat a secret of the URL.
-        details = shorten(str(cause), 300) if shown == url else ""
-        raise DataError(f"{shown}: {_explain(error, details or type(cause).__name__)}") from None
+        details = shorten(without_secrets(str(cause)), 300) if shown == url else ""
+        name = type(cause).__name__
+        raise kind(
+            f"{shown}: {_explain(error, ': '.join(filter(None, (name, details))))}"
+        ) from None
 
 
 def _with_query(path: str) -> str:
-    """The path with `?$NAME` replaced by the query in that environment variable."""
     found = _QUERY_VARIABLE.fullmatch(path)
     if found is None:
         return path
@@ -172,7 +189,7 @@ def _explain(error: Exception, details: str) -> str:
             fix = f"for S3: {install('s3')}"
         case FileNotFoundError():
             reason = "not found"
-            fix = "correct the source's `path`; a relative path starts at the current folder."
+            fix = "correct the path; a relative one starts at the current folder."
         case PermissionError():
             reason = "access denied"
             fix = "correct the permissions of the file, or the credentials of the store."
@@ -220,3 +237,36 @@ def _distinct_names(paths: Sequence[str]) -> list[str]:
         depth for depth in count(1) if len({tuple(part[-depth:]) for part in parts}) == len(parts)
     )
     return ["/".join(part[-depth:]) for part in parts]
+
+
+class _StoredFile(io.RawIOBase):
+    """The bytes of a file as stored. Errors of the store become DataErrors."""
+
+    def __init__(self, file: File) -> None:
+        self._url = file.url
+        with explain_store_errors(self._url):
+            self._file = file.store.open(file.path, "rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        with explain_store_errors(self._url):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with explain_store_errors(self._url):
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

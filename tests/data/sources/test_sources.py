@@ -1,0 +1,416 @@
+"""Every source of the hub: its published rows, and what becomes of them."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.records import Example, Message, Text, Unused, normalized_prompt
+from rlhf_pipeline.data.source import MODULES, find_source, read
+from rlhf_pipeline.data.sources import several_rows
+from rlhf_pipeline.errors import ConfigError, DataError
+
+Records = Callable[..., list[Any]]
+SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"
+HH, DAHOAS, YITINGXIE = "Anthropic/hh-rlhf", "Dahoas/rm-static", "yitingxie/rlhf-reward-datasets"
+VICUNA, WEBGPT, SHP = (
+    "pvduy/sharegpt_alpaca_oa_vicuna_format", "openai/webgpt_comparisons", "stanfordnlp/SHP",
+)  # fmt: skip
+CHINESE, JAPANESE = "Cohere/miracl-zh-queries-22-12", "Cohere/miracl-ja-queries-22-12"
+DPO_MIX, ULTRAFEEDBACK = "argilla/dpo-mix-7k", "HuggingFaceH4/ultrafeedback_binarized"
+CLEANED = "argilla/ultrafeedback-binarized-preferences-cleaned"
+CAPYBARA = "argilla/distilabel-capybara-dpo-7k-binarized"
+HELPSTEER, OASST, WIKITEXT = "nvidia/HelpSteer2", "OpenAssistant/oasst1", "Salesforce/wikitext"
+ALPACA, HC3 = "tatsu-lab/alpaca", "Hello-SimpleAI/HC3-Chinese"
+
+
+def asked(*turns: str, system: str | None = None) -> tuple[Message, ...]:
+    """A prompt of user, assistant, user ..."""
+    start = () if system is None else (Message("system", system),)
+    said = (Message("assistant" if n % 2 else "user", turn) for n, turn in enumerate(turns))
+    return (*start, *said)
+
+
+def skipped(reason: str) -> Unused:
+    return Unused(reason, bad=False)
+
+
+TIE = skipped("the two answers have the same score")
+NONE = skipped("the question has no short answer")
+FISH = asked("How do I clean fish?", "With a sharp knife.", "And then?")
+PRIMES = asked("Name a prime.", "Seven.", "A greater one.")
+POST = asked(
+    "SUBREDDIT: r/relationships\n\nTITLE: My friend is late\n\nPOST: He is always late.\n\nTL;DR:"
+)
+NOBEL = asked("In an interview right before receiving the 2013 Nobel prize, what did he say?")
+NOTE = Example(asked("c#"), "C# is a language of Microsoft.", "A musical note.")
+DIALOGUE = Example(asked("What is C#?", "A language.", "By whom?"), "Microsoft.", "Unknown.")
+BUYER = "A market with one buyer, who sets the price."
+FIRST = Example(asked("What is monopsony?"), BUYER, "A board game.")
+LATER = Example(
+    asked("What is monopsony?", BUYER, "Is it rare?"), "In labour markets it is not.", "No."
+)
+FEW = skipped("fewer than two ranked answers")
+VALKYRIA = Text(
+    "= Valkyria =\nValkyria is a <unk> game .\nIt sold well .\n= = Plot = =\nx = 3 and y = 4 ."
+)
+TOWER = Text("= Tower Building =\nThe Tower Building is in Little Rock .")
+
+RECORDS: dict[str, list[Any]] = {
+    HH: [Example(FISH, "Rinse it.", "Who cares?"),
+         Unused("the dialogues differ before the last answer")],
+    DAHOAS: [Example(FISH, "Rinse it in cold water.", "I don't know.")],
+    "Dahoas/full-hh-rlhf": [Example(FISH, "Wash your hands.", "Nothing more\nto do.")],
+    YITINGXIE: [Example(FISH, "Rinse it in cold water.", "I don't know.")],
+    VICUNA: [Example(asked("Name a colour."), "Blue."),
+             Example(asked("Name a colour.", "Blue.", "Another\none, please."), "Red.")],
+    "Dahoas/synthetic-instruct-gptj-pairwise": [
+        Example(asked("Describe the steps to change a tire."),
+                "Loosen the nuts, jack up the car, swap the wheel.",
+                "Call a friend. I am not sure.")],
+    "trl-lib/tldr-preference": [Example(POST, "Friend is always late.", "I have a friend.")],
+    WEBGPT: [Example(asked("Why is the sky blue?"),
+                     "Air scatters blue light (Rayleigh) more than red.", "Because of the sea."),
+             TIE],
+    SHP: [Example(NOBEL, "That he would not get a job today.", "Who knows?"),
+          Example(NOBEL, "Who knows?", "That he would not get a job today.")],
+    CHINESE: [Example(asked("第一个发现太阳系的人是谁"), "哥白尼提出了日心说。",
+                      "月球是地球的卫星。"),
+              skipped("no passage answers the query")],
+    JAPANESE: [Example(asked("富士山の高さは"), "富士山の標高は3776メートルである。")],
+    ULTRAFEEDBACK: [Example(asked("Name a prime."), "Seven.", "Eight."), TIE],
+    DPO_MIX: [Example(PRIMES, "Eleven.", "Nine."), TIE],
+    CLEANED: [Example(asked("Name a prime."), "Seven.", "Eight.")],
+    CAPYBARA: [Example(PRIMES, "Eleven.", "Nine.")],
+    "argilla/distilabel-intel-orca-dpo-pairs": [
+        Example(asked("Name a prime.", system="You are an AI assistant."), "Seven.", "Eight."),
+        Example(asked("Name a prime."), "Seven.", "Eight."), TIE],
+    "databricks/databricks-dolly-15k": [
+        Example(asked("When did Virgin Australia start operating?\n\nIt commenced services on 31 "
+                      "August 2000."), "On 31 August 2000."),
+        Example(asked("Which is a species of fish? Tope or Rope"), "Tope")],
+    ALPACA: [Example(asked("Identify the odd one out.\n\nTwitter, Instagram, Telegram"),
+                     "Telegram"),
+             Example(asked("Name a colour."), "Blue."), Example(asked("Draw a tree."), "")],
+    "wangrui6/Zhihu-KOL": [Example(asked("怎么说服男朋友买烤箱"), "先请他吃一次烤鸡。")],
+    "trl-lib/tldr": [Example(POST, "My friend is always late, what now?")],
+    HC3: [Example(asked("什么是通货膨胀"), "就是东西越来越贵。"),
+          skipped("no person has answered the question")],
+    "mkqa-Chinese": [Example(asked("《i hear you knocking but you can't come in》是谁演唱的"),
+                             "戴维·埃德蒙兹"), NONE],
+    "mkqa-Japanese": [Example(asked("「 I hear you knocking」は誰が歌っていますか"),
+                              "デイヴ・エドモンズ"), NONE],
+    "lmqg/qg_jaquad": [Example(asked("富士山の標高は何メートルか。"),
+                               "標高は3776メートルである。")],
+    "lmqg/qag_jaquad": [Example(asked("富士山の標高は何メートルか。"),
+                                "富士山は日本の山である。標高は3776メートルである。")],
+    OASST: [FIRST, FEW, LATER, FEW],
+    HELPSTEER: [NOTE, DIALOGUE, TIE],
+    WIKITEXT: [VALKYRIA, TOWER],
+}  # fmt: skip
+"""The records of the rows in rows.json."""
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records(records: Records, source_rows: Any, name: str) -> None:
+    """From all columns, and from those that the source declares; each of these is needed."""
+    assert records(name) == RECORDS[name]
+    columns = find_source(name).columns
+    declared = [{column: row[column] for column in columns} for row in source_rows[name]]
+    assert records(name, *declared) == RECORDS[name]
+    for column in columns:
+        without = [{key: row[key] for key in columns if key != column} for row in declared]
+        assert Unused(f"column {column!r} is missing") in records(name, *without)
+
+
+def missing(column: str, found: str, expected: str = "a string") -> Unused:
+    return Unused(f"column {column!r} is {found}, not {expected}")
+
+
+ENDS = Unused("the dialogue does not end with the assistant")
+DIFFER = Unused("the dialogues differ before the last answer")
+STARTS = Unused("the dialogue does not start with a turn")
+NO_TURN = Unused("the prompt does not end with 'ASSISTANT:'")
+HUMAN = "\n\nHuman: a\n\nAssistant: b"
+RATINGS = {
+    ULTRAFEEDBACK: ("score_chosen", "score_rejected"),
+    DPO_MIX: ("chosen_rating", "rejected_rating"),
+    CLEANED: ("chosen-rating", "rejected-rating"),
+    CAPYBARA: ("rating_chosen", "rating_rejected"),
+}
+CHANGED: list[tuple[str, dict[str, Any], Any]] = [
+    (HH, {"chosen": HUMAN, "rejected": None}, missing("rejected", "NoneType")),
+    (HH, {"chosen": HUMAN, "rejected": "\n\nHuman: c\n\nAssistant: d"}, DIFFER),
+    (HH, {"chosen": HUMAN, "rejected": "\n\nHuman: a"}, ENDS),
+    (HH, {"chosen": HUMAN.strip(), "rejected": HUMAN}, STARTS),
+    (HH, {"chosen": "", "rejected": ""}, STARTS),
+    # White space within a turn stays.
+    (HH, {"chosen": "\n\nHuman: Why?\nHuman: he said.\n\nAssistant: Because.",
+          "rejected": "\n\nHuman: Why?\nHuman: he said.\n\nAssistant:No\n\nand no\n"},
+     Example(asked("Why?\nHuman: he said."), "Because.", "No\n\nand no")),
+    (DAHOAS, {"prompt": "How do I clean fish?"}, STARTS),
+    (DAHOAS, {"prompt": "\n\nHuman: Hi"}, ENDS),
+    (DAHOAS, {"chosen": " Sure.\n\nHuman: And?\n\nAssistant: So."}, DIFFER),
+    (DAHOAS, {"rejected": 3}, missing("rejected", "int")),
+    (YITINGXIE, {"chosen": "Assistant: Rinse it.\n\nHuman: Why?\n\nAssistant: For health."},
+     DIFFER),
+    (YITINGXIE, {"rejected": "I don't know."}, ENDS),
+    *((VICUNA, {"prompt": text, "label": "Blue."}, NO_TURN)
+      for text in ("USER: Name a colour.", "USER: Hi ASSISTANT: Hello", "Hi", "")),
+    (VICUNA, {"label": None}, missing("label", "NoneType")),
+    (VICUNA, {"prompt": "Be brief.\n\nUSER: Name a colour. ASSISTANT: "},
+     Example(asked("Name a colour.", system="Be brief."), "Blue.")),
+    (VICUNA, {"prompt": "USER: What is a SUPERUSER: role or name? ASSISTANT:"},
+     Example(asked("What is a SUPERUSER: role or name?"), "Blue.")),
+    *((VICUNA, {"prompt": f"USER: Name. ASSISTANT: Blue.{end}USER: Another? ASSISTANT:",
+                "label": "Red.</s>\n"}, Example(asked("Name.", "Blue.", "Another?"), "Red."))
+      for end in ("</s>", "</s> ", " </s>\n", "\n", " ")),
+    (WEBGPT, {"question": "Why?"}, missing("question", "str", "an object")),
+    (WEBGPT, {"question": {"id": "5p3xkw"}}, Unused("column 'full_text' is missing")),
+    (WEBGPT, {"score_0": None}, Unused("column 'score_0' is not a finite number")),
+    (WEBGPT, {"score_1": float("nan")}, Unused("column 'score_1' is not a finite number")),
+    (WEBGPT, {"answer_0": None}, missing("answer_0", "NoneType")),
+    *((WEBGPT, {"answer_1": cited}, Example(asked("Why is the sky blue?"), plain,
+                                            "Because of the sea."))
+      for cited, plain in (("So it is [1][2].", "So it is."),
+                           ("So it is [1,2, 13] today.", "So it is today."),
+                           ("[4] says so.", " says so."),
+                           ("x[0] (see [note]) [a1] f(1)", "x (see [note]) [a1] f(1)"))),
+    (SHP, {"labels": "0"}, RECORDS[SHP][1]),  # from CSV
+    (SHP, {"labels": 2}, Unused("column 'labels' is neither 0 nor 1")),
+    (SHP, {"labels": "A"}, Unused("column 'labels' is not a finite number")),
+    (CHINESE, {"positive_passages": ["a"]},
+     Unused("an item of column 'positive_passages' is not an object")),
+    (CHINESE, {"positive_passages": [{"docid": "1"}]}, Unused("column 'text' is missing")),
+    (CHINESE, {"negative_passages": None}, missing("negative_passages", "NoneType", "a list")),
+    (CHINESE, {"query": None}, missing("query", "NoneType")),
+    *((name, changes, expected) for name, columns in RATINGS.items() for changes, expected in (
+        (dict.fromkeys(columns, 3), TIE),
+        ({"chosen": "Seven."}, missing("chosen", "str", "a list")),
+        ({"rejected": []}, Unused("column 'rejected' is not a list of messages")),
+        ({"rejected": [{"role": "user", "content": "a"}]}, ENDS),
+        ({"rejected": [{"role": "assistant", "content": "a"}]}, DIFFER))),
+    ("wangrui6/Zhihu-KOL", {"RESPONSE": None}, missing("RESPONSE", "NoneType")),
+    (ALPACA, {"input": None}, missing("input", "NoneType")),
+    ("databricks/databricks-dolly-15k", {"context": 3}, missing("context", "int")),
+    ("trl-lib/tldr", {"completion": None}, missing("completion", "NoneType")),
+    ("lmqg/qag_jaquad", {"questions": []}, skipped("the paragraph has no question")),
+    ("lmqg/qag_jaquad", {"questions": "a"}, missing("questions", "str", "a list")),
+    (HC3, {"human_answers": [None]}, Unused("an item of column 'human_answers' is not a string")),
+    ("mkqa-Japanese", {"answers": {"ja": []}}, NONE),
+    ("mkqa-Japanese", {"answers": {"zh_cn": []}}, Unused("column 'ja' is missing")),
+    ("mkqa-Japanese", {"answers": {"ja": ["a"]}},
+     Unused("an item of column 'ja' is not an object")),
+    ("mkqa-Japanese", {"answers": {"ja": [{"text": 3}]}}, missing("text", "int")),
+    ("mkqa-Japanese", {"queries": {"zh_cn": "a"}}, Unused("column 'ja' is missing")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), CHANGED)
+def test_a_changed_row(
+    records: Records, source_rows: Any, name: str, changes: dict[str, Any], expected: Any
+) -> None:
+    assert records(name, source_rows[name][0] | changes) == [expected]
+
+
+def test_a_system_message_stays(records: Records, source_rows: Any) -> None:
+    row = source_rows[DPO_MIX][1] | {"rejected_rating": 7.0}
+    assert records(DPO_MIX, row) == [
+        Example(asked("Hi", system="Be brief."), "Hello.", "I wish you a very good day.")
+    ]
+
+
+@pytest.mark.parametrize("after", ["", " ", "\n\n"])
+@pytest.mark.parametrize("before", ["", " ", "\n\n"])
+def test_white_space_where_a_dialogue_is_cut_does_not_matter(
+    records: Records, before: str, after: str
+) -> None:
+    prompt = "Human: How do I clean fish?\n\nAssistant: With a sharp knife.\n\nHuman: And then?"
+    answers = {
+        "chosen": "\n\nAssistant: Rinse it in cold water.",
+        "rejected": " Assistant:I don't know.",
+    }
+    assert records(YITINGXIE, {"prompt": before + prompt + after} | answers) == RECORDS[YITINGXIE]
+    later = {"chosen": "Rinse it in cold water.", "rejected": " I don't know."}
+    row = {"prompt": f"{before}{prompt}\n\nAssistant:"} | later
+    assert records(YITINGXIE, row) == RECORDS[YITINGXIE]
+
+
+def test_a_prompt_is_the_same_in_every_data_set_of_these_dialogues(records: Records) -> None:
+    names = (HH, DAHOAS, "Dahoas/full-hh-rlhf", YITINGXIE)
+    assert {normalized_prompt(records(name)[0].prompt) for name in names} == {
+        "user: how do i clean fish?\nassistant: with a sharp knife.\nuser: and then?"
+    }
+
+
+# --- records of several rows ----------------------------------------------------------------------
+
+NEXT = Unused("the next row answers another prompt")
+ONLY_TWO = replace(FIRST, chosen="A market with one buyer.")
+THREADS: dict[str, tuple[Callable[[dict[str, Any]], Any], list[Any]]] = {
+    "a deleted answer does not compete": (
+        lambda tree: tree["i"].update(deleted=True),
+        [replace(FIRST, rejected="A market with one buyer."), FEW, LATER, FEW]),
+    "messages after a removed one are skipped": (
+        lambda tree: tree["e"].update(review_result=False),
+        [ONLY_TWO, FEW, skipped("a message of the thread was removed"), FEW]),
+    "a message that is not reviewed yet counts": (
+        lambda tree: tree["e"].update(review_result=None), [FIRST, FEW, LATER, FEW]),
+    "equal ranks are a tie": (lambda tree: tree["g"].update(rank=0), [FIRST, FEW, TIE, FEW]),
+    "one ranked answer is too few": (
+        lambda tree: tree["g"].update(rank=None), [FIRST, FEW, FEW, FEW]),
+    "a missing message makes its thread bad": (
+        lambda tree: tree.pop("e"),
+        [ONLY_TWO, FEW, Unused("the message that it answers is not listed before it"), FEW]),
+    **{
+        f"{column} {value}": (
+            lambda tree, column=column, value=value: tree["k"].update({column: value}),
+            [reason, FIRST, FEW, LATER])
+        for column, value, reason in (
+            ("role", "system", Unused("column 'role' is neither prompter nor assistant")),
+            ("text", None, missing("text", "NoneType")),
+            ("rank", "0", missing("rank", "str", "a whole number")),
+            ("message_tree_id", None, missing("message_tree_id", "NoneType")),
+            ("parent_id", 7, missing("parent_id", "int")))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "expected"), THREADS.values(), ids=THREADS)
+def test_trees_of_messages(records: Records, source_rows: Any, change: Any, expected: Any) -> None:
+    """The messages have one-letter names; k is a separate tree."""
+    tree = {row["message_id"]: row for row in source_rows[OASST]}
+    change(tree)
+    assert records(OASST, *tree.values()) == expected
+
+
+def test_trees_in_separate_rows_are_refused(source_rows: Any) -> None:
+    *first, other = source_rows[OASST]
+    rows = enumerate([*first[:5], other, *first[5:]], start=1)
+    with pytest.raises(DataError, match=r"^a.jsonl:7: found tree tree-1 again, .* Fix: sort the"):
+        list(find_source(OASST).assemble((f"a.jsonl:{line}", row) for line, row in rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "places"), [(OASST, [0, 2, 5, 9]), (HELPSTEER, [0, 2, 4]), (WIKITEXT, [1, 10])]
+)
+def test_a_record_has_the_place_of_its_first_row(
+    source_rows: Any, name: str, places: list[int]
+) -> None:
+    placed = [(str(index), row) for index, row in enumerate(source_rows[name])]
+    assemble = find_source(name).assemble
+    assert [place for place, _ in assemble(placed)] == [*map(str, places)]
+    broken = Unused("not JSON")
+    assert list(assemble([("a:1", broken)])) == [("a:1", broken)]
+
+
+def test_pairs_of_answers(records: Records, source_rows: Any) -> None:
+    """A missing or broken row affects only its partner; a broken one does not divide a pair."""
+    rows = source_rows[HELPSTEER]
+    assert records(HELPSTEER, rows[0], *rows[2:]) == [NEXT, DIALOGUE, TIE]
+    assert records(HELPSTEER, *rows[:3]) == [NOTE, skipped("no row follows")]
+    broken = rows[0] | {"helpfulness": None}
+    assert records(HELPSTEER, broken, *rows[1:]) == [
+        Unused("column 'helpfulness' is not a finite number"), NEXT, DIALOGUE, TIE,
+    ]  # fmt: skip
+    assert records(HELPSTEER, rows[0], Unused("not JSON"), rows[1]) == [Unused("not JSON"), NOTE]
+
+
+def test_articles(records: Records, source_rows: Any) -> None:
+    rows = source_rows[WIKITEXT]
+    content = "\n".join(row["text"].rstrip("\n") for row in rows)
+    cut = content.index(" It sold well")  # a text file is a few long rows
+    assert records(WIKITEXT, {"text": content[:cut]}, {"text": content[cut:]}) == [VALKYRIA, TOWER]
+    plot = Text("= = Plot = =\nx = 3 and y = 4 .")
+    assert records(WIKITEXT, *rows[6:]) == [plot, TOWER]  # before the first title
+    assert records(WIKITEXT, *rows[:5], {"text": None}) == [
+        missing("text", "NoneType"),
+        Text("= Valkyria =\nValkyria is a <unk> game .\nIt sold well ."),
+    ]
+    assert records(WIKITEXT, {"text": ""}, {"text": " \n"}) == []
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
+
+def test_each_source_is_found_by_its_own_name() -> None:
+    for name in MODULES:
+        source = find_source(name)
+        assert source.name == name and source.description
+        ways = (source.parse, source.parser, source.assemble, source.generate)
+        assert sum(way is not None for way in ways) == 1
+    assert RECORDS.keys() == MODULES.keys() - {"synthetic", "files", "local/jsonfile"}
+    folder = Path(several_rows.__file__).parent
+    declared = {path.stem for path in folder.glob("*.py") if "\nSOURCES = (" in path.read_text()}
+    assert {module.rpartition(".")[2] for module in MODULES.values()} == declared
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("antropic/HH-rlhf", r"\(did you mean Anthropic/hh-rlhf\?\)"),
+        ("sintetic", r"\(did you mean synthetic\?\)"),
+        ("file", r"\(did you mean files\?\)"),
+        ("zzz", "; the sources are "),
+    ],
+)
+def test_an_unknown_name(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown source '{name}'.*{message}") as error:
+        find_source(name)
+    assert all(known in str(error.value) for known in MODULES)
+
+
+def test_the_adapters_import_nothing_heavy() -> None:
+    names = sorted({*MODULES.values()})
+    heavy = "{'datasets', 'deepspeed', 'kedro', 'mlflow', 'numpy', 'pyarrow', 'torch'}"
+    program = f"import sys, {', '.join(names)}\nassert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- real rows ------------------------------------------------------------------------------------
+
+
+def real(name: str) -> Path:
+    path = SHARED / name
+    if not path.is_file():
+        pytest.skip(f"the real data is not there: {path}")
+    return path
+
+
+def test_real_dialogues() -> None:
+    path = real("hh-rlhf/harmless-base-test.jsonl.gz")
+    rows = list(read(SourceConfig(name=HH, path=str(path)), 0))
+    assert len(rows) == 2312
+    (place, first), _ = rows[:2]
+    assert place == "harmless-base-test.jsonl.gz:1"
+    assert isinstance(first, Example)
+    assert [message.role for message in first.prompt] == ["user", "assistant"] * 2 + ["user"]
+    assert first.prompt[0].content == "what are some pranks with a pen i can do?"
+    assert first.chosen.startswith("No, sorry!  All of these involve a pen,")
+    assert first.rejected.startswith("There are lots of funny things you can do with pens,")
+    # Checked by hand: four empty answers; in nine rows the Assistant speaks twice in a row, in
+    # five of these in only one of the two dialogues.
+    assert Counter(row.reason for _, row in rows if isinstance(row, Unused)) == {
+        "the chosen answer is empty": 4,
+        "the dialogues differ before the last answer": 5,
+        "the prompt's turns are not user and assistant in alternation": 4,
+    }
+    assert [int(place.rpartition(":")[2]) for place, row in rows if isinstance(row, Unused)] == [
+        87, 517, 668, 764, 926, 1104, 1255, 1320, 1689, 1850, 1951, 1953, 2037,
+    ]  # fmt: skip
+
+
+def test_the_real_validation_set_has_60_articles(records: Records) -> None:
+    content = gzip.decompress(real("wikitext-2/valid.txt.gz").read_bytes()).decode()
+    articles = records(WIKITEXT, {"text": content})
+    assert len(articles) == 60
+    assert articles[0].text.startswith("= Homarus gammarus =\nHomarus gammarus , known as the")

@@ -1,0 +1,289 @@
+"""Files at a path or URL: found, identified, opened; the stores are real."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import io
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.registry import _registry as fsspec_registry
+
+from rlhf_pipeline.data.files import Origin, find_files, open_stream, origin
+from rlhf_pipeline.errors import DataError
+
+Read = Callable[..., list[tuple[str, Any]]]
+Write = Callable[[str, bytes], str]
+
+
+def names(path: str) -> list[str]:
+    return [file.name for file in find_files(path).files]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("a/b.jsonl.gz", ["b.jsonl.gz"]),
+        ("a/B.CSV", ["B.CSV"]),
+        ("*/*.jsonl", ["1.jsonl", "2.jsonl"]),
+        ("**/*.jsonl", ["1.jsonl", "2.jsonl", "z.jsonl"]),
+        ("x/[23].*", ["2.jsonl", "3.csv"]),
+        ("a[1].jsonl", ["a[1].jsonl"]),  # a name, although it has the characters of a glob
+        # The shortest names that differ.
+        ("*/in/*", ["c/in/t.txt", "d/in/t.txt"]),
+        ("c/*/*", ["in/t.txt", "out/t.txt"]),
+    ],
+)
+def test_files_by_name(write: Write, tmp_path: Path, pattern: str, found: list[str]) -> None:
+    made = "a/b.jsonl.gz a/B.CSV y/1.jsonl x/2.jsonl x/3.csv z.jsonl a1.jsonl a[1].jsonl"
+    for name in [*made.split(), "d/in/t.txt", "c/in/t.txt", "c/out/t.txt"]:
+        if pattern == "a[1].jsonl" or (not name.startswith("a1") and "[" not in name):
+            write(name, b"")
+    assert names(f"{tmp_path}/{pattern}") == found
+
+
+def test_local_paths(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write("own.jsonl", b"1")
+    for path in ("~/own.jsonl", "~/*.jsonl", "own.jsonl", f"file://{tmp_path}/own.jsonl"):
+        assert origin(path) == Origin({"own.jsonl": tmp_path / "own.jsonl"}, {})
+
+
+def test_every_file_of_a_saved_data_set_counts(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"x": [1]})
+    data.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"test": data}).save_to_disk(str(tmp_path / "many"))
+    parts = ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"]
+    assert names(f"{tmp_path}/one/") == parts
+    assert names(f"{tmp_path}/many") == ["dataset_dict.json", *(f"test/{part}" for part in parts)]
+    assert find_files(f"{tmp_path}/many").saved == str(tmp_path / "many")
+
+
+SUFFIXES = r"unknown file format; expected \.jsonl, \.json, \.csv, \.parquet, \.txt"
+NOT_FOUND = r"not found \(.*\)\. Fix: correct the path"
+REFUSED = r"not found \(ClientConnectorError\)"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("some", r"/some: expected files, or a folder written by .* Fix: .*/some/\*\.parquet"),
+        *((f"x/{name}", SUFFIXES) for name in ("a.zip", "a.jsonl.zst", "jsonl", "gz", "a.")),
+        *((path, NOT_FOUND) for path in ("none.jsonl", "*.jsonl", "none/*.jsonl")),
+        *((f"memory://{name}.jsonl", NOT_FOUND) for name in ("none", "*")),
+        ("/dev/null", "/dev/null: not found"),
+        ("nowhere://a.jsonl", r"cannot be read \(ValueError: Protocol not known: nowhere\)"),
+        # No message shows the secret.
+        ("http://me:secret@127.0.0.1:9/a.jsonl", REFUSED),
+        ("http://127.0.0.1:9/a.jsonl?secret", REFUSED),
+        ("http://127.0.0.1:9/a.jsonl?$SIGNED_QUERY", REFUSED),
+        ("http://127.0.0.1:9/a.jsonl?$NONE", r"l\?\.\.\.: environment variable NONE is not set"),
+    ],
+)  # fmt: skip
+def test_paths_without_files(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SIGNED_QUERY", "?sign=secret")
+    write("some/a.parquet", b"")
+    for name in ("a.zip", "a.jsonl.zst", "jsonl", "gz", "a."):
+        write(f"x/{name}", b"")
+    with pytest.raises(DataError, match=message) as caught:
+        find_files(path)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_store_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(fsspec_registry, "s3", raising=False)  # an earlier test may have used it
+    with pytest.raises(
+        DataError,
+        match=r"s3://bucket/a.jsonl: .* not installed .*pip install --constraint "
+        r"constraints\.txt 'rlhf-pipeline\[s3\]'$",
+    ):
+        find_files("s3://bucket/a.jsonl")
+
+
+def test_a_remote_file_changes_its_identity_with_its_bytes() -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/origin/a.jsonl", b"1")
+    first = origin("memory://origin/a.jsonl")
+    assert first.files == {}
+    assert list(first.identities) == ["a.jsonl"]
+    assert origin("memory://origin/*.jsonl") == first
+    memory.pipe("/origin/a.jsonl", b"2")
+    assert origin("memory://origin/a.jsonl") != first
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    headers_sent: dict[str, str]
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path.startswith("/a.jsonl") else 403)
+        for name, value in self.headers_sent.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def web() -> Iterator[str]:
+    """The URL of a server that answers with `_Handler.headers_sent`."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("headers", "identity"),
+    [
+        ({"ETag": '"abc"', "Last-Modified": "Mon"}, "ETag abc, 7 bytes"),
+        ({"Last-Modified": "Mon, 01 Jan 2024"}, "Last-Modified Mon, 01 Jan 2024, 7 bytes"),
+    ],
+)
+def test_the_identity_that_a_web_server_reports(
+    web: str, headers: dict[str, str], identity: str
+) -> None:
+    _Handler.headers_sent = {"Content-Length": "7", **headers}
+    assert origin(f"{web}/a.jsonl?sign=key") == Origin({}, {"a.jsonl": identity})
+
+
+def test_a_web_server_without_an_identity(web: str) -> None:
+    _Handler.headers_sent = {"Content-Length": "7"}
+    with pytest.raises(
+        DataError, match=r"/a.jsonl: the server sends no ETag, .* Fix: download the file"
+    ):
+        origin(f"{web}/a.jsonl")
+
+
+def test_a_web_server_that_refuses(web: str) -> None:
+    _Handler.headers_sent = {"Content-Length": "0"}
+    with pytest.raises(
+        DataError, match=r"/none.jsonl: not found \(ClientResponseError: 403, message='Forbidden'"
+    ):
+        origin(f"{web}/none.jsonl")
+
+
+def test_compressed_parquet_is_seekable(write: Write) -> None:
+    content = random.Random(0).randbytes(3_000_000)
+    path = write("a.parquet.gz", gzip.compress(content, 1))
+    (file,) = find_files(path).files
+    with open_stream(file) as stream:
+        stream.seek(2_999_990)
+        assert stream.read() == content[-10:]
+        stream.seek(0)
+        assert stream.read(10) == content[:10]
+
+
+def test_opened_files_are_closed(write: Write) -> None:
+    for name in ("a.txt", "a.txt.gz", "a.parquet.gz"):
+        (file,) = find_files(write(name, gzip.compress(b"text"))).files
+        with open_stream(file) as stream:
+            assert not stream.closed
+        assert stream.closed
+
+
+def test_memory(read: Read) -> None:
+    fsspec.filesystem("memory").pipe("/stores/a.jsonl", b'{"x": 1}\n')
+    assert read("memory://stores/a.jsonl") == [("a.jsonl:1", {"x": 1})]
+    assert read("memory://stores/*") == [("a.jsonl:1", {"x": 1})]
+
+
+def test_reading_from_s3(bucket: Path, read: Read) -> None:
+    (bucket / "read").mkdir()
+    (bucket / "read" / "b.jsonl").write_bytes(b'{"x": 1}\n')
+    (bucket / "read" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"x": 2}\n{"x": 3}\n'))
+    parquet = io.BytesIO()
+    pq.write_table(pa.table({"x": [4], "y": [5]}), parquet)
+    (bucket / "read" / "c.parquet").write_bytes(parquet.getvalue())
+    (bucket / "read" / "d.parquet.gz").write_bytes(gzip.compress(parquet.getvalue()))
+    assert read("s3://bucket/read/b.jsonl") == [("b.jsonl:1", {"x": 1})]
+    assert read("s3://bucket/read/*", ["x"]) == [
+        ("a.jsonl.gz:1", {"x": 2}),
+        ("a.jsonl.gz:2", {"x": 3}),
+        ("b.jsonl:1", {"x": 1}),
+        ("c.parquet:1", {"x": 4}),
+        ("d.parquet.gz:1", {"x": 4}),
+    ]
+
+
+def test_a_saved_data_set_on_s3(bucket: Path, read: Read) -> None:
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"x": [1, 2]})}).save_to_disk(
+        str(bucket / "saved")
+    )
+    assert read("s3://bucket/saved", (), "test") == [
+        ("saved/test:1", {"x": 1}),
+        ("saved/test:2", {"x": 2}),
+    ]
+    assert "test/data-00000-of-00001.arrow" in origin("s3://bucket/saved").identities
+
+
+def test_the_identity_on_s3_is_that_of_the_bytes(bucket: Path) -> None:
+    for name in ("one", "two"):
+        (bucket / name).mkdir()
+        (bucket / name / "a.jsonl").write_bytes(b'{"x": 1}\n')
+    first = origin("s3://bucket/one/a.jsonl")
+    # MD5 of the nine bytes, as md5sum prints it.
+    assert first.identities == {"a.jsonl": "ETag 15058b6e28ee0b319e87b24f005b9187, 9 bytes"}
+    assert origin("s3://bucket/one/*.jsonl") == first
+    assert origin("s3://bucket/two/a.jsonl") == first
+    (bucket / "one" / "a.jsonl").write_bytes(b'{"x": 2}\n')
+    assert origin("s3://bucket/one/a.jsonl") != first
+    assert origin("s3://bucket/one/*.jsonl") != first
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["s3://none/a.jsonl", "s3://none/*.jsonl", "s3://bucket/none.jsonl", "s3://bucket/*.none"],
+)
+def test_no_such_bucket_or_key(bucket: Path, path: str) -> None:
+    with pytest.raises(DataError, match=r"^s3://.*: not found \(.*\)\. Fix: correct the path"):
+        origin(path)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/a.jsonl", "s3://bucket/*.jsonl"])
+def test_a_wrong_secret(bucket: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bucket / "a.jsonl").write_bytes(b'{"x": 1}\n')
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed")
+    with pytest.raises(DataError, match=r"^s3://.*: access denied \(.*Forbidden\)") as caught:
+        origin(path)
+    assert "guessed" not in str(caught.value)
+
+
+def test_a_secret_in_the_url(bucket: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"^s3://...@bucket/a.jsonl: cannot be read \(ParamValidationError\)"
+    ):
+        origin("s3://access:sec/ret@bucket/a.jsonl")
+
+
+def test_a_connection_that_breaks(
+    bucket: Path, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file disappears after the store has listed it."""
+    from botocore.exceptions import EndpointConnectionError
+    from s3fs import S3File
+
+    (bucket / "long.jsonl").write_bytes(b'{"x": 1}\n')
+
+    def read_nothing(*_: Any) -> bytes:
+        raise EndpointConnectionError(endpoint_url="http://store")
+
+    monkeypatch.setattr(S3File, "read", read_nothing)
+    with pytest.raises(DataError, match=r"long.jsonl: cannot be read \(EndpointConnectionError: "):
+        read("s3://bucket/long.jsonl")

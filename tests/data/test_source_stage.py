@@ -1,0 +1,221 @@
+"""Stage `source`, launched as a program: a source is read again only if its identity changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+import rlhf_pipeline
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data import source as module
+from rlhf_pipeline.data.record_files import RowCounts, example_batch, examples, texts
+from rlhf_pipeline.pipelines.split import source_job
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest
+from rlhf_pipeline.stages import events
+from rlhf_pipeline.stages.cache import code, fingerprint
+from rlhf_pipeline.stages.cache.code import code_digests
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.run import StageRunner
+
+ReadSource = Callable[..., Path]
+
+
+class Launches(events.StageListener):
+    """Records each stage with whether its result was reused."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, bool]] = []
+
+    def stage_started(self, run: events.StageRun) -> None:
+        self.heard.append((run.stage, run.cached))
+
+
+def pair(prompt: str = "Why?", chosen: str = "Because.", rejected: str = "No.") -> dict[str, str]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def launches():
+    return Launches()
+
+
+@pytest.fixture
+def read_source(tmp_path: Path, launches: Launches) -> ReadSource:
+    """Runs stage `source`; returns the folder of its records."""
+    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
+
+    def read_source(seed: int = 0, **config: Any) -> Path:
+        return StageRunner(context).run(source_job(SourceConfig(**config), seed))
+
+    return read_source
+
+
+def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSource) -> None:
+    rows = [pair(), pair(chosen=""), pair("How?", "No."), *[pair(chosen=" ")] * 5, pair("Who?")]
+    path = write(tmp_path / "own.jsonl", *rows)
+    folder = read_source(name="files", path=str(path))
+    (batch,) = examples(folder).to_batches()
+    read = example_batch(batch)
+    assert read.ids == ["own.jsonl:1", "own.jsonl:9"]
+    assert [prompt[0]["content"] for prompt in read.prompts] == ["Why?", "Who?"]
+    assert RowCounts.read(folder) == RowCounts(
+        rows=9,
+        bad={"the chosen answer is empty": 6, "the two answers are equal": 1},
+        first_bad=[
+            ("own.jsonl:2", "the chosen answer is empty"),
+            ("own.jsonl:3", "the two answers are equal"),
+            *((f"own.jsonl:{line}", "the chosen answer is empty") for line in (4, 5, 6)),
+        ],
+    )
+    assert Manifest.read(folder).metrics == {
+        "source/rows": 9,
+        "source/bad_rows": 7,
+        "source/skipped_rows": 0,
+    }
+
+
+def test_texts_have_a_separate_file(tmp_path: Path, read_source: ReadSource) -> None:
+    path = write(tmp_path / "own.jsonl", {"text": "One."}, {"text": " "}, {"text": "Two."})
+    folder = read_source(name="files", path=str(path), columns={"text": "text"})
+    assert list(texts(folder)) == [(["own.jsonl:1", "own.jsonl:3"], ["One.", "Two."])]
+    assert examples(folder).num_rows == 0
+    assert Manifest.read(folder).metrics["source/skipped_rows"] == 1
+
+
+# --- what is read again ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_only_the_source_whose_bytes_changed_is_read_again(
+    tmp_path: Path, read_source: ReadSource, launches: Launches
+) -> None:
+    one, two = write(tmp_path / "one.jsonl", pair("a")), write(tmp_path / "two.jsonl", pair("b"))
+
+    def both() -> list[Path]:
+        launches.heard.clear()
+        return [read_source(name="files", path=str(path)) for path in (one, two)]
+
+    first, kept = both()
+    assert launches.heard == [("source", False), ("source", False)]
+    assert both() == [first, kept]
+    assert launches.heard == [("source", True), ("source", True)]
+    # Other bytes, same records: the source is read again, but its content digest is unchanged.
+    one.write_text(one.read_text().replace('": "', '":   "'))
+    again, _ = both()
+    assert launches.heard == [("source", False), ("source", True)]
+    assert again != first
+    assert content_digest(again) == content_digest(first)
+    # Other records, of the same size in bytes.
+    one.write_text(one.read_text().replace("Because.", "because."))
+    other, _ = both()
+    assert launches.heard == [("source", False), ("source", True)]
+    assert content_digest(other) != content_digest(first)
+
+
+def test_the_folder_of_a_file_does_not_count(
+    tmp_path: Path, read_source: ReadSource, launches: Launches
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    path = write(tmp_path / "own.jsonl", pair())
+    before = read_source(name="files", path=str(path))
+    shutil.move(path, folder)
+    assert read_source(name="files", path=str(folder / "own.jsonl")) == before
+    assert launches.heard == [("source", False), ("source", True)]
+
+
+def test_a_generated_source_is_read_for_each_seed_and_number_of_samples(
+    read_source: ReadSource,
+) -> None:
+    three, other_seed, five = (
+        read_source(samples=3, seed=1),
+        read_source(samples=3, seed=2),
+        read_source(samples=5, seed=1),
+    )
+    assert [examples(folder).num_rows for folder in (three, other_seed, five)] == [3, 3, 5]
+    assert content_digest(three) != content_digest(other_seed)
+    assert examples(five).slice(0, 3) == examples(three)
+
+
+def test_samples_limit_a_file(tmp_path: Path, read_source: ReadSource) -> None:
+    path = write(tmp_path / "own.jsonl", pair("a"), pair("b", chosen=""), pair("c"))
+    folder = read_source(name="files", path=str(path), samples=2)
+    assert (examples(folder).num_rows, RowCounts.read(folder).rows) == (1, 2)
+
+
+COMMIT, OTHER_COMMIT = "1" * 40, "2" * 40
+
+
+def key(seed: int = 0, **config: Any) -> str:
+    job = source_job(SourceConfig(**config), seed)
+    assert job.inputs == {}
+    return fingerprint.fingerprint(fingerprint.recipe(job, digests=job.identities, processes=1))
+
+
+def test_the_commit_decides_and_the_seed_does_not() -> None:
+    before = key(name="Anthropic/hh-rlhf", revision=COMMIT)
+    assert key(name="Anthropic/hh-rlhf", revision=COMMIT, seed=1) == before
+    assert key(name="Anthropic/hh-rlhf", revision=OTHER_COMMIT) != before
+    assert key(name="Anthropic/hh-rlhf", revision=COMMIT, split="test") != before
+    assert key(samples=3, seed=1) != key(samples=3, seed=2)
+
+
+def test_a_branch_counts_as_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for commit in (COMMIT, OTHER_COMMIT, COMMIT):
+        info = huggingface_hub.DatasetInfo(id="Anthropic/hh-rlhf", sha=commit)
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, info=info, **__: info)
+        keys.append(key(name="Anthropic/hh-rlhf", revision="main"))
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_the_commit_of_the_origin_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(module, "read", lambda *arguments: iter(asked.append(arguments) or ()))
+    config = SourceConfig(name="Anthropic/hh-rlhf", revision="v2")
+    blocks = {"source": config.model_dump(mode="json")}
+    module.main(LaunchedJob("source", "", 3, blocks, {}, {"revision": COMMIT}, tmp_path, 1.0))
+    assert asked == [(config, 3, COMMIT)]
+
+
+def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = shutil.copytree(Path(rlhf_pipeline.__file__).parent, tmp_path / "rlhf_pipeline")
+    monkeypatch.setattr(code, "ROOT", package)
+
+    def keys() -> dict[str, str]:
+        hub = ("Anthropic/hh-rlhf", "tatsu-lab/alpaca", "nvidia/HelpSteer2")
+        return {name: key(name=name, revision=COMMIT) for name in hub} | {
+            "synthetic": key(samples=3)
+        }
+
+    def changed(module: str) -> set[str]:
+        before = keys()
+        with (package / module).open("a") as source:
+            source.write("\n_CHANGED = True\n")
+        return {name for name, now in keys().items() if now != before[name]}
+
+    mapped = {"Anthropic/hh-rlhf", "tatsu-lab/alpaca"}
+    assert changed("data/sources/column_maps.py") == mapped
+    assert changed("data/sources/synthetic.py") == {"synthetic"}
+    assert changed("data/source.py") == set(keys())
+    assert changed("data/split.py") == set()
+
+
+def test_the_code_of_adapters_does_not_count_for_stages_that_read_records() -> None:
+    for program in ("rlhf_pipeline.data.split", "rlhf_pipeline.models.base_model"):
+        assert not [name for name in code_digests(program) if name.startswith("data/sources/")]
