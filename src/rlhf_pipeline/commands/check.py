@@ -16,7 +16,7 @@ from kedro.framework.project import pipelines
 from kedro.pipeline import Pipeline
 from rich.console import Console
 
-from rlhf_pipeline.commands.names import check_names
+from rlhf_pipeline.commands.command import check_names
 from rlhf_pipeline.commands.plan import loader_of, model_shape
 from rlhf_pipeline.config.architecture import positions
 from rlhf_pipeline.config.base_model import BaseModelConfig

@@ -7,7 +7,7 @@ from huggingface_hub import metadata_load
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rlhf_pipeline.commands.compare import Policy
+from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.config.base_model import COMMIT
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig

@@ -18,23 +18,6 @@ HARDWARE = (
     *("2x8x80", "4x8x80", "8x8x80"),
 )
 """The hardware of the table, smaller first. Other hardware has presets as well."""
-COMMON = (
-    ("opt-1.3b", "1x24", "full"),
-    ("opt-6.7b", "8x40", "full"),
-    ("opt-13b", "8x80", "full"),
-    ("opt-30b", "2x8x80", "full"),
-    ("opt-66b", "8x8x80", "full"),
-    ("llama-2-7b", "1x24", "qlora"),
-    ("llama-2-70b", "8x141", "full"),
-    ("llama-3-8b", "1x80", "lora"),
-    ("llama-3-8b", "8x80", "full"),
-    ("llama-3-70b", "8x8x80", "full"),
-    ("mistral-7b", "1x24", "qlora"),
-    ("qwen2.5-0.5b", "1x16", "full"),
-    ("qwen2.5-7b", "8x80", "full"),
-    ("qwen3-8b", "1x80", "lora"),
-)
-"""The presets in conf/."""
 TRAINED = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo")
 
 
