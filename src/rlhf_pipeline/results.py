@@ -93,17 +93,6 @@ def _verdict(registration: dict[str, Any]) -> list[str]:
     ]
 
 
-def _work(artifact: Path, workspace: Path) -> Path:
-    """The work directory of the stage that made an artifact."""
-    found = work_directory(artifact, workspace)
-    if found is None:
-        raise ArtifactError(
-            f"{artifact}: its work directory was removed. Fix: run stage "
-            f"{Manifest.read(artifact).stage} again"
-        )
-    return found
-
-
 @dataclass(frozen=True)
 class RunResults:
     """One evaluation, and the models that it compared: never a mixture of several runs."""
@@ -133,8 +122,13 @@ class RunResults:
                 "data/tiny"
             )
         folder = max(found, key=lambda path: path.parent.name)
-        job = _work(folder, root / "07_workspace") / "job.json"
-        inputs = json.loads(job.read_text())["inputs"].values()
+        work = work_directory(folder, root / "07_workspace")
+        if work is None:
+            raise ArtifactError(
+                f"{folder}: its work directory was removed. Fix: run stage "
+                f"{Manifest.read(folder).stage} again"
+            )
+        inputs = json.loads((work / "job.json").read_text())["inputs"].values()
         artifacts = (artifact_of(Path(path)) for path in inputs)
         made = {Manifest.read(path).stage: path for path in artifacts if path is not None}
         return cls(

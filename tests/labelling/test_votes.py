@@ -110,12 +110,6 @@ def test_half_a_vote_left_by_a_kill_is_reported_and_moved_beside_the_votes(votes
     assert votes.with_name("votes.jsonl.cut").read_bytes() == second[:kept] + b"\n"
 
 
-def test_a_new_file_is_created_with_its_folder(tmp_path):
-    file = tmp_path / "new" / "votes.jsonl"
-    with locked(file):
-        assert read_votes(file) == []
-
-
 def test_a_file_with_other_lines_is_refused_and_not_changed(votes):
     add_vote(votes, vote(0))
     text = votes.read_text() + '{"prompt": "a pair"}\n'

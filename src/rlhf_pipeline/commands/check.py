@@ -97,15 +97,9 @@ def dry_run(
 ) -> tuple[dict[str, Path], int]:
     """Write the job of each stage below a folder; return them by stage, and the number of ranks.
 
-    Call it in `environment_of(hardware)`. Raises ConfigError if the parameters fit neither each
+    Call it in `environment_of(hardware)`; without hardware, the run is for this machine. `origin`
+    names the file that sets a parameter. Raises ConfigError if the parameters fit neither each
     other nor the hardware.
-
-    Args:
-        parameters: all blocks as plain values, from all layers.
-        hardware: what the run is for; None: this machine.
-        pipeline: the nodes.
-        folder: for work directories.
-        origin: the file that sets a parameter; None: no file.
     """
     gpus = gpu_count()
     preflight(parameters, gpus=gpus, origin=origin, elsewhere=hardware is not None)

@@ -132,13 +132,9 @@ def make_plan(
 ) -> Plan:
     """Plan the stages among the nodes of a pipeline.
 
-    Args:
-        parameters: the blocks as plain values, by name.
-        nodes: names of the nodes.
-        published: folder of the published splits, whose rows count if the parameters are theirs.
-        model: short name of a published model in place of `base_model`.
-        gpu: name or gibibytes of a GPU.
-        gpus: such as 8x80. Neither: the hardware at hand.
+    `published` is the folder of the published splits, whose rows count if the parameters are
+    theirs; `model` is the short name of a model in place of `base_model`. Without `gpu` and `gpus`,
+    the plan is for the hardware at hand.
     """
     name, shape = model_shape(parameters, model)
     if gpu is None and gpus is None:
