@@ -5,7 +5,7 @@ from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.presets.hyperparameters import Method
+from rlhf_pipeline.presets.placement import Method
 from rlhf_pipeline.presets.preset import (
     HARDWARE,
     METHODS,
