@@ -192,7 +192,7 @@ def test_status_force_and_clean_on_stages_that_have_run(kedro):
 @pytest.mark.slow
 def test_a_pipe_gets_rows_in_one_line():
     """Of 80 characters, `runs` would cut the interval of a win rate."""
-    script = "from rlhf_pipeline.cli import console; console().print('win rate ' * 20)"
+    script = "from rlhf_pipeline.commands.command import console; console().print('win rate ' * 20)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert ended.stdout.count(b"\n") == 1
 
