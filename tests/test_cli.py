@@ -113,7 +113,7 @@ def test_in_an_empty_workspace_every_stage_would_run_and_nothing_is_created(kedr
         for line in printed.splitlines()
         if line.startswith("import time:")
     }
-    assert "rlhf_pipeline.commands.status" in imported
+    assert "rlhf_pipeline.stages.cache.planning" in imported
     assert imported & {"torch", "transformers", "deepspeed", "mlflow"} == set()
 
 
