@@ -26,7 +26,7 @@ NOT_RUN = {
     "kedro airflow create": "tests/test_airflow.py",
     "kedro new": "tests/test_starter.py",
     "kedro package": "tests/test_package.py",
-    "kedro rlhf chat": "waits at a terminal; tests/commands/test_chat.py",
+    "kedro rlhf chat": "waits at a terminal; tests/commands/test_serve.py",
     "kedro rlhf doctor": "tests/commands/test_doctor.py",
     "kedro rlhf export candidate ~/models/adapter": "needs LoRA; tests/commands/test_export.py",
     "kedro rlhf export s3:": "needs an S3 server; tests/commands/test_export.py",

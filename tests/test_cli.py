@@ -113,7 +113,7 @@ def test_in_an_empty_workspace_every_stage_would_run_and_nothing_is_created(kedr
         for line in printed.splitlines()
         if line.startswith("import time:")
     }
-    assert "rlhf_pipeline.commands.status" in imported
+    assert "rlhf_pipeline.stages.cache.planning" in imported
     assert imported & {"torch", "transformers", "deepspeed", "mlflow"} == set()
 
 
@@ -192,7 +192,7 @@ def test_status_force_and_clean_on_stages_that_have_run(kedro):
 @pytest.mark.slow
 def test_a_pipe_gets_rows_in_one_line():
     """Of 80 characters, `runs` would cut the interval of a win rate."""
-    script = "from rlhf_pipeline.cli import console; console().print('win rate ' * 20)"
+    script = "from rlhf_pipeline.commands.command import console; console().print('win rate ' * 20)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert ended.stdout.count(b"\n") == 1
 

@@ -65,7 +65,7 @@ def run_all(arguments: list[list[str]], **variables: str) -> list[str]:
 def test_options_of_commands_exist(command):
     """click accepts the arguments."""
     name, *arguments = shlex.split(command)[2:]
-    subcommand = cli.commands["rlhf"].commands[name]
+    subcommand = cli.commands["rlhf"].get_command(None, name)
     subcommand.make_context(name, arguments, resilient_parsing=False)
 
 
@@ -163,4 +163,4 @@ def test_shell_blocks_are_marked():
 
 def test_click_refuses_an_unknown_option():
     with pytest.raises(click.NoSuchOption):
-        cli.commands["rlhf"].commands["runs"].make_context("runs", ["--versions"])
+        cli.commands["rlhf"].get_command(None, "runs").make_context("runs", ["--versions"])

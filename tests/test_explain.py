@@ -66,6 +66,7 @@ def test_an_interruption_is_not_called_an_error(capsys):
     printed = capsys.readouterr()
     assert "Error" not in printed.out + printed.err
     assert caught.value.exit_code == 130
+    assert "Run the same command again to go on" in caught.value.message
 
 
 def test_usage_errors_of_click_pass_unchanged():
@@ -73,11 +74,3 @@ def test_usage_errors_of_click_pass_unchanged():
     with pytest.raises(click.UsageError) as caught, explained_errors(show_traceback=False):
         raise error
     assert caught.value is error
-
-
-def test_an_interruption_says_how_to_go_on():
-    with pytest.raises(Interrupted) as end, explained_errors(show_traceback=False):
-        raise KeyboardInterrupt
-    assert end.value.message == (
-        "interrupted. Run the same command again to go on; finished stages are kept"
-    )

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.run_results import RunResults
+from rlhf_pipeline.results import RunResults
 
 
 @pytest.mark.slow

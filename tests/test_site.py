@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from rlhf_pipeline.cli import cli
+from rlhf_pipeline.cli import COMMANDS
 from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.reporting.charts import OTHERS, PPO
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
@@ -101,7 +101,7 @@ def test_every_parameter_and_command_is_on_its_page(site):
             assert f"<td><code>{field}</code></td>" in text, f"{name}.{field}"
             assert info.description or info.annotation
     commands = (folder / "commands" / "index.html").read_text()
-    for name in cli.commands["rlhf"].commands:
+    for name in COMMANDS:
         assert f"<code>kedro rlhf {name}</code>" in commands
 
 

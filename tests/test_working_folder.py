@@ -5,13 +5,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from kedro.io import DataCatalog
 from rich.console import Console
 
-from rlhf_pipeline.commands import check, serve, ui
-from rlhf_pipeline.commands.chat import Speaker
+from rlhf_pipeline.commands import check, serve
+from rlhf_pipeline.commands import machine_checks as machine
+from rlhf_pipeline.commands.doctor import examine
 from rlhf_pipeline.commands.export import _convert
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.diagnosis import machine
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, StageSpec
@@ -68,22 +69,22 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
 def test_programs_of_commands(executed, tmp_path, monkeypatch):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
-    with pytest.raises(StageError, match="its program ended"):
-        Speaker("nothing", tmp_path / "nothing").read()
     with pytest.raises(StageError, match="were not checked"):
         check._accepted({}, {}, tmp_path)
     monkeypatch.setattr(machine, "_driver", lambda: "unknown")
-    assert "torch 2." in machine.gpu(SimpleNamespace(gpus=1)).found  # otherwise: torch fails
+    found = examine("gpu", machine.gpu, SimpleNamespace(gpus=1)).found
+    assert "torch 2." in found  # otherwise: torch fails
     assert not executed.exists()
 
 
-def test_servers(executed, tmp_path, monkeypatch):
+def test_servers(executed, tmp_path, monkeypatch, publish, make_model):
     started = []
     monkeypatch.setattr(serve.os, "execv", lambda _, command: started.append(command))
-    monkeypatch.setattr(ui.subprocess, "run", lambda command, **_: started.append(command))
-    for module in (serve, ui):
-        monkeypatch.setattr(module, "require_free", lambda *_: None)
-    monkeypatch.setattr(ui, "runs_page", lambda *_: "")
-    serve.serve(tmp_path, "mine", "127.0.0.1", 1)
-    ui.serve(tmp_path, 1, Console())
+    monkeypatch.setattr(serve.subprocess, "run", lambda command, **_: started.append(command))
+    monkeypatch.setattr(serve, "require_free", lambda *_: None)
+    monkeypatch.setattr(serve, "runs_page", lambda *_: "")
+    folder = str(publish(make_model("llama")))
+    monkeypatch.setattr(serve, "SILENT", {})
+    serve.serve.callback(DataCatalog(), tmp_path, folder, (), 1, "127.0.0.1")
+    serve.ui.callback(tmp_path, Console(), 1)
     assert [command[:3] for command in started] == [[sys.executable, "-P", "-m"]] * 2

@@ -165,8 +165,11 @@ def commands() -> str:
     """A section for each command."""
     rlhf = cli.commands["rlhf"]
     assert isinstance(rlhf, click.Group)
-    each = {"kedro run": cli.commands["run"]}
-    each |= {f"kedro rlhf {name}": command for name, command in sorted(rlhf.commands.items())}
+    context = click.Context(rlhf)
+    each: dict[str, click.Command] = {"kedro run": cli.commands["run"]}
+    for name in rlhf.list_commands(context):
+        if command := rlhf.get_command(context, name):
+            each[f"kedro rlhf {name}"] = command
     return "\n".join(line for name, command in each.items() for line in usage(name, command))
 
 

@@ -66,7 +66,7 @@ class Shelf:
         )
         console = Console(file=io.StringIO(), width=200)
         options = {"yes": True, "unfinished": False, "versions": True} | options
-        clean(catalog, console, self.root, **options)
+        clean.callback(catalog, console, self.root, **options)
         return console.file.getvalue()
 
     @property

@@ -10,8 +10,8 @@ from made_by_hand import artifact
 from random_answers import policy as random_policy
 from rich.console import Console
 
+from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.commands.compare import (
-    Policy,
     compare,
     comparison_page,
     data_table,
@@ -162,7 +162,7 @@ def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
 def test_a_page_replaces_no_file_unless_asked(tmp_path):
     (tmp_path / "notes.html").write_text("mine")
     with pytest.raises(ConfigError) as refusal:
-        compare(["1"], None, Console(), tmp_path, tmp_path / "notes.html")
+        compare.callback(None, Console(), tmp_path, ["1"], tmp_path / "notes.html", overwrite=False)
     assert refusal.value.message == (
         f"--page: found {tmp_path}/notes.html. Fix: name another file, or add --overwrite"
     )

@@ -56,9 +56,8 @@ def export(tmp_path):
             console = Console(file=io.StringIO(), width=80)
             options = {"overwrite": False, "license_name": "unknown", "precision": None,
                        "max_shard_size": "5GB", "base": None, "gguf": None}  # fmt: skip
-            module.export(
-                str(policy), str(destination), catalog, console, PROJECT, **options | changes
-            )
+            names = (str(policy), str(destination))
+            module.export.callback(catalog, console, PROJECT, names, **options | changes)
             return console.file.getvalue()
 
         yield export

@@ -28,7 +28,7 @@ def serve(catalog, tmp_path):
     pairs.write_text(json.dumps({"prompt": "Q?", "first": "a", "second": "b"}))
 
     def serve(port, output=None):
-        label(catalog, tmp_path, None, str(pairs), output, "127.0.0.1", port)
+        label.callback(catalog, tmp_path, None, str(pairs), output, "127.0.0.1", port)
 
     return serve
 
@@ -68,7 +68,7 @@ def test_pairs_come_from_files_of_other_formats(
     monkeypatch.setattr("rlhf_pipeline.commands.label.application", application)
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
     write(tmp_path / name)
-    label(catalog, tmp_path, None, str(tmp_path / name), None, "127.0.0.1", 0)
+    label.callback(catalog, tmp_path, None, str(tmp_path / name), None, "127.0.0.1", 0)
     assert "pairs  2\n" in capsys.readouterr().out
     assert [(pair.prompt, pair.first, pair.second) for pair in pairs] == [
         ((Message("user", "One?"),), "a", "b"),

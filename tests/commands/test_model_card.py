@@ -6,7 +6,7 @@ import pytest
 import yaml
 from stand_in_hub import serving
 
-from rlhf_pipeline.commands.compare import Policy
+from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.commands.model_card import model_card
 from rlhf_pipeline.runtime.manifest import Manifest
 

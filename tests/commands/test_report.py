@@ -1,4 +1,4 @@
-"""The page of an evaluation by the command, on artifacts made by hand."""
+"""The pages of evaluations and their list, on artifacts made by hand."""
 
 import io
 import json
@@ -9,28 +9,33 @@ from kedro.io import DataCatalog, MemoryDataset
 from made_by_hand import REGISTRATION, answer, artifact
 from rich.console import Console
 
-from rlhf_pipeline.commands import report as command
-from rlhf_pipeline.commands.report import report
+from rlhf_pipeline.commands.report import report, runs
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import compare, write_answers
-from rlhf_pipeline.runtime.manifest import content_digest
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 
 NAMES = ("evaluation", "ppo_model")
+
+
+EVALUATIONS = ("evaluation", "dpo_evaluation", "simpo_evaluation")
 
 
 class Outputs:
     """A pipeline by its outputs."""
 
+    def __init__(self, names):
+        self.names = {*names, "ppo_model"}
+
     def all_outputs(self):
-        return set(NAMES)
+        return self.names
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """Publishes evaluations by version; `report` prints and opens one of them."""
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs()})
+    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(NAMES)})
 
     links = []
 
@@ -59,10 +64,10 @@ def project(tmp_path, monkeypatch):
             others = {"evaluation_page": page, "registration": registration}
             catalog = DataCatalog(datasets | others | {"workspace": workspace})
             console = Console(file=io.StringIO(), width=80)
-            report(name, catalog, console, tmp_path, show=show)
+            report.callback(catalog, console, tmp_path, name, show)
             return console.file.getvalue()
 
-    monkeypatch.setattr(command.webbrowser, "open", links.append)
+    monkeypatch.setattr("webbrowser.open", links.append)
     return Project()
 
 
@@ -117,3 +122,51 @@ def test_without_an_evaluation_the_message_names_the_fix(project, tmp_path):
     folder = artifact(tmp_path / "model", "ppo", [{"objective/score": 1.0}])
     with pytest.raises(ArtifactError, match="found no evaluation of it here"):
         project.report(str(folder))
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """Publishes evaluations by (data set, version, fingerprint, win rate); returns the list."""
+
+    def shown(*evaluations):
+        for name, version, fingerprint, rate in evaluations:
+            folder = tmp_path / name / version / name
+            folder.mkdir(parents=True)
+            candidate = "dpo" if name.startswith("dpo") else "ppo"
+            compared = {
+                "candidate": candidate,
+                "judge": "gold",
+                "win_rates": {"gold": {"rate": rate, "lower": rate - 0.1, "upper": rate + 0.1}},
+                "policies": {candidate: {"kl": 1.5}},
+            }
+            (folder / "evaluation.json").write_text(json.dumps(compared))
+            Manifest("evaluate", fingerprint, 7, {}, {}, {}, {}, file_entries(folder)).write(folder)
+        catalog = DataCatalog(
+            {name: ArtifactDataset(filepath=str(tmp_path / name)) for name in EVALUATIONS}
+        )
+        console = Console(file=io.StringIO(), width=140)
+        runs.callback(catalog, console, tmp_path)
+        return [line.split() for line in console.file.getvalue().splitlines()]
+
+    return shown
+
+
+def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch):
+    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+    header, *lines = shown(
+        ("evaluation", "2026-01-01", "aaaa1111", 0.6),
+        ("dpo_evaluation", "2026-01-02", "bbbb2222", 0.5),
+        ("evaluation", "2026-01-03", "aaaa1111", 0.6),  # reused by another run
+    )
+    assert header[0] == "version"
+    assert [" ".join(line) for line in lines] == [
+        "2026-01-02 dpo 7 50.0% [40.0%, 60.0%] gold 1.50",
+        "2026-01-03 ppo 7 60.0% [50.0%, 70.0%] gold 1.50",
+    ]
+
+
+def test_without_an_evaluation_the_list_says_how_to_get_one(shown, monkeypatch):
+    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+    assert " ".join(shown()[0]) == (
+        "No evaluation is published here. Fix: `kedro run --pipeline=full`"
+    )

@@ -1,54 +1,116 @@
-"""`kedro rlhf serve`: the command becomes the server."""
+"""`kedro rlhf serve` and `kedro rlhf chat`: real programs on a tiny policy."""
 
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 
+import pexpect
+import psutil
 import pytest
 from ports import reserved_port
+from waiting import wait_until
+
+from rlhf_pipeline.commands import serve as module
+from rlhf_pipeline.errors import ConfigError
 
 PROJECT = Path(__file__).parents[2]
+SOURCE = {"PYTHONPATH": str(PROJECT / "src")}
 
 
-def command(policy, port, root):
-    arguments = ["-m", "kedro", "rlhf", "serve", str(policy), f"--port={port}", "--env=tiny"]
-    return [sys.executable, *arguments, f"--params=root={root}"]
+def arguments(command, policy, root, *options):
+    where = ["--env=tiny", f"--params=root={root}"]
+    return ["-m", "kedro", "rlhf", command, str(policy), *options, *where]
+
+
+def answer(address, **body):
+    """The text of the answer to a conversation."""
+    content = json.dumps(body).encode()
+    request = urllib.request.Request(address, content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
 
 
 @pytest.mark.slow
-def test_it_answers_until_ctrl_c(published, tmp_path):
+def test_the_server_answers_openais_clients_until_ctrl_c(published, tmp_path):
     with reserved_port() as port:
-        server = subprocess.Popen(
-            command(published, port, tmp_path), cwd=PROJECT, stdout=subprocess.PIPE, text=True
+        pass
+    command = [sys.executable, *arguments("serve", published, tmp_path, f"--port={port}")]
+    server = subprocess.Popen(
+        command, cwd=PROJECT, env=os.environ | SOURCE, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert server.stdout.readline() == f"model {published.name}, {published}\n"
+        wait_until(lambda: module.answers(port) or server.poll() is not None)
+        asked = {
+            "model": published.name,
+            "messages": [{"role": "user", "content": "what is snow?"}],
+            "temperature": 0.0,
+            "max_tokens": 6,
+        }
+        address = f"http://127.0.0.1:{port}/v1/chat/completions"
+        assert answer(address, **asked) == answer(address, **asked) != ""
+        listening = [each for each in psutil.net_connections("inet") if each.laddr.port == port]
+        assert {each.laddr.ip for each in listening if each.status == "LISTEN"} == {"127.0.0.1"}
+        refused = subprocess.run(
+            command, cwd=PROJECT, env=os.environ | SOURCE, capture_output=True, text=True
         )
-        try:
-            address = f"http://127.0.0.1:{port}/v1"
-            said = server.stdout.readline()
-            assert said == f"{published} answers at {address}; Ctrl-C ends it\n"
-            with urllib.request.urlopen(f"{address}/models", timeout=600) as response:
-                assert [model["id"] for model in json.load(response)["data"]] == [str(published)]
-            server.send_signal(signal.SIGINT)
-            assert server.wait() == 0
-        finally:
-            server.kill()
-            server.communicate()
+        assert f"--port: another program answers at {port}" in refused.stderr
+        assert f"`kedro rlhf serve --port={port + 1}`" in refused.stderr
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_refused_before_the_policy_is_loaded(published, tmp_path):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        found = subprocess.run(
-            command(published, port, tmp_path), cwd=PROJECT, capture_output=True, text=True,
-            env=os.environ | {"COLUMNS": "200"},
-        )  # fmt: skip
-    assert found.returncode != 0
-    assert f"--port: another program answers at {port}" in found.stderr
-    assert f"`kedro rlhf serve --port={port + 1}`" in found.stderr
+def test_a_conversation_in_a_terminal(published, tmp_path):
+    options = ("--max-tokens=6", "--temperature=0")
+    chat = pexpect.spawn(
+        sys.executable, arguments("chat", published, tmp_path, *options), cwd=str(PROJECT),
+        env=os.environ | SOURCE | {"TERM": "dumb"}, encoding="utf-8", timeout=120,
+        dimensions=(40, 100),
+        # A shell lets its background jobs ignore Ctrl-C, and what they start inherits that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        chat.expect_exact("<you>:")
+        (server,) = [
+            child for child in psutil.Process(chat.pid).children() if "serve" in child.cmdline()
+        ]
+        chat.sendline("what is snow?")
+        chat.expect_exact(f"<{published.name}>:")
+        chat.expect("6 tokens in")
+        assert re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", chat.before).strip()
+        chat.expect_exact("Continue generating?")
+        chat.sendline("n")
+        chat.expect_exact("<you>:")
+        chat.sendline("!exit")
+        chat.expect(pexpect.EOF)
+        chat.close()
+        assert chat.exitstatus == 0
+        assert not server.is_running()
+    finally:
+        chat.close(force=True)
+
+
+def test_vllm_serves_where_it_is_installed_and_options_go_to_the_server(tmp_path, monkeypatch):
+    monkeypatch.setenv(module.TRUST, "true")
+    command = module.serving(module.VLLM, tmp_path / "ppo_model", "0.0.0.0", 1, "--max-model-len=9")
+    assert command[3:] == [
+        *("vllm.entrypoints.cli.main", "serve", "ppo_model", "--host=0.0.0.0", "--port=1"),
+        *("--trust-remote-code", "--max-model-len=9"),
+    ]
+
+
+def test_the_message_names_the_extra_of_the_missing_packages(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"openai, expected it\. Fix: .*'rlhf-pipeline\[serve\]'"):
+        module.require_serving()

@@ -190,16 +190,6 @@ def test_a_request_that_the_page_would_not_send_writes_nothing(pairs, votes, ser
     assert read_votes(votes) == []
 
 
-def test_the_results_are_those_of_all_annotators(pairs, votes, serve):
-    given = pairs(2)
-    address = serve(given, votes)
-    for annotator in ("Ann", "Bob"):
-        vote(address, given[0].pair, "tie", annotator)
-    found = dict(request(f"{address}/results")[1])
-    assert found["People prefer second to first"].endswith(" of 1 pairs: 0 wins, 1 ties, 0 losses")
-    assert (found["Ann"], found["Bob"]) == ("1 of 2 pairs", "1 of 2 pairs")
-
-
 def test_a_full_disk_is_a_message_on_the_page_and_the_vote_comes_again(serve, pairs, disk):
     file = disk.path / "votes.jsonl"
     file.touch()

@@ -48,19 +48,8 @@ def test_the_source_files_reads_votes_as_comparisons_and_skips_ties(votes):
 
 def test_a_line_has_what_one_wants_to_know_later(votes):
     add_vote(votes, vote(0))
-    assert json.loads(votes.read_text()) == {
-        "prompt": [{"role": "user", "content": "Question 0?"}],
-        "first": "One 0.",
-        "second": "Two 0. \u2028 é",
-        "first_score": 1,
-        "second_score": 0,
-        "reason": "shorter",
-        "annotator": "Ann",
-        "pair": "pair 0",
-        "policies": ["first", "second"],
-        "shown_as_a": "second",
-        "time": "2026-11-23T12:00:00+00:00",
-    }
+    fields = {"policies", "reason", "annotator", "shown_as_a", "time"}
+    assert fields < json.loads(votes.read_text()).keys()
     assert read_votes(votes) == [vote(0).model_copy(update={"judges": {}})]
 
 
@@ -108,12 +97,6 @@ def test_half_a_vote_left_by_a_kill_is_reported_and_moved_beside_the_votes(votes
     assert votes.read_bytes().startswith(whole + b"{")
     assert "votes.jsonl: moved half a vote to votes.jsonl.cut" in caplog.text
     assert votes.with_name("votes.jsonl.cut").read_bytes() == second[:kept] + b"\n"
-
-
-def test_a_new_file_is_created_with_its_folder(tmp_path):
-    file = tmp_path / "new" / "votes.jsonl"
-    with locked(file):
-        assert read_votes(file) == []
 
 
 def test_a_file_with_other_lines_is_refused_and_not_changed(votes):

@@ -17,13 +17,19 @@ from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.distributed.dry_run import engine_settings, refusal
 from rlhf_pipeline.pipeline_registry import register_pipelines
-from rlhf_pipeline.presets.preset import COMMON, HARDWARE, METHODS, find_preset, make_preset
+from rlhf_pipeline.presets.preset import HARDWARE, METHODS, find_preset, make_preset
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.models import MODELS, find_model
 from rlhf_pipeline.stages.cache import fingerprint
 
+COMMITTED = (
+    ("llama-3-8b", "1x80", "lora"),
+    ("opt-13b", "8x80", "full"),
+    ("opt-30b", "2x8x80", "full"),
+)
+"""The presets in conf/: one GPU, one machine, several machines."""
 CONF = Path(__file__).parents[2] / "conf"
 PLANNED = ("sft", "reward_model", "ppo", "dpo", "evaluate")
 STAGES = {
@@ -71,12 +77,12 @@ def refusals(settings):
     return {refusal(json.loads(text), ranks) for text, ranks in settings}
 
 
-@pytest.mark.parametrize("chosen", COMMON, ids="-".join)
+@pytest.mark.parametrize("chosen", COMMITTED, ids="-".join)
 def test_an_environment_in_conf_is_what_the_table_gives(chosen, settings_of):
     preset = make_preset(*chosen)
     for name, text in files(preset, preset.name).items():
         assert (CONF / preset.name / name).read_text() == text, (
-            "write it again: kedro rlhf preset --common --overwrite"
+            "write it again: kedro rlhf preset ... --overwrite"
         )
     loader = LayeredConfigLoader(str(CONF), env=preset.name, **CONFIG_LOADER_ARGS)
     assert with_values(loader["parameters"], preset) == loader["parameters"]

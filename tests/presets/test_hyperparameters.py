@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.presets.hyperparameters import SOURCES, hyperparameters
+from rlhf_pipeline.presets.preset import SOURCES, hyperparameters
 from rlhf_pipeline.sizing.models import MODELS
 
 RATES = ["sft", "reward_model", "ppo.actor", "ppo.critic", "dpo"]

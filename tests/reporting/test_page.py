@@ -157,10 +157,6 @@ def test_texts_cannot_end_the_script(evaluation, models):
     assert "onerror='window" not in page
 
 
-def test_a_page_is_small(evaluation, models):
-    assert len(evaluation_page(evaluation(), models, REGISTRATION)) < 150_000
-
-
 def test_several_answers_to_each_prompt_are_pairs(evaluation):
     page = evaluation_page(evaluation(answers_per_prompt=2), [], None)
     assert "60 held-out prompts, 2 times each (" in page and "all pairs</option>" in page

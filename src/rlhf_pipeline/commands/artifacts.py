@@ -1,49 +1,25 @@
-"""Find artifacts: by a version, an alias or a folder, and by their content."""
+"""The ledger of artifacts: finds them by a version, an alias, a folder or their content."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kedro.framework.project import pipelines
 from kedro.io import AbstractDataset, CatalogProtocol
 
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.tracking.registry import registered_folder
 
 D = TypeVar("D", bound=AbstractDataset[Any, Any])
-
-
-def folder_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
-    """The artifact that a version, an alias or a path names.
-
-    Raises ArtifactError if there is none, and StageError if MLflow's store fails.
-    """
-    if (Path(policy) / NAME).is_file():
-        return Path(policy)
-    model = RegisterConfig.model_validate(catalog.load("params:register")).model
-    downloads = Path(catalog.load("workspace")) / DOWNLOADS
-    return registered_folder(policy, model, project, downloads)
-
-
-def policy_of(policy: str, catalog: CatalogProtocol, project: Path) -> Path:
-    """`folder_of` something that can answer; raises ArtifactError for other artifacts."""
-    folder = folder_of(policy, catalog, project)
-    config = folder / "config.json"
-    if not config.is_file() or "ForSequenceClassification" in config.read_text(encoding="utf-8"):
-        raise ArtifactError(
-            f"{folder}: found an artifact of stage {Manifest.read(folder).stage}, expected a "
-            "language model. Fix: name the model of stage sft, ppo or dpo"
-        )
-    return folder
-
-
-def artifact_datasets(catalog: CatalogProtocol) -> dict[str, ArtifactDataset]:
-    """The data sets of all pipelines that publish artifacts, by name."""
-    return datasets_of(ArtifactDataset, catalog)
+EVALUATION = "evaluation.json"
 
 
 def datasets_of(kind: type[D], catalog: CatalogProtocol) -> dict[str, D]:
@@ -53,40 +29,182 @@ def datasets_of(kind: type[D], catalog: CatalogProtocol) -> dict[str, D]:
     return {name: data for name, data in found.items() if isinstance(data, kind)}
 
 
-def all_artifacts(catalog: CatalogProtocol, workspace: Path) -> list[Path]:
-    """The finished artifacts of the workspace, then the published versions of each data set."""
-    artifacts = sorted(path.parent for path in workspace.glob(f"*/*/export/{NAME}"))
-    datasets = artifact_datasets(catalog).values()
-    return artifacts + [path for dataset in datasets for path in dataset.versions()]
+def artifact_of_folder(folder: Path) -> Path:
+    """The artifact that a folder is, or is in."""
+    return folder if (folder / NAME).is_file() else folder.parent
 
 
-def whole(folder: Path, catalog: CatalogProtocol) -> Path:
-    """The folder of an artifact, or in one, with its files: those of an outline are downloaded."""
-    for dataset in artifact_datasets(catalog).values():
-        folder = dataset.whole(folder)
-    return folder
+@dataclass(frozen=True)
+class Policy:
+    """A policy, what it was made from, and its evaluations."""
+
+    name: str
+    """As it was asked for."""
+    stage: str
+    """The stage that trained it."""
+    made_from: dict[str, Manifest]
+    """The manifests of the policy and of all artifacts that it was made from, by stage."""
+    evaluations: tuple[tuple[Path, str], ...]
+    """Its evaluations, newest first, and its name in each."""
+    folder: Path | None = None
+    """Its artifact."""
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Its metrics in the newest evaluation."""
+        if not self.evaluations:
+            return {}
+        folder, name = self.evaluations[0]
+        compared = json.loads((folder / EVALUATION).read_text())
+        found: dict[str, float] = compared["policies"][name]
+        return found
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters and the seeds of all stages, by their dotted names."""
+        found = {}
+        for stage, manifest in self.made_from.items():
+            found[f"{stage}: seed"] = manifest.seed
+            prefix = f"{stage}: " if manifest.stage == "source" else ""
+            found |= dict(leaves(manifest.config, prefix))
+        return found
 
 
-def places(artifacts: list[Path]) -> dict[str, Path]:
-    """Where content is, by its digest: the artifacts, and the folders in them."""
-    known: dict[str, Path] = {}
-    for artifact in artifacts:
-        for folder in (artifact, *(path for path in artifact.iterdir() if path.is_dir())):
-            try:
-                known[content_digest(folder)] = folder
-            except ArtifactError:
-                continue  # another artifact, which nobody may ask for
-    return known
+@dataclass(frozen=True)
+class Ledger:
+    """All artifacts of a project: in its registry, its data sets and its workspace."""
 
+    catalog: CatalogProtocol
+    project: Path
 
-def ancestors(folder: Path, known: dict[str, Path]) -> Iterator[tuple[Path, Manifest]]:
-    """An artifact, and all artifacts that it was made from and that are still there, once each."""
-    waiting, seen = [folder], set()
-    while waiting:
-        place = waiting.pop()
-        artifact = place if (place / NAME).is_file() else place.parent
-        manifest = Manifest.read(artifact)
-        if manifest.fingerprint not in seen:
-            seen.add(manifest.fingerprint)
-            yield artifact, manifest
-            waiting += [known[digest] for digest in manifest.inputs.values() if digest in known]
+    @cached_property
+    def workspace(self) -> Path:
+        return Path(self.catalog.load("workspace"))
+
+    @cached_property
+    def model(self) -> str:
+        """The name of the registered model."""
+        return RegisterConfig.model_validate(self.catalog.load("params:register")).model
+
+    @cached_property
+    def datasets(self) -> dict[str, ArtifactDataset]:
+        """The data sets that publish artifacts, by name."""
+        return datasets_of(ArtifactDataset, self.catalog)
+
+    @cached_property
+    def artifacts(self) -> list[Path]:
+        """The finished artifacts of the workspace, then the published versions."""
+        finished = sorted(path.parent for path in self.workspace.glob(f"*/*/export/{NAME}"))
+        return finished + [path for data in self.datasets.values() for path in data.versions()]
+
+    @cached_property
+    def by_digest(self) -> dict[str, Path]:
+        """The artifacts, and the folders in them, by the digest of their content."""
+        known: dict[str, Path] = {}
+        for artifact in self.artifacts:
+            for folder in (artifact, *(path for path in artifact.iterdir() if path.is_dir())):
+                try:
+                    known[content_digest(folder)] = folder
+                except ArtifactError:
+                    continue  # another artifact, which nobody may ask for
+        return known
+
+    @cached_property
+    def evaluations(self) -> list[Path]:
+        """The published evaluations, oldest first."""
+        found = [data for name, data in self.datasets.items() if name.endswith("evaluation")]
+        versions = [path for data in found for path in data.versions()]
+        return sorted(versions, key=lambda folder: folder.parent.name)
+
+    def folder(self, name: str) -> Path:
+        """The artifact that a version, an alias or a path names.
+
+        Raises ArtifactError if there is none, and StageError if MLflow's store fails.
+        """
+        if (Path(name) / NAME).is_file():
+            return Path(name)
+        return registered_folder(name, self.model, self.project, self.workspace / DOWNLOADS)
+
+    def language_model(self, name: str) -> Path:
+        """The verified folder of a policy that can answer.
+
+        Raises ArtifactError for another artifact, or if a file of the policy was changed.
+        """
+        folder = self.folder(name)
+        config = folder / "config.json"
+        if not config.is_file() or "ForSequenceClassification" in config.read_text(
+            encoding="utf-8"
+        ):
+            raise ArtifactError(
+                f"{folder}: found an artifact of stage {Manifest.read(folder).stage}, expected a "
+                "language model. Fix: name the model of stage sft, ppo or dpo"
+            )
+        verify(folder)
+        return folder
+
+    def with_files(self, folder: Path) -> Path:
+        """The folder of an artifact, or a folder in it; the files of an outline are downloaded."""
+        for dataset in self.datasets.values():
+            folder = dataset.whole(folder)
+        return folder
+
+    def ancestors(self, folder: Path) -> Iterator[tuple[Path, Manifest]]:
+        """An artifact, and all artifacts that it was made from and that are here, once each."""
+        waiting, seen = [folder], set()
+        while waiting:
+            artifact = artifact_of_folder(waiting.pop())
+            manifest = Manifest.read(artifact)
+            if manifest.fingerprint not in seen:
+                seen.add(manifest.fingerprint)
+                yield artifact, manifest
+                inputs = manifest.inputs.values()
+                waiting += [self.by_digest[digest] for digest in inputs if digest in self.by_digest]
+
+    def policy(self, name: str) -> Policy:
+        """The policy with a name: its lineage and its evaluations."""
+        folder = self.folder(name)
+        made_from = {
+            manifest.stage
+            if manifest.stage != "source"
+            else f"source {manifest.config['source']['name']}": manifest
+            for _, manifest in self.ancestors(folder)
+        }
+        digest, found = content_digest(folder), []
+        for path in self.artifacts:
+            if (path / EVALUATION).is_file():
+                for source, content in Manifest.read(path).inputs.items():
+                    if content == digest and source.endswith("_model") and source != "reward_model":
+                        found.append((self.with_files(path), source.removesuffix("_model")))
+        newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
+        return Policy(name, Manifest.read(folder).stage, made_from, tuple(newest), folder)
+
+    def evaluation(self, name: str | None) -> Path:
+        """The evaluation with a version, in a folder, or of a policy; without a name the newest.
+
+        Raises ArtifactError if there is none.
+        """
+        chosen = [folder for folder in self.evaluations if name in (None, folder.parent.name)]
+        if chosen:
+            return self.with_files(chosen[-1])
+        if name is None:
+            raise ArtifactError("found no published evaluation. Fix: `kedro run --pipeline=full`")
+        folder = self.folder(name)
+        if (folder / EVALUATION).is_file():
+            return self.with_files(folder)
+        of_policy = [evaluation for evaluation, _ in self.policy(name).evaluations]
+        if not of_policy:
+            raise ArtifactError(
+                f"{name}: found no evaluation of it here, expected one. Fix: choose one that "
+                "`kedro rlhf runs` lists"
+            )
+        published = [each for each in self.evaluations if each in of_policy]
+        return self.with_files([of_policy[0], *published][-1])
+
+    def beside(self, evaluation: Path, kind: str) -> Path | None:
+        """Where the run that published an evaluation publishes its page or its registration."""
+        if evaluation not in [folder.resolve() for folder in self.evaluations]:
+            return None
+        prefix = evaluation.name.removesuffix("evaluation")
+        name = {"page": f"{evaluation.name}_page", "registration": f"{prefix}registration"}[kind]
+        dataset = self.catalog.get(name)
+        versions = getattr(dataset, "folder", None) or Path(str(dataset._filepath))
+        return versions / evaluation.parent.name / versions.name

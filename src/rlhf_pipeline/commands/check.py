@@ -18,7 +18,7 @@ from rich.console import Console
 
 from rlhf_pipeline.checks import check as check_parameters
 from rlhf_pipeline.checks import length_faults, refuse
-from rlhf_pipeline.commands.names import check_names
+from rlhf_pipeline.commands.command import check_names
 from rlhf_pipeline.commands.plan import loader_of, model_shape
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -95,15 +95,9 @@ def dry_run(
 ) -> tuple[dict[str, Path], int]:
     """Write the job of each stage below a folder; return them by stage, and the number of ranks.
 
-    Call it in `environment_of(hardware)`. Raises ConfigError if the parameters fit neither each
+    Call it in `environment_of(hardware)`; without hardware, the run is for this machine. `origin`
+    names the file that sets a parameter. Raises ConfigError if the parameters fit neither each
     other nor the hardware.
-
-    Args:
-        parameters: all blocks as plain values, from all layers.
-        hardware: what the run is for; None: this machine.
-        pipeline: the nodes.
-        folder: for work directories.
-        origin: the file that sets a parameter; None: no file.
     """
     gpus = gpu_count()
     is_elsewhere = hardware is not None

@@ -3,13 +3,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 from kedro.io import CatalogProtocol
 from kedro_datasets.json import JSONDataset
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from rlhf_pipeline.commands.artifacts import artifact_datasets, datasets_of
+from rlhf_pipeline.commands.artifacts import Ledger, datasets_of
+from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.datasets.artifact import PageDataset
 from rlhf_pipeline.errors import ArtifactError, without_secrets
 from rlhf_pipeline.pipelines.table import stage_specs
@@ -20,23 +22,31 @@ from rlhf_pipeline.tracking.registry import registered_sources
 from rlhf_pipeline.tracking.store import tracking_uri
 
 
+@click.command(cls=Command)
+@click.option("--yes", is_flag=True, help="Remove the listed files; the default only lists them.")
+@click.option(
+    "--unfinished", is_flag=True, help="Also remove unfinished stages, which could resume."
+)
+@click.option(
+    "--versions",
+    is_flag=True,
+    help="Also remove published versions that are neither the newest nor registered.",
+)
 def clean(
     catalog: CatalogProtocol,
     console: Console,
     project: Path,
-    *,
     yes: bool,
     unfinished: bool,
     versions: bool,
 ) -> None:
-    """Show what no published version needs, and downloads; with `yes`, remove it.
+    """Remove what no published version needs.
 
-    With `versions`, published versions count as well, except the newest one of each data set and
-    registered ones. Raises ArtifactError if it cannot know these, or what a version needs.
+    These are work directories, downloads, and the rest of interrupted publications.
     """
-    workspace = Path(catalog.load("workspace"))
+    ledger = Ledger(catalog, project)
+    workspace, datasets = ledger.workspace, ledger.datasets.values()
     root, show = workspace.parent, partial(console.print, highlight=False, soft_wrap=True)
-    datasets = artifact_datasets(catalog).values()
     published = [path for dataset in datasets for path in dataset.versions(strict=True)]
     local = [dataset for dataset in datasets if dataset.store is None]
     older = [path for dataset in local for path in dataset.versions()[:-1]]
@@ -109,9 +119,7 @@ def _not_registered(older: list[Path], catalog: CatalogProtocol, project: Path) 
 
 
 def _table(leftovers: list[Leftover], root: Path) -> Table:
-    table = Table(
-        box=None, padding=(0, 2, 0, 0), header_style="dim", show_footer=True, footer_style="bold"
-    )
+    table = plain_table(show_footer=True, footer_style="bold")
     table.add_column("directory", overflow="fold", footer="total")
     table.add_column("why", overflow="fold")
     freed = sum(row.freed for row in leftovers)

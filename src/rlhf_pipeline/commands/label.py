@@ -8,8 +8,8 @@ import click
 import uvicorn
 from kedro.io import CatalogProtocol
 
-from rlhf_pipeline.commands.artifacts import whole
-from rlhf_pipeline.commands.report import find_evaluation
+from rlhf_pipeline.commands.artifacts import Ledger
+from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.data.formats import read_rows
 from rlhf_pipeline.errors import ConfigError, printable
 from rlhf_pipeline.labelling.pairs import distinct_pairs, evaluation_rows
@@ -17,17 +17,37 @@ from rlhf_pipeline.labelling.server import application
 from rlhf_pipeline.labelling.votes import locked
 
 
+@click.command(cls=Command)
+@click.argument("evaluation", required=False)
+@click.option("--pairs", help="File with columns prompt, first, second, instead of EVALUATION.")
+@click.option("--output", help="File of the votes.  [default: 01_raw/votes.jsonl of the data]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", default=8700, show_default=True, help="Port to listen on; 0 picks a free one."
+)
 def label(
-    catalog: CatalogProtocol, project: Path, evaluation: str | None, pairs: str, output: str | None,
-    host: str, port: int
-) -> None:  # fmt: skip
-    """Serve the pairs of an evaluation, or else of a file, until Ctrl-C."""
-    workspace = Path(catalog.load("workspace"))
-    rows: Iterable[Any] = (row for _, row in read_rows(pairs, (), "train"))
-    if evaluation is not None:
-        rows = evaluation_rows(whole(find_evaluation(evaluation, catalog, project), catalog))
+    catalog: CatalogProtocol,
+    project: Path,
+    evaluation: str | None,
+    pairs: str | None,
+    output: str | None,
+    host: str,
+    port: int,
+) -> None:
+    """Let people compare answers on a page until Ctrl-C; their votes are data for `split`.
+
+    EVALUATION is a version of an evaluation, its folder, or a policy as for `kedro rlhf compare`.
+    """
+    if (evaluation is None) == (pairs is None):
+        raise click.UsageError("use either EVALUATION or --pairs")
+    ledger = Ledger(catalog, project)
+    rows: Iterable[Any]
+    if pairs is not None:
+        rows = (row for _, row in read_rows(pairs, (), "train"))
+    else:
+        rows = evaluation_rows(ledger.evaluation(evaluation))
     found, left_out = distinct_pairs(rows)
-    file = Path(output or workspace.parent / "01_raw" / "votes.jsonl").resolve()
+    file = Path(output or ledger.workspace.parent / "01_raw" / "votes.jsonl").resolve()
     with locked(file):  # refuses a file with something else
         pass
     try:

@@ -2,20 +2,20 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
+import click
 from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.tree import Tree
 
-from rlhf_pipeline.commands.artifacts import all_artifacts, folder_of, places, whole
+from rlhf_pipeline.commands.artifacts import Ledger, artifact_of_folder
+from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.errors import ArtifactError, printable, short_path
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import (
-    NAME,
     Manifest,
     artifact_of,
     content_digest,
@@ -28,18 +28,19 @@ CONTENT = re.compile("[0-9a-f]{64}")
 """A digest; other inputs are identities, such as a commit on the hub."""
 
 
-def lineage(policy: str, catalog: CatalogProtocol, console: Console, project: Path) -> None:
-    """Print what a policy was made from, as a tree, and verify every byte of it.
+@click.command(cls=Command)
+@click.argument("policy", default="champion")
+def lineage(catalog: CatalogProtocol, console: Console, project: Path, policy: str) -> None:
+    """Show what POLICY was made from, down to the data, and verify every byte.
 
-    `policy` is a version or an alias of the registered model, or a folder. Raises ArtifactError if
-    a file was changed, added or removed, or an input is not on this machine. The message names the
-    first changed file of each artifact.
+    POLICY is a version or an alias of the registered model, or the folder of an artifact; the
+    default is the champion. The command fails if a file was changed, added or removed, or an input
+    is not on this machine; the message names the first changed file of each artifact.
     """
-    workspace = Path(catalog.load("workspace"))
-    known = places(all_artifacts(catalog, workspace))
-    walk = Walk(known, workspace, partial(whole, catalog=catalog))
+    ledger = Ledger(catalog, project)
+    walk = Walk(ledger.by_digest, ledger.workspace, ledger.with_files)
     tree = Tree(f"[bold]{escape(policy)}", guide_style="dim")
-    walk.visit(tree, "policy", folder_of(policy, catalog, project))
+    walk.visit(tree, "policy", ledger.folder(policy))
     console.print(tree, highlight=False)
     if walk.faults:
         raise ArtifactError("\n".join([f"lineage of {policy}:", *walk.faults]))
@@ -52,8 +53,8 @@ class Walk:
 
     places: dict[str, Path]
     workspace: Path
-    whole: Callable[[Path], Path] = Path
-    """Downloads the files of a folder whose outline alone is here."""
+    with_files: Callable[[Path], Path] = Path
+    """Downloads the files of a folder of which only the outline is here."""
     faults: list[str] = field(default_factory=list)
     files: int = 0
     size: int = 0
@@ -62,8 +63,8 @@ class Walk:
 
     def visit(self, branch: Tree, name: str, folder: Path) -> None:
         """Add an artifact, or a folder in one, and its inputs below it."""
-        folder = self.whole(folder)
-        artifact = folder if (folder / NAME).is_file() else folder.parent
+        folder = self.with_files(folder)
+        artifact = artifact_of_folder(folder)
         manifest = Manifest.read(artifact)
         label = escape(printable(f"{name}: {manifest.stage} {manifest.fingerprint[:8]}"))
         if artifact in self._visited:

@@ -7,7 +7,7 @@ from huggingface_hub import metadata_load
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rlhf_pipeline.commands.compare import Policy
+from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.config.base_model import COMMIT
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
@@ -26,13 +26,8 @@ def model_card(
 ) -> str:
     """The card in Markdown with YAML front matter; only what is recorded, else "unknown".
 
-    Args:
-        policy: the policy with everything that it was made from and is still on this machine.
-        digest: of its content.
-        model: name of the registered model.
-        registered: its version and tags in the registry.
-        license_name: the licence that the user states.
-        adapter_of: the base model of an adapter. None: the whole model is exported.
+    `registered` has the version and the tags of the policy in the registry; `adapter_of` is the
+    base model of an exported adapter.
     """
     version, tags = registered or (None, {})
     environment = Environment(  # noqa: S701 - Markdown; `_shown` escapes

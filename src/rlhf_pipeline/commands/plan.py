@@ -4,12 +4,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 from kedro.framework.project import pipelines, settings
 from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.checks import check_values
-from rlhf_pipeline.commands.names import check_names
+from rlhf_pipeline.commands.command import (
+    CONFIGURATION,
+    Command,
+    check_names,
+    console,
+    json_option,
+    pipeline_option,
+)
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
@@ -50,17 +58,38 @@ class Plan:
     """By stage."""
 
 
+@click.command(cls=Command, params=[*CONFIGURATION])
+@pipeline_option
+@click.option("--model", metavar="NAME", help="Published model to plan for, such as opt-1.3b.")
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    help="Plan for this GPU (a100-80, or its GiB) instead of this machine's.",
+)
+@click.option(
+    "--gpus", metavar="8x80", help="GPUs x GiB of each, or nodes x GPUs x GiB, such as 2x8x80."
+)
+@click.option(
+    "--check", is_flag=True, help="Check jobs and DeepSpeed settings instead of the memory."
+)
+@json_option
 def plan(
-    project: Path, console: Console, *, pipeline: str, as_json: bool, gpu: Any, gpus: Any,
+    project: Path, pipeline: str, check: bool, as_json: bool, gpu: Any, gpus: Any,
     **configuration: Any,
 ) -> None:  # fmt: skip
-    """Print the plan of a pipeline; `configuration` names what `loader_of` reads."""
+    """Show memory, steps and disk of each stage before anything is loaded, and whether it fits."""
     check_names([pipeline], {})
+    output = console(width=100)
+    if check:
+        from rlhf_pipeline.commands.check import check as dry_run
+
+        dry_run(project, output, pipeline=pipeline, gpu=gpu, gpus=gpus, **configuration)
+        return
     loader = loader_of(project, **configuration)
     parameters, split = read(loader)
     nodes = {node.name for node in pipelines[pipeline].nodes}
     found = make_plan(parameters, nodes, split, model=configuration["model"], gpu=gpu, gpus=gpus)
-    print(to_json(found)) if as_json else show(found, console)
+    print(to_json(found)) if as_json else show(found, output)
 
 
 def loader_of(
@@ -102,13 +131,9 @@ def make_plan(
 ) -> Plan:
     """Plan the stages among the nodes of a pipeline.
 
-    Args:
-        parameters: the blocks as plain values, by name.
-        nodes: names of the nodes.
-        published: folder of the published splits, whose rows count if the parameters are theirs.
-        model: short name of a published model in place of `base_model`.
-        gpu: name or gibibytes of a GPU.
-        gpus: such as 8x80. Neither: the hardware at hand.
+    `published` is the folder of the published splits, whose rows count if the parameters are
+    theirs; `model` is the short name of a model in place of `base_model`. Without `gpu` and `gpus`,
+    the plan is for the hardware at hand.
     """
     name, shape = model_shape(parameters, model)
     if gpu is None and gpus is None:
@@ -178,26 +203,26 @@ def _stage(plan: Plan, stage: str) -> dict[str, Any]:
     }
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: Plan, output: Console) -> None:
     """Print the plan as tables."""
     hardware = plan.hardware
     nodes = f"{hardware.nodes} nodes of " if hardware.nodes > 1 else ""
     each = f", {size_text(hardware.rank_memory)} each" if hardware.rank_memory else ""
     kind = hardware.name if hardware.on_gpu else "CPU rank"
-    console.print(
+    output.print(
         f"[bold]{plan.model}[/]: {_count(plan.shape.parameters)} parameters, on "
         f"{nodes}{hardware.ranks} x {kind}{each}"
     )
-    console.print("\n[bold]Memory of a rank at its peak, GiB")
-    console.print(_memory_table(plan))
-    console.print("\n[bold]Work of all ranks; disk and main memory of a node, GiB")
-    console.print(_work_table(plan))
+    output.print("\n[bold]Memory of a rank at its peak, GiB")
+    output.print(_memory_table(plan))
+    output.print("\n[bold]Work of all ranks; disk and main memory of a node, GiB")
+    output.print(_work_table(plan))
     source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
-    console.print(f"[dim]Rows and lengths: {source}.\n")
+    output.print(f"[dim]Rows and lengths: {source}.\n")
     for stage, fit in plan.fits.items():
-        console.print(verdict(stage, fit), highlight=False)
+        output.print(verdict(stage, fit), highlight=False)
     if "ppo" in plan.works and plan.works["ppo"].cannot_move:
-        console.print(movement_warning(plan.works["ppo"]), highlight=False)
+        output.print(movement_warning(plan.works["ppo"]), highlight=False)
 
 
 def _memory_table(plan: Plan) -> Table:

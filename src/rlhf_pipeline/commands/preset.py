@@ -1,10 +1,11 @@
 from pathlib import Path
 
+import click
 from rich.console import Console
-from rich.table import Table
 
+from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.presets.hyperparameters import Method
+from rlhf_pipeline.presets.placement import Method
 from rlhf_pipeline.presets.preset import (
     HARDWARE,
     METHODS,
@@ -17,44 +18,67 @@ from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.sizing.models import MODELS
 
 
-def files(preset: Preset, name: str) -> dict[str, str]:
-    """The files of the environment `name`."""
-    return {"globals.yml": f"root: data/{name}\n", "parameters.yml": as_yaml(preset, name)}
-
-
-def write(
-    model: str,
-    gpus: str,
-    method: Method,
-    project: Path,
+@click.command(cls=Command)
+@click.argument("model", required=False)
+@click.option(
+    "--gpus", help="GPUs x GiB of each, such as 1x24, or nodes x GPUs x GiB, such as 2x8x80."
+)
+@click.option(
+    "--method",
+    type=click.Choice(METHODS),
+    default="full",
+    show_default=True,
+    help="Weights that train: all, adapters, or adapters beside 4-bit weights.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder of the environment.  [default: conf/<name of the preset>]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier environment.")
+@click.option("--list", "listing", is_flag=True, help="Show what fits where, and write nothing.")
+def preset(
     console: Console,
-    *,
+    project: Path,
+    model: str | None,
+    gpus: str | None,
+    method: Method,
     output: Path | None,
     overwrite: bool,
+    listing: bool,
 ) -> None:
-    """Write the environment of a preset.
+    """Write an environment for MODEL, such as opt-1.3b, on the GPUs of --gpus.
 
-    Raises ConfigError if the preset does not fit, or the folder has files and `overwrite` is false.
+    Its hyper-parameters are published ones, and its memory settings the cheapest that fit.
     """
-    preset = make_preset(model, gpus, method)
-    folder = project / "conf" / preset.name if output is None else output
-    present = [name for name in files(preset, folder.name) if (folder / name).exists()]
+    if listing:
+        show_table(console, model)
+        return
+    if model is None or gpus is None:
+        raise click.UsageError("use MODEL and --gpus, or --list")
+    made = make_preset(model, gpus, method)
+    folder = project / "conf" / made.name if output is None else output
+    texts = files(made, folder.name)
+    present = [name for name in texts if (folder / name).exists()]
     if present and not overwrite:
         raise ConfigError(
             f"{folder}: found {present[0]}, expected a new folder. Fix: choose another one with "
             "--output, or add --overwrite to replace it"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files(preset, folder.name).items():
+    for name, text in texts.items():
         write_atomically(folder / name, text)
     console.out(f"{folder} is written. Next: kedro rlhf plan --env={folder.name} --gpus={gpus}")
 
 
+def files(preset: Preset, name: str) -> dict[str, str]:
+    """The files of the environment `name`."""
+    return {"globals.yml": f"root: data/{name}\n", "parameters.yml": as_yaml(preset, name)}
+
+
 def show_table(console: Console, model: str | None = None) -> None:
     """Print which methods fit, for each model, or one, and the hardware of the table."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("model", *HARDWARE):
-        table.add_column(name, no_wrap=True)
+    table = plain_table("model", *HARDWARE)
     for each in MODELS if model is None else (model,):
         table.add_row(each, *(_fitting(each, gpus) for gpus in HARDWARE))
     console.print(table)

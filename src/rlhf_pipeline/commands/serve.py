@@ -1,19 +1,191 @@
-import json
+"""Programs that serve: vLLM or transformers for a policy and the chat, MLflow for its pages."""
+
 import os
+import socket
+import subprocess
 import sys
+import time
+import urllib.request
+from contextlib import closing, suppress
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from tempfile import TemporaryFile
 
-from rlhf_pipeline.commands.ui import require_free
+import click
+from kedro.io import CatalogProtocol
+from rich.console import Console
+
+from rlhf_pipeline.commands.artifacts import Ledger
+from rlhf_pipeline.commands.command import Command
+from rlhf_pipeline.errors import ConfigError, StageError, install
+from rlhf_pipeline.stages.launch.resources import free_port
+from rlhf_pipeline.tracking.store import connect, experiment_id, is_server, tracking_uri
+
+LOOPBACK = "127.0.0.1"
+TRUST = "RLHF_TRUST_REMOTE_CODE"
+"""Environment variable; "true" lets Python code that ships with a policy run."""
+TRANSFORMERS, VLLM = "transformers.cli.transformers", "vllm.entrypoints.cli.main"
+SILENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",
+}
+"""Environment of the programs: they ask no server of their own accord."""
 
 
-def serve(folder: Path, name: str, host: str, port: int, **settings: Any) -> NoReturn:
-    """Become the program `rlhf_pipeline.inference.server`, which then gets the signals itself.
+@click.command(cls=Command)
+@click.argument("policy", default="champion")
+@click.argument("options", nargs=-1, metavar="[-- SERVER_OPTIONS]")
+@click.option("--port", default=8000, show_default=True, help="Port to listen on.")
+@click.option(
+    "--host",
+    default=LOOPBACK,
+    show_default=True,
+    help="Address to listen on; 0.0.0.0 opens the server to every network.",
+)
+def serve(
+    catalog: CatalogProtocol,
+    project: Path,
+    policy: str,
+    options: tuple[str, ...],
+    port: int,
+    host: str,
+) -> None:
+    """Serve POLICY to OpenAI's clients until Ctrl-C, on this machine alone.
 
-    Raises ConfigError if the port is in use.
+    The server is `vllm serve` where vLLM is installed, else `transformers serve`. SERVER_OPTIONS go
+    to that program as they are: `kedro rlhf serve champion -- --log-level=info`.
     """
+    has_vllm = find_spec("vllm") is not None
+    if not has_vllm:
+        require_serving()
     require_free(port, "serve", "end it")
-    settings |= {"folder": str(folder.resolve()), "name": name, "host": host, "port": port}
+    folder = Ledger(catalog, project).language_model(policy).resolve()
+    program = VLLM if has_vllm else TRANSFORMERS
+    click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
     sys.stdout.flush()
-    program = [sys.executable, "-P", "-m", "rlhf_pipeline.inference.server", json.dumps(settings)]
-    os.execv(sys.executable, program)  # noqa: S606 - no shell
+    os.chdir(folder.parent)  # the name of the folder is the name of the model
+    os.environ.update(SILENT)
+    command = serving(program, folder, host, port, *options)
+    os.execv(sys.executable, command)  # noqa: S606 - no shell; the server gets the signals itself
+
+
+@click.command(cls=Command)
+@click.argument("policy", default="champion")
+@click.option(
+    "--max-tokens",
+    default=512,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Longest answer, in tokens.",
+)
+@click.option(
+    "--temperature",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 2),
+    help="Temperature of sampling; 0 takes the most likely token.",
+)
+@click.option("--seed", type=int, help="Seed of the random numbers; repeats a conversation.")
+def chat(
+    catalog: CatalogProtocol,
+    console: Console,
+    project: Path,
+    policy: str,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None,
+) -> None:
+    """Talk to POLICY in the terminal, by `transformers chat`."""
+    require_serving()
+    folder = Ledger(catalog, project).language_model(policy).resolve()
+    console.out(f"{policy} is {folder}", style="dim", highlight=False)
+    port = free_port(None, LOOPBACK)
+    options = ["--log-level=error", *(["--default-seed", str(seed)] if seed is not None else [])]
+    command = serving(TRANSFORMERS, folder, LOOPBACK, port, *options)
+    sampled = ["do_sample=true", f"temperature={temperature}", "top_k=0"]
+    flags = [f"max_new_tokens={max_tokens}", *(sampled if temperature else ["do_sample=false"])]
+    talk = [*command[:4], "chat", folder.name, f"http://{LOOPBACK}:{port}", *flags, "--user=you"]
+    environment = os.environ | SILENT
+    with TemporaryFile("w+", errors="replace") as log, suppress(KeyboardInterrupt):
+        server = subprocess.Popen(
+            command, cwd=folder.parent, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            while not answers(port):
+                if server.poll() is not None:
+                    log.seek(0)
+                    reason = (log.read().strip().splitlines() or ["no output"])[-1]
+                    raise StageError(f"{policy}: `transformers serve` ended: {reason}")
+                time.sleep(0.2)
+            # Offline, the hub's client refuses any server, this one as well.
+            subprocess.run(talk, env=environment | {"HF_HUB_OFFLINE": "0"}, check=False)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+@click.command(cls=Command)
+@click.option("--port", default=5000, show_default=True, help="Port to listen on at 127.0.0.1.")
+def ui(project: Path, console: Console, port: int) -> None:
+    """Show runs, metrics and registered models in MLflow, on this machine alone.
+
+    With a tracking server in MLFLOW_TRACKING_URI, the command prints the link to its pages and
+    starts nothing.
+    """
+    uri = tracking_uri(project)
+    remote = is_server(uri)
+    page = runs_page(uri.rstrip("/") if remote else f"http://{LOOPBACK}:{port}", project)
+    console.print(f"runs: [link={page}]{page}[/link]", highlight=False, soft_wrap=True)
+    if remote:
+        return
+    require_free(port, "ui", "open the link above")
+    # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    options = ["--host", LOOPBACK, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "mlflow", "ui", *options, "--workers", "1"]
+    # Every user of the machine can read a command line, and the store's address has a password.
+    own = {"PATH": path, "MLFLOW_BACKEND_STORE_URI": uri, "PYTHONSAFEPATH": "1"}
+    with suppress(KeyboardInterrupt):
+        subprocess.run(command, env=os.environ | own, check=True)
+
+
+def runs_page(server: str, project: Path) -> str:
+    """The address of the page with the runs; MLflow's own start page shows no runs."""
+    experiment = experiment_id(connect(tracking_uri(project), project))
+    return f"{server}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+
+
+def serving(program: str, folder: Path, host: str, port: int, *options: str) -> list[str]:
+    """The command that serves a model; start it in the parent of the folder."""
+    trusts = ["--trust-remote-code"] if os.environ.get(TRUST) == "true" else []
+    where = [f"--host={host}", f"--port={port}"]
+    return [
+        *(sys.executable, "-P", "-m", program, "serve", folder.name),
+        *(*where, *trusts, *options),
+    ]
+
+
+def answers(port: int) -> bool:
+    """Whether a server of this machine is ready."""
+    with suppress(OSError), urllib.request.urlopen(f"http://{LOOPBACK}:{port}/health", timeout=5):
+        return True
+    return False
+
+
+def require_serving() -> None:
+    """Raise ConfigError without the packages of `transformers serve`."""
+    if find_spec("openai") is None:
+        fix = install("serve")
+        raise ConfigError(f"transformers serve: found no package openai, expected it. Fix: {fix}")
+
+
+def require_free(port: int, command: str, fix: str) -> None:
+    """Raise ConfigError if a program answers at a port of this machine."""
+    with closing(socket.socket()) as probe:
+        if probe.connect_ex((LOOPBACK, port)) == 0:
+            raise ConfigError(
+                f"--port: another program answers at {port}, perhaps an earlier one of this. Fix: "
+                f"{fix}, or use `kedro rlhf {command} --port={port + 1}`"
+            )

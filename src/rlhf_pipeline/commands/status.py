@@ -3,12 +3,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import click
+from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 from rich.console import Console
-from rich.table import Table
 
+from rlhf_pipeline.commands.command import Command, check_names, pipeline_option, plain_table
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.hooks import provide_stages, run_context
 from rlhf_pipeline.pipelines.table import stage_specs
@@ -36,7 +38,20 @@ class Row:
     details: str = ""
 
 
-def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
+@click.command(cls=Command)
+@pipeline_option
+def status(catalog: CatalogProtocol, console: Console, pipeline: str) -> None:
+    """Show what each stage would do (reuse its result, resume, or run), and why."""
+    check_names([pipeline], {})
+    table = plain_table("stage", "would", "recipe")
+    table.add_column("", overflow="fold")
+    for row in planned_rows(pipelines[pipeline], catalog):
+        state = f"[{STYLES.get(row.state, 'default')}]{row.state}"
+        table.add_row(f"[bold]{row.stage}", state, row.recipe, row.details)
+    console.print(table)
+
+
+def planned_rows(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
     """What the stages of a pipeline would do, in order; the nodes run with a `Planner`.
 
     Raises the errors that `kedro run` raises before the first launch.
@@ -52,22 +67,6 @@ def status(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
         rows += [_row(stage, node, catalog) for stage in list(planner.stages.values())[known:]]
         rows += [extra] if extra is not None else []
     return rows
-
-
-def show(rows: list[Row], console: Console) -> None:
-    """Print the table."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("stage", "would", "recipe"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("", overflow="fold")
-    for row in rows:
-        table.add_row(
-            f"[bold]{row.stage}",
-            f"[{STYLES.get(row.state, 'default')}]{row.state}",
-            row.recipe,
-            row.details,
-        )
-    console.print(table)
 
 
 def _visit(

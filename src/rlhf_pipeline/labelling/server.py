@@ -1,5 +1,9 @@
-"""The server of the page on which people compare answers. All state is in the file of votes."""
+"""The server of the page on which people compare answers, and what their votes say.
 
+All state is in the file of votes.
+"""
+
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,9 +18,10 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rlhf_pipeline.data.records import key
+from rlhf_pipeline.evaluation.comparison import judge_title
 from rlhf_pipeline.labelling.pairs import Pair
-from rlhf_pipeline.labelling.results import results
 from rlhf_pipeline.labelling.votes import Vote, add_vote, read_votes, remove_vote
+from rlhf_pipeline.statistics import agreement, rate_interval, win_rate
 
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=64)]
 MAX_BODY = 2**16
@@ -103,3 +108,38 @@ async def check_origin(
 def order(pair: Pair, annotator: str) -> int:
     """1 if A is the first answer, -1 if it is the second: by chance, but every time the same."""
     return 1 if key(annotator, pair.pair)[0] % 2 else -1
+
+
+def results(pairs: Sequence[Pair], votes: Sequence[Vote]) -> list[tuple[str, str]]:
+    """The name and the text of each result. Votes on other pairs do not count.
+
+    All votes on a pair count as one, by their mean: intervals need independent pairs.
+    """
+    given: dict[str, list[Vote]] = {pair.pair: [] for pair in pairs}
+    for vote in votes:
+        given.get(vote.pair, []).append(vote)
+    found: list[tuple[str, str]] = []
+    for policies in dict.fromkeys(pair.policies for pair in pairs):
+        voted = [pair for pair in pairs if given[pair.pair] and pair.policies == policies]
+        gains = [float(sum(v.second_score - v.first_score for v in given[p.pair])) for p in voted]
+        if gains:
+            rate = win_rate(gains, [0.0] * len(gains))
+            text = _share(rate.wins + rate.ties / 2, rate.n, rate.ties)
+            counts = f"{rate.wins} wins, {rate.ties} ties, {rate.losses} losses"
+            found.append((f"People prefer {policies[1]} to {policies[0]}", f"{text}: {counts}"))
+        for judge in voted[0].judges if voted else ():
+            signs = [gain * pair.judges[judge] for gain, pair in zip(gains, voted, strict=True)]
+            if n := sum(sign != 0 for sign in signs):
+                text = f"{_share(sum(sign > 0 for sign in signs), n)} without ties"
+                found.append((f"People agree with {judge_title(judge)}", text))
+    raw, alpha = agreement([[(v.first_score, v.second_score) for v in g] for g in given.values()])
+    if raw is not None:
+        chance = "" if alpha is None else f"; Krippendorff's alpha {alpha:.2f}"
+        found.append(("Two people agree", f"on {raw:.1%} of the pairs that both compared{chance}"))
+    counted = Counter(vote.annotator for group in given.values() for vote in group)
+    return found + [(name, f"{count} of {len(pairs)} pairs") for name, count in counted.items()]
+
+
+def _share(count: float, n: int, ties: int = 0) -> str:
+    lower, upper = rate_interval(count / n, n, ties)
+    return f"on {count / n:.1%} (95%: {lower:.1%} to {upper:.1%}) of {n} pairs"

@@ -1,17 +1,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
-from rlhf_pipeline.presets.hyperparameters import Method
 from rlhf_pipeline.sizing.fit import changed, fits
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
 
+Method = Literal["full", "lora", "qlora"]
 STAGES = ("sft", "reward_model", "ppo", "dpo", "evaluate")
 TOKENS = ((8192, 4096, 2048), (1024,))
 """Sizes of a micro batch to try, in tokens. The last ones leave a GPU idle, so anything else is

@@ -1,16 +1,28 @@
+"""Presets: published hyper-parameters (recipes.yml) and memory settings, as an environment."""
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import yaml
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.presets.hyperparameters import ADAPTERS, Method, Value, hyperparameters
-from rlhf_pipeline.presets.placement import STAGES, place
+from rlhf_pipeline.presets.placement import STAGES, Method, place
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import find_model
 from rlhf_pipeline.sizing.stages import StageMemory
 
+RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yml").read_text(encoding="utf-8"))
+SOURCES: Mapping[str, str] = RECIPES["sources"]
+"""The publications."""
+ADAPTERS: Mapping[str, tuple[dict[str, Any], str]] = RECIPES["adapters"]
+"""The block `lora` of each method, and its source."""
+LORA_FACTOR = 10
+"""Learning rate of adapters, relative to that of whole models."""
+RATE, DECAY = "optimizer.learning_rate", "optimizer.weight_decay"
 METHODS: tuple[Method, ...] = get_args(Method)
 HARDWARE = (
     *("1x16", "1x24", "1x40", "1x80", "1x141"),
@@ -18,24 +30,14 @@ HARDWARE = (
     *("2x8x80", "4x8x80", "8x8x80"),
 )
 """The hardware of the table, smaller first. Other hardware has presets as well."""
-COMMON = (
-    ("opt-1.3b", "1x24", "full"),
-    ("opt-6.7b", "8x40", "full"),
-    ("opt-13b", "8x80", "full"),
-    ("opt-30b", "2x8x80", "full"),
-    ("opt-66b", "8x8x80", "full"),
-    ("llama-2-7b", "1x24", "qlora"),
-    ("llama-2-70b", "8x141", "full"),
-    ("llama-3-8b", "1x80", "lora"),
-    ("llama-3-8b", "8x80", "full"),
-    ("llama-3-70b", "8x8x80", "full"),
-    ("mistral-7b", "1x24", "qlora"),
-    ("qwen2.5-0.5b", "1x16", "full"),
-    ("qwen2.5-7b", "8x80", "full"),
-    ("qwen3-8b", "1x80", "lora"),
-)
-"""The presets in conf/."""
 TRAINED = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo")
+
+
+class Value(NamedTuple):
+    """A value of a parameter, and its source."""
+
+    value: Any
+    source: str
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,29 @@ def find_preset(model: str, gpus: str, method: Method) -> Preset | None:
         settings |= {f"{stage}.{name}": Value(value, "") for name, value in placed[0].items()}
         memory[stage] = placed[1]
     return Preset(model, gpus, method, settings, memory)
+
+
+def hyperparameters(model: str, method: Method) -> dict[str, Value]:
+    """Values by dotted name: data, and the recipe of each stage.
+
+    Raises ConfigError if the model is unknown.
+    """
+    size = find_model(model).shape.parameters
+    family = next(name for name in RECIPES["families"] if model.startswith(name))
+    published = RECIPES["common"] | RECIPES["families"][family]
+    published |= RECIPES["ppo_above_8b" if size > 8.5e9 else "ppo"]
+    published |= RECIPES["above_30b"] if size > 29e9 else {}
+    published |= RECIPES["above_60b"].get(family, {}) if size > 60e9 else {}
+    values = {name: Value(*each) for name, each in published.items()}
+    if method == "full":
+        return values
+    for name, (value, source) in values.items():
+        if name.endswith(RATE):
+            raised = float(f"{LORA_FACTOR * value:.6g}")
+            values[name] = Value(raised, f"{LORA_FACTOR} x {source}: Biderman 2024")
+    values[f"sft.{RATE}"] = Value(1e-4 if size > 15e9 else 2e-4, "Dettmers 2023")
+    values[f"sft.{DECAY}"] = Value(0.0, "Dettmers 2023")
+    return values
 
 
 def _launch(hardware: Hardware) -> Iterator[tuple[str, Value]]:

@@ -49,12 +49,7 @@ Answers = Mapping[str, Sequence[Mapping[str, Any]]]
 def evaluation_page(
     evaluation: Path, artifacts: Iterable[Path], registration: Mapping[str, Any] | None
 ) -> str:
-    """The page of an evaluation.
-
-    Args:
-        evaluation: its artifact.
-        artifacts: those that it was made from and that are here; the page shows the models.
-        registration: the registration of the evaluation; None without one.
+    """The page of an evaluation; it shows the models among the artifacts that it was made from.
 
     Raises ArtifactError if an earlier version made the evaluation.
     """

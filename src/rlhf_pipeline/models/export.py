@@ -1,6 +1,6 @@
 """Program: write a policy as a folder that needs nothing of this project.
 
-`python -m rlhf_pipeline.inference.export SOURCE TARGET OPTIONS`, where the options
+`python -m rlhf_pipeline.models.export SOURCE TARGET OPTIONS`, where the options
 are the other arguments of `main` as JSON.
 """
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from rlhf_pipeline.config.block import Precision
-from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.inference.policy import TRUST, explained
+from rlhf_pipeline.errors import ArtifactError, PipelineError
 from rlhf_pipeline.models.loading import DTYPES, load_policy, load_tokenizer, saved_precision
 
 ADAPTER = "adapter"
@@ -29,7 +28,7 @@ def main(
     Without a precision, the weights are as they were saved. Raises ArtifactError if the policy has
     no adapter but one was asked for, or a weight is too large for the precision.
     """
-    trust = os.environ.get(TRUST) == "true"
+    trust = os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true"
     load_tokenizer(source, trust_remote_code=trust).save_pretrained(target)
     if base is not None:
         write_adapter(source / ADAPTER, target, base, precision)
@@ -61,5 +60,7 @@ def write_adapter(source: Path, target: Path, base: str, precision: Precision | 
 
 
 if __name__ == "__main__":
-    with explained():
+    try:
         main(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))
+    except PipelineError as error:
+        sys.exit(str(error))

@@ -1,3 +1,5 @@
+"""The checks of a machine. A check returns what it finds, or raises `Unfit` with the fix."""
+
 import json
 import os
 import platform
@@ -5,6 +7,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,13 +17,13 @@ from tempfile import TemporaryDirectory
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from rlhf_pipeline.diagnosis.finding import BUDGET_S, Finding, Setup
+from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError, pip_install
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
 from rlhf_pipeline.stages.launch.failure import log_tail, logged_cause
 from rlhf_pipeline.stages.launch.node_program import NodeProgram, on_several_machines
-from rlhf_pipeline.stages.launch.resources import node_layout, search_path
+from rlhf_pipeline.stages.launch.resources import node_layout, search_path, visible_gpus
 
 DISTRIBUTION = "rlhf-pipeline"
 SOURCE = "#include <vector>\n#include <Python.h>\nint main() { return 0; }\n"
@@ -27,6 +32,9 @@ SHARED_BYTES = GIB
 """Below this size ranks on GPUs may fail: containers have 64 MiB by default."""
 DISK_BYTES = 10 * GIB
 """Below this free space a warning: one checkpoint of a model of 0.6 billion parameters."""
+BUDGET_S = 30.0
+"""Seconds until a program of a check counts as failed. The slowest imports torch, which takes some
+seconds on a cold disk."""
 START_S = 60.0
 """Seconds in which a rank must start on every machine: DeepSpeed's launchers import torch."""
 RANK = "platform"
@@ -46,26 +54,55 @@ SELF_CHECK = "rlhf_pipeline.models.self_check"
 """Module that runs in a process of its own, like the probe."""
 
 
-def python(_: Setup) -> Finding:
+class Unfit(Exception):  # noqa: N818 - what a machine is, not an error
+    """What is wrong with a machine, and what to do."""
+
+    def __init__(self, found: str, fix: str, *, is_warning: bool = False) -> None:
+        super().__init__(found)
+        self.found, self.fix, self.is_warning = found, fix, is_warning
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration and the machine that is to run it."""
+
+    root: Path
+    """Folder of all results."""
+    launch: LaunchConfig
+    compiles: tuple[str, ...]
+    """The parameters, with values, for which a machine with GPUs compiles code at first use."""
+    precisions: Sequence[str] = ("fp32",)
+    """The default precision, and those of the configuration."""
+
+    @cached_property
+    def gpus(self) -> int:
+        """GPUs that training programs may use. Raises ConfigError if they cannot be counted."""
+        return len(visible_gpus())
+
+    @cached_property
+    def ranks(self) -> int:
+        """Training processes on this machine."""
+        return node_layout(self.launch, self.gpus).ranks[0]
+
+
+def python(_: Setup) -> str:
     """The interpreter is one that the tests run with."""
     tested = str(metadata.metadata(DISTRIBUTION)["Requires-Python"])
     found = platform.python_version()
     if SpecifierSet(tested).contains(found, prereleases=True):
-        return Finding("python", "ok", found)
-    fix = f"create the environment with a Python of {tested}"
-    return Finding("python", "failure", f"{found}, expected {tested}", fix)
+        return found
+    raise Unfit(f"{found}, expected {tested}", f"create the environment with a Python of {tested}")
 
 
-def libraries(_: Setup) -> Finding:
+def libraries(_: Setup) -> str:
     """Every dependency is installed, in the range that the package declares."""
     required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
     needed = [each for each in required if each.marker is None or each.marker.evaluate()]
     faults = {each: fault for each in needed if (fault := _fault(each)) is not None}
     if not faults:
-        return Finding("libraries", "ok", f"{len(needed)} in their tested ranges")
+        return f"{len(needed)} in their tested ranges"
     names = " ".join(f"'{each.name}{each.specifier}'" for each in faults)
-    fix = f"{pip_install()}{names}"
-    return Finding("libraries", "failure", "; ".join(faults.values()), fix)
+    raise Unfit("; ".join(faults.values()), f"{pip_install()}{names}")
 
 
 def _fault(requirement: Requirement) -> str | None:
@@ -78,7 +115,7 @@ def _fault(requirement: Requirement) -> str | None:
     return f"{requirement.name} {found}, expected {requirement.specifier}"
 
 
-def compiler(setup: Setup) -> Finding:
+def compiler(setup: Setup) -> str:
     """A C++ compiler, Python's headers and ninja, for DeepSpeed's CPU Adam and vLLM's kernels."""
     command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     missing = [] if command else ["a C++ compiler"]
@@ -89,54 +126,52 @@ def compiler(setup: Setup) -> Finding:
         missing += [] if done.returncode == 0 else ["headers of Python or C++"]
     missing += [] if shutil.which("ninja", path=search_path()) else ["ninja"]
     if not missing:
-        return Finding("compiler", "ok", f"{command}, ninja")
+        return f"{command}, ninja"
     found = f"missing: {', '.join(missing)}"
     if not (setup.compiles and setup.gpus > 0):
-        only = "only offload_optimizer and generator vllm on a GPU need them"
-        return Finding("compiler", "ok", f"{found}; {only}")
+        return f"{found}; only offload_optimizer and generator vllm on a GPU need them"
     change = f"change {', '.join(setup.compiles)}"
     fix = f"apt-get install g++ python3-dev, pip install ninja; or {change}"
-    return Finding("compiler", "failure", found, fix)
+    raise Unfit(found, fix)
 
 
-def gpu(setup: Setup) -> Finding:
+def gpu(setup: Setup) -> str:
     """Torch can compute on every GPU that the ranks would use, and has NCCL for several."""
     if setup.gpus == 0:
-        return Finding("gpu", "ok", f"none; {setup.ranks} ranks train on the CPU")
+        return f"none; {setup.ranks} ranks train on the CPU"
     command = [sys.executable, "-P", "-c", PROBE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
     if done.returncode != 0:
         error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         fix = "install the torch that fits the driver and the GPU"
-        return Finding("gpu", "failure", f"torch fails: {error}", fix)
+        raise Unfit(f"torch fails: {error}", fix)
     version, built_for, names, nccl = json.loads(done.stdout.splitlines()[-1])
     if built_for is None:
         fix = "install torch with CUDA, or set DS_ACCELERATOR=cpu to train on the CPU"
-        return Finding("gpu", "failure", f"{setup.gpus} GPUs, but torch {version} has no CUDA", fix)
+        raise Unfit(f"{setup.gpus} GPUs, but torch {version} has no CUDA", fix)
     if len(names) < setup.gpus:
         found = (
             f"torch {version} for CUDA {built_for} sees {len(names)} of {setup.gpus} GPUs with "
             f"driver {_driver()}"
         )
         fix = "update the driver, or install torch for an older CUDA"
-        return Finding("gpu", "failure", found, fix)
+        raise Unfit(found, fix)
     if setup.gpus > 1 and nccl is None:
-        return Finding("gpu", "failure", "torch has no NCCL", "install torch with CUDA for Linux")
+        raise Unfit("torch has no NCCL", "install torch with CUDA for Linux")
     kinds = ", ".join(dict.fromkeys(names))
-    found = f"{setup.gpus} x {kinds}; torch {version}, CUDA {built_for}, driver {_driver()}"
-    return Finding("gpu", "ok", found)
+    return f"{setup.gpus} x {kinds}; torch {version}, CUDA {built_for}, driver {_driver()}"
 
 
-def kernels(setup: Setup) -> Finding:
+def kernels(setup: Setup) -> str:
     """Each kind of GPU computes what the CPU computes."""
     if setup.gpus == 0:
-        return Finding("kernels", "ok", "none; a CPU runs the plain forms")
-    command = [sys.executable, "-m", SELF_CHECK, *setup.precisions]
+        return "none; a CPU runs the plain forms"
+    command = [sys.executable, "-P", "-m", SELF_CHECK, *setup.precisions]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
     passed = done.stdout.splitlines()
     if done.returncode != 0 or not passed:
         raise StageError((done.stderr.strip().splitlines() or ["torch sees no GPU"])[-1])
-    return Finding("kernels", "ok", f"equal those of the CPU: {', '.join(passed)}")
+    return f"equal those of the CPU: {', '.join(passed)}"
 
 
 def _driver() -> str:
@@ -145,34 +180,33 @@ def _driver() -> str:
     return (done.stdout.split() or ["unknown"])[0]
 
 
-def shared_memory(setup: Setup) -> Finding:
+def shared_memory(setup: Setup) -> str:
     """Ranks of one machine and data loaders exchange tensors in /dev/shm."""
     if not SHARED_MEMORY.is_dir():
-        fix = "mount a tmpfs at /dev/shm"
-        return Finding("shared memory", "failure", f"{SHARED_MEMORY} does not exist", fix)
+        raise Unfit(f"{SHARED_MEMORY} does not exist", "mount a tmpfs at /dev/shm")
     space = shutil.disk_usage(SHARED_MEMORY)
     found = f"{size_text(space.free)} free of {size_text(space.total)}"
     if space.free >= SHARED_BYTES or (setup.gpus < 2 and space.free >= SHARED_BYTES / 16):
-        return Finding("shared memory", "ok", found)
+        return found
     fix = "start the container with --shm-size=8g, or remove files that ended programs left there"
-    return Finding("shared memory", "failure", found, fix)
+    raise Unfit(found, fix)
 
 
-def disk(setup: Setup) -> Finding:
+def disk(setup: Setup) -> str:
     """Space for results where they are written; stages check the exact need before they write."""
     folder = next(path for path in (setup.root, *setup.root.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     found = f"{size_text(free)} free for {setup.root}"
     if free >= DISK_BYTES:
-        return Finding("disk", "ok", found)
+        return found
     fix = "`kedro rlhf clean`, or another folder with --params=root=FOLDER"
-    return Finding("disk", "failure" if free < GIB else "warning", found, fix)
+    raise Unfit(found, fix, is_warning=free >= GIB)
 
 
-def nodes(setup: Setup) -> Finding:
+def nodes(setup: Setup) -> str:
     """Every rank starts: its machine has the driver's files, code and libraries."""
     if setup.launch.mode == "local":
-        return Finding("nodes", "ok", "this machine trains alone")
+        return "this machine trains alone"
     layout = node_layout(setup.launch, setup.gpus)
     setup.root.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="nodes-", dir=setup.root.resolve()) as folder:
@@ -183,12 +217,25 @@ def nodes(setup: Setup) -> Finding:
             except subprocess.TimeoutExpired:
                 code = None
         if code == 0:
-            found = f"{program.ranks} ranks start on {len(layout.ranks)} machines"
-            return Finding("nodes", "ok", found)
+            return f"{program.ranks} ranks start on {len(layout.ranks)} machines"
         tail = log_tail(Path(folder))
         if code is None:
             cause = f"found ranks that do not start within {START_S:g} s{tail}"
         else:
             cause = logged_cause(Path(folder)) or f"found exit code {code}{tail}"
         fix = "mend what the output says; the first machine must be this one"
-        return Finding("nodes", "failure", cause, fix)
+        raise Unfit(cause, fix)
+
+
+Check = Callable[[Setup], str]
+CHECKS: Mapping[str, Check] = {
+    "python": python,
+    "libraries": libraries,
+    "compiler": compiler,
+    "gpu": gpu,
+    "kernels": kernels,
+    "shared memory": shared_memory,
+    "disk": disk,
+    "nodes": nodes,
+}
+"""All checks by their names, in the order of the table."""

@@ -1,0 +1,155 @@
+"""What all commands share: readable errors, the configuration that they read, and their output."""
+
+import inspect
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+from kedro.framework.cli.utils import _split_params, validate_conf_source
+from kedro.framework.project import LOGGING, pipelines
+from kedro.framework.startup import ProjectMetadata
+from kedro.pipeline import Pipeline
+
+from rlhf_pipeline.errors import ConfigError, suggestion
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+CONFIGURATION: tuple[click.Parameter, ...] = (
+    click.Option(["--env", "-e"], help="Environment in conf/ to read, as for `kedro run`."),
+    click.Option(
+        ["--conf-source"],
+        callback=validate_conf_source,
+        help="Folder of configuration to read instead of conf/, as for `kedro run`.",
+    ),
+    click.Option(
+        ["--params"],
+        default="",
+        callback=_split_params,
+        help="Parameters to change, as for `kedro run`.",
+    ),
+)
+"""The options of `kedro run` that choose a configuration."""
+pipeline_option = click.option(
+    "--pipeline",
+    "-p",
+    default="__default__",
+    show_default="full",
+    help="Name of the registered pipeline.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+
+class Command(click.Command):
+    """A command whose errors are one message each; `--traceback` shows the stack as well.
+
+    Its function also gets those of `catalog`, `project` (a folder) and `console` that it names. A
+    command that names the catalog has the options of `kedro run` that choose one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        function: Any = self.callback
+        self._wanted = {"catalog", "project", "console"} & {*inspect.signature(function).parameters}
+        self.params += CONFIGURATION if "catalog" in self._wanted else ()
+        self.params.append(
+            click.Option(["--traceback"], is_flag=True, help="Show the stack of an error.")
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from rlhf_pipeline.explain import explained_errors
+
+        with explained_errors(show_traceback=ctx.params.pop("traceback")):
+            if isinstance(ctx.obj, ProjectMetadata):
+                enter(Path(ctx.obj.project_path))
+            with self._given(ctx) as given:
+                ctx.params |= {name: given[name] for name in self._wanted}
+                return super().invoke(ctx)
+
+    @contextmanager
+    def _given(self, ctx: click.Context) -> Iterator[dict[str, Any]]:
+        project = Path(ctx.obj.project_path) if self._wanted else None
+        given = {"project": project, "console": console() if "console" in self._wanted else None}
+        if "catalog" not in self._wanted:
+            yield given
+            return
+        from kedro.framework.session import KedroSession
+
+        env, conf_source, params = (ctx.params.pop(n) for n in ("env", "conf_source", "params"))
+        with KedroSession.create(
+            project, env=env, conf_source=conf_source, runtime_params=params
+        ) as session:
+            yield given | {"catalog": session.load_context().catalog}
+
+
+def enter(project: Path) -> None:
+    """Work in the folder of the project, to which paths in its configuration are relative."""
+    if project == Path.cwd():
+        return
+    click.echo(f"in {project}, where relative paths start", err=True)
+    os.chdir(project)
+    logging_file = project / "conf" / "logging.yml"
+    if logging_file.is_file() and "KEDRO_LOGGING_CONFIG" not in os.environ:
+        LOGGING.configure(yaml.safe_load(logging_file.read_text(encoding="utf-8")))
+
+
+def console(width: int = 500) -> "Console":
+    """A console for the output. A pipe has no width of its own: its rows have up to `width`
+    characters, so that none is cut."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+
+
+def plain_table(*columns: str, **options: Any) -> "Table":
+    """An empty table without lines, whose cells stay on one line."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", **options)
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def check_names(chosen: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Check the chosen pipelines, and the nodes and data sets in the options of `kedro run`.
+
+    Raises ConfigError with one line for each unknown name.
+    """
+    known = [name for name in pipelines if name != "__default__"]
+    faults = [
+        _unknown("--pipeline", name, known, "pipelines") for name in chosen if name not in pipelines
+    ]
+    if not faults:
+        pipeline = sum((pipelines[name] for name in chosen or ["__default__"]), Pipeline([]))
+        nodes = [node.name for node in pipeline.nodes]
+        parameters = ("parameters", "params")  # `parameters` and `params:NAME`
+        data_sets = sorted(
+            name for name in pipeline.datasets() if name.partition(":")[0] not in parameters
+        )
+        named = {
+            "--from-nodes": ("from_nodes", nodes, "nodes"),
+            "--to-nodes": ("to_nodes", nodes, "nodes"),
+            "--nodes": ("node_names", nodes, "nodes"),
+            "--from-inputs": ("from_inputs", data_sets, "data sets"),
+            "--to-outputs": ("to_outputs", data_sets, "data sets"),
+            "--load-versions": ("load_versions", data_sets, "data sets"),
+        }
+        faults = [
+            _unknown(option, name, known, kind)
+            for option, (key, known, kind) in named.items()
+            for name in options.get(key) or ()
+            if name not in known
+        ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _unknown(option: str, name: str, known: Collection[str], kind: str) -> str:
+    return f"{option}: found {name!r}{suggestion(name, known)}; the {kind} are {', '.join(known)}"
