@@ -18,8 +18,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.sources.synthetic import gold_score
 
 SUCCESS, TARGET = 2.5, 0.94
 CHANGES = {

@@ -18,8 +18,8 @@ from mlflow.utils.validation import _validate_metric_name
 from rank_fixtures import as_artifact, write_table
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
-from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.sources import synthetic
+from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.frozen_model import frozen_model
