@@ -7,7 +7,7 @@ import pytest
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
-from rlhf_pipeline.commands.status import status
+from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.runtime.manifest import FileEntry, Manifest, verify
 from rlhf_pipeline.stages.cache.planning import EARLIER_FORM
@@ -85,7 +85,7 @@ def test_status_reports_a_recipe_of_an_earlier_form(tmp_path, form):
         PROJECT, env="tiny", runtime_params={"root": str(tmp_path)}
     ) as session:
         catalog = session.load_context().catalog
-        rows = status(register_pipelines()["full"], catalog)
+        rows = planned_rows(register_pipelines()["full"], catalog)
     assert (rows[0].stage, rows[0].state, rows[0].details) == (
         "source synthetic",
         "run",

@@ -16,7 +16,7 @@ from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 from kedro.io import CatalogProtocol
 
-from rlhf_pipeline.commands.status import status
+from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.hooks import provide_stages, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
@@ -67,7 +67,7 @@ class World:
 
     def states(self, catalog) -> dict[str, str]:
         """State of each stage in `kedro rlhf status`."""
-        rows = status(register_pipelines()["full"], catalog)
+        rows = planned_rows(register_pipelines()["full"], catalog)
         return {row.stage.split()[0]: row.state for row in rows if row.stage not in EVERY_TIME}
 
     def run(self, catalog) -> list[str]:

@@ -102,10 +102,11 @@ def add(rng: random.Random, folder: Path) -> Path:
 
 
 def swap(rng: random.Random, folder: Path) -> Path:
-    """Two files exchanged; the message names the first one."""
-    one, other = sorted(
-        rng.sample([file for file in files_of(folder) if file.name != "manifest.json"], 2)
-    )
+    """Two different files exchanged; the message names the first one."""
+    contents = {
+        file.read_bytes(): file for file in files_of(folder) if file.name != "manifest.json"
+    }
+    one, other = sorted(rng.sample(list(contents.values()), 2))
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
