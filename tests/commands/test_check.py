@@ -167,7 +167,7 @@ def test_an_error_of_a_node_names_its_stage(checked, monkeypatch):
     def fail(job, *_):
         raise PipelineError(f"{job.spec.name} fails")
 
-    monkeypatch.setattr(module.Planner, "run", lambda _, job: fail(job))
+    monkeypatch.setattr(module.Planner, "plan", lambda _, job: fail(job))
     with pytest.raises(PipelineError, match="stage base_model: base_model fails"):
         checked()
 

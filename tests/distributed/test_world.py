@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.distributed import world as module
-from rlhf_pipeline.distributed.engine import _loaded
+from rlhf_pipeline.distributed.loading import loaded
 from rlhf_pipeline.distributed.world import World, join, on_gpu, take_device
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.program import RENDEZVOUS
@@ -183,7 +183,7 @@ def test_hidden_gpus_are_not_used(world, monkeypatch):
     model = nn.Module()
     model.config = SimpleNamespace(hidden_size=32)
     settings = partial(dict, zero_optimization={"stage": 0})
-    assert _loaded(lambda precision: model, "fp32", settings)[1]["on_gpu"] is False
+    assert loaded(lambda precision: model, "fp32", settings)[1]["on_gpu"] is False
     assert not on_gpu()
 
 

@@ -237,11 +237,11 @@ def test_every_engine_and_frozen_model_checks_its_precision_before_it_loads(
     make_model, world, monkeypatch, stage
 ):
     from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
-    from rlhf_pipeline.distributed import engine
+    from rlhf_pipeline.distributed import engine, loading
 
     asked = []
     monkeypatch.setattr(
-        engine, "require_sound_kernels", lambda *given: asked.append(given) or 1 / 0
+        loading, "require_sound_kernels", lambda *given: asked.append(given) or 1 / 0
     )
     settings = {"optimizer": {"learning_rate": 1}, "deepspeed": {"zero_stage": 1}}
     settings["deepspeed"]["precision"] = "bf16"
@@ -250,7 +250,7 @@ def test_every_engine_and_frozen_model_checks_its_precision_before_it_loads(
         engine.train_engine(never, TrainedModelConfig.model_validate(settings), 1)
     frozen = FrozenDeepSpeedConfig(zero_stage=stage, precision="bf16")
     with pytest.raises(ZeroDivisionError):
-        engine.frozen_model(never, frozen, world)
+        loading.frozen_model(never, frozen, world)
     assert asked == [(world.device, "bf16")] * 2
 
 

@@ -60,9 +60,11 @@ def load(policy, contract, world, tmp_path):
         job = LaunchedJob("ppo", "f", 1, {}, files or {}, digests or {}, tmp_path, 60.0)
         return load_rewards(
             job,
-            config,
+            config.rewards,
             contract,
             world,
+            score_clip=config.score_clip,
+            micro_batch_tokens=config.micro_batch_tokens,
             tokenizer=load_tokenizer(policy),
             trained_mean=trained_mean,
         )

@@ -10,8 +10,7 @@ import pytest
 import torch
 from ppo_runs import ppo_config
 
-from rlhf_pipeline.config.ppo import HybridConfig
-from rlhf_pipeline.config.training import SamplingConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import HybridConfig, SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step

@@ -12,11 +12,12 @@ from pydantic import (
     field_validator,
 )
 
-from rlhf_pipeline.config.block import Block, operational
+from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward, uses_trained
 from rlhf_pipeline.config.training import (
     FrozenModel,
     FrozenModelConfig,
+    HybridConfig,
     SamplingConfig,
     SavingConfig,
     StageModel,
@@ -65,24 +66,6 @@ class KLConfig(Block):
                 f"explosion: found {self.explosion:g}, expected more than maximum {self.maximum:g}"
                 ". Fix: raise it, or set it to null for no limit"
             )
-
-
-class HybridConfig(Block):
-    """A copy of the actor for generation, sharded by tensor parallelism within the same processes.
-
-    The names are those of DeepSpeed's Hybrid Engine.
-    """
-
-    inference_tp_size: PositiveInt = 1
-    """Ranks that share a copy and answer their prompts together; must divide their number."""
-    max_out_tokens: PositiveInt | None = None
-    """Largest number of tokens of a prompt and its response together. None: no limit."""
-    tp_gather_partition_size: PositiveInt = operational(8)
-    """Layers whose weights are gathered at a time."""
-    pin_parameters: bool = operational(True)
-    """Keep the memory of the copy between rollouts. False: free it while the actor trains."""
-    release_inference_cache: bool = operational(False)
-    """Give the memory of keys and values back to the device after each rollout."""
 
 
 class EMAConfig(Block):

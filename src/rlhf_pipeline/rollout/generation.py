@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.ppo import HybridConfig
-from rlhf_pipeline.config.training import SamplingConfig
+from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World

@@ -15,8 +15,7 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.ppo import HybridConfig
-from rlhf_pipeline.config.training import SamplingConfig
+from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
 from rlhf_pipeline.distributed.world import World, gather_json, own_device

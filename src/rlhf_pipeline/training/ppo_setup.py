@@ -17,8 +17,9 @@ from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
-from rlhf_pipeline.distributed.engine import frozen_model, train_engine
+from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
+from rlhf_pipeline.distributed.loading import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA
 from rlhf_pipeline.errors import ArtifactError
@@ -252,7 +253,16 @@ def load_ppo_models(
         reference=models["reference"] if "reference" in models else WithoutAdapters(actor),
         critic=critic,
         reward_model=reward_model,
-        rewards=load_rewards(job, config, contract, world, tokenizer=tokenizer, trained_mean=mean),
+        rewards=load_rewards(
+            job,
+            config.rewards,
+            contract,
+            world,
+            score_clip=config.score_clip,
+            micro_batch_tokens=config.micro_batch_tokens,
+            tokenizer=tokenizer,
+            trained_mean=mean,
+        ),
         generator=load_generator(
             config.generator,
             actor,

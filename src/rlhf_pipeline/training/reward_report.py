@@ -20,8 +20,8 @@ from rlhf_pipeline.data.template import render_prompts, render_responses
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode
 from rlhf_pipeline.distributed.batches import even_share, load_rows
-from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
+from rlhf_pipeline.distributed.loading import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.models.forward import sequence_scores
