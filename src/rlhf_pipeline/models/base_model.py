@@ -178,6 +178,9 @@ def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             f"base_model.path: {file}: transformers cannot read the file: {error}. Fix: download "
             "it again; if its architecture is not supported, use the model's safetensors folder"
         ) from error
+    for name in ("bos", "eos"):  # up to transformers 5.17, the tokenizer's EOS can be the BOS
+        if (number := getattr(model.config, f"{name}_token_id", None)) is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(number))
     model.config.quantization_config = None  # exported weights are not quantized
     return model, tokenizer
 
