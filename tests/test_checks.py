@@ -217,6 +217,8 @@ OPENAI = {"openai": {"base_url": "http://localhost:8000/v1", "model": "m"}}
         ("bitsandbytes", "quantization", "sft.lora", {"quantize": "nf4"},
          "sft.lora.quantize: 4-bit weights need bitsandbytes"),
         ("vllm", "vllm", "ppo.generator", "vllm", VLLM),
+        ("vllm", "vllm", "evaluate.generator", "vllm",
+         "evaluate.generator: vllm needs the package vllm"),
         ("openai", "judges", "evaluate.judges", [OPENAI],
          "evaluate.judges.0.openai: needs openai"),
         ("lm_eval", "tasks", "evaluate.tasks", {"names": ["own.yaml"]},

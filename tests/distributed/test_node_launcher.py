@@ -52,6 +52,22 @@ def test_the_ranks_get_the_same_environment_and_arguments(launched):
     assert {rank["CUDA_VISIBLE_DEVICES"] for rank in ranks} == {"3,GPU-a"}
 
 
+def test_a_launcher_that_needs_further_names_gets_deepspeed_itself(launched, tmp_path):
+    (tmp_path / "later_version.py").write_text(
+        "import sys\n"
+        "from rlhf_pipeline.distributed import node_launcher\n"
+        "replace = node_launcher._replace_packages\n"
+        "def without_logger():\n"
+        "    replace()\n"
+        "    del sys.modules['deepspeed.utils'].logger\n"
+        "node_launcher._replace_packages = without_logger\n"
+        "node_launcher.main()\n"
+    )
+    code, ranks, _ = launched("later_version")
+    assert code == 0
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+
+
 def test_a_failed_rank_gives_the_same_exit_code(launched):
     code, _, log = launched(NODE_LAUNCHER, program="missing_program")
     assert code == launched("deepspeed.launcher.launch", program="missing_program")[0] == 1

@@ -430,21 +430,6 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
     assert gathers == [False] * 3  # both policies, and the second draw of SFT
 
 
-@pytest.mark.parametrize(
-    ("setting", "trained_with", "expected"),
-    [
-        ("auto", "vllm", "vllm"),
-        ("auto", "hybrid", "transformers"),  # its copy belongs to the training
-        ("auto", None, "transformers"),  # DPO
-        ("transformers", "vllm", "transformers"),
-    ],
-)
-def test_all_policies_answer_with_the_generator_of_the_candidate(setting, trained_with, expected):
-    config = {} if trained_with is None else {"ppo": {"generator": trained_with}}
-    candidate = SimpleNamespace(config=config)
-    assert evaluate.generator_kind(EvaluateConfig(generator=setting), candidate) == expected
-
-
 def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(
     inputs, world, tmp_path, monkeypatch
 ):

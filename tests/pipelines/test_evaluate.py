@@ -7,7 +7,7 @@ import pytest
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines.dpo import SPEC as DPO
-from rlhf_pipeline.pipelines.evaluate import evaluate
+from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate
 from rlhf_pipeline.pipelines.ppo import SPEC as PPO
 
 
@@ -56,6 +56,12 @@ def test_the_files_of_a_task_are_inputs_and_the_harness_is_a_library(tmp_path):
     assert files == {"tasks.0": tmp_path / "own.yaml", "tasks.1": tmp_path / "base.yaml"}
     assert job.spec.libraries == (*PPO.libraries, "lm_eval")
     assert "lm_eval" not in job_of(PPO).spec.libraries
+
+
+@pytest.mark.parametrize("candidate", [PPO, CHAMPION])
+def test_what_samples_the_answers_is_a_library(candidate):
+    assert job_of(candidate, generator="vllm").spec.libraries == (*PPO.libraries, "vllm")
+    assert "vllm" not in job_of(candidate).spec.libraries
 
 
 def test_a_judge_without_a_file_is_refused():

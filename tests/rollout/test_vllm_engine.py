@@ -48,7 +48,9 @@ def vllm(monkeypatch):
 
 def load(rows=2):
     model = SimpleNamespace(config=LlamaConfig(), dtype=torch.bfloat16)
-    return load_engine(model, SimpleNamespace(vocab_size=288), rows, 62, sleeps=True)
+    return load_engine(
+        model, SimpleNamespace(vocab_size=288), rows, 62, "ppo.generator", sleeps=True
+    )
 
 
 def test_the_output_layer_computes_in_float32(vllm):

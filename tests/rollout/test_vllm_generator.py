@@ -71,7 +71,7 @@ def rollouts(case, models, world):
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}} | model)
     engine = train_engine(partial(load_policy, models[family]), config, 2)
     contract = TokenContract.read(models[family])
-    generator = VLLMGenerator(engine, contract, rows=2, longest=62)
+    generator = VLLMGenerator(engine, contract, rows=2, longest=62, place="ppo.generator")
     own = slice(world.rank, None, world.size)
     found = []
     for _ in range(2):
@@ -155,7 +155,8 @@ def test_no_key_or_value_of_older_weights_is_used(make_model, world, monkeypatch
 def test_vllm_computes_the_family(make_model, world, family):
     folder = make_model(family, seed=3, vocabulary=320, **FAMILIES[family])
     policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
-    rollout = VLLMGenerator(policy, contract, rows=2, longest=62).generate(PROMPTS, SAMPLING, SEEDS)
+    generator = VLLMGenerator(policy, contract, rows=2, longest=62, place="ppo.generator")
+    rollout = generator.generate(PROMPTS, SAMPLING, SEEDS)
     assert gap(rollout, policy, contract) < 1e-4
 
 
@@ -166,10 +167,10 @@ def test_other_families_are_refused(make_model, world, family):
     policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
     with pytest.raises(
         ConfigError,
-        match=rf"ppo\.generator: found vllm, expected another generator for the family {family}, "
-        r".* Fix: set it to transformers",
+        match=rf"evaluate\.generator: found vllm, expected another generator for the family "
+        rf"{family}, .* Fix: set it to transformers",
     ):
-        VLLMGenerator(policy, contract, rows=2, longest=20)
+        VLLMGenerator(policy, contract, rows=2, longest=20, place="evaluate.generator")
     assert policy(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
@@ -183,7 +184,7 @@ def test_an_engine_that_samples_from_other_weights_is_refused(make_model, world,
         lambda model: ((name, weight * 1.2) for name, weight in weights(model)),
     )
     with pytest.raises(ConfigError, match=r"family llama, which vLLM computes differently"):
-        VLLMGenerator(policy, contract, rows=2, longest=20)
+        VLLMGenerator(policy, contract, rows=2, longest=20, place="evaluate.generator")
 
 
 if __name__ == "__main__":

@@ -232,6 +232,19 @@ def test_weights_are_gathered_whole_or_a_layer_at_a_time(stage):
     assert found == {True: 2 * 6_738_415_616, False: 2 * (202_375_168 + 131_072_000 + 50_000_000)}
 
 
+@pytest.mark.parametrize(("generator", "copies"), [("transformers", 0), ("vllm", 1)])
+def test_vllm_keeps_a_copy_of_the_policy_that_it_evaluates(generator, copies):
+    parameters = PPO().parameters()
+    sampling = {"max_response_tokens": 8}
+    chosen = {"prompts": 8, "sampling": sampling, "precision": "fp32", "generator": generator}
+    trained = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"precision": "fp32"}}
+    sft = trained | {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
+    parameters |= {"sft": sft, "evaluate": chosen}
+    memory = plan_stage("evaluate", parameters, SHAPE, GPUS)
+    assert memory.models[0].held == {"weights": 4 * WEIGHTS}
+    assert memory.phases[0].parts.get("gathered weights", 0) == copies * 4 * WEIGHTS
+
+
 def test_the_peak_is_the_largest_phase_above_what_is_held():
     memory = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
     # Actor and critic: weights 4, half of 12 in states; reference and reward model: weights 4. A

@@ -11,7 +11,6 @@ from kedro.framework.project import pipelines
 from kedro.io import AbstractDataset, CatalogProtocol
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
@@ -39,7 +38,7 @@ class Policy:
     """A policy, what it was made from, and its evaluations."""
 
     name: str
-    """As it was asked for."""
+    """The version, alias or path that the user gave."""
     stage: str
     """The stage that trained it."""
     made_from: dict[str, Manifest]
@@ -83,7 +82,7 @@ class Ledger:
     @cached_property
     def model(self) -> str:
         """The name of the registered model."""
-        return RegisterConfig.model_validate(self.catalog.load("params:register")).model
+        return str(self.catalog.load("params:register").model)
 
     @cached_property
     def datasets(self) -> dict[str, ArtifactDataset]:

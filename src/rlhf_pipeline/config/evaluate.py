@@ -95,9 +95,8 @@ class EvaluateConfig(Block):
     zero_stage: Literal[0, 3] | None = None
     """0: a whole copy of the model on every rank; 3: sharded over the ranks. None: 3 for a model
     that was trained at stage 3, else 0. One model at a time is in memory."""
-    generator: Literal["auto", "transformers", "vllm"] = "auto"
-    """What samples answers, see `ppo.generator`. auto: vllm if the candidate was trained with it,
-    else transformers."""
+    generator: Literal["transformers", "vllm"] = "transformers"
+    """What samples the answers of all policies, the champion's as well; see `ppo.generator`."""
     gather_for_generation: bool = operational(True)
     """For a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the
     whole model on every GPU. False: gather each layer at every token, which is much slower."""

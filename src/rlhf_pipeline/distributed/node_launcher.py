@@ -2,9 +2,10 @@
 
     python -m rlhf_pipeline.distributed.node_launcher --world_info=... --module PROGRAM JOB
 
-`deepspeed.launcher.launch` starts a process for each rank and waits for them. It needs four names
-of DeepSpeed's packages, and none of them needs torch, but the packages as a whole do. So it gets
-packages that contain these names only. A version that needs more names gets DeepSpeed itself.
+`deepspeed.launcher.launch` starts a process for each rank and waits for them. It uses four names of
+DeepSpeed's packages. The packages import torch, but these four names do not need it. So this module
+puts packages with only these names in their place. A version of the launcher that uses further
+names gets DeepSpeed itself: it starts the same ranks, some seconds later.
 """
 
 import importlib.util

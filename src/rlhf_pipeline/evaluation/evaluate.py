@@ -62,7 +62,7 @@ from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.rewards import kl_estimate
-from rlhf_pipeline.rollout.generation import Generator, GeneratorKind, load_generator, row_seeds
+from rlhf_pipeline.rollout.generation import Generator, load_generator, row_seeds
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.scoring import ended
 from rlhf_pipeline.runtime import heartbeat
@@ -147,19 +147,7 @@ def load(
     prompts = table.columns(rows)
     trust = job.trust_remote_code
     tokenizer = load_tokenizer(job.inputs[f"{BASELINE}_model"], trust_remote_code=trust)
-    kind = generator_kind(config, Manifest.read(job.inputs[f"{candidate}_model"]))
-    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world, kind)
-
-
-def generator_kind(config: EvaluateConfig, candidate: Manifest) -> GeneratorKind:
-    """What all policies answer with: by default, vLLM for a candidate that was trained with it.
-
-    The copy of `hybrid` belongs to its training: here, `zero_stage` shards the policy.
-    """
-    if config.generator != "auto":
-        return config.generator
-    trained_with = candidate.config.get("ppo", {}).get("generator")
-    return "vllm" if trained_with == "vllm" else "transformers"
+    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world)
 
 
 def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
@@ -185,13 +173,14 @@ def answer_all(
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
         generator = load_generator(
-            setup.generator,
+            setup.config.generator,
             policy,
             setup.contract,
             setup.config.sampling,
             setup.world,
             gather=setup.config.gather_for_generation,
             longest_prompt=lambda: max(map(len, setup.prompts["prompt_ids"])),
+            place="evaluate.generator",
         )
         further = max(setup.config.baseline_draws, best_of(folders, setup.config))
         for draw in range(further if name == BASELINE else setup.config.answers_per_prompt):

@@ -23,7 +23,6 @@ from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import saved_precision
 from rlhf_pipeline.models.sequences import Sequences, collate
-from rlhf_pipeline.rollout.generation import GeneratorKind
 from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 
@@ -44,7 +43,6 @@ class Setup:
     prompts: dict[str, list[Any]]  # columns of these rows
     trust: bool  # whether code that ships with a model may run
     world: World
-    generator: GeneratorKind = "transformers"  # what all policies answer with
 
 
 def with_model(

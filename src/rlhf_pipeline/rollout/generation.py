@@ -56,11 +56,13 @@ def load_generator(
     *,
     gather: bool,
     longest_prompt: Callable[[], int],
+    place: str,
     hybrid: HybridConfig | None = None,
 ) -> Generator:
     """What samples from a policy, in training and in evaluation.
 
-    All ranks call this together. `longest_prompt` counts the tokens of the longest prompt.
+    All ranks call this together. `longest_prompt` counts the tokens of the longest prompt;
+    `place` is the parameter that chose the generator, for messages.
     """
     match kind:
         case "hybrid":
@@ -72,7 +74,7 @@ def load_generator(
 
             longest = longest_prompt() + sampling.max_response_tokens
             rows = sampling.batch_size_per_gpu
-            return VLLMGenerator(policy, contract, rows=rows, longest=longest)
+            return VLLMGenerator(policy, contract, rows=rows, longest=longest, place=place)
     from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 
     return TransformersGenerator(policy, contract, gather=gather)

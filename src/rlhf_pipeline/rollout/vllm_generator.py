@@ -50,7 +50,7 @@ class VLLMGenerator:
     evaluation, share it: each call loads its own weights.
 
     Raises ConfigError if vLLM cannot make the engine, or does not compute what the model's family
-    computes.
+    computes; the message names `place`, the parameter that chose vLLM.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class VLLMGenerator:
         *,
         rows: int,
         longest: int,
+        place: str,
     ) -> None:
         self._contract = contract
         self._model: PreTrainedModel = getattr(policy, "module", policy)
@@ -67,7 +68,9 @@ class VLLMGenerator:
         longest = max(longest, PROBED)
         kind = (self._model.config.to_json_string(), contract.vocab_size, rows, longest, PAGE)
         if kind not in _ENGINES:
-            _ENGINES[kind] = load_engine(self._model, contract, rows, longest, sleeps=self._sleeps)
+            _ENGINES[kind] = load_engine(
+                self._model, contract, rows, longest, place, sleeps=self._sleeps
+            )
             if self._sleeps:
                 _ENGINES[kind].sleep(level=2)
         self._engine = _ENGINES[kind]
@@ -75,7 +78,7 @@ class VLLMGenerator:
             if not has_parity(self, policy, contract):
                 raise ValueError("its log-probabilities are not those of the policy")
         except ValueError as error:  # also from vLLM, about names of weights
-            raise refusal(self._model) from error
+            raise refusal(self._model, place) from error
 
     @torch.no_grad()
     def generate(
@@ -134,7 +137,13 @@ class VLLMGenerator:
 
 
 def load_engine(
-    model: PreTrainedModel, contract: TokenContract, rows: int, longest: int, *, sleeps: bool
+    model: PreTrainedModel,
+    contract: TokenContract,
+    rows: int,
+    longest: int,
+    place: str,
+    *,
+    sleeps: bool,
 ) -> LLMEngine:
     """An engine for the model's family, without weights. Raises ConfigError if vLLM makes none."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read by the import
@@ -167,12 +176,12 @@ def load_engine(
             logprobs_mode="processed_logprobs",  # after the temperature
         ).create_engine_config()
         if settings.model_config.using_transformers_backend():
-            raise refusal(model)  # it would change the model's own class
+            raise refusal(model, place)  # it would change the model's own class
         try:
             engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
         except ValueError as error:  # such as too few pages for layers with windows and without
             raise ConfigError(
-                f"ppo.generator: vLLM makes no engine for {rows} rows of {longest} tokens by "
+                f"{place}: vLLM makes no engine for {rows} rows of {longest} tokens by "
                 f"this {config.model_type}: {str(error).partition('. ')[0]}. Fix: set it to "
                 "transformers"
             ) from error
@@ -180,10 +189,10 @@ def load_engine(
     return engine
 
 
-def refusal(model: PreTrainedModel) -> ConfigError:
+def refusal(model: PreTrainedModel, place: str) -> ConfigError:
     """A family that cannot be sampled by vLLM beside its training."""
     return ConfigError(
-        "ppo.generator: found vllm, expected another generator for the family "
+        f"{place}: found vllm, expected another generator for the family "
         f"{model.config.model_type}, which vLLM computes differently or not by itself. Fix: set "
         "it to transformers"
     )

@@ -168,7 +168,11 @@ def _evaluate(config: EvaluateConfig, load: Load, shape: Shape, hardware: Hardwa
     numbers = Numbers(size, hardware.on_gpu)
     is_sharded = all(each.zero_stage == 3 for each in models)
     weights = numbers.size * shape.parameters
-    gathered = weights if config.gather_for_generation else one_layer(shape, numbers)
+    gathered = 0
+    if config.generator == "vllm":
+        gathered = weights  # the copy of its engine
+    elif is_sharded and hardware.world > 1:
+        gathered = weights if config.gather_for_generation else one_layer(shape, numbers)
     sampling = generation(
         "evaluate",
         shape,
@@ -176,7 +180,7 @@ def _evaluate(config: EvaluateConfig, load: Load, shape: Shape, hardware: Hardwa
         rows=min(config.sampling.batch_size_per_gpu, config.prompts),
         prompt=load.lengths.longest_prompt,
         response=load.lengths.longest_response,
-        gathered=gathered if is_sharded and hardware.world > 1 else 0,
+        gathered=gathered,
     )
     scoring = forward("evaluate", shape, numbers, load.rows, scalar=True, sharded=is_sharded)
     held = {"weights": weights // hardware.world if is_sharded else weights}

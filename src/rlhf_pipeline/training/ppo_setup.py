@@ -271,6 +271,7 @@ def load_ppo_models(
             world,
             gather=config.gather_for_generation,
             longest_prompt=longest_prompt,
+            place="ppo.generator",
             hybrid=config.hybrid,
         ),
         contract=contract,
