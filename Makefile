@@ -87,7 +87,7 @@ ui: $(VENV)/run.stamp      # MLflow on this machine alone
 	$(BIN)/kedro rlhf ui $(ARGS)
 
 viz: $(VENV)/viz.stamp     # Kedro-Viz: the pipelines as a graph, with the metrics of each stage
-	$(BIN)/kedro viz run $(ARGS)
+	PYTHONWARNINGS='ignore:ORJSONResponse is deprecated' $(BIN)/kedro viz run $(ARGS)
 
 notebook: $(VENV)/notebook.stamp   # the newest run as a page: notebooks/results.html
 	$(BIN)/jupyter nbconvert --log-level ERROR --to html --execute notebooks/results.ipynb $(ARGS)
