@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves, validated
+from rlhf_pipeline.config.doors import door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
@@ -118,6 +119,8 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
             "block_tokens of split.pretraining, or set ppo.ptx to null"
         )
     yield from length_faults(base_model.positions, split, ppo, evaluate)
+    for name, block in blocks.items():
+        yield from door_faults(name, block)
     yield from reward_faults(ppo.rewards)
     yield from reward_faults([local_source(one) for one in evaluate.judges], "evaluate.judges")
     yield from _judges(evaluate.judges)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlhf_pipeline.config.reward_files import reads_references, reward_faults, source_file
+from rlhf_pipeline.config.definitions import source_file
+from rlhf_pipeline.config.reward_files import reads_references, reward_faults
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceJudge, TrainedReward
 
 SCORES = """
@@ -179,7 +180,7 @@ def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
     (tmp_path / "pack" / "sub" / "mine.py").write_text("def f(prompts, responses): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = CallableReward(callable="pack.sub.mine:f")
-    assert source_file(reward) == tmp_path / "pack" / "sub" / "mine.py"
+    assert source_file(reward.callable) == tmp_path / "pack" / "sub" / "mine.py"
     assert reward_faults([reward]) == []
 
 
