@@ -5,12 +5,14 @@ A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves, validated
-from rlhf_pipeline.config.doors import door_faults
+from rlhf_pipeline.config.definitions import defined, parameters
+from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
@@ -121,6 +123,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from length_faults(base_model.positions, split, ppo, evaluate)
     for name, block in blocks.items():
         yield from door_faults(name, block)
+    yield from _critic(ppo)
     yield from reward_faults(ppo.rewards)
     yield from reward_faults([local_source(one) for one in evaluate.judges], "evaluate.judges")
     yield from _judges(evaluate.judges)
@@ -150,6 +153,21 @@ def _batch_sizes(values: Mapping[str, Any], processes: int) -> Iterator[str]:
             yield (
                 f"{place}: found {size}, expected a multiple of {processes} ranks "
                 f"(launch.processes). Fix: use {fix}"
+            )
+
+
+def _critic(ppo: PPOConfig) -> Iterator[str]:
+    """An advantage of another package that reads values without a critic, or none with one."""
+    if ppo.advantage in ADVANTAGE.own:
+        return
+    with suppress(ConfigError):  # another fault
+        reads = "values" in parameters(defined(ADVANTAGE.place(ppo.advantage)))
+        if reads and ppo.critic is None:
+            yield f"ppo.critic: found none, expected a block: {ppo.advantage} reads values"
+        elif ppo.critic is not None and not reads:
+            yield (
+                f"ppo.critic: found a block, expected none for advantage {ppo.advantage}, which "
+                "does not read values. Fix: set critic to null"
             )
 
 

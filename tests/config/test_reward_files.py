@@ -118,8 +118,8 @@ def test_a_function_that_scoring_cannot_call_is_refused(tmp_path, signature, mes
     """Scoring comes after SFT and the reward model."""
     assert faults(tmp_path, f"def reward({signature}): ...") == [
         f"ppo.rewards.0: {tmp_path}/my.py:reward cannot be called with (prompts, responses): "
-        f"{message}. Fix: define it as `def reward(prompts, responses)`; a third parameter "
-        "`references` gets the reference answers"
+        f"{message}. Fix: define it as `def reward(prompts, responses)`; a further parameter "
+        "`references` gets the reference answers, `scored` the tokens"
     ]
 
 

@@ -34,14 +34,14 @@ def reads_references(source: Block) -> bool:
 
 def check_signature(reward: str, signature: inspect.Signature) -> None:
     """Raise ConfigError if a reward function cannot be called as scoring calls it."""
-    names: set[str] = {"references"} & signature.parameters.keys()
+    names: set[str] = {"references", "scored"} & signature.parameters.keys()
     try:
         signature.bind([], [], **dict.fromkeys(names))
     except TypeError as error:
         raise ConfigError(
             f"{reward} cannot be called with (prompts, responses): {error}. "
-            "Fix: define it as `def reward(prompts, responses)`; a third parameter "
-            "`references` gets the reference answers"
+            "Fix: define it as `def reward(prompts, responses)`; a further parameter "
+            "`references` gets the reference answers, `scored` the tokens"
         ) from None
 
 

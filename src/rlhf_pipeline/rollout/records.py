@@ -37,6 +37,10 @@ class Answered:
     references: list[str | None]  # true answers, where they are known
     responses: list[str]  # without special tokens and surrounding white space
 
+    def row(self, row: int) -> Self:
+        """One row alone."""
+        return replace(self, **{name: [column[row]] for name, column in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class TrainingPass:

@@ -135,8 +135,8 @@ def update_minibatch(
     """
     masks = [piece.sequences.action_mask for piece in pieces]
     counts = [torch.stack([mask.sum(), number_of_terms(config, mask)]) for mask in masks]
-    own = torch.stack(counts).sum(0).double()
-    tokens, terms = world.sum(own.to(world.device, non_blocking=True))
+    count = torch.stack(counts).sum(0).double()
+    tokens, terms = world.sum(count.to(world.device, non_blocking=True))
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [
@@ -153,11 +153,11 @@ def update_minibatch(
             for piece in pieces
         ]
         if text is not None:
-            count = text.response_ids.numel() * world.size  # every rank has equally many blocks
+            length = text.response_ids.numel() * world.size  # every rank has equally many blocks
             limit = config.micro_batch_tokens
             (groups,) = micro_batches([text.lengths], limit, models.actor, world)
             chunks = [text.rows(index) for index in groups]
-            losses += [partial(text_loss, models, blocks, config, count) for blocks in chunks]
+            losses += [partial(text_loss, models, blocks, config, length) for blocks in chunks]
         steps.append((models.actor, losses))
     if (critic := models.critic) is not None:
         losses = [partial(critic_loss, critic, piece, config, tokens) for piece in pieces]
