@@ -18,7 +18,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, local_source
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.data.source import column_faults, find_source
+from rlhf_pipeline.data.source import carried, column_faults, find_source
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
@@ -124,8 +124,10 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     for name, block in blocks.items():
         yield from door_faults(name, block)
     yield from _critic(ppo)
-    yield from reward_faults(ppo.rewards)
-    yield from reward_faults([local_source(one) for one in evaluate.judges], "evaluate.judges")
+    rated = {index: one for index, one in enumerate(split.sources) if one.may_serve("ppo")}
+    yield from reward_faults(ppo.rewards, sources=_carried(rated))
+    judges = [local_source(one) for one in evaluate.judges]
+    yield from reward_faults(judges, "evaluate.judges", _carried(dict(enumerate(split.sources))))
     yield from _judges(evaluate.judges)
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
@@ -247,6 +249,15 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
             )
         if known.local_only and source.path is None:
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
+
+
+def _carried(sources: Mapping[int, SourceConfig]) -> dict[str, tuple[str, ...]]:
+    """The further columns of sources by their place; unknown sources are another fault."""
+    found = {}
+    for index, source in sources.items():
+        with suppress(ConfigError):
+            found[f"split.sources.{index}"] = carried(source)
+    return found
 
 
 def path_faults(path: str | None) -> Iterator[str]:

@@ -97,6 +97,27 @@ def test_an_advantage_that_reads_values_needs_a_critic(installed):
         check(parameters(**{"ppo.advantage": "my_rlhf.advantages:of_values"}), gpus=0)
 
 
+def test_a_column_that_a_source_does_not_carry_is_refused_with_the_line_to_add(installed):
+    (installed / "rewards.py").write_text("def of(prompts, responses, level): ...\n")
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "level": [1, {"x": None}]}
+    Path("rated.jsonl").write_text(json.dumps(row))
+    columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    file = {"name": "files", "path": "rated.jsonl"}
+    rated = file | {"columns": columns | {"extra": ["level"]}}
+    plain = file | {"columns": columns, "phases": ["sft"]}
+    asking = {"ppo.rewards": ["my_rlhf.rewards:of"], "evaluate.judges": []}
+    check(parameters(**asking, **{"split.sources": [rated, plain]}), gpus=0)
+    for block in ("ppo.rewards", "evaluate.judges"):
+        wanting = {"ppo.rewards": ["trained"]} | asking | {block: ["my_rlhf.rewards:of"]}
+        sources = [rated, plain if block != "ppo.rewards" else plain | {"phases": ["ppo"]}]
+        with pytest.raises(ConfigError) as error:
+            check(parameters(**wanting, **{"split.sources": sources}), gpus=0)
+        assert (
+            f"{block}.0: my_rlhf.rewards:of asks for level, which split.sources.1 does not carry. "
+            "Fix: add `extra: [level]` to the columns of split.sources.1, or give level a default"
+        ) in error.value.message
+
+
 def test_two_packages_must_not_use_one_name(installed):
     file = installed.parent / "my_rlhf-0.1.0.dist-info" / "entry_points.txt"
     file.write_text("[rlhf_pipeline.generator]\nvllm = my_rlhf.generators:PlainGenerator\n")

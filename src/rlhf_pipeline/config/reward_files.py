@@ -1,14 +1,20 @@
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import defined, parameters, signature
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceJudge
 from rlhf_pipeline.errors import ConfigError
 
+Carried = Mapping[str, Collection[str]]
+"""Sources by their place in the parameters, with the further columns that they carry."""
+NONE: Carried = {}
 
-def reward_faults(rewards: Sequence[Block], place: str = "ppo.rewards") -> list[str]:
+
+def reward_faults(
+    rewards: Sequence[Block], place: str = "ppo.rewards", sources: Carried = NONE
+) -> list[str]:
     """Return the faults in the files of the reward sources, one line each."""
     faults = []
     for index, reward in enumerate(rewards):
@@ -16,7 +22,7 @@ def reward_faults(rewards: Sequence[Block], place: str = "ppo.rewards") -> list[
             match reward:
                 case CallableReward():
                     if found := signature(defined(reward.callable)):
-                        check_signature(reward.callable, found)
+                        check_signature(reward.callable, found, sources)
                 case ModelReward():
                     _check_model(reward)
         except ConfigError as error:
@@ -32,12 +38,23 @@ def reads_references(source: Block) -> bool:
     return "references" in parameters(defined(source.callable))
 
 
-def check_signature(reward: str, signature: inspect.Signature) -> None:
-    """Raise ConfigError if a reward function cannot be called as scoring calls it."""
-    names: set[str] = {"references", "scored"} & signature.parameters.keys()
+def check_signature(reward: str, signature: inspect.Signature, sources: Carried = NONE) -> None:
+    """Raise ConfigError if a reward function cannot be called as scoring calls it, or asks for a
+    column that one of the sources does not carry."""
+    texts, further = list(signature.parameters)[:2], set(signature.parameters)
+    for carried in sources.values():
+        further &= {*carried}
+    offered = {"references", "scored"} | (further - {*texts} if sources else set())
     try:
-        signature.bind([], [], **dict.fromkeys(names))
+        signature.bind([], [], **dict.fromkeys(offered & signature.parameters.keys()))
     except TypeError as error:
+        asked = str(error).partition("missing a required argument: ")[2].strip("'")
+        for source, carried in sources.items() if asked else ():
+            if asked not in carried:
+                raise ConfigError(
+                    f"{reward} asks for {asked}, which {source} does not carry. Fix: add "
+                    f"`extra: [{asked}]` to the columns of {source}, or give {asked} a default"
+                ) from None
         raise ConfigError(
             f"{reward} cannot be called with (prompts, responses): {error}. "
             "Fix: define it as `def reward(prompts, responses)`; a further parameter "

@@ -46,7 +46,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     counts = RowCounts()
     progress = RowProgress(job.metrics_file, config.samples)
     job.export.mkdir(exist_ok=True)
-    with RecordsWriter(job.export) as writer:
+    with RecordsWriter(job.export, has_extra=bool(carried(config))) as writer:
         rows = read(config, job.seed, job.digests.get("revision"))
         for place, record in rows:
             if isinstance(record, Unused):
@@ -75,6 +75,11 @@ def find_source(name: str) -> Source:
     if not isinstance(named[0], Source):
         raise ConfigError(f"found {named[0]!r} at {SOURCE.place(name)}, expected a Source")
     return named[0]
+
+
+def carried(config: SourceConfig) -> tuple[str, ...]:
+    """The further columns of a source for rewards and judges."""
+    return (config.columns.extra or ()) if config.columns else find_source(config.name).extra
 
 
 def source_origin(config: SourceConfig) -> Origin:

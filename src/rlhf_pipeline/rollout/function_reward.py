@@ -6,7 +6,8 @@ Each rank calls the function once per rollout, with the rows of that rank:
 
 `prompts` are messages ({"role": ..., "content": ...}). `responses` are texts without special tokens
 and without surrounding white space. A function with a parameter `references` also gets the true
-answers, one for each row; one with a parameter `scored` gets the tokens, a `Scored`.
+answers, one for each row; one with a parameter `scored` gets the tokens, a `Scored`. Any other
+parameter gets the column of its name that the sources carry (`columns.extra`).
 """
 
 import importlib
@@ -40,14 +41,18 @@ class FunctionSource:
     reads_texts: bool = True
 
     def __post_init__(self) -> None:
-        check_signature(self.place, inspect.signature(self.function))
+        signature = inspect.signature(self.function)  # `checks` knows what the sources carry
+        check_signature(self.place, signature, {"the split": signature.parameters})
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
         """Call the function.
 
-        Raises StageError if a true answer that the function reads is missing, if the function fails
-        or does not return one result per response, or if a result is not a finite number.
+        Raises ConfigError if the prompts lack a column that it asks for, and StageError if a true
+        answer that it reads is missing, if it fails or does not return one result per response, or
+        if a result is not a finite number.
         """
+        given = {"the split": answered.columns}
+        check_signature(self.place, inspect.signature(self.function), given)
         missing = answered.references.count(None) if "references" in self._asked else 0
         if missing:  # it would take right answers for wrong ones
             raise StageError(
@@ -72,7 +77,7 @@ class FunctionSource:
         )
 
     def _call(self, answered: Answered, scored: Scored) -> list[Any]:
-        offered = {"references": answered.references, "scored": scored}
+        offered = answered.columns | {"references": answered.references, "scored": scored}
         more = {name: value for name, value in offered.items() if name in self._asked}
         return list(self.function(answered.prompts, answered.responses, **more))
 
