@@ -13,7 +13,7 @@ of its parameter block.
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -117,23 +117,17 @@ DPO_LOSS = Door(
     {"sigmoid": "rlhf_pipeline.rl.losses:dpo_loss"},
     "chosen_logprobs rejected_logprobs ref_chosen_logprobs ref_rejected_logprobs",
 )
-_MAKES = "policy contract sampling world gather hybrid rows longest place"
 GENERATOR = Door(
     "generator",
     {
         "transformers": "rlhf_pipeline.rollout.transformers_generator:TransformersGenerator",
         "vllm": "rlhf_pipeline.rollout.vllm_generator:VLLMGenerator",
     },
-    _MAKES,
+    "policy contract sampling world gather hybrid rows longest place",
     "generate",
 )
-PPO_GENERATOR = Door(
-    "generator",
-    {"auto": "", "hybrid": "rlhf_pipeline.rollout.hybrid_generator:HybridGenerator"}
-    | dict(GENERATOR.own),
-    _MAKES,
-    "generate",
-)
+_HYBRID = {"auto": "", "hybrid": "rlhf_pipeline.rollout.hybrid_generator:HybridGenerator"}
+PPO_GENERATOR = replace(GENERATOR, own=_HYBRID | dict(GENERATOR.own))
 """`auto` stands for one of the others."""
 
 

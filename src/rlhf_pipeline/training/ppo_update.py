@@ -240,7 +240,7 @@ def number_of_terms(config: PPOConfig, mask: Tensor) -> Tensor:
     """The terms of the policy loss under a mask, on which alone their number depends."""
     none = torch.zeros(mask.shape, device=mask.device)
     _, terms = policy_loss(config, logprobs=none, old_logprobs=none, advantages=none, mask=mask)
-    return terms
+    return torch.as_tensor(terms)
 
 
 def critic_loss(
