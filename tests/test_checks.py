@@ -74,7 +74,7 @@ FAULTS = [
      "ppo.sampling.top_k: unknown parameter; the parameters there are temperature, "),
     ("split.sources", [], "split.sources: "),
     ("split.sources", [{"name": "ANTHROPIC/hh-rhlf"}],
-     "split.sources.0.name: unknown source 'ANTHROPIC/hh-rhlf' (did you mean Anthropic/hh-"),
+     "split.sources.0.name: found source 'ANTHROPIC/hh-rhlf' (did you mean Anthropic/hh-"),
     ("split.sources", [{"name": "files"}],
      "split.sources.0.path: found null, expected a file for 'files'"),
     ("split.sources", [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],

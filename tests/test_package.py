@@ -1,5 +1,6 @@
 """The wheel of `kedro package` runs without the repository, in an empty folder."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from extending_page import DOORS, write_project
+
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.source import read
 
 PROJECT = Path(__file__).parents[1]
 PACKED = ("conf", "src", "pyproject.toml", "README.md", "LICENSE")
@@ -126,6 +132,84 @@ def test_a_preset_is_written_planned_and_known_to_status(installed, tmp_path):
     assert "ppo fits: " in planned
     checked = installed(tmp_path, "rlhf-pipeline", "rlhf", "plan", env, "--gpus=1x24", "--check")
     assert "DeepSpeed accepts actor, critic" in checked
+
+
+@pytest.fixture(scope="module")
+def my_rlhf(installed, tmp_path_factory):
+    """The package of docs/extending.md, installed beside the wheel."""
+    project = tmp_path_factory.mktemp("my_rlhf")
+    write_project(project)
+    offline = ["--quiet", "--no-deps", "--no-index"]
+    build = [sys.executable, "-m", "pip", "wheel", *offline, "--no-build-isolation", str(project)]
+    subprocess.run(build, cwd=project, check=True)
+    (wheel,) = project.glob("*.whl")
+    installed(project, "python", "-m", "pip", "install", *offline, str(wheel))
+
+
+@pytest.fixture(scope="module")
+def extended(installed, my_rlhf, tmp_path_factory):
+    """The folder of a run whose parameters name code of the package wherever they can."""
+    folder = tmp_path_factory.mktemp("extended")
+    (folder / "conf" / "local").mkdir(parents=True)
+    parameters = {}
+    for place, value in DOORS.items():
+        block, _, field = place.partition(".")
+        parameters.setdefault(block, {})[field] = value
+    (folder / "conf" / "local" / "parameters.yml").write_text(yaml.safe_dump(parameters))
+    with (folder / "pairs.jsonl").open("w") as file:
+        for _, example in read(SourceConfig(samples=600), seed=1):
+            answers = {"response_0": example.rejected, "response_1": example.chosen}
+            row = {"prompt": example.prompt[0].content, **answers, "better_response_id": 1}
+            file.write(json.dumps(row) + "\n")
+    nodes = "--to-nodes=evaluate,dpo,report_simpo"
+    installed(folder, "rlhf-pipeline", "run", TINY, "--pipelines=full,dpo,simpo", nodes)
+    return folder
+
+
+def directory(folder, stage):
+    """The work directory of a stage that ran once."""
+    (found,) = (folder / "data" / "tiny" / "07_workspace" / stage).glob("*/recipe.json")
+    return found.parent
+
+
+@pytest.mark.slow
+def test_code_of_another_package_runs_at_every_door(extended, installed):
+    """Without a change of our package, which is a wheel."""
+    steps = (directory(extended, "ppo") / "metrics.jsonl").read_text().splitlines()
+    assert "reward/concise" in json.loads(steps[0])["metrics"]
+    named = {
+        "source": {"my_rlhf.sources"},
+        "reward_model": {"my_rlhf.losses"},
+        "dpo": {"my_rlhf.losses"},
+        "ppo": {"my_rlhf.losses", "my_rlhf.advantages", "my_rlhf.generators"},
+        "simpo": {"my_rlhf.simpo.program", "my_rlhf.simpo.config"},
+        "evaluate": {"my_rlhf.generators"},
+    }
+    for stage, modules in named.items():
+        recipe = json.loads((directory(extended, stage) / "recipe.json").read_text())
+        assert modules <= recipe["code"].keys(), stage
+    for stage, policy in (("evaluate", "ppo"), ("evaluate_simpo", "simpo")):
+        file = directory(extended, stage) / "export" / "evaluation.json"
+        evaluation = json.loads(file.read_text())
+        assert evaluation["candidate"] == policy
+        assert {"concise", "of_length"} <= evaluation["win_rates"].keys()
+    printed = installed(extended, "rlhf-pipeline", "rlhf", "prompts", TINY)
+    assert re.search(r"^ppo/train.arrow \d+$", printed, re.M)
+
+
+@pytest.mark.slow
+def test_an_edit_of_that_code_reruns_the_stages_that_name_it(extended, installed):
+    def states():
+        table = installed(extended, "rlhf-pipeline", "rlhf", "status", TINY, "--pipeline=full")
+        return {line.split()[0]: line.split()[1] for line in table.splitlines() if line.strip()}
+
+    before = states()
+    place = "import my_rlhf.advantages as module; print(module.__file__)"
+    file = Path(installed(extended, "python", "-c", place).strip())
+    file.write_text(file.read_text() + "\nx = 1\n")
+    after = states()
+    assert before["ppo"] == before["reward_model"] == after["reward_model"] == "finished"
+    assert after["ppo"] == "run"
 
 
 @pytest.mark.long

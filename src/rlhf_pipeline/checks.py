@@ -5,17 +5,20 @@ A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves, validated
+from rlhf_pipeline.config.definitions import defined, parameters
+from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, local_source
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.data.source import column_faults, find_source
+from rlhf_pipeline.data.source import carried, column_faults, find_source
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
@@ -118,8 +121,13 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
             "block_tokens of split.pretraining, or set ppo.ptx to null"
         )
     yield from length_faults(base_model.positions, split, ppo, evaluate)
-    yield from reward_faults(ppo.rewards)
-    yield from reward_faults([local_source(one) for one in evaluate.judges], "evaluate.judges")
+    for name, block in blocks.items():
+        yield from door_faults(name, block)
+    yield from _critic(ppo)
+    rated = {index: one for index, one in enumerate(split.sources) if one.may_serve("ppo")}
+    yield from reward_faults(ppo.rewards, sources=_carried(rated))
+    judges = [local_source(one) for one in evaluate.judges]
+    yield from reward_faults(judges, "evaluate.judges", _carried(dict(enumerate(split.sources))))
     yield from _judges(evaluate.judges)
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
@@ -147,6 +155,21 @@ def _batch_sizes(values: Mapping[str, Any], processes: int) -> Iterator[str]:
             yield (
                 f"{place}: found {size}, expected a multiple of {processes} ranks "
                 f"(launch.processes). Fix: use {fix}"
+            )
+
+
+def _critic(ppo: PPOConfig) -> Iterator[str]:
+    """An advantage of another package that reads values without a critic, or none with one."""
+    if ppo.advantage in ADVANTAGE.own:
+        return
+    with suppress(ConfigError):  # another fault
+        reads = "values" in parameters(defined(ADVANTAGE.place(ppo.advantage)))
+        if reads and ppo.critic is None:
+            yield f"ppo.critic: found none, expected a block: {ppo.advantage} reads values"
+        elif ppo.critic is not None and not reads:
+            yield (
+                f"ppo.critic: found a block, expected none for advantage {ppo.advantage}, which "
+                "does not read values. Fix: set critic to null"
             )
 
 
@@ -226,6 +249,15 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
             )
         if known.local_only and source.path is None:
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
+
+
+def _carried(sources: Mapping[int, SourceConfig]) -> dict[str, tuple[str, ...]]:
+    """The further columns of sources by their place; unknown sources are another fault."""
+    found = {}
+    for index, source in sources.items():
+        with suppress(ConfigError):
+            found[f"split.sources.{index}"] = carried(source)
+    return found
 
 
 def path_faults(path: str | None) -> Iterator[str]:

@@ -11,6 +11,7 @@ from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import LazyGroup
 
 from rlhf_pipeline.commands.command import Command, check_names
+from rlhf_pipeline.config.doors import Door
 
 COMMANDS = {
     "chat": ("serve", "Talk to a policy in the terminal."),
@@ -29,6 +30,7 @@ COMMANDS = {
     "ui": ("serve", "Show runs and models in MLflow."),
 }
 """The module of each command, and its line in the list of commands."""
+COMMAND = Door("command", {n: f"rlhf_pipeline.commands.{m}:{n}" for n, (m, _) in COMMANDS.items()})
 
 
 class CommandGroup(LazyGroup):
@@ -36,7 +38,9 @@ class CommandGroup(LazyGroup):
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+            lines = {name: f"See {place}." for name, place in COMMAND.names().items()}
+            lines |= {name: summary for name, (_, summary) in COMMANDS.items()}
+            formatter.write_dl(sorted(lines.items()))
 
 
 @click.group(name="rlhf-pipeline")
@@ -56,9 +60,7 @@ def run(pipeline: str | None, pipelines: list[str], **options: Any) -> Any:
 
 @cli.group(
     cls=CommandGroup,
-    lazy_subcommands={
-        name: f"rlhf_pipeline.commands.{module}.{name}" for name, (module, _) in COMMANDS.items()
-    },
+    lazy_subcommands={n: place.replace(":", ".") for n, place in COMMAND.names().items()},
 )
 def rlhf() -> None:
     """Show results, use them, and clean up what no result needs."""

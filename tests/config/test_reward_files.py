@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlhf_pipeline.config.reward_files import reads_references, reward_faults, source_file
+from rlhf_pipeline.config.definitions import source_file
+from rlhf_pipeline.config.reward_files import reads_references, reward_faults
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceJudge, TrainedReward
 
 SCORES = """
@@ -117,8 +118,8 @@ def test_a_function_that_scoring_cannot_call_is_refused(tmp_path, signature, mes
     """Scoring comes after SFT and the reward model."""
     assert faults(tmp_path, f"def reward({signature}): ...") == [
         f"ppo.rewards.0: {tmp_path}/my.py:reward cannot be called with (prompts, responses): "
-        f"{message}. Fix: define it as `def reward(prompts, responses)`; a third parameter "
-        "`references` gets the reference answers"
+        f"{message}. Fix: define it as `def reward(prompts, responses)`; a further parameter "
+        "`references` gets the reference answers, `scored` the tokens"
     ]
 
 
@@ -179,7 +180,7 @@ def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
     (tmp_path / "pack" / "sub" / "mine.py").write_text("def f(prompts, responses): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = CallableReward(callable="pack.sub.mine:f")
-    assert source_file(reward) == tmp_path / "pack" / "sub" / "mine.py"
+    assert source_file(reward.callable) == tmp_path / "pack" / "sub" / "mine.py"
     assert reward_faults([reward]) == []
 
 

@@ -8,7 +8,7 @@ import ast
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -334,7 +334,7 @@ def test_a_registered_stage_reruns_nothing(world, monkeypatch, tmp_path):
     )
     (tmp_path / "another_policy.py").write_text(text.replace('name="dpo"', 'name="another"'))
     monkeypatch.syspath_prepend(tmp_path)
-    another = "another_policy", "split sft_model"
-    monkeypatch.setattr(table, "POLICIES", (*table.POLICIES, another))
+    own = table.POLICY.own | {"another": "another_policy"}
+    monkeypatch.setattr(table, "POLICY", replace(table.POLICY, own=own))
     assert {"another", "evaluate_another"} <= table.stage_specs().keys()
     agree(world, world.catalog(), None, set())

@@ -103,7 +103,7 @@ def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored
 
 
 @pytest.mark.parametrize(
-    "parameters", ["", "responses", "prompts, responses, answers", "prompts, *, responses"]
+    "parameters", ["", "responses", "prompts, responses, answers, /", "prompts, *, responses"]
 )
 def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
     with pytest.raises(
@@ -111,6 +111,17 @@ def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
         match=r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as",
     ):
         function(f"def f({parameters}): ...")
+
+
+def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answered):
+    rated = replace(answered, columns={"difficulty": [1, 2, 3], "topic": ["a", "b", None]})
+    source = function("def f(prompts, responses, difficulty, scored, weight=2): return "
+                      "[weight * one + len(scored.sequences) for one in difficulty]")  # fmt: skip
+    assert source(scored, rated).tolist() == [5.0, 7.0, 9.0]
+    with pytest.raises(
+        ConfigError, match=r"my\.py:f asks for difficulty, which the split does not"
+    ):
+        source(scored, answered)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def recorder():
 def drill(tmp_path, monkeypatch):
     """The stage `drill` in an empty workspace."""
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.syspath_prepend(tmp_path)
     return Drill(tmp_path)
 
 

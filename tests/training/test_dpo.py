@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rlhf_pipeline.config.training import DPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import grouped
 from rlhf_pipeline.models.loading import freeze, load_policy
@@ -17,6 +18,7 @@ ROWS = {
     "rejected_ids": [[30, 31, 32, 1], [1], [33, 34, 35, 36, 37, 38, 1]],
 }
 BETA = 0.5
+CONFIG = DPOConfig.model_construct(beta=BETA)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def start(make_model):
 
 @pytest.fixture(scope="module")
 def task(start):
-    return DPOTask(TokenContract.read(start), freeze(load_policy(start, "fp32")), BETA, 0.0)
+    return DPOTask(TokenContract.read(start), freeze(load_policy(start, "fp32")), CONFIG)
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_the_reference_gets_no_gradient_and_keeps_no_activations(start, model):
     reference.register_forward_hook(
         lambda module, inputs, output: recorded.append(output.logits.requires_grad)
     )
-    task = DPOTask(TokenContract.read(start), reference, BETA, 0.0)
+    task = DPOTask(TokenContract.read(start), reference, CONFIG)
     task.loss(model, task.collate(ROWS), torch.tensor(3.0))[0].backward()
     assert recorded and not any(recorded)
     assert all(parameter.grad is None for parameter in reference.parameters())
@@ -112,7 +114,9 @@ def test_label_smoothing_reaches_the_loss(task, model):
     freeze(model)
     rows = only(2)
     exchanged = rows | {"chosen_ids": rows["rejected_ids"], "rejected_ids": rows["chosen_ids"]}
-    smoothed = DPOTask(task.contract, task.reference, BETA, 0.2)
+    smoothed = DPOTask(
+        task.contract, task.reference, CONFIG.model_copy(update={"label_smoothing": 0.2})
+    )
     there, back, both = (
         one.loss(model, one.collate(given), torch.tensor(1.0))[0].item()
         for one, given in ((task, rows), (task, exchanged), (smoothed, rows))

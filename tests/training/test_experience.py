@@ -8,13 +8,9 @@ from hypothesis.strategies import floats, lists
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.rl.rewards import grpo
 from rlhf_pipeline.rollout.records import Scored
-from rlhf_pipeline.training.experience import (
-    Experience,
-    make_experience,
-    response_advantages,
-    value_offset,
-)
+from rlhf_pipeline.training.experience import Experience, make_experience, value_offset
 
 NAN = float("nan")
 # Two responses each to the prompts a and b, in the order a, b, a, b.
@@ -110,12 +106,8 @@ def test_advantages_without_a_critic(experience_of, ranks, options, expected):
     kl_coef=floats(0, 1),
 )
 def test_equal_scores_teach_grpo_nothing_but_their_own_kl(score, kl, kl_coef):
-    sizes = dict.fromkeys(("responses_per_prompt", "rollout_batch_size", "minibatch_size"), len(kl))
-    config = config_of(advantage="grpo", critic=None, **sizes)
-    nats = torch.tensor(kl)
-    advantages = response_advantages(
-        torch.full_like(nats, score), kl_coef * nats, config, world=None
-    )
+    nats = torch.tensor(kl).unsqueeze(1)
+    advantages = grpo(torch.full_like(nats, score), kl_coef * nats, scale_by_group_std=True)
     assert (advantages.abs() <= kl_coef * (nats - nats.mean()).abs() + 1e-5).all()
 
 

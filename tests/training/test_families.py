@@ -95,7 +95,7 @@ def test_reward_model(checkpoint, contract, world):
         "chosen_ids": [[20, 1], [21, 1], [22, 1]],
         "rejected_ids": [[23, 24, 1], [25], [26, 1]],
     }
-    setup = setup_of(engine, RewardModelTask(contract), config, rows, world)
+    setup = setup_of(engine, RewardModelTask(contract, config), config, rows, world)
     before = copy.deepcopy(engine.module.state_dict())
     assert math.isfinite(train_step(setup, 1)["reward_model/loss"])
     changed = moved(before, engine.module)

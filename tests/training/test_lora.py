@@ -328,7 +328,7 @@ def test_one_step_of_the_reward_model_changes_its_head_and_b_only(make_model, wo
 
     checkpoint, config = make_model("gpt2"), block("reward_model", {})
     engine = train_engine(partial(untrained, checkpoint), config, 1)
-    task = RewardModelTask(TokenContract.read(checkpoint))
+    task = RewardModelTask(TokenContract.read(checkpoint), config)
     _, changed = train_one_step(setup_of(engine, task, config, world))
     names = engine.module.state_dict()
     assert changed == {
@@ -343,7 +343,7 @@ def test_dpo_starts_at_log_2_and_its_reference_does_not_change(make_model, world
 
     checkpoint, config = make_model("opt"), block("dpo", {"deepspeed": {"zero_stage": 2}})
     engine = train_engine(partial(load_policy, checkpoint), config, 2)
-    task = DPOTask(TokenContract.read(checkpoint), None, 0.5, 0.0)
+    task = DPOTask(TokenContract.read(checkpoint), None, config)
     setup = setup_of(engine, task, config, world)
     metrics, changed = train_one_step(setup)
     assert metrics["dpo/loss"] == pytest.approx(0.6931472, rel=1e-6)

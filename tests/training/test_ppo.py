@@ -12,9 +12,10 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rl import losses
 from rlhf_pipeline.rollout.records import Rollout
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training import ppo, ppo_update
+from rlhf_pipeline.training import ppo
 
 ONE = torch.tensor(1)
 
@@ -227,7 +228,7 @@ def test_the_adaptive_coefficient_follows_the_kl(ppo_inputs, world, tmp_path):
 
 def test_a_loss_that_is_not_finite_ends_the_stage_at_once(ppo_inputs, world, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        ppo_update, "policy_loss", lambda logprobs, *_, **__: (logprobs.sum() * float("nan"), ONE)
+        losses, "policy_loss", lambda logprobs, *_, **__: (logprobs.sum() * float("nan"), ONE)
     )
     with pytest.raises(StageError, match=r"policy/loss is nan at step 1: training has diverged"):
         run_ppo(ppo_config(evaluations=1, log_every=2), ppo_inputs, world, tmp_path)

@@ -1,9 +1,12 @@
 """The optimizer steps that PPO takes on one rollout."""
 
+import functools
+
 import pytest
 import torch
 from ppo_runs import ppo_config, run_ppo
 
+from rlhf_pipeline.rl import losses
 from rlhf_pipeline.training import ppo_update
 
 ONE = torch.tensor(1)
@@ -88,9 +91,7 @@ def test_the_kl_reaches_the_loss_with_its_coefficient(
         config = ppo_config(steps=1, evaluations=1, kl=kl)
         return run_ppo(config, ppo_inputs, world, folder).lines[0]["optim/actor_grad_norm"]
 
-    monkeypatch.setattr(
-        ppo_update, "policy_loss", lambda logprobs, *_, **__: (0 * logprobs.sum(), ONE)
-    )
+    monkeypatch.setattr(losses, "policy_loss", lambda logprobs, *_, **__: (0 * logprobs.sum(), ONE))
     monkeypatch.setattr(
         ppo_update,
         "kl_loss",
@@ -103,13 +104,14 @@ def test_the_kl_reaches_the_loss_with_its_coefficient(
 
 def test_the_dual_clip_reaches_the_loss(ppo_inputs, world, tmp_path, monkeypatch):
     dual_clips = []
-    original = ppo_update.policy_loss
+    original = losses.policy_loss
 
+    @functools.wraps(original)
     def policy_loss(*args, **options):
         dual_clips.append(options["dual_clip"])
         return original(*args, **options)
 
-    monkeypatch.setattr(ppo_update, "policy_loss", policy_loss)
+    monkeypatch.setattr(losses, "policy_loss", policy_loss)
     config = ppo_config(dual_clip=3.0, steps=1, evaluations=1)
     run_ppo(config, ppo_inputs, world, tmp_path)
     assert set(dual_clips) == {3.0}

@@ -3,6 +3,7 @@
 Two real ranks run this file as a program under DeepSpeed's launcher, all settings in one launch.
 """
 
+import functools
 import json
 import math
 import sys
@@ -19,6 +20,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.rl import losses
 from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo, ppo_update, sft
@@ -92,6 +94,7 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
     update_models, step, log = ppo.update_models, 0, []
 
     def overflowing(loss, model):
+        @functools.wraps(loss)
         def changed(*arguments, **options):
             total, count = loss(*arguments, **options)
             overflows = OVERFLOWS.get(step) == model and rank == 0
@@ -125,7 +128,7 @@ def fp16(inputs: dict[str, Path], folder: Path, rank: int) -> None:
         return metrics
 
     ppo.update_models = recorded
-    ppo_update.policy_loss = overflowing(ppo_update.policy_loss, "actor")
+    losses.policy_loss = overflowing(losses.policy_loss, "actor")
     ppo_update.value_loss = overflowing(ppo_update.value_loss, "critic")
     run_ppo("fp16", "fp16", (2, 3), FP16_STEPS, inputs, folder)
     if rank == 0:

@@ -6,7 +6,7 @@ from glob import escape, glob
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import (
@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from rlhf_pipeline.config.block import Block, Precision, operational
+from rlhf_pipeline.config.doors import GENERATOR
 from rlhf_pipeline.config.rewards import CallableReward, Judge
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
@@ -95,7 +96,7 @@ class EvaluateConfig(Block):
     zero_stage: Literal[0, 3] | None = None
     """0: a whole copy of the model on every rank; 3: sharded over the ranks. None: 3 for a model
     that was trained at stage 3, else 0. One model at a time is in memory."""
-    generator: Literal["transformers", "vllm"] = "transformers"
+    generator: Annotated[str, GENERATOR] = "transformers"
     """What samples the answers of all policies, the champion's as well; see `ppo.generator`."""
     gather_for_generation: bool = operational(True)
     """For a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the

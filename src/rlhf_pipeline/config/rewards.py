@@ -18,10 +18,13 @@ from pydantic import (
 
 from rlhf_pipeline.config.base_model import TEMPLATE_DATE
 from rlhf_pipeline.config.block import Block, Precision, operational
+from rlhf_pipeline.config.doors import Door
 
 INPUT_PREFIX = "rewards."
 """Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""
 
+REWARD = Door("reward", {})
+"""Functions that score responses: rewards, and judges."""
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
 _REWARD_FORMS = (
@@ -55,15 +58,16 @@ class CallableReward(RewardSource):
     """A Python function `reward(prompts, responses)`; see `rollout.function_reward`."""
 
     callable: str
-    """`path/to/file.py:function` or `package.module:function`. The recipe contains the digest of
-    this file, but not of its imports."""
+    """`path/to/file.py:function`, `package.module:function`, or the name of an installed one. The
+    recipe contains the digest of this file, but not of its imports."""
 
     @field_validator("callable")
     @classmethod
     def _has_function(cls, value: str) -> str:
-        if not _CALLABLE.fullmatch(value):
+        place = REWARD.names().get(value, value) if ":" not in value else value
+        if not _CALLABLE.fullmatch(place):
             raise ValueError("expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
-        return value
+        return place
 
     @property
     def location(self) -> str:
@@ -106,7 +110,8 @@ class ModelReward(RewardSource):
 def _short_form(value: Any) -> Any:
     if value == "trained":
         return {"model": value}
-    return {"callable": value} if isinstance(value, str) and ":" in value else value
+    is_function = isinstance(value, str) and (":" in value or value in REWARD.names())
+    return {"callable": value} if is_function else value
 
 
 def _kind(*kinds: str) -> Callable[[Any], str | None]:

@@ -41,6 +41,9 @@ class ColumnMap(Block):
     """The true answer, for rewards and judges that check responses (`ppo.rewards`,
     `evaluate.judges`). Allowed with all columns except `text`. No phase trains on it. Null: the row
     has none."""
+    extra: tuple[str, ...] | None = None
+    """Further columns of values that JSON knows, for rewards and judges with a parameter of this
+    name. Allowed with all columns except `text`. No phase trains on them."""
     text: str | None = None
     """A document, for `split.pretraining`."""
 
@@ -51,7 +54,7 @@ class ColumnMap(Block):
             {"prompt", "answers", "scores"}, {"prompt", "response"}, {"response"},
             {"messages"}, {"text"}, {"prompt"},
         ]  # fmt: skip
-        form = given - {"reference"} if self.text is None else given
+        form = given - {"reference", "extra"} if self.text is None else given
         if form not in forms:
             known = "; ".join(", ".join(sorted(form)) for form in forms)
             yield f"found {', '.join(sorted(given)) or 'no column'}; expected one of: {known}"

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rlhf_pipeline.config.block import Block, Precision, Quantization, operational
+from rlhf_pipeline.config.doors import DPO_LOSS, REWARD_LOSS
 
 BUCKET = 50_000_000
 """Elements in one collective: of gradients to reduce, or of weights to gather."""
@@ -300,11 +301,14 @@ class SFTConfig(SupervisedConfig):
 
 
 class RewardModelConfig(SupervisedConfig):
-    """Reward modelling: Bradley-Terry loss on pairs of answers.
+    """Reward modelling on pairs of answers.
 
     The best model has the lowest held-out loss.
     """
 
+    loss: Annotated[str, REWARD_LOSS] = "bradley_terry"
+    """Loss of a comparison, from the scores of its two answers: bradley_terry, or a function of
+    yours (docs/extending.md)."""
     gate: float | None = operational(0.5)
     """PPO starts only if the lower end of the 95% interval on the held-out accuracy is above this
     value; 0.5 is chance. None: PPO starts with any reward model."""
@@ -323,6 +327,9 @@ class DPOConfig(SupervisedConfig):
     The best model has the lowest held-out loss.
     """
 
+    loss: Annotated[str, DPO_LOSS] = "sigmoid"
+    """Loss of a comparison, from the log-probabilities of its two answers: sigmoid, that of the
+    paper, or a function of yours (docs/extending.md)."""
     beta: PositiveFloat = 0.1
     """Strength of the KL constraint to the reference. A smaller value lets the policy move further
     for the same preferences."""

@@ -88,7 +88,7 @@ def blend(
     Raises DataError if a part gets no conversation, some serve only phases of weight 0, or a prompt
     has two true answers.
     """
-    rows = pa.concat_tables(sources)
+    rows = pa.concat_tables(sources, promote_options="default")  # some have no column `extra`
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
     prompts, conversations = keys(rows, "prompt_key"), keys(rows, "conversation_key")
     is_test = np.repeat([source.is_test for source in config.sources], np.diff(starts))

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.split import Phase, SplitConfig
 from rlhf_pipeline.data.parts import PARTS, Part
-from rlhf_pipeline.data.record_files import MESSAGE, ArrowWriter, ExampleBatch
+from rlhf_pipeline.data.record_files import EXTRA, MESSAGE, ArrowWriter, ExampleBatch
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.tokenization import (
     ANSWERS,
@@ -77,6 +77,8 @@ class PhaseFile:
     """(N,) bool: the rows of the blend that belong to the file."""
     duplicates_merged: int
     """Rows left out because the file already contains their prompt."""
+    has_extra: bool = False
+    """Whether a source carries further columns for rewards and judges."""
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
@@ -86,7 +88,10 @@ class PhaseFile:
     """Positions in the blend of the rows that were written."""
 
     def __post_init__(self) -> None:
-        self._writer = ArrowWriter(self.output / self.table.path, self.table.schema)
+        schema = self.table.schema
+        if self.has_extra and "reference" in schema.names:
+            schema = schema.append(EXTRA)
+        self._writer = ArrowWriter(self.output / self.table.path, schema)
 
     def add(self, rows: list["Row"], numbers: np.ndarray, config: SplitConfig) -> None:
         """Append the rows that belong to the file and fit the limits.
@@ -139,6 +144,7 @@ class PhaseFile:
             "source": row.source,
             "messages": row.messages,
             "reference": row.reference,
+            "extra": row.extra,
             **{f"{answer}_ids": text.ids for answer, text in row.answers.items()},
         }
         return values | demonstration(row, config) if self.table.phase == "sft" else values
@@ -159,6 +165,8 @@ class Row:
     """One for each token of `dialogue`: True for a token of the assistant."""
     reference: str | None = None
     """The true answer."""
+    extra: str | None = None
+    """Further columns as JSON."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +181,11 @@ class RowMaker:
         self, source: str, batch: ExampleBatch, tokenized: Sequence[Tokenized], parts: Iterable[int]
     ) -> list[Row]:
         """The examples of a batch as rows, see `make`; `parts` are indices into PARTS."""
-        examples = zip(batch.prompts, tokenized, parts, batch.reference, strict=True)
+        extra = batch.extra or [None] * len(batch.ids)
+        examples = zip(batch.prompts, tokenized, parts, batch.reference, extra, strict=True)
         return [
-            self.make(source, messages, tokens, PARTS[part], reference)
-            for messages, tokens, part, reference in examples
+            self.make(source, messages, tokens, PARTS[part], *others)
+            for messages, tokens, part, *others in examples
         ]
 
     def make(
@@ -186,6 +195,7 @@ class RowMaker:
         tokens: Tokenized,
         part: Part,
         reference: str | None = None,
+        extra: str | None = None,
     ) -> Row:
         """The example as a row; raises DataError if it is too long and `over_long_*` is "error"."""
         config, bos_id = self.config, self.bos_id
@@ -200,7 +210,7 @@ class RowMaker:
             ids, by_assistant = tokens.turns
             dialogue = limited(tokens.id, "prompt", ids, config, bos_id)
             spoken = newest_values(ids, by_assistant, len(dialogue.ids), bos_id)
-        return Row(tokens.id, source, messages, prompt, answers, dialogue, spoken, reference)
+        return Row(tokens.id, source, messages, prompt, answers, dialogue, spoken, reference, extra)
 
     def _keep_apart(self, prompt: Limited, part: Part) -> Limited:
         """Drop a cut prompt that equals one of another part.

@@ -30,6 +30,8 @@ from rlhf_pipeline.data.records import (
 from rlhf_pipeline.errors import ArtifactError, DataError
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+EXTRA = pa.field("extra", pa.string())
+"""Only in files of sources that carry further columns."""
 _KEY = pa.binary(16)
 _EXAMPLES = pa.schema(
     [
@@ -60,6 +62,8 @@ class ExampleBatch:
     chosen: list[str | None]
     rejected: list[str | None]
     reference: list[str | None]
+    extra: list[str | None] | None = None
+    """Further columns of each example as JSON; None: its source carries none."""
 
 
 def examples(folder: Path) -> pa.Table:
@@ -110,7 +114,8 @@ def phase_bits(phases: Iterable[Phase]) -> int:
 
 def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
     """A batch as Python values."""
-    columns = ("id", "prompt", "chosen", "rejected", "reference")
+    columns = ["id", "prompt", "chosen", "rejected", "reference"]
+    columns += ["extra"] if "extra" in batch.schema.names else []
     return ExampleBatch(*(batch.column(name).to_pylist() for name in columns))
 
 
@@ -157,8 +162,9 @@ class ArrowWriter:
 class RecordsWriter:
     """Context manager that writes records to a folder in batches."""
 
-    def __init__(self, folder: Path) -> None:
-        self._examples = _RowsWriter(folder / "examples.arrow", _EXAMPLES)
+    def __init__(self, folder: Path, *, has_extra: bool = False) -> None:
+        schema = _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
+        self._examples = _RowsWriter(folder / "examples.arrow", schema)
         self._texts = _RowsWriter(folder / "texts.arrow", _TEXTS)
 
     def __enter__(self) -> "RecordsWriter":
@@ -176,6 +182,7 @@ class RecordsWriter:
             "chosen": record.chosen,
             "rejected": record.rejected,
             "reference": record.reference,
+            "extra": record.extra,
             "prompt_key": key(identity),
             "conversation_key": key(conversation(identity)),
             "example_key": key(identity, *(answer.strip() for answer in answers)),

@@ -33,6 +33,8 @@ class Example:
     rejected: str | None = None
     reference: str | None = None
     """The true answer, for rewards and judges that check responses. No phase trains on it."""
+    extra: str | None = None
+    """Further columns for rewards and judges: an object of JSON."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 python -m rlhf_pipeline.data.source job.json
 
-To add a source, write a module with `SOURCES` in the folder `sources`, and add it to `_MODULES`.
-After a change to one module, only its sources are read again.
+Our own sources are those of the modules in `_MODULES`, in the folder `sources`. After a change to
+one module, only its sources are read again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from importlib import import_module
 from itertools import islice
 from pathlib import Path
 
+from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.files import Origin, find_files, origin
 from rlhf_pipeline.data.formats import data_set_rows, read_rows
@@ -19,7 +20,7 @@ from rlhf_pipeline.data.record_files import RecordsWriter, RowCounts, fix_of
 from rlhf_pipeline.data.records import Example, Record, Text, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
 from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
-from rlhf_pipeline.errors import ConfigError, DataError, suggestion, without_secrets
+from rlhf_pipeline.errors import ConfigError, DataError, without_secrets
 from rlhf_pipeline.hub import commit_of, is_commit
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
@@ -35,6 +36,9 @@ MODULES: dict[str, str] = {
 }
 """Name of each source -> full name of its module."""
 
+SOURCE = Door("source", {name: f"{module}:SOURCES" for name, module in MODULES.items()})
+"""A `Source`, or a tuple in which it has the name."""
+
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Write the records and row counts of the source."""
@@ -42,7 +46,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     counts = RowCounts()
     progress = RowProgress(job.metrics_file, config.samples)
     job.export.mkdir(exist_ok=True)
-    with RecordsWriter(job.export) as writer:
+    with RecordsWriter(job.export, has_extra=bool(carried(config))) as writer:
         rows = read(config, job.seed, job.digests.get("revision"))
         for place, record in rows:
             if isinstance(record, Unused):
@@ -60,22 +64,22 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 
 def adapter_module(name: str) -> str:
-    """Full name of the module that defines a source.
-
-    Raises ConfigError if the source is unknown; the message suggests the nearest name.
-    """
-    if name in MODULES:
-        return MODULES[name]
-    raise ConfigError(
-        f"unknown source {name!r}{suggestion(name, MODULES)}; the sources are "
-        f"{', '.join(sorted(MODULES))}. For your own data, use 'files' with a column map."
-    )
+    """Full name of the module that defines a source; raises ConfigError if there is none."""
+    return SOURCE.place(name).partition(":")[0]
 
 
 def find_source(name: str) -> Source:
-    """The source with this name; raises like `adapter_module`."""
-    sources: tuple[Source, ...] = import_module(adapter_module(name)).SOURCES
-    return next(source for source in sources if source.name == name)
+    """The source with this name; raises ConfigError if there is none."""
+    found = SOURCE.load(name)
+    named = [source for source in found if source.name == name] if name in MODULES else [found]
+    if not isinstance(named[0], Source):
+        raise ConfigError(f"found {named[0]!r} at {SOURCE.place(name)}, expected a Source")
+    return named[0]
+
+
+def carried(config: SourceConfig) -> tuple[str, ...]:
+    """The further columns of a source for rewards and judges."""
+    return (config.columns.extra or ()) if config.columns else find_source(config.name).extra
 
 
 def source_origin(config: SourceConfig) -> Origin:

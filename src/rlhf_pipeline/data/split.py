@@ -91,7 +91,8 @@ def split_sources(
     )
     usable = [control_tokens.usable_rows(index, table) for index, table in enumerate(tables)]
     plan = blend(config, tables, usable, seed)
-    files = {table.path: PhaseFile(table, output, *plan.rows(table)) for table in TABLES}
+    extra = any("extra" in table.column_names for table in tables)
+    files = {table.path: PhaseFile(table, output, *plan.rows(table), extra) for table in TABLES}
     batches = _needed_batches(config, tables, plan.references, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}

@@ -252,8 +252,7 @@ def as_text(scored: Scored, setup: Setup) -> AnswerBatch:
     prompts, ids = setup.prompts, scored.sequences.response_ids
     texts = setup.tokenizer.batch_decode(ids, skip_special_tokens=True)
     responses = [text.strip() for text in texts]
-    text = Answered(prompts["messages"], prompts["reference"], responses)
-    return AnswerBatch(scored, text, prompts["source"])
+    return AnswerBatch(scored, Answered.of(prompts, responses), prompts["source"])
 
 
 def judged(

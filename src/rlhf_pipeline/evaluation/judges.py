@@ -1,7 +1,7 @@
 """The judges: each one scores the answers of every policy.
 
-To add a judge: a function, and one line in `load_judges`. Metrics, win rates and reports follow
-from the judge's name.
+A judge of another package is a function, see docs/extending.md; one of ours is a function and a line
+in `load_judges`. Metrics, win rates and reports follow from the judge's name.
 """
 
 import re
@@ -15,8 +15,9 @@ import torch
 from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
+from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.reward_files import reads_references, source_file
+from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
     CallableReward,
@@ -176,7 +177,7 @@ def optimized_judges(
         elif isinstance(reward, CallableReward):
             optimized |= {(content, reward.function), (reward.location, reward.function)}
             try:
-                unknown = file_digest(source_file(reward)) != content
+                unknown = file_digest(source_file(reward.callable)) != content
             except ConfigError:
                 unknown = True
             reads_truth |= unknown or reads_references(reward)

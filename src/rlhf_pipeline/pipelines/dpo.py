@@ -10,6 +10,7 @@ SPEC = StageSpec(
     batch_sizes=("dpo.batch_size",),
     headline_metrics=("dpo/loss", "dpo/accuracy", "validation/accuracy"),
 )
+READS = "split sft_model"
 
 
 def dpo(split: Path, sft_model: Path, config: DPOConfig, seed: int, stages: Stages) -> Path:

@@ -3,8 +3,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.reward_files import source_file
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
@@ -16,6 +16,7 @@ SPEC = StageSpec(
     batch_sizes=("ppo.rollout_batch_size", "ppo.minibatch_size", "ppo.ptx.batch_size"),
     headline_metrics=("objective/score", "objective/kl", "validation/score"),
 )
+READS = "split sft_model reward_model"
 
 
 def ppo(
@@ -45,7 +46,7 @@ def reward_inputs(
     for index, reward in enumerate(rewards):
         name = f"{prefix}{index}"
         if isinstance(reward, CallableReward):
-            paths[name] = source_file(reward)
+            paths[name] = source_file(reward.callable)
         elif isinstance(reward, ModelReward) and artifact_of(reward.folder) is not None:
             paths[name] = reward.folder
         elif isinstance(reward, ModelReward):

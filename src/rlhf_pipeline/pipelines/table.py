@@ -1,27 +1,27 @@
 """What each node reads and writes, the stages, and the pipelines.
 
-A new algorithm is a module and one line in `POLICIES`.
+A new algorithm is a module and a name at the door `POLICY`.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from kedro.pipeline import Node, Pipeline
 
 from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
-POLICIES = (
-    ("rlhf_pipeline.pipelines.ppo", "split sft_model reward_model"),
-    ("rlhf_pipeline.pipelines.dpo", "split sft_model"),
+POLICY = Door(
+    "policy", {"ppo": "rlhf_pipeline.pipelines.ppo", "dpo": "rlhf_pipeline.pipelines.dpo"}
 )
-"""Modules that train a policy, and the data sets that they read. `SPEC` is the stage, and the
-function with its name is the node, which writes the data set `<name>_model`."""
+"""Modules that train a policy, by the name of its stage, `SPEC`. The function of this name is the
+node: it reads the data sets `READS` before its block, and writes the data set `<name>_model`."""
 
 SHARED = ("base_model", "split", "sft", "reward_model")
 """Nodes that the pipelines of all policies share."""
@@ -31,9 +31,20 @@ LAST = ("evaluate", "register", "report")
 
 
 def policy_stages() -> dict[str, ModuleType]:
-    """The modules of `POLICIES` by the name of their stage."""
-    modules = [import_module(name) for name, _ in POLICIES]
-    return {module.SPEC.name: module for module in modules}
+    """The modules at the door `POLICY` by the name of their stage.
+
+    Raises ConfigError if one of another package cannot be imported or is no such module.
+    """
+    modules = {name: POLICY.load(name) for name in POLICY.names()}
+    for name, module in modules.items():
+        spec, missing = getattr(module, "SPEC", None), {name, "READS"} - vars(module).keys()
+        if missing or not isinstance(spec, StageSpec) or spec.name != name:
+            raise ConfigError(
+                f"entry point {name} of rlhf_pipeline.policy: found {module.__name__}, expected a "
+                f"module with SPEC, a StageSpec of this name, READS, and the function {name}. Fix: "
+                "correct it, or uninstall its package"
+            )
+    return modules
 
 
 def stage_specs() -> dict[str, StageSpec]:
@@ -90,7 +101,7 @@ def _nodes() -> dict[str, Node]:
         (reward_model.reward_model, f"split sft_model params:reward_model {stage}", "reward_model"),
     ]
     named = [(*row, name) for row, name in zip(rows, SHARED, strict=True)]
-    for (name, module), (_, reads) in zip(policy_stages().items(), POLICIES, strict=True):
+    for name, module in policy_stages().items():
         models = f"sft_model {name}_model reward_model"
         evaluation, registration, page = (
             data_set_of(each, name) for each in ("evaluation", "registration", "evaluation_page")
@@ -102,7 +113,7 @@ def _nodes() -> dict[str, Node]:
             (report.report, f"{evaluation} {registration} {models}", page),
         ]
         train = getattr(module, name)
-        named += [(train, f"{reads} params:{name} {stage}", f"{name}_model", name)]
+        named += [(train, f"{module.READS} params:{name} {stage}", f"{name}_model", name)]
         named += [(*row, node_of(last, name)) for row, last in zip(after, LAST, strict=True)]
     return {
         name: Node(function, reads.split(), writes, name=name)

@@ -46,11 +46,10 @@ def dpo_loss(
     *,
     beta: float,
     label_smoothing: float = 0.0,
-) -> tuple[LossSum, Tensor, Tensor]:
+) -> LossSum:
     """Negative log-likelihood of the preferences under Bradley-Terry with implicit rewards.
 
-        r(y) = beta * (log pi(y) - log pi_ref(y))
-        m_i  = r(chosen_i) - r(rejected_i)
+        m_i  = r(chosen_i) - r(rejected_i)     r: `implicit_rewards`
         L    = -sum_i ((1 - e) * log sigmoid(m_i) + e * log sigmoid(-m_i))
 
     Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7. With e > 0: conservative
@@ -63,10 +62,6 @@ def dpo_loss(
         ref_chosen_logprobs, ref_rejected_logprobs: (N,), under the reference.
         beta: scale of the implicit rewards, reward per nat of log ratio.
         label_smoothing: e, in [0, 0.5).
-
-    Returns:
-        The loss; the implicit rewards of the chosen and of the rejected responses, (N,) float32
-        each, without gradient.
     """
     check_same_shape(
         chosen_logprobs=chosen_logprobs,
@@ -74,12 +69,16 @@ def dpo_loss(
         ref_chosen_logprobs=ref_chosen_logprobs,
         ref_rejected_logprobs=ref_rejected_logprobs,
     )
-    chosen_rewards = beta * (chosen_logprobs.float() - ref_chosen_logprobs.detach().float())
-    rejected_rewards = beta * (rejected_logprobs.float() - ref_rejected_logprobs.detach().float())
+    chosen_rewards = implicit_rewards(chosen_logprobs, ref_chosen_logprobs, beta=beta)
+    rejected_rewards = implicit_rewards(rejected_logprobs, ref_rejected_logprobs, beta=beta)
     margin = chosen_rewards - rejected_rewards
     likelihood = (1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)
-    loss = -likelihood.sum(), _count(margin)
-    return loss, chosen_rewards.detach(), rejected_rewards.detach()
+    return -likelihood.sum(), _count(margin)
+
+
+def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float) -> Tensor:
+    """DPO's rewards of responses, (N,) float32: r(y) = beta * (log pi(y) - log pi_ref(y))."""
+    return beta * (logprobs.float() - ref_logprobs.detach().float())
 
 
 def policy_loss(

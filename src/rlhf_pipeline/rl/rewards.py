@@ -8,6 +8,7 @@ All functions raise ValueError if a shape is wrong.
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -195,6 +196,28 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
     returns = returns.double()
     centred = returns - returns.mean(dim=0)
     return (centred / (returns.std(dim=0) + 1e-4) if scale else centred).float()
+
+
+def grpo(scores: Tensor, penalties: Tensor, *, scale_by_group_std: bool) -> Tensor:
+    """GRPO with a KL penalty beside the score; all are (K, G), like `group_relative`.
+
+    Only scores are scaled; otherwise a group of equal scores would learn from the penalty in full,
+    however small its coefficient is.
+    """
+    relative = group_relative(scores, scale=scale_by_group_std)
+    return relative - group_relative(penalties, scale=False)
+
+
+@torch.no_grad()
+def reinforce(
+    returns: Tensor, moments: Callable[[Tensor], tuple[Tensor, Tensor]], *, reinforce_baseline: str
+) -> Tensor:
+    """REINFORCE: compare each response with the mean of the step, or with nothing.
+
+    Source: Williams 1992, https://doi.org/10.1007/BF00992696. Returns are (K, G), and include the
+    KL penalty; `moments` gives the mean and the variance over all ranks.
+    """
+    return returns if reinforce_baseline == "none" else returns - moments(returns)[0].float()
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ Each rank calls the function once per rollout, with the rows of that rank:
 
 `prompts` are messages ({"role": ..., "content": ...}). `responses` are texts without special tokens
 and without surrounding white space. A function with a parameter `references` also gets the true
-answers, one for each row.
+answers, one for each row; one with a parameter `scored` gets the tokens, a `Scored`. Any other
+parameter gets the column of its name that the sources carry (`columns.extra`).
 """
 
 import importlib
@@ -15,7 +16,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from rlhf_pipeline.config.reward_files import check_signature
 from rlhf_pipeline.config.rewards import CallableReward
-from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -41,26 +41,30 @@ class FunctionSource:
     reads_texts: bool = True
 
     def __post_init__(self) -> None:
-        check_signature(self.place, inspect.signature(self.function))
+        signature = inspect.signature(self.function)  # `checks` knows what the sources carry
+        check_signature(self.place, signature, {"the split": signature.parameters})
 
-    def __call__(self, _: Scored, answered: Answered) -> Tensor:
+    def __call__(self, scored: Scored, answered: Answered) -> Tensor:
         """Call the function.
 
-        Raises StageError if a true answer that the function reads is missing, if the function fails
-        or does not return one result per response, or if a result is not a finite number.
+        Raises ConfigError if the prompts lack a column that it asks for, and StageError if a true
+        answer that it reads is missing, if it fails or does not return one result per response, or
+        if a result is not a finite number.
         """
-        missing = answered.references.count(None) if self._reads_references else 0
+        given = {"the split": answered.columns}
+        check_signature(self.place, inspect.signature(self.function), given)
+        missing = answered.references.count(None) if "references" in self._asked else 0
         if missing:  # it would take right answers for wrong ones
             raise StageError(
                 f"{self.place}: found {missing} of {len(answered.references)} prompts without a "
                 "true answer, expected one for each. Fix: set split.without_reference to drop"
             )
         try:
-            results = self._call(answered.prompts, answered.responses, answered.references)
+            results = self._call(answered, scored)
         except Exception as error:
+            where = self._where(answered, scored)
             raise StageError(
-                f"{self.place} failed {self._where(answered)}: {type(error).__name__}: {error}"
-                f"{_line(error)}"
+                f"{self.place} failed {where}: {type(error).__name__}: {error}{_line(error)}"
             ) from error
         if len(results) != len(answered.responses):
             raise StageError(
@@ -72,15 +76,14 @@ class FunctionSource:
             [self._number(result, answered, row) for row, result in enumerate(results)]
         )
 
-    def _call(
-        self, prompts: list[Conversation], responses: list[str], references: list[str | None]
-    ) -> list[Any]:
-        more = {"references": references} if self._reads_references else {}
-        return list(self.function(prompts, responses, **more))
+    def _call(self, answered: Answered, scored: Scored) -> list[Any]:
+        offered = answered.columns | {"references": answered.references, "scored": scored}
+        more = {name: value for name, value in offered.items() if name in self._asked}
+        return list(self.function(answered.prompts, answered.responses, **more))
 
     @property
-    def _reads_references(self) -> bool:
-        return "references" in inspect.signature(self.function).parameters
+    def _asked(self) -> Collection[str]:
+        return inspect.signature(self.function).parameters
 
     def _number(self, result: Any, answered: Answered, row: int) -> float:
         try:
@@ -94,15 +97,14 @@ class FunctionSource:
             )
         return number
 
-    def _where(self, answered: Answered) -> str:
+    def _where(self, answered: Answered, scored: Scored) -> str:
         """The first row on which the function also fails alone, for the message."""
-        for prompt, response, reference in zip(
-            answered.prompts, answered.responses, answered.references, strict=True
-        ):
+        for row in range(0 if "scored" in self._asked else len(answered.prompts)):
+            one = answered.row(row)
             try:
-                self._call([prompt], [response], [reference])
+                self._call(one, scored)
             except Exception:  # the user's function may raise anything
-                return f"at the response {response!r} to the prompt {prompt}"
+                return f"at the response {one.responses[0]!r} to the prompt {one.prompts[0]}"
         return (
             f"at {len(answered.prompts)} responses together, the first to the prompt "
             f"{answered.prompts[0]}"

@@ -1,16 +1,18 @@
 """The interface of generation: prompts in, sampled responses out.
 
 Training and evaluation use the protocol `Generator` only. A new backend is a class with its
-`generate` method, like `TransformersGenerator`, and a case in `load_generator`.
+`generate` method, like `TransformersGenerator`, and a name in `config.doors`.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.config.doors import PPO_GENERATOR, by_name
 from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
@@ -20,9 +22,6 @@ from rlhf_pipeline.rollout.records import Rollout
 
 Seed = tuple[int, ...]
 """The randomness of one response, for example (seed, step, row of the global batch)."""
-
-GeneratorKind = Literal["auto", "transformers", "hybrid", "vllm"]
-"""Values of `ppo.generator`; auto is transformers."""
 
 
 class Generator(Protocol):
@@ -48,7 +47,7 @@ class Generator(Protocol):
 
 
 def load_generator(
-    kind: GeneratorKind,
+    name: str,
     policy: PreTrainedModel | DeepSpeedEngine,
     contract: TokenContract,
     sampling: SamplingConfig,
@@ -62,22 +61,24 @@ def load_generator(
     """What samples from a policy, in training and in evaluation.
 
     All ranks call this together. `longest_prompt` counts the tokens of the longest prompt;
-    `place` is the parameter that chose the generator, for messages.
+    `place` is the parameter that chose the generator, for messages. The generator's class gets what
+    its parameters name; `longest` are the tokens of the longest sequence, `rows` the most of them.
     """
-    match kind:
-        case "hybrid":
-            from rlhf_pipeline.rollout.hybrid_generator import HybridGenerator
-
-            return HybridGenerator(policy, contract, hybrid or HybridConfig(), world)
-        case "vllm":
-            from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
-
-            longest = longest_prompt() + sampling.max_response_tokens
-            rows = sampling.batch_size_per_gpu
-            return VLLMGenerator(policy, contract, rows=rows, longest=longest, place=place)
-    from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
-
-    return TransformersGenerator(policy, contract, gather=gather)
+    make = PPO_GENERATOR.load(name)
+    given = {
+        "policy": policy,
+        "contract": contract,
+        "sampling": sampling,
+        "world": world,
+        "gather": gather,
+        "hybrid": hybrid,
+        "rows": sampling.batch_size_per_gpu,
+        "place": place,
+    }
+    if "longest" in inspect.signature(make).parameters:
+        given["longest"] = longest_prompt() + sampling.max_response_tokens
+    generator: Generator = by_name(make, **given)
+    return generator
 
 
 def row_seeds(seed: int, step: int, rows: np.ndarray) -> list[Seed]:

@@ -53,15 +53,15 @@ class HybridGenerator:
         self,
         policy: PreTrainedModel | DeepSpeedEngine,
         contract: TokenContract,
-        config: HybridConfig,
+        hybrid: HybridConfig,
         world: World,
     ) -> None:
         self._model: PreTrainedModel = getattr(policy, "module", policy)
         self._contract = contract
-        self._config = config
-        self._group = own_group(world, config.inference_tp_size)
+        self._config = hybrid
+        self._group = own_group(world, hybrid.inference_tp_size)
         copy = ShardedCopy(self._model, self._group)  # an error shows before training
-        self._copy = copy if config.pin_parameters else None
+        self._copy = copy if hybrid.pin_parameters else None
 
     @torch.no_grad()
     def generate(

@@ -8,7 +8,8 @@ Shapes: B responses of this rank, R response tokens (right-padded). Log-probabil
 undefined where `sequences.action_mask` is false, unless the record says otherwise.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -36,6 +37,22 @@ class Answered:
     prompts: list[Conversation]
     references: list[str | None]  # true answers, where they are known
     responses: list[str]  # without special tokens and surrounding white space
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """Further columns of the sources, see `ColumnMap.extra`."""
+
+    @classmethod
+    def of(cls, rows: Mapping[str, list[Any]], responses: list[str]) -> Self:
+        """The responses to rows of the prepared files."""
+        extra = [json.loads(text or "{}") for text in rows.get("extra", ())]
+        names = dict.fromkeys(name for row in extra for name in row)
+        columns = {name: [row.get(name) for row in extra] for name in names}
+        return cls(rows["messages"], rows["reference"], responses, columns)
+
+    def row(self, row: int) -> Self:
+        """One row alone."""
+        one = slice(row, row + 1)
+        columns = {name: column[one] for name, column in self.columns.items()}
+        return type(self)(self.prompts[one], self.references[one], self.responses[one], columns)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class RewardSum:
             )
         ids = scored.sequences.response_ids
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return Answered(rows["messages"], rows["reference"], [text.strip() for text in texts])
+        return Answered.of(rows, [text.strip() for text in texts])
 
 
 def load_rewards(

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from rlhf_pipeline.config.doors import DPO_LOSS, by_name
 from rlhf_pipeline.config.training import DPOConfig, FrozenModel
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.loading import frozen_model
@@ -23,7 +24,7 @@ from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.losses import dpo_loss
+from rlhf_pipeline.rl.losses import implicit_rewards
 from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
@@ -33,15 +34,11 @@ from rlhf_pipeline.training.supervised import train
 
 @dataclass(frozen=True)
 class DPOTask(PairTask):
-    """Bradley-Terry loss on implicit rewards.
-
-    reward(answer) = beta * (log pi(answer) - log pi_ref(answer))
-    """
+    """`dpo.loss` on the log-probabilities of two answers under the policy and its reference."""
 
     reference: nn.Module | None
     """The frozen start of the policy. None: the policy itself with its adapters off."""
-    beta: float
-    label_smoothing: float
+    config: DPOConfig
     name: str = "dpo"
 
     def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
@@ -49,11 +46,15 @@ class DPOTask(PairTask):
         with torch.no_grad():
             ref_chosen, ref_rejected = chosen_and_rejected(self.logprobs(reference, batch.answers))
         chosen, rejected = chosen_and_rejected(self.logprobs(model, batch.answers))
-        (total, _), chosen_rewards, rejected_rewards = dpo_loss(
-            chosen, rejected, ref_chosen, ref_rejected,
-            beta=self.beta, label_smoothing=self.label_smoothing,
+        total, _ = by_name(
+            DPO_LOSS.load(self.config.loss), self.config,
+            chosen_logprobs=chosen, rejected_logprobs=rejected,
+            ref_chosen_logprobs=ref_chosen, ref_rejected_logprobs=ref_rejected,
         )  # fmt: skip
         loss = total / pairs
+        rewards = partial(implicit_rewards, beta=self.config.beta)
+        chosen_rewards = rewards(chosen.detach(), ref_chosen)
+        rejected_rewards = rewards(rejected.detach(), ref_rejected)
         return loss, {
             **ranking_sums(chosen_rewards, rejected_rewards),
             "loss": loss * pairs,
@@ -88,7 +89,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
     frozen = [model.config for model in config.models() if isinstance(model, FrozenModel)]
     reference = frozen_model(load, frozen[0], world) if frozen else None
-    task = DPOTask(contract, reference, config.beta, config.label_smoothing)
+    task = DPOTask(contract, reference, config)
     metrics = train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
     if world.rank == 0:
         write_mlmodel(job.export)

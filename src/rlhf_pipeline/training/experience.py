@@ -8,17 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.config.doors import ADVANTAGE, by_name
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
-from rlhf_pipeline.rl.rewards import (
-    gae,
-    group_relative,
-    leave_one_out,
-    per_token_rewards,
-    shaped_scores,
-    to_tokens,
-)
+from rlhf_pipeline.rl.rewards import gae, per_token_rewards, shaped_scores, to_tokens
 from rlhf_pipeline.rollout.records import Experience, Scored
 
 
@@ -27,9 +22,9 @@ def make_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of a scored rollout.
 
-    Moments and means are over the rows of all ranks. GAE's advantages are whitened. Advantages
-    without a critic keep the unit of the score, or for GRPO that of its standard deviation, as in
-    their papers.
+    Moments and means are over the rows of all ranks. Advantages of a critic are whitened. Those
+    without one keep the unit of the score, or for GRPO that of its standard deviation, as in their
+    papers. Raises StageError if `ppo.advantage` returns something else.
     """
     mask = scored.sequences.action_mask
     experience = partial(
@@ -40,13 +35,28 @@ def make_experience(
         sampler_logprobs=scored.sampler_logprobs,
         training_pass=scored.training_pass,
     )
+    scores = training_scores(scored, config)
+    penalties = coef_in_reward(kl_coef, config) * scored.kl
+    found = by_name(
+        ADVANTAGE.load(config.advantage),
+        config,
+        scores=groups(scores, config),
+        penalties=groups(penalties, config),
+        returns=groups(scores - penalties, config),
+        moments=lambda x: mean_and_variance(_moments(x, torch.ones_like(x).bool(), world)),
+        rewards=token_rewards(scored, config, kl_coef=kl_coef, world=world),
+        values=scored.values,
+        mask=mask,
+    )
+    if isinstance(found, tuple) == (scored.values is None):
+        raise StageError(
+            f"ppo.advantage: {config.advantage} returned {type(found).__name__}, expected "
+            "advantages, or with ppo.critic a tuple of advantages and returns"
+        )
     if scored.values is None:
-        scores = training_scores(scored, config)
-        penalties = coef_in_reward(kl_coef, config) * scored.kl
-        advantages = to_tokens(response_advantages(scores, penalties, config, world), mask)
-        return experience(advantages=advantages)
-    rewards = token_rewards(scored, config, kl_coef=kl_coef, world=world)
-    advantages, returns = gae(rewards, scored.values, mask, gamma=config.gamma, lam=config.lam)
+        is_of_tokens = found.shape == mask.shape
+        return experience(advantages=found if is_of_tokens else to_tokens(found.flatten(), mask))
+    advantages, returns = found
     white = whiten(advantages, mask, _moments(advantages, mask, world))
     return experience(advantages=white, old_values=scored.values, returns=returns)
 
@@ -92,32 +102,6 @@ def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
     assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
     penalty = config.missing_eos_penalty
     return shaped_scores(scored.clipped_scores, scored.ended, missing_eos_penalty=penalty)
-
-
-def response_advantages(
-    scores: Tensor, penalties: Tensor, config: PPOConfig, world: World
-) -> Tensor:
-    """The advantage of each response from its score and its KL penalty; (B,) all.
-
-    The return of a response is its score minus its penalty. GRPO scales the scores alone; otherwise
-    a group of equal scores would learn from the penalty in full, however small `kl.coef` is.
-    """
-    returns = scores - penalties
-    match config.advantage:
-        case "rloo":
-            return leave_one_out(groups(returns, config)).flatten()
-        case "grpo":
-            relative = group_relative(groups(scores, config), scale=config.scale_by_group_std)
-            return (relative - group_relative(groups(penalties, config), scale=False)).flatten()
-        case "reinforce" if config.reinforce_baseline == "none":
-            return returns
-        case "reinforce":
-            mean, _ = mean_and_variance(
-                _moments(returns, torch.ones_like(returns, dtype=torch.bool), world)
-            )
-            return returns - mean.float()
-        case _:
-            raise ValueError(f"advantage {config.advantage} needs a critic's values")
 
 
 def groups(x: Tensor, config: PPOConfig) -> Tensor:

@@ -6,6 +6,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.config.doors import POLICY_LOSS, by_name
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import micro_batches, minibatch_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
@@ -27,7 +28,7 @@ from rlhf_pipeline.models.forward import (
 )
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
-from rlhf_pipeline.rl.losses import entropy_loss, kl_loss, policy_loss, sft_loss, value_loss
+from rlhf_pipeline.rl.losses import LossSum, entropy_loss, kl_loss, sft_loss, value_loss
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.training.ppo_setup import PPOModels
@@ -132,20 +133,31 @@ def update_minibatch(
     With `text`, the actor's loss is the sum of PPO's and `ptx.coef` times that of the text, each a
     mean over its own tokens. `is_sampler`: the actor is still the policy that sampled.
     """
-    chosen = torch.stack([piece.sequences.action_mask.sum() for piece in pieces]).sum().double()
-    tokens = world.sum(chosen.to(world.device, non_blocking=True))
+    masks = [piece.sequences.action_mask for piece in pieces]
+    counts = [torch.stack([mask.sum(), number_of_terms(config, mask)]) for mask in masks]
+    count = torch.stack(counts).sum(0).double()
+    tokens, terms = world.sum(count.to(world.device, non_blocking=True))
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [
-            partial(actor_loss, models, piece, config, tokens, kl_coef, is_sampler=is_sampler)
+            partial(
+                actor_loss,
+                models,
+                piece,
+                config,
+                tokens,
+                kl_coef,
+                terms=terms,
+                is_sampler=is_sampler,
+            )
             for piece in pieces
         ]
         if text is not None:
-            count = text.response_ids.numel() * world.size  # every rank has equally many blocks
+            length = text.response_ids.numel() * world.size  # every rank has equally many blocks
             limit = config.micro_batch_tokens
             (groups,) = micro_batches([text.lengths], limit, models.actor, world)
             chunks = [text.rows(index) for index in groups]
-            losses += [partial(text_loss, models, blocks, config, count) for blocks in chunks]
+            losses += [partial(text_loss, models, blocks, config, length) for blocks in chunks]
         steps.append((models.actor, losses))
     if (critic := models.critic) is not None:
         losses = [partial(critic_loss, critic, piece, config, tokens) for piece in pieces]
@@ -170,11 +182,13 @@ def actor_loss(
     tokens: Tensor,
     kl_coef: float,
     *,
+    terms: Tensor,
     is_sampler: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """The clipped policy loss of a micro batch, plus KL penalty and entropy loss if they are on.
+    """The policy loss of a micro batch, plus KL penalty and entropy loss if they are on.
 
-    `tokens` is the number of tokens that the policy chose in the whole optimizer step.
+    `tokens` is the number of tokens that the policy chose in the whole optimizer step, `terms` that
+    of the terms of `ppo.policy_loss`.
     """
     piece = piece.to(models.actor.device)
     mask = piece.sequences.action_mask
@@ -188,15 +202,14 @@ def actor_loss(
             temperature=config.sampling.temperature,
             entropy_trains=config.entropy_coef > 0,
         )
-    total, count = policy_loss(
-        logprobs,
-        piece.old_logprobs,
-        piece.advantages,
-        mask,
-        clip_range=config.clip_range,
-        dual_clip=config.dual_clip,
+    total, _ = policy_loss(
+        config,
+        logprobs=logprobs,
+        old_logprobs=piece.old_logprobs,
+        advantages=piece.advantages,
+        mask=mask,
     )
-    loss = total / tokens
+    loss, count = total / terms, mask.sum()
     diagnostics = policy_diagnostics(
         logprobs.detach(), piece.old_logprobs, mask, clip_range=config.clip_range
     )
@@ -214,6 +227,20 @@ def actor_loss(
         total, _ = entropy_loss(entropy, mask)
         loss = loss + config.entropy_coef * (total / tokens)
     return loss, sums
+
+
+def policy_loss(config: PPOConfig, **tensors: Tensor) -> LossSum:
+    """The loss that `ppo.policy_loss` names."""
+    loss: LossSum = by_name(POLICY_LOSS.load(config.policy_loss), config, **tensors)
+    return loss
+
+
+@torch.no_grad()
+def number_of_terms(config: PPOConfig, mask: Tensor) -> Tensor:
+    """The terms of the policy loss under a mask, on which alone their number depends."""
+    none = torch.zeros(mask.shape, device=mask.device)
+    _, terms = policy_loss(config, logprobs=none, old_logprobs=none, advantages=none, mask=mask)
+    return torch.as_tensor(terms)
 
 
 def critic_loss(

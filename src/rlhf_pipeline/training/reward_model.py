@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.block import Precision
+from rlhf_pipeline.config.doors import REWARD_LOSS, by_name
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums
@@ -17,7 +18,6 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, store_score_mean
-from rlhf_pipeline.rl.losses import pairwise_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
@@ -27,13 +27,15 @@ from rlhf_pipeline.training.supervised import train
 
 @dataclass(frozen=True)
 class RewardModelTask(PairTask):
-    """Bradley-Terry loss on the scores of two answers, each at the last token of its answer."""
+    """`reward_model.loss` on the scores of two answers, each at the last token of its answer."""
 
+    config: RewardModelConfig
     name: str = "reward_model"
 
     def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
         chosen, rejected = chosen_and_rejected(sequence_scores(model, batch.answers))
-        total, _ = pairwise_loss(chosen, rejected)
+        loss = REWARD_LOSS.load(self.config.loss)
+        total, _ = by_name(loss, self.config, chosen_scores=chosen, rejected_scores=rejected)
         sums = {
             **ranking_sums(chosen, rejected),
             "nll": total,
@@ -62,7 +64,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     """
     config = job.block("reward_model", RewardModelConfig)
     stages = {name: path for name, path in job.inputs.items() if name != BENCHMARK}
-    task = RewardModelTask(common_contract(stages))
+    task = RewardModelTask(common_contract(stages), config)
     benchmark = read_benchmark(job, task.contract)  # before the training: it may be invalid
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")

@@ -360,11 +360,11 @@ def test_each_source_is_found_by_its_own_name() -> None:
         ("antropic/HH-rlhf", r"\(did you mean Anthropic/hh-rlhf\?\)"),
         ("sintetic", r"\(did you mean synthetic\?\)"),
         ("file", r"\(did you mean files\?\)"),
-        ("zzz", "; the sources are "),
+        ("zzz", ", expected "),
     ],
 )
 def test_an_unknown_name(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown source '{name}'.*{message}") as error:
+    with pytest.raises(ConfigError, match=f"found source '{name}'.*{message}") as error:
         find_source(name)
     assert all(known in str(error.value) for known in MODULES)
 

@@ -63,6 +63,8 @@ class Source:
     """Default split on the hub, or of a saved DatasetDict."""
     local_only: bool = False
     """True: the source has no repository on the hub, so `path` must be set."""
+    extra: tuple[str, ...] = ()
+    """The keys of `Example.extra`, if its examples have any."""
 
 
 def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:

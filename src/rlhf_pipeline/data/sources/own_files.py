@@ -1,5 +1,6 @@
 """Your own data in files; the configuration maps the columns."""
 
+import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -100,9 +101,16 @@ def _record(row: Row, named: ColumnMap) -> Record:
     else:
         scores = (number(row, named.scores[0]), number(row, named.scores[1]))
         example = preferred(prompt, (said[0], said[1]), scores)
-    if named.reference is None:
-        return example
-    return replace(example, reference=_reference(row, named.reference))
+    if named.reference is not None:
+        example = replace(example, reference=_reference(row, named.reference))
+    return replace(example, extra=_extra(row, named.extra)) if named.extra else example
+
+
+def _extra(row: Row, columns: tuple[str, ...]) -> str:
+    try:
+        return json.dumps({column: row[column] for column in columns})
+    except TypeError as error:
+        raise MalformedRowError(f"the columns {', '.join(columns)} are not JSON: {error}") from None
 
 
 def _reference(row: Row, column: str) -> str | None:

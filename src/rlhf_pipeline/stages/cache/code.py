@@ -3,11 +3,15 @@
 import ast
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from importlib.util import resolve_name
 from pathlib import Path
 
 import rlhf_pipeline
+from rlhf_pipeline.config.definitions import source_file
+from rlhf_pipeline.errors import ConfigError
 
 PACKAGE = "rlhf_pipeline"
 ROOT = Path(rlhf_pipeline.__file__).parent
@@ -24,15 +28,22 @@ def library_version(library: str) -> str:
 
 
 def code_digests(*modules: str) -> dict[str, str]:
-    """SHA-256 of the code of the modules and of all that they import from this package, by file."""
+    """SHA-256 of the code of the modules, and of all that they import from this package and from
+    theirs: by file, or by module in another package."""
     digests: dict[str, str] = {}
+    packages = {PACKAGE, *(module.partition(".")[0] for module in modules)}
     pending = list(modules)
     while pending:
-        path = _source(pending.pop())
-        name = "" if path is None else path.relative_to(ROOT).as_posix()
-        if path is not None and name not in digests:
+        module = pending.pop()
+        package, _, inside = module.partition(".")
+        if package not in packages or (path := _source(module)) is None:
+            continue
+        name = path.relative_to(ROOT).as_posix() if package == PACKAGE else module
+        if name not in digests:
             digests[name], imports = _parsed(path.read_text())
-            pending += imports
+            parent = module if path.name == "__init__.py" else module.rpartition(".")[0]
+            pending += [resolve_name(each, parent) for each in imports]
+            pending += [module.rpartition(".")[0]] if package != PACKAGE and inside else []
     return dict(sorted(digests.items()))
 
 
@@ -46,14 +57,16 @@ def code_of_package() -> str:
 
 @cache  # the stages share most of their code
 def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
-    """The digest of a module's code, and the names that it imports from this package."""
+    """The digest of a module's code, and the names that it imports."""
     tree = ast.parse(text)
     imports = []
     for node in [tree, *_statements(tree)]:
         if isinstance(node, ast.Import):
-            imports += [alias.name for alias in node.names if alias.name.startswith(PACKAGE)]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-            imports += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            imports += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            dot = "." if node.module else ""
+            imports += [start, *(f"{start}{dot}{alias.name}" for alias in node.names)]
         if body := getattr(node, "body", None):
             code = [statement for statement in body if not _is_docstring(statement)]
             node.body = code  # type: ignore[attr-defined]
@@ -68,6 +81,10 @@ def _is_docstring(statement: ast.AST) -> bool:
 
 def _source(name: str) -> Path | None:
     """The file of a module, found without importing it; None for a function or class."""
+    if name.partition(".")[0] != PACKAGE:
+        with suppress(ConfigError):
+            return source_file(f"{name}:")
+        return None
     stem = ROOT.joinpath(*name.split(".")[1:])
     return next(
         (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None

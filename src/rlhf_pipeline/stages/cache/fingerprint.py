@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_pipeline.config.doors import at_doors
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.cache.code import code_digests, library_version
 from rlhf_pipeline.stages.cache.workspace import attempts, first_attempt
@@ -75,13 +76,15 @@ def recipe(
     order of floating-point sums depends on the number of `processes`.
     """
     loads_models = "transformers" in job.spec.libraries
+    doors = (found for block in job.config.values() for found in at_doors(block))
+    named = [place.partition(":")[0] for _, _, place in doors]
     return {
         "form": FORM,
         "stage": job.spec.name,
         "seed": job.seed,
         "config": {name: block.recipe() for name, block in job.config.items()},
         "inputs": dict(digests),
-        "code": code_digests(job.spec.program, *job.modules),
+        "code": code_digests(job.spec.program, *job.modules, *named),
         "versions": {name: library_version(name) for name in job.spec.libraries},
         "processes": processes if job.spec.distributed else 1,
         **({"trust_remote_code": True} if trust_remote_code and loads_models else {}),

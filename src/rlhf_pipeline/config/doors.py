@@ -1,0 +1,174 @@
+"""The doors for code of others, and which of our own code comes in by them.
+
+The configuration names `package.module:object`, one of our own, or an entry point of an installed
+package:
+
+    [project.entry-points."rlhf_pipeline.policy_loss"]
+    gspo = "my_package.losses:gspo"
+
+A function or a class gets what its parameters name: the values that its door offers, and the fields
+of its parameter block.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import core_schema
+
+from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.definitions import defined, signature
+from rlhf_pipeline.errors import ConfigError, suggestion
+
+PLACE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where code of others comes in. `Annotated[str, door]` is a field with a name at the door."""
+
+    name: str
+    """Entry points have the group `rlhf_pipeline.<name>`."""
+    own: Mapping[str, str]
+    """The place of each of our own, by name."""
+    offers: str = ""
+    """What a function or a class of the door may ask for, besides the fields of its block."""
+    method: str | None = None
+    """The method that a class of the door must have."""
+
+    def names(self) -> dict[str, str]:
+        """The place of all that is installed, by name.
+
+        Raises ConfigError if two packages use a name.
+        """
+        found = dict(self.own)
+        for point in _entry_points(f"rlhf_pipeline.{self.name}"):
+            if found.setdefault(point.name, point.value) != point.value:
+                raise ConfigError(
+                    f"entry points of rlhf_pipeline.{self.name}: found {point.name} at "
+                    f"{found[point.name]} and {point.value}, expected one. Fix: rename one, or "
+                    "uninstall its package"
+                )
+        return found
+
+    def place(self, name: str) -> str:
+        """The place of a name; raises ConfigError if there is none."""
+        if name in self.own or PLACE.fullmatch(name):
+            return self.own.get(name, name)
+        known = self.names()
+        if name not in known:
+            raise ConfigError(
+                f"found {self.name} {name!r}{suggestion(name, known)}, expected "
+                f"{', '.join([*known, 'PACKAGE.MODULE:NAME'])}"
+            )
+        return known[name]
+
+    def load(self, name: str) -> Any:
+        """Import what a name stands for; raises ConfigError if that fails."""
+        module, _, attribute = (place := self.place(name)).partition(":")
+        try:
+            found = import_module(module)
+            return getattr(found, attribute) if attribute else found
+        except Exception as error:  # the code of others may raise anything
+            raise ConfigError(
+                f"{place} cannot be imported: {type(error).__name__}: {error}. Fix: correct it, or "
+                "uninstall its package"
+            ) from error
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, name: str) -> str:
+        try:
+            self.place(name)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+        return name
+
+
+ADVANTAGE = Door(
+    "advantage",
+    {
+        "gae": "rlhf_pipeline.rl.rewards:gae",
+        "rloo": "rlhf_pipeline.rl.rewards:leave_one_out",
+        "grpo": "rlhf_pipeline.rl.rewards:grpo",
+        "reinforce": "rlhf_pipeline.rl.rewards:reinforce",
+    },
+    "scores penalties returns moments rewards values mask",
+)
+POLICY_LOSS = Door(
+    "policy_loss",
+    {"clip": "rlhf_pipeline.rl.losses:policy_loss"},
+    "logprobs old_logprobs advantages mask",
+)
+REWARD_LOSS = Door(
+    "reward_model_loss",
+    {"bradley_terry": "rlhf_pipeline.rl.losses:pairwise_loss"},
+    "chosen_scores rejected_scores",
+)
+DPO_LOSS = Door(
+    "dpo_loss",
+    {"sigmoid": "rlhf_pipeline.rl.losses:dpo_loss"},
+    "chosen_logprobs rejected_logprobs ref_chosen_logprobs ref_rejected_logprobs",
+)
+GENERATOR = Door(
+    "generator",
+    {
+        "transformers": "rlhf_pipeline.rollout.transformers_generator:TransformersGenerator",
+        "vllm": "rlhf_pipeline.rollout.vllm_generator:VLLMGenerator",
+    },
+    "policy contract sampling world gather hybrid rows longest place",
+    "generate",
+)
+_HYBRID = {"auto": "", "hybrid": "rlhf_pipeline.rollout.hybrid_generator:HybridGenerator"}
+PPO_GENERATOR = replace(GENERATOR, own=_HYBRID | dict(GENERATOR.own))
+"""`auto` stands for one of the others."""
+
+
+def by_name(call: Callable[..., Any], block: Block | None = None, **offered: Any) -> Any:
+    """Call a function or a class with what its parameters name."""
+    given = (vars(block) if block else {}) | offered
+    asked = inspect.signature(call).parameters
+    return call(**{name: value for name, value in given.items() if name in asked})
+
+
+def at_doors(block: Block) -> Iterator[tuple[str, Door, str]]:
+    """The fields of a block that name code: field, door and place."""
+    for field, info in type(block).model_fields.items():
+        for door in info.metadata:
+            if isinstance(door, Door):
+                yield field, door, door.place(getattr(block, field))
+
+
+def door_faults(prefix: str, block: Block) -> Iterator[str]:
+    """Code of others that is missing, or asks for what nobody offers. Nothing is imported."""
+    for field, door, place in at_doors(block):
+        if place in door.own.values():
+            continue
+        offered = [*door.offers.split(), *type(block).model_fields]
+        try:
+            found = signature(defined(place))
+            if door.method:
+                defined(place, door.method)
+            if found is not None:
+                given = {name: None for name in offered if name in found.parameters}
+                found.bind(**given)
+        except ConfigError as error:
+            yield f"{prefix}.{field}: {error}"
+        except TypeError as error:
+            yield (
+                f"{prefix}.{field}: {place} cannot be called: {error}. Fix: name its parameters "
+                f"after what they get, which is {', '.join(door.offers.split())} and the "
+                f"parameters of {prefix}; give others a default"
+            )
+
+
+@cache  # each call reads the metadata of all installed packages
+def _entry_points(group: str) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))

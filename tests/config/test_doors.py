@@ -1,0 +1,165 @@
+"""Code of another package: named, checked before a run, part of the recipe, and called."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from extending_page import DOORS, write_metadata, write_project
+
+from rlhf_pipeline.checks import check
+from rlhf_pipeline.cli import COMMAND
+from rlhf_pipeline.config import doors
+from rlhf_pipeline.config.doors import ADVANTAGE, GENERATOR, POLICY_LOSS, by_name
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.pipelines import table
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.stages.cache.code import code_digests
+from rlhf_pipeline.training.ppo_update import number_of_terms
+
+CONF = Path(__file__).parents[2] / "conf"
+ROW = {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The folder with the package of docs/extending.md, which this process can import."""
+    src = write_project(tmp_path)
+    write_metadata(src)
+    monkeypatch.syspath_prepend(src)
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text(json.dumps(ROW))
+    doors._entry_points.cache_clear()
+    yield src / "my_rlhf"
+    doors._entry_points.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_rlhf"]:
+        del sys.modules[name]
+
+
+def parameters(**places):
+    """Those of the project, with the code of the package, and with others by place."""
+    found = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    found = copy.deepcopy(found)
+    for place, value in (DOORS | places).items():
+        block, _, field = place.partition(".")
+        found[block][field] = value
+    return found
+
+
+def test_all_code_of_the_page_passes_and_what_programs_run_is_not_imported(installed):
+    blocks = check(parameters(), gpus=0)
+    assert blocks["ppo"].policy_loss == "gspo"
+    assert blocks["evaluate"].judges[1].callable == "my_rlhf.rewards:of_length"
+    imported = {name for name in sys.modules if name.partition(".")[0] == "my_rlhf"}
+    inside = {"sources", "simpo", "simpo.node", "simpo.config"}
+    assert imported == {"my_rlhf", *(f"my_rlhf.{name}" for name in inside)}
+
+
+def test_an_algorithm_brings_its_pipeline_and_a_command_its_name(installed):
+    assert "simpo_model" in table.register_pipelines()["simpo"].all_outputs()
+    assert COMMAND.names()["prompts"] == "my_rlhf.commands:prompts"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("ppo.policy_loss", "gsppo",
+         "found policy_loss 'gsppo' (did you mean gspo?), expected clip, gspo, PACKAGE.MODULE:"),
+        ("evaluate.generator", "hybrid", "found generator 'hybrid', expected transformers, vllm, "),
+        ("ppo.policy_loss", "my_losses:gspo", "my_losses:gspo: found no module my_losses. Fix: "),
+        ("ppo.policy_loss", "my_rlhf.losses:gsp", "found functions gspo, hinge, ipo in "),
+        ("ppo.policy_loss", "my_rlhf.losses:hinge",
+         "my_rlhf.losses:hinge cannot be called: missing a required argument: 'chosen_scores'. "
+         "Fix: name its parameters after what they get, which is logprobs, old_logprobs, "
+         "advantages, mask and the parameters of ppo; give others a default"),
+        ("ppo.generator", "my_rlhf.wrong:Silent", "found no method generate, expected one"),
+        ("ppo.generator", "my_rlhf.wrong:Greedy", "missing a required argument: 'model'"),
+        ("split.sources", [{"name": "my_rlhf.wrong:Silent"}], "expected a Source"),
+    ],
+)  # fmt: skip
+def test_code_that_does_not_fit_is_refused_before_a_run(installed, place, value, message):
+    (installed / "wrong.py").write_text(
+        "class Silent: ...\nclass Greedy:\n    def __init__(self, model): ...\n"
+        "    def generate(self, prompts, sampling, seeds, prompt_numbers=None): ...\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        check(parameters(**{place: value}), gpus=0)
+    assert error.value.message.startswith(place) and message in error.value.message
+
+
+def test_an_advantage_that_reads_values_needs_a_critic(installed):
+    (installed / "advantages.py").write_text("def of_values(rewards, values, mask): ...\n")
+    with pytest.raises(ConfigError, match=r"ppo.critic: found none, expected a block: my_rlhf"):
+        check(parameters(**{"ppo.advantage": "my_rlhf.advantages:of_values"}), gpus=0)
+
+
+def test_a_column_that_a_source_does_not_carry_is_refused_with_the_line_to_add(installed):
+    (installed / "rewards.py").write_text("def of(prompts, responses, level): ...\n")
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "level": [1, {"x": None}]}
+    Path("rated.jsonl").write_text(json.dumps(row))
+    columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    file = {"name": "files", "path": "rated.jsonl"}
+    rated = file | {"columns": columns | {"extra": ["level"]}}
+    plain = file | {"columns": columns, "phases": ["sft"]}
+    asking = {"ppo.rewards": ["my_rlhf.rewards:of"], "evaluate.judges": []}
+    check(parameters(**asking, **{"split.sources": [rated, plain]}), gpus=0)
+    for block in ("ppo.rewards", "evaluate.judges"):
+        wanting = {"ppo.rewards": ["trained"]} | asking | {block: ["my_rlhf.rewards:of"]}
+        sources = [rated, plain if block != "ppo.rewards" else plain | {"phases": ["ppo"]}]
+        with pytest.raises(ConfigError) as error:
+            check(parameters(**wanting, **{"split.sources": sources}), gpus=0)
+        assert (
+            f"{block}.0: my_rlhf.rewards:of asks for level, which split.sources.1 does not carry. "
+            "Fix: add `extra: [level]` to the columns of split.sources.1, or give level a default"
+        ) in error.value.message
+
+
+def test_two_packages_must_not_use_one_name(installed):
+    file = installed.parent / "my_rlhf-0.1.0.dist-info" / "entry_points.txt"
+    file.write_text("[rlhf_pipeline.generator]\nvllm = my_rlhf.generators:PlainGenerator\n")
+    with pytest.raises(ConfigError, match=r"found vllm at rlhf_pipeline\S+ and my_rlhf\S+, expec"):
+        GENERATOR.names()
+
+
+def test_a_module_that_is_no_algorithm_is_refused(installed):
+    (installed / "simpo" / "node.py").write_text("SPEC = 1\n")
+    with pytest.raises(ConfigError, match=r"entry point simpo of rlhf_pipeline.policy: found my_"):
+        table.policy_stages()
+
+
+def test_the_code_of_a_name_counts_with_what_it_imports_from_its_package(installed):
+    (installed / "losses.py").write_text("from . import unit\nfrom .unit import x\nimport json\n")
+    (installed / "unit.py").write_text("x = 1\n")
+    before = code_digests("my_rlhf.losses")
+    assert before.keys() == {"my_rlhf", "my_rlhf.losses", "my_rlhf.unit"}
+    (installed / "unit.py").write_text("x = 2\n")
+    after = code_digests("my_rlhf.losses")
+    assert {name for name in before if before[name] != after[name]} == {"my_rlhf.unit"}
+    ours = code_digests("my_rlhf.simpo.program")
+    assert {"my_rlhf.simpo.config", "training/supervised.py"} <= ours.keys()
+
+
+def test_a_loss_counts_its_own_terms(installed):
+    """Three tokens in two sequences."""
+    mask = torch.tensor([[True, True], [True, False]])
+    count = [
+        number_of_terms(PPOConfig.model_construct(policy_loss=name), mask)
+        for name in ("clip", "gspo")
+    ]
+    assert count == [3, 2]
+    zeros = torch.zeros(2, 2)
+    tensors = dict.fromkeys(("logprobs", "old_logprobs"), zeros)
+    found = by_name(
+        POLICY_LOSS.load("gspo"), PPOConfig.model_construct(), advantages=zeros + 2, mask=mask,
+        **tensors,
+    )  # fmt: skip
+    assert [float(one) for one in found] == [-4.0, 2.0]
+
+
+def test_our_own_names_exist():
+    for door in (ADVANTAGE, POLICY_LOSS, GENERATOR, doors.REWARD_LOSS, doors.DPO_LOSS):
+        assert all(callable(door.load(name)) for name in door.own)
