@@ -39,9 +39,7 @@ def test_a_disk_that_is_full_before_the_stage_begins(small, disk):
         small.run()
     assert caught.value.cause == "disk full"
     assert re.search(
-        r"^  space    0 of 8.0 MiB are free on the file system of ",
-        str(caught.value),
-        re.MULTILINE,
+        r"^  space    0 of 8.0 MiB are free on the file system of ", str(caught.value), re.MULTILINE
     )
     assert "`df -h`" in str(caught.value) and "  again    the same command" in str(caught.value)
     assert small.launches == 0

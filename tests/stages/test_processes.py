@@ -12,12 +12,7 @@ from waiting import HANGS_S
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.stages import processes
-from rlhf_pipeline.stages.processes import (
-    kill_launch,
-    may_run,
-    process_identity,
-    this_process,
-)
+from rlhf_pipeline.stages.processes import kill_launch, may_run, process_identity, this_process
 
 
 @pytest.fixture

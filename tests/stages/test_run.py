@@ -226,12 +226,7 @@ def test_the_driver_imports_neither_torch_nor_mlflow():
 
 
 SFT = SFTConfig.model_validate(
-    {
-        "epochs": 1,
-        "batch_size": 8,
-        "micro_batch_tokens": 5,
-        "optimizer": {"learning_rate": 1e-3},
-    }
+    {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 5, "optimizer": {"learning_rate": 1e-3}}
 )
 
 

@@ -15,12 +15,7 @@ from waiting import wait_until
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.digests import FileEntry
-from rlhf_pipeline.runtime.job import (
-    checkpoint_path,
-    list_checkpoints,
-    newest_valid_step,
-    seal,
-)
+from rlhf_pipeline.runtime.job import checkpoint_path, list_checkpoints, newest_valid_step, seal
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import stored as module
 from rlhf_pipeline.stages.cache.planning import Planner

@@ -111,12 +111,7 @@ CASES = {
     "TERM": (("wait", "parent"), {}, "driver", signal.SIGTERM),
     "HUP": (("wait", "wait"), {}, "driver", signal.SIGHUP),
     "driver": (("parent", "ignore"), {}, "driver", signal.SIGKILL),
-    "launcher": (
-        ("wait", "parent"),
-        {},
-        "rlhf_pipeline.distributed.node_launcher",
-        signal.SIGKILL,
-    ),
+    "launcher": (("wait", "parent"), {}, "rlhf_pipeline.distributed.node_launcher", signal.SIGKILL),
     "rank": (("report", "parent"), {}, "1", signal.SIGKILL),
     "raise": (("ignore", "raise"), {}, "report", None),
     "hang": (("wait", "stop"), {"hang_timeout_s": 30.0}, None, None),

@@ -36,8 +36,7 @@ def reports(caplog, words):
 
 def test_the_second_run_waits_and_reports_for_whom(drill, held, caplog):
     with once(
-        lambda: reports(caplog, "waiting until it ends"),
-        lambda: drill.order("hold", given=False),
+        lambda: reports(caplog, "waiting until it ends"), lambda: drill.order("hold", given=False)
     ):
         export = drill.run()
     assert held.communicate(timeout=HANGS_S)[0].strip() == str(export)
@@ -71,8 +70,7 @@ def test_the_lock_of_a_killed_process_is_free(drill, held, caplog):
     # While they are stopped, neither the program nor the driver's guard can end the program.
     orphans = psutil.Process(held.pid).children()
     with once(
-        lambda: reports(caplog, "still works in"),
-        lambda: [orphan.kill() for orphan in orphans],
+        lambda: reports(caplog, "still works in"), lambda: [orphan.kill() for orphan in orphans]
     ):
         for orphan in orphans:
             orphan.suspend()
