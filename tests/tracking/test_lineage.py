@@ -237,3 +237,24 @@ def test_through_a_server(served, stages, tmp_path):
     uri = f"{split.info.artifact_uri}/report.md"
     report = download_artifacts(uri, tracking_uri=served.tracking_uri, dst_path=str(tmp_path))
     assert Path(report).read_text() == "# Data"
+
+
+def test_a_run_that_was_closed_before_its_upload_failed_is_completed_and_not_opened_twice(
+    tracker, stages, client, monkeypatch
+):
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    with monkeypatch.context() as outage:
+
+        def refuse(*args, **kwargs):
+            raise MlflowException("no space left")
+
+        outage.setattr(MlflowClient, "log_artifact", refuse)
+        track(tracker, stages.split)
+    closed = child(client, "split")
+    tracker.catch_up()
+    (found,) = client.search_runs([experiment_id(client)], "tags.`rlhf.stage` = 'split'")
+    assert (found.info.run_id, found.info.status) == (closed.info.run_id, "FINISHED")
+    reports = [file.path for file in client.list_artifacts(found.info.run_id)]
+    assert reports == ["lengths.png", "report.md"]
