@@ -28,7 +28,6 @@ from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.workspace import (
     RECIPE,
     attempts,
-    await_programs,
     next_directory,
     recipe_lock,
     set_aside,
@@ -39,6 +38,7 @@ from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY, MICRO_BATCHES, TOKENS
 from rlhf_pipeline.stages.launch.launcher import launch
+from rlhf_pipeline.stages.processes import kill_launch
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _launch_until_it_fits(job: Job, run: StageRun, context: RunContext) -> Path:
 def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunContext) -> Path:
     """Launch the program, resuming from its newest valid checkpoint; return its artifact."""
     run.directory.mkdir(parents=True, exist_ok=True)
-    await_programs(run.directory)
+    kill_launch(f" {run.directory.resolve()}")  # what a killed driver may have left
     _remove_incomplete(run)
     resume_from = newest_valid_step(run.checkpoints)
     if resume_from is None and list_checkpoints(run.checkpoints):

@@ -13,19 +13,16 @@ one waits and reports the process that it waits for.
 
 import json
 import logging
-import os
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
-from rlhf_pipeline.errors import ArtifactError, StageError, printable
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.heartbeat import machine
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
@@ -159,32 +156,6 @@ def _report_holder(first_attempt: Path, *, wait: bool) -> None:
     logger.warning(
         "stage %s: recipe %s is being run by %s; waiting until it ends", stage, recipe, holder
     )
-
-
-def await_programs(directory: Path) -> None:
-    """Wait until no program of this user works in a directory.
-
-    The programs of a killed driver outlive the driver and its lock by a few seconds. A program may
-    also have been started by hand.
-    """
-    reported = False
-    while found := list(_programs(str(directory / "job.json"))):
-        if not reported:
-            logger.warning(
-                "process %s (%s) still works in %s; waiting until it ends", *found[0], directory
-            )
-        reported = True
-        time.sleep(0.2)
-
-
-def _programs(job: str) -> Iterator[tuple[int, str]]:
-    for process in psutil.process_iter(["cmdline", "uids"]):
-        command, uids = process.info["cmdline"] or [], process.info["uids"]
-        at = next((i for i, word in enumerate(command) if word in ("-m", "--module")), None)
-        if at is None or "python" not in Path(command[0]).name or uids.real != os.getuid():
-            continue
-        if job in command[at + 2 :]:
-            yield process.pid, printable(f"python {shlex.join(command[at:])}")
 
 
 def user(first_attempt: Path) -> str | None:
