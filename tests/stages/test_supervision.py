@@ -88,7 +88,7 @@ elif __name__ == "__main__":
     workspace, ranks, options = (json.loads(argument) for argument in sys.argv[1:])
     fingerprint.fingerprint = lambda recipe: "toy".ljust(64, "0")
     spec = StageSpec("toy", "toy_program", libraries=())
-    launch = LaunchConfig(processes=2, grace_s=6.5, **options)
+    launch = LaunchConfig(**{"processes": 2, "grace_s": 6.5} | options)
     context = RunContext(Path(workspace), launch, listener=FailingListener())
     try:
         StageRunner(context).run(Job(spec, {"toy": Toy(ranks=ranks)}, {}, 1))
@@ -105,7 +105,7 @@ CASES = {
     "rank": (("report", "parent"), {}, "1", signal.SIGKILL),
     "raise": (("ignore", "raise"), {}, "report", None),
     "hang": (("wait", "stop"), {"hang_timeout_s": 30.0}, None, None),
-    "twice": (("ignore", "ignore"), {}, "driver", (signal.SIGINT, signal.SIGINT)),
+    "twice": (("ignore", "ignore"), {"grace_s": 600.0}, "driver", (signal.SIGINT, signal.SIGINT)),
     "start": (("import", "import"), {}, "importing", signal.SIGKILL),
     "hook": (("measure", "parent"), {}, None, None),
 }

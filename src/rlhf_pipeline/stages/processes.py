@@ -36,7 +36,7 @@ def this_process() -> str:
 def may_run(process: str, since: float) -> bool:
     """Whether a process, given by its `this_process` at the time `since`, may still run.
 
-    One of another machine or container, which cannot be seen, may for 30 days.
+    A process of another machine or container cannot be seen. It counts as running for 30 days.
     """
     where, _, identity = process.rpartition(" ")
     if where not in ("", machine()):

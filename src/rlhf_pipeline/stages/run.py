@@ -209,9 +209,10 @@ def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
 
 
 def check_row(config: Mapping[str, Block], row: int, error: StageError) -> None:
-    """Raise StageError if smaller micro batches need as much memory: a row of `row` tokens is all.
+    """Raise StageError if smaller micro batches would need as much memory.
 
-    Fewer responses at a time always need less.
+    They do if the longest row, of `row` tokens, fills a micro batch alone. To generate fewer
+    responses at a time always needs less memory.
     """
     fields = leaves(as_json(config))
     sizes = {name: size for name, size in fields if name.rpartition(".")[2] in MICRO_BATCHES}

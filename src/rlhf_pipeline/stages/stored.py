@@ -61,7 +61,7 @@ class StoredStages(StageListener):
         self._pushed: tuple[str, int] | None = None
         """Fingerprint and step of the newest checkpoint in the store."""
         self._waiting: list[tuple[str, Callable[[], None]]] = []
-        """Uploads to do, each with what it is in words. Only the thread removes one."""
+        """Uploads to do, each with a description. Only the thread removes entries."""
         self._failed_at: float | None = None
         self._reason = ""
         self._unreachable = False
@@ -70,7 +70,7 @@ class StoredStages(StageListener):
         self._thread: threading.Thread | None = None
 
     def outline(self, run: StageRun) -> Path | None:
-        """A folder with the outline of the artifact in the store, for a plan; None without one."""
+        """A folder with the outline of the artifact, for a plan; None if the store has none."""
         folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
         return None if self._pull(run, folder / "export", outline=True) is None else folder
 
@@ -216,7 +216,10 @@ class StoredStages(StageListener):
         self._failed_at = None
 
     def _push(self, run: StageRun, *, replace: bool) -> None:
-        """Upload an artifact, or only if a valid one lacks; then remove its stage's checkpoints."""
+        """Upload an artifact and remove the checkpoints of its stage.
+
+        Without `replace`, an artifact that the store has already is not uploaded.
+        """
         stored = None
         if not replace:
             with suppress(ArtifactError):

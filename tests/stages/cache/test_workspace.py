@@ -11,6 +11,7 @@ from waiting import HANGS_S, once, wait_until
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.cache.workspace import attempts, user
+from rlhf_pipeline.stages.processes import process_identity
 
 
 def first_attempt(drill):
@@ -78,7 +79,7 @@ def test_the_lock_of_a_killed_process_is_free_and_its_program_is_ended(drill, he
     (program,) = [each for each in orphans if "drill_program" in each.cmdline()]
     drill.order("hold", given=False)
     export = drill.run(wait=False)
-    assert not program.is_running()
+    assert process_identity(program.pid) is None
     for guard in orphans:
         with suppress(psutil.NoSuchProcess):
             guard.resume()

@@ -2,7 +2,7 @@
 
     <workspace>/<stage>/<fingerprint>      the first attempt; resumed until it is finished
                         <fingerprint>.2    a later attempt: a finished stage was forced to run again
-                        <attempt>/<name>.damaged-<time>     what was found damaged, for `clean`
+                        <attempt>/<name>.damaged-<time>     a damaged folder, which `clean` removes
     <workspace>/.locks/<stage>-<fingerprint>.lock, .json    lock of the recipe and its owner
     <workspace>/champions/<digest>         a version of the model registry, from an MLflow server
 
@@ -172,6 +172,6 @@ def user(first_attempt: Path) -> str | None:
 
 
 def _file(first_attempt: Path) -> Path:
-    """The lock file; outside the work directories, which may be removed during a wait."""
+    """The lock file. It is outside the work directories, which may be removed during a wait."""
     stage = first_attempt.parent
     return stage.parent / ".locks" / f"{stage.name}-{first_attempt.name}.lock"

@@ -193,7 +193,7 @@ class ClusterProgram(NodeProgram):
     config: LaunchConfig
     layout: Layout
     pulse: Pulse
-    """What the ranks follow."""
+    """The pulse that the ranks follow."""
 
     @property
     def command(self) -> list[str]:
