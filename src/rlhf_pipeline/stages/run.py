@@ -81,8 +81,9 @@ class StageRunner:
         ):
             finished = _finished(run)
             forced = run.stage in context.forced and run.fingerprint not in self._launched
-            if finished is None and not forced:
-                finished = _fetched(run, context)
+            if finished is None and not forced and context.stored is not None:
+                new = replace(run, directory=next_directory(run.directory, None))
+                finished = new.directory if context.stored.fetch(new) else None
             if finished is not None and not forced:
                 return _reuse(replace(run, directory=finished, cached=True), context)
             for artifact in filter(None, map(artifact_of, job.inputs.values())):
@@ -91,12 +92,6 @@ class StageRunner:
             export = _launch_until_it_fits(job, run, context)
             self._launched.add(run.fingerprint)
             return export
-
-
-def _fetched(run: StageRun, context: RunContext) -> Path | None:
-    run = replace(run, directory=next_directory(run.directory, None))
-    found = context.stored is not None and context.stored.fetch(run)
-    return run.directory if found else None
 
 
 def _report_other(run: StageRun, context: RunContext) -> None:
