@@ -8,8 +8,10 @@ scenario runs again without a fault, as the next command does, and its results a
 import errno
 import os
 import shutil
+import subprocess
 import sys
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +35,8 @@ REMOVALS = {"os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"
 WRITES = {"os.mkdir", "os.link", "os.symlink", "os.rename", "open"}
 KILLED = 77
 PAGE = 4096
+COUNTED = {}
+"""Fault points of each scenario, by what happens at them."""
 
 
 @dataclass
@@ -88,8 +92,68 @@ def in_child(root, act, number, *, full):
     return code == KILLED
 
 
-def visit(tmp_path, prepare, act, check):
-    """Visit every fault point of a scenario, by a kill and by a full disk."""
+@contextmanager
+def file_system(path):
+    """A file system in memory; skips the test if it cannot be mounted."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"a file system in memory cannot be mounted: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+        path.rmdir()
+
+
+def on_a_full_disk(root, act, message):
+    """Run `act` in a child process; return whether space was missing. Its message is written."""
+    pid = os.fork()
+    if pid == 0:
+        code = 0
+        try:
+            act(root)
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            code = KILLED if "No space left" in text or "MiB free" in text else 1
+            message.write_text(str(error) if code == KILLED else text)
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, KILLED), message.read_text()
+    return code == KILLED
+
+
+def visit_writes(name, tmp_path, prepare, act, check, explained):
+    """Let a real disk be full at every write of a scenario: each file takes a page at least."""
+    pages = passed = 0
+    while passed < 3:
+        with file_system(tmp_path / "root") as root:
+            prepare(root)
+            filler = root / "filler"
+            with filler.open("wb") as file:
+                free = shutil.disk_usage(root).free
+                os.posix_fallocate(file.fileno(), 0, free - pages * PAGE)
+            message = tmp_path / "message"
+            if on_a_full_disk(root, act, message):
+                passed = 0
+                if explained:
+                    assert str(root) in message.read_text() and "fix  " in message.read_text()
+            else:
+                passed += 1
+            filler.unlink()
+            check(root)
+        pages += 1
+    COUNTED[f"{name}, full at a write"] = pages - passed
+
+
+def visit(name, tmp_path, prepare, act, check, *, explained=False):
+    """Visit every fault point of a scenario, by a kill and by a full disk.
+
+    `explained`: the message about a full disk has the place and the fix.
+    """
+    visit_writes(name, tmp_path, prepare, act, check, explained)
     for full in (False, True):
         number, occurred = 0, True
         while occurred:
@@ -100,6 +164,7 @@ def visit(tmp_path, prepare, act, check):
             occurred = in_child(root, act, number, full=full)
             check(root)
             shutil.rmtree(root)
+        COUNTED[f"{name}, {'full disk' if full else 'kill'}"] = number - 1
         assert number > 1
 
 
@@ -149,7 +214,7 @@ def test_votes_and_undo(tmp_path):
         assert len(pairs) == len(set(pairs))
         assert b'"fir' in (root / "votes.jsonl.cut").read_bytes()
 
-    visit(tmp_path, prepare, act, check)
+    visit("votes", tmp_path, prepare, act, check)
 
 
 def make_checkpoint(directory, step):
@@ -194,7 +259,7 @@ def test_checkpoints(tmp_path, keep):
         assert newest_valid_step(root / "checkpoints") >= int(acknowledged(root)[-1])
         assert (root / "checkpoints" / "best-00000001" / "weights").read_text() == "best 1"
 
-    visit(tmp_path, prepare, act, check)
+    visit(f"checkpoints, keep {keep}", tmp_path, prepare, act, check)
 
 
 def texts(root):
@@ -259,7 +324,7 @@ def test_the_end_of_a_stage(tmp_path, drill, monkeypatch, damage):
         if damage == "checkpoints":
             assert {b"stat3 2", b"stat3 4"} <= kept
 
-    visit(tmp_path, prepare, act, check)
+    visit(f"end of a stage, damaged {damage}", tmp_path, prepare, act, check, explained=True)
 
 
 def make_export(folder, content):
@@ -298,7 +363,7 @@ def test_a_publication(tmp_path):
             shutil.rmtree(leftover)
         assert not list(root.rglob("*.partial"))
 
-    visit(tmp_path, prepare, act, check)
+    visit("publication", tmp_path, prepare, act, check, explained=True)
 
 
 def test_cleaning(tmp_path):
@@ -341,7 +406,7 @@ def test_cleaning(tmp_path):
         assert newest_valid_step(next(root.glob("workspace/sft/c*/checkpoints"))) == 4
         assert b"damaged" not in texts(root)
 
-    visit(tmp_path, prepare, act, check)
+    visit("clean", tmp_path, prepare, act, check)
 
 
 def test_downloads_from_a_store(tmp_path):
@@ -371,7 +436,7 @@ def test_downloads_from_a_store(tmp_path):
         assert newest_valid_step(stage(root).checkpoints) == 6
         assert {b"best 1", b'{"step": 6}\n'} <= texts(stage(root).directory)
 
-    visit(tmp_path, prepare, act, check)
+    visit("download of a checkpoint", tmp_path, prepare, act, check)
 
 
 def test_a_folder_and_a_file_that_are_replaced(tmp_path):
@@ -390,7 +455,7 @@ def test_a_folder_and_a_file_that_are_replaced(tmp_path):
         assert (root / "last" / "weights").read_text() in ("old", "new")
         assert (root / "job.json").read_text() in ("old", "new")
 
-    visit(tmp_path, prepare, act, check)
+    visit("replacement", tmp_path, prepare, act, check)
 
 
 def test_two_writers_at_once_of_which_one_is_killed(tmp_path):
@@ -415,3 +480,12 @@ def test_two_writers_at_once_of_which_one_is_killed(tmp_path):
             pairs = {each.pair for each in found}
         assert {f"pair {each}" for each in acknowledged(root)} <= pairs
         assert {"pair 1", "pair 3", "pair 5", "pair 7"} <= pairs
+
+
+def test_the_fault_points_are_many():
+    """The last test: it counts those that the others have visited."""
+    for name, points in COUNTED.items():
+        print(f"{points:5} {name}")
+    print(f"{sum(COUNTED.values()):5} fault points")
+    if len(COUNTED) == 30:  # all scenarios have run
+        assert sum(COUNTED.values()) >= 300
