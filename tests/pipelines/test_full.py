@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.pipelines.ppo import SPEC as PPO
-from rlhf_pipeline.pipelines.sft import SPEC as SFT
-from rlhf_pipeline.pipelines.split import split
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.stages.context import RunContext
@@ -165,7 +162,6 @@ def test_the_registry_holds_both_policies_side_by_side(project):
 @pytest.mark.parametrize(
     ("stage", "block", "names"),
     [
-        pytest.param("sft", SFTConfig, ["sft/loss"], marks=pytest.mark.long),
         pytest.param(
             "reward_model", RewardModelConfig, ["reward_model/loss"], marks=pytest.mark.long
         ),
@@ -216,80 +212,6 @@ def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
     losses = ("objective/score", "objective/kl", "policy/loss", "policy/entropy")
     for name in (*losses, "rollout/response_tokens"):
         assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-5, abs=1e-6), name
-
-
-@pytest.mark.long
-def test_with_text_one_rank_and_two_ranks_start_alike(project, tmp_path):
-    """PPO and ptx losses in one step of unequal micro batches with sharded gradients."""
-    (tmp_path / "book.txt").write_text(
-        "".join(f"Page {page}: what came before {page + 1}.\n" for page in range(60))
-    )
-    done = json.loads((project.recipes("split")[0] / "job.json").read_text())["config"]["split"]
-    text = {"sources": [{"name": "files", "path": str(tmp_path / "book.txt")}], "block_tokens": 16}
-    config = SplitConfig.model_validate(done | {"pretraining": text})
-    data = split(project.newest("02_base_model/base_model"), config, 0, runner(tmp_path, 1))
-
-    job = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
-    inputs = {name: Path(path) for name, path in job["inputs"].items()} | {
-        "pretraining": data / "pretraining"
-    }
-    ppo = job["config"]["ppo"] | {
-        "ptx": {"batch_size": 12},
-        "steps": 2,
-        "critic": None,
-        "advantage": "reinforce",
-    }
-    ppo["actor"]["deepspeed"]["zero_stage"], ppo["actor"]["optimizer"]["learning_rate"] = 2, 2e-3
-    job = Job(PPO, {"ppo": PPOConfig.model_validate(ppo)}, inputs, job["seed"])
-    lines = {}
-    for ranks in (1, 2):
-        export = runner(tmp_path / str(ranks), ranks).run(job)
-        lines[ranks] = metrics_of(export.parent)
-    losses = ("ptx/loss", "ptx/perplexity", "policy/loss", "objective/score")
-    for name in (*losses, "optim/actor_grad_norm"):
-        assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-4, abs=1e-6), name
-    assert lines[1][1]["ptx/loss"] == pytest.approx(
-        lines[2][1]["ptx/loss"], rel=1e-3
-    )  # after a step of both
-    assert lines[2][1]["ptx/loss"] < lines[2][0]["ptx/loss"]
-
-
-@pytest.mark.long
-def test_dialogues_from_files_train_on_every_turn(project, tmp_path):
-    """With `sft_loss: assistant` the tokens of both assistant turns count."""
-    dialogue = [
-        ("user", "Hello {}."),
-        ("assistant", "one."),
-        ("user", "And then?"),
-        ("assistant", "two three."),
-    ]
-    rows = [
-        {"talk": [{"from": role, "value": content.format(number)} for role, content in dialogue]}
-        for number in range(40)
-    ]
-    file = tmp_path / "talks.json"
-    file.write_text(json.dumps(rows))
-    source = {"name": "files", "path": str(file), "columns": {"messages": "talk"}}
-    parameters = {
-        "sources": [source],
-        "weights": [1, 0, 0],
-        "validation_fraction": 0.2,
-        "test_fraction": 0.1,
-        "max_prompt_tokens": 64,
-        "max_response_tokens": 32,
-    }
-    base_model, stages = project.newest("02_base_model/base_model"), runner(tmp_path, 1)
-    config = SFTConfig(
-        epochs=1, batch_size=4, micro_batch_tokens=32, optimizer={"learning_rate": 1e-3}
-    )
-    tokens = {}
-    for learned in ("assistant", "response"):
-        data = split(base_model, SplitConfig(**parameters, sft_loss=learned), 0, stages)
-        inputs = {"demonstrations": data / "sft", "base_model": base_model}
-        export = stages.run(Job(SFT, {"sft": config}, inputs, 0))
-        tokens[learned] = metrics_of(export.parent)[0]["sft/tokens"] / 4
-    count = len(AutoTokenizer.from_pretrained(base_model)(" one.")["input_ids"]) + 1  # and EOS
-    assert tokens["assistant"] == tokens["response"] + count
 
 
 def test_from_ppo_on_only_ppo_trains_again(project):

@@ -16,17 +16,11 @@ ORDER = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate", "regis
 DPO_NODES = {*ORDER[:4], "dpo", "evaluate_dpo", "register_dpo", "report_dpo"}
 
 
-def test_the_nodes_run_in_order():
-    assert [node.name for node in register_pipelines()["full"].nodes] == ORDER
-
-
-def test_full_is_the_default():
+def test_full_is_the_default_and_its_nodes_run_in_order():
     pipelines = register_pipelines()
+    assert [node.name for node in pipelines["full"].nodes] == ORDER
     assert pipelines["__default__"].nodes == pipelines["full"].nodes
-
-
-def test_from_ppo_on_only_what_follows_runs():
-    assert [node.name for node in register_pipelines()["full"].from_nodes("ppo").nodes] == ORDER[4:]
+    assert [node.name for node in pipelines["full"].from_nodes("ppo").nodes] == ORDER[4:]
 
 
 def test_the_pipeline_dpo_replaces_ppo_by_dpo():

@@ -58,31 +58,15 @@ def test_a_forced_stage_runs_once_per_run(drill):
     assert drill.run(force=["drill"]).parent.name == first.parent.name + ".3"
 
 
-def test_a_prediction_does_not_change_the_run(drill):
-    drill.run()
-    context = drill.context(force=["drill"])
-    runner = StageRunner(context)
-    for _ in range(3):
-        planner = Planner(context)
-        planner.run(drill.job())
-        assert [stage.reasons[0] for stage in planner.stages.values()] == ["forced"]
-        runner.run(drill.job())
-    assert drill.launches == 2
-
-
-def test_each_recipe_of_a_forced_stage_runs_once(drill):
+def test_each_recipe_of_a_forced_stage_runs_once_and_other_stages_do_not(drill):
     for value in (1, 2):
         drill.run(value=value)
+    drill.run(force=["sft", "ppo"])
+    assert drill.launches == 2
     runner = StageRunner(drill.context(force=["drill"]))
     for value in (1, 2, 1, 2):
         runner.run(drill.job(value=value))
     assert drill.launches == 4
-
-
-def test_other_stages_are_not_forced(drill):
-    drill.run()
-    drill.run(force=["sft", "ppo"])
-    assert drill.launches == 1
 
 
 def test_a_forced_run_that_fails_leaves_the_finished_result_in_use(drill):

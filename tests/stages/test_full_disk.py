@@ -10,7 +10,7 @@ import pytest
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.job import checkpoint_path, seal
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
-from rlhf_pipeline.stages.launch.failure import explain_full_disk, is_full
+from rlhf_pipeline.stages.launch.failure import explain_full_disk
 
 PAGE = 4096
 
@@ -39,9 +39,7 @@ def test_a_disk_that_is_full_before_the_stage_begins(small, disk):
         small.run()
     assert caught.value.cause == "disk full"
     assert re.search(
-        r"^  space    0 of 8.0 MiB are free on the file system of ",
-        str(caught.value),
-        re.MULTILINE,
+        r"^  space    0 of 8.0 MiB are free on the file system of ", str(caught.value), re.MULTILINE
     )
     assert "`df -h`" in str(caught.value) and "  again    the same command" in str(caught.value)
     assert small.launches == 0
@@ -127,10 +125,3 @@ def test_incomplete_checkpoints_of_an_earlier_attempt_are_removed(small):
 def test_other_errors_of_the_system_are_not_changed(tmp_path):
     with pytest.raises(FileNotFoundError), explain_full_disk("stage sft", tmp_path):
         (tmp_path / "nothing").read_text()
-
-
-def test_a_disk_is_full_if_a_small_file_does_not_fit(disk):
-    assert not is_full(disk.path)
-    disk.leave(2 * PAGE)
-    assert is_full(disk.path)
-    assert list(disk.path.iterdir()) == [disk.filler]

@@ -12,12 +12,7 @@ from waiting import HANGS_S
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.stages import processes
-from rlhf_pipeline.stages.processes import (
-    kill_launch,
-    may_run,
-    process_identity,
-    this_process,
-)
+from rlhf_pipeline.stages.processes import kill_launch, may_run, process_identity, this_process
 
 
 @pytest.fixture
@@ -42,15 +37,11 @@ def start(tmp_path):
         process.communicate()
 
 
-def test_the_identity_of_a_process_is_constant(start):
+def test_the_identity_of_a_process_is_constant_until_it_ends(start):
     process = start("one")
     identity = process_identity(process.pid)
     assert identity.startswith(f"{process.pid}@")
     assert process_identity(process.pid) == identity != process_identity(os.getpid())
-
-
-def test_a_process_that_ended_has_no_identity(start):
-    process = start("one")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, but not reaped
     assert process_identity(process.pid) is None

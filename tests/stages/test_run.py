@@ -110,7 +110,9 @@ def test_a_stage_runs_once(toy, recorder):
     assert Manifest.read(first).metrics == {"loss": 0.25}
 
 
-def test_a_failure_shows_the_program_s_reason(toy, recorder):
+def test_a_failure_shows_the_program_s_reason(toy, recorder, tmp_path):
+    with pytest.raises(StageError):
+        toy("fail")
     with pytest.raises(StageError) as failure:
         toy("fail", recorder)
     message = str(failure.value)
@@ -119,6 +121,8 @@ def test_a_failure_shows_the_program_s_reason(toy, recorder):
     assert "RuntimeError: the cause" in message
     assert "toy_program" in message and "program.log" in message
     assert recorder.heard[-1] == ("FAILED", {})
+    (metrics,) = (tmp_path / "ws" / "toy").glob("*/metrics.jsonl")
+    assert len(metrics.read_text().splitlines()) == 3  # those of the second attempt
     with pytest.raises(StageError, match=r"rank0: rows\.jsonl:3: no chosen answer") as explained:
         toy("explain")
     assert "Traceback" not in str(explained.value)
@@ -127,15 +131,6 @@ def test_a_failure_shows_the_program_s_reason(toy, recorder):
 def test_exit_code_zero_without_a_manifest_is_a_failure(toy):
     with pytest.raises(StageError, match="exit code 0 but no manifest"):
         toy("vanish")
-
-
-def test_a_failed_stage_restarts_without_duplicate_metrics(toy, tmp_path):
-    with pytest.raises(StageError):
-        toy("fail")
-    with pytest.raises(StageError):
-        toy("fail")
-    metrics = next((tmp_path / "ws" / "toy").glob("*/metrics.jsonl"))
-    assert len(metrics.read_text().splitlines()) == 3
 
 
 def test_an_out_of_memory_error_names_the_parameters_to_change(toy):
@@ -226,12 +221,7 @@ def test_the_driver_imports_neither_torch_nor_mlflow():
 
 
 SFT = SFTConfig.model_validate(
-    {
-        "epochs": 1,
-        "batch_size": 8,
-        "micro_batch_tokens": 5,
-        "optimizer": {"learning_rate": 1e-3},
-    }
+    {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 5, "optimizer": {"learning_rate": 1e-3}}
 )
 
 
@@ -244,26 +234,22 @@ def test_only_micro_batches_are_halved():
     }
 
 
-def test_micro_batches_of_one_cannot_be_halved():
-    assert halved({"sft": SFT.model_copy(update={"micro_batch_tokens": 1})}) is None
-    assert adjusted({"sft": SFT}, {"sft": SFT}) == {}
-
-
 OUT_OF_MEMORY = StageError("stage sft failed", cause="GPU memory")
 
 
-@pytest.mark.parametrize("row", [5, 6])
-def test_a_row_that_fills_a_micro_batch_is_never_cut(row):
-    with pytest.raises(StageError, match=rf"failed\n.*found a row of {row} tokens.*Fix: ") as found:
-        check_row({"sft": SFT}, row, OUT_OF_MEMORY)
+def test_halving_ends_at_one_and_at_a_row_that_fills_a_micro_batch():
+    """A row is never cut. Fewer rows or fewer responses at a time always need less memory."""
+    assert halved({"sft": SFT.model_copy(update={"micro_batch_tokens": 1})}) is None
+    assert adjusted({"sft": SFT}, {"sft": SFT}) == {}
+    check_row({"sft": SFT}, 4, OUT_OF_MEMORY)
+    with pytest.raises(StageError, match=r"failed\n.*found a row of 5 tokens.*Fix: ") as found:
+        check_row({"sft": SFT}, 5, OUT_OF_MEMORY)
     assert "expected fewer than sft.micro_batch_tokens (5)" in str(found.value)
     assert found.value.cause == "GPU memory"
-
-
-def test_smaller_micro_batches_of_several_rows_or_responses_need_less_memory():
-    check_row({"sft": SFT}, 4, OUT_OF_MEMORY)
-    config = EvaluateConfig(micro_batch_tokens=1, sampling={"batch_size_per_gpu": 2})
-    check_row({"evaluate": config}, 9, OUT_OF_MEMORY)
-    config = EvaluateConfig(micro_batch_tokens=1, sampling={"batch_size_per_gpu": 1})
+    one, two = (
+        EvaluateConfig(micro_batch_tokens=1, sampling={"batch_size_per_gpu": size})
+        for size in (1, 2)
+    )
+    check_row({"evaluate": two}, 9, OUT_OF_MEMORY)
     with pytest.raises(StageError):
-        check_row({"evaluate": config}, 9, OUT_OF_MEMORY)
+        check_row({"evaluate": one}, 9, OUT_OF_MEMORY)

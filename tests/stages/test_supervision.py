@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -26,7 +25,7 @@ from rlhf_pipeline.stages import run
 pytestmark = pytest.mark.long
 
 PROGRAM = """
-import json, os, signal, socket, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -37,7 +36,6 @@ from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.launch import launcher
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.job import StageSpec
 
@@ -53,11 +51,6 @@ def main(job):
     nothing = heartbeat.Heartbeat(-1, None)
     def known(rank):
         return heartbeat.read_heartbeats(job.directory).get(rank, nothing)
-    if act == "listen":
-        if rank == 0:
-            socket.socket().bind(("", int(os.environ["MASTER_PORT"])))
-        job.export.mkdir(exist_ok=True)
-        return {}
     if act == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if act == "parent":
@@ -92,13 +85,10 @@ elif __name__ == "__main__":
         stage_started = stage_phase = stage_ended = lambda *arguments: None
         def stage_metrics(self, run, records):
             raise KeyError("in a hook of the driver")
-    workspace, ranks, options, ports = (json.loads(argument) for argument in sys.argv[1:])
-    if ports:
-        free = launcher.free_port
-        launcher.free_port = lambda configured: ports.pop() if ports else free(configured)
+    workspace, ranks, options = (json.loads(argument) for argument in sys.argv[1:])
     fingerprint.fingerprint = lambda recipe: "toy".ljust(64, "0")
     spec = StageSpec("toy", "toy_program", libraries=())
-    launch = LaunchConfig(processes=2, grace_s=6.5, **options)
+    launch = LaunchConfig(**{"processes": 2, "grace_s": 6.5} | options)
     context = RunContext(Path(workspace), launch, listener=FailingListener())
     try:
         StageRunner(context).run(Job(spec, {"toy": Toy(ranks=ranks)}, {}, 1))
@@ -111,19 +101,13 @@ CASES = {
     "TERM": (("wait", "parent"), {}, "driver", signal.SIGTERM),
     "HUP": (("wait", "wait"), {}, "driver", signal.SIGHUP),
     "driver": (("parent", "ignore"), {}, "driver", signal.SIGKILL),
-    "launcher": (
-        ("wait", "parent"),
-        {},
-        "rlhf_pipeline.distributed.node_launcher",
-        signal.SIGKILL,
-    ),
+    "launcher": (("wait", "parent"), {}, "rlhf_pipeline.distributed.node_launcher", signal.SIGKILL),
     "rank": (("report", "parent"), {}, "1", signal.SIGKILL),
     "raise": (("ignore", "raise"), {}, "report", None),
     "hang": (("wait", "stop"), {"hang_timeout_s": 30.0}, None, None),
-    "twice": (("ignore", "ignore"), {}, "driver", (signal.SIGINT, signal.SIGINT)),
+    "twice": (("ignore", "ignore"), {"grace_s": 600.0}, "driver", (signal.SIGINT, signal.SIGINT)),
     "start": (("import", "import"), {}, "importing", signal.SIGKILL),
     "hook": (("measure", "parent"), {}, None, None),
-    "port": (("listen", "listen"), {}, None, None),
 }
 """Actions of the two ranks, options, and the process that gets a signal when both ranks run.
 
@@ -133,14 +117,14 @@ The receiver may also be an event to wait for."""
 class Ended:
     """One launch after its end."""
 
-    def __init__(self, folder: Path, ranks, options, receiver, number, ports):
+    def __init__(self, folder: Path, ranks, options, receiver, number):
         self.mark = uuid.uuid4().hex
         environment = os.environ | {
             "TOY_MARK": self.mark,
             "PYTHONPATH": f"{folder}:{Path(run.__file__).parents[2]}",
         }
         self.directory = folder / "toy" / "toy".ljust(16, "0")
-        arguments = [json.dumps(argument) for argument in (str(folder), ranks, options, ports)]
+        arguments = [json.dumps(argument) for argument in (str(folder), ranks, options)]
         command = [sys.executable, str(folder / "toy_program.py"), *arguments]
         (folder / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
         with (folder / "output").open("w") as output:
@@ -204,16 +188,9 @@ class Ended:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """The ended launch of every case, by name."""
-    with socket.socket() as taken, ThreadPoolExecutor(3) as pool:
-        taken.bind(("", 0))
-        taken.listen()
+    with ThreadPoolExecutor(3) as pool:
         futures = {
-            name: pool.submit(
-                Ended,
-                tmp_path_factory.mktemp(name),
-                *case,
-                [taken.getsockname()[1]] if name == "port" else [],
-            )
+            name: pool.submit(Ended, tmp_path_factory.mktemp(name), *case)
             for name, case in CASES.items()
         }
         return {name: future.result() for name, future in futures.items()}
@@ -264,8 +241,3 @@ def test_a_hang_is_reported_with_the_rank_that_is_behind(ended):
     )
     assert "Raise launch.hang_timeout_s (30.0)." in output
     assert 'toy_program.py", line' in ended["hang"].log  # the stack of the rank that waits
-
-
-def test_a_picked_port_that_was_taken_is_replaced(ended):
-    assert ended["port"].code == 0, ended["port"].output
-    assert "another program took the picked port; launching on another port" in ended["port"].output

@@ -165,15 +165,11 @@ def test_a_failed_stage_has_no_results(tracker, stages, client):
 
 def test_reports_and_figures_are_artifacts_of_their_run(tracker, stages, client):
     track(tracker, stages.split, stages.sft, stages.evaluate)
-    artifacts = {
-        stage: [file.path for file in client.list_artifacts(child(client, stage).info.run_id)]
+    artifacts = [
+        [file.path for file in client.list_artifacts(child(client, stage).info.run_id)]
         for stage in ("split", "sft", "evaluate")
-    }
-    assert artifacts == {
-        "split": ["lengths.png", "report.md"],
-        "sft": [],
-        "evaluate": ["report.md"],
-    }
+    ]
+    assert artifacts == [["lengths.png", "report.md"], [], ["report.md"]]
 
 
 def test_a_reused_stage_adds_nothing_to_its_run(tracker, stages, client, monkeypatch):
@@ -191,7 +187,10 @@ def test_a_reused_stage_adds_nothing_to_its_run(tracker, stages, client, monkeyp
     assert data_sets(after) == data_sets(before)
 
 
-def test_a_reused_stage_sends_what_an_outage_left_out(tracker, stages, client, monkeypatch, caplog):
+@pytest.mark.parametrize("by", ["this run", "the next run"])
+def test_reports_that_an_outage_left_out_are_sent_to_the_run_that_was_closed(
+    tracker, stages, client, monkeypatch, caplog, by
+):
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
@@ -204,15 +203,18 @@ def test_a_reused_stage_sends_what_an_outage_left_out(tracker, stages, client, m
         track(tracker, stages.split)
     (warning,) = caplog.messages
     assert "does not record split (MlflowException: no space left)" in warning
-    split = child(client, "split")
-    assert split.info.status == "FINISHED"
-    assert client.list_artifacts(split.info.run_id) == []
+    closed = child(client, "split")
+    assert closed.info.status == "FINISHED"
+    assert client.list_artifacts(closed.info.run_id) == []
 
-    track(tracker, replace(stages.split, cached=True))
-    assert [file.path for file in client.list_artifacts(split.info.run_id)] == [
-        "lengths.png",
-        "report.md",
-    ]
+    if by == "this run":
+        tracker.catch_up()
+    else:
+        track(tracker, replace(stages.split, cached=True))
+    found = child(client, "split")
+    assert (found.info.run_id, found.info.status) == (closed.info.run_id, "FINISHED")
+    reports = [file.path for file in client.list_artifacts(found.info.run_id)]
+    assert reports == ["lengths.png", "report.md"]
 
 
 def test_a_reused_stage_sends_its_data_and_report_to_a_new_store(tracker, stages, client):

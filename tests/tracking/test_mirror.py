@@ -89,7 +89,7 @@ def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents
         stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75, policy_loss=0.25)]
     )
     listeners.stage_metrics(stage, [record(3, objective_kl=1.0)])
-    listeners.stage_ended(stage, "FINISHED", {"result/score": 2.5})
+    listeners.stage_ended(stage, "FINISHED", {"result/score": 2.5, "objective/kl": 1.0})
     tracker.end("FINISHED")
 
     (parent,), (child,) = parents(), runs()
@@ -117,19 +117,12 @@ def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents
     assert history(client, child, "objective/kl") == [
         (1, 1_001_000, 0.5),
         (2, 1_002_000, 0.75),
-        (3, 1_003_000, 1.0),
+        (3, 1_003_000, 1.0),  # one point, although the result repeats it
     ]
     assert history(client, child, "policy/loss") == [(2, 1_002_000, 0.25)]
     assert history(client, child, "result/score") == [
         (3, 1_003_000, 2.5)
     ]  # the result belongs to the last step
-
-
-def test_a_result_that_repeats_the_last_record_is_one_point(tracker, stage, client, runs):
-    tracker.stage_started(stage)
-    tracker.stage_metrics(stage, [record(1, eval_loss=0.5)])
-    tracker.stage_ended(stage, "FINISHED", {"eval/loss": 0.5})
-    assert history(client, runs()[0], "eval/loss") == [(1, 1_001_000, 0.5)]
 
 
 def test_the_metrics_of_the_best_model_have_separate_names(tracker, stage, client, runs):
@@ -157,28 +150,22 @@ def test_an_unsuccessful_stage_has_its_real_status(tracker, stage, runs, parents
     assert runs()[0].info.status == "RUNNING"
     tracker.stage_ended(stage, status, {})
     tracker.end(status)
-    assert runs()[0].info.status == status
-    assert parents()[0].info.status == status
+    assert runs()[0].info.status == parents()[0].info.status == status
+    tracker.stage_started(replace(stage, fingerprint="beef"))  # another recipe has another run
+    assert [run.data.tags["rlhf.fingerprint"] for run in runs()] == ["f00d", "beef"]
 
 
-def test_more_metrics_than_fit_in_one_request(tracker, stage, client, runs):
+def test_more_than_fits_in_one_request(tracker, stage, client, runs):
+    """MLflow takes 100 parameters and 1000 metrics a request."""
+    stage = replace(stage, config={"ppo": {f"field_{number}": number for number in range(250)}})
     tracker.stage_started(stage)
-    tracker.stage_metrics(
-        stage, [record(step, a=1.0, b=2.0) for step in range(1, 602)]
-    )  # 1202 > MLflow's 1000
+    tracker.stage_metrics(stage, [record(step, a=1.0, b=2.0) for step in range(1, 602)])
     tracker.stage_ended(stage, "FINISHED", {})
-    assert len(history(client, runs()[0], "a")) == 601
-    assert history(client, runs()[0], "b")[-1] == (601, 1_601_000, 2.0)
-
-
-def test_more_parameters_than_fit_in_one_request(tracker, stage, runs):
-    config = {
-        "ppo": {f"field_{number}": number for number in range(250)}
-    }  # MLflow takes 100 a request
-    tracker.stage_started(replace(stage, config=config))
     (run,) = runs()
     assert len(run.data.params) == 251  # and the seed
     assert run.data.params["ppo.field_249"] == "249"
+    assert len(history(client, run, "a")) == 601
+    assert history(client, run, "b")[-1] == (601, 1_601_000, 2.0)
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED", None])
@@ -265,13 +252,6 @@ def test_a_store_that_refuses_the_page_costs_one_warning(tracker, monkeypatch, c
     tracker.log_page("f00d", "<p>")
     (warning,) = caplog.messages
     assert "does not record the page (MlflowException: no space left)" in warning
-
-
-def test_another_recipe_gets_another_run(tracker, stage, runs):
-    tracker.stage_started(stage)
-    tracker.stage_ended(stage, "FAILED", {})
-    tracker.stage_started(replace(stage, fingerprint="beef"))
-    assert [run.data.tags["rlhf.fingerprint"] for run in runs()] == ["f00d", "beef"]
 
 
 def test_a_reused_stage_is_linked_to_the_run_that_trained_it(

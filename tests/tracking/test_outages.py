@@ -5,7 +5,6 @@ Training continues, missing records are sent later, and every run ends with its 
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -278,19 +277,6 @@ def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path
     history = client.get_metric_history(found(client)["sft"].info.run_id, "lr")
     assert [point.step for point in history] == [1, 2, 3]
     assert losses(client, "sft") == [1, 2, 3]
-
-
-def test_values_that_are_too_long_for_mlflow_are_truncated(uri, client, tmp_path):
-    tracker = MlflowTracker(uri, tmp_path)
-    tracker.describe("full", {"kedro.runtime_params": "x" * 9000})
-    sft = stage_run(tmp_path, "sft")
-    tracker.stage_started(
-        StageRun(**{**vars(sft), "config": {"sft": {"path": "y" * 6001, "exact": "z" * 6000}}})
-    )
-    params = found(client)["sft"].data.params
-    assert params["sft.path"] == "y" * 5999 + "…"
-    assert params["sft.exact"] == "z" * 6000
-    assert re.fullmatch("x{4999}…", found(client)["full"].data.tags["kedro.runtime_params"])
 
 
 DRIVER = """

@@ -116,14 +116,6 @@ def test_a_candidate_is_named_after_the_stage_that_trained_it(client, sft, tmp_p
     assert client.get_model_version("rlhf-policy", "2").tags["rlhf.stage"] == "dpo"
 
 
-def test_a_refused_candidate_does_not_move_the_champion(client, sft, ppo, trained, tmp_path):
-    register(client, sft=sft, candidate=ppo, **PASSED)
-    training_run(client, "cccc")
-    worse = Policy(published(tmp_path / "ppo_model" / "v2", "ppo", "cccc"), {})
-    registration = register(client, sft=sft, candidate=worse, **refused("worse"))
-    assert registration.aliases == {"sft-baseline": "1", "candidate": "3", "champion": "2"}
-
-
 def test_registering_again_changes_nothing(client, sft, ppo, trained, tmp_path):
     first = register(client, sft=sft, candidate=ppo, **PASSED)
     republished = shutil.copytree(
@@ -167,13 +159,6 @@ def test_a_policy_without_a_training_run_is_refused(client, sft, ppo):
         match=r"no finished run of .*/ppo_model/v1 \(stage ppo, fingerprint bbbb\).*kedro",
     ):
         register(client, sft=sft, candidate=ppo, **PASSED)
-
-
-def test_a_failure_of_the_store_names_the_store(client, sft, ppo):
-    with pytest.raises(
-        StageError, match=r"MLflow at sqlite:.* did not register a/b: .*repeat the `kedro run`"
-    ):
-        register(client, sft=sft, candidate=ppo, **PASSED, model="a/b")
 
 
 def test_a_failing_store_is_named_without_its_password(sft, ppo, monkeypatch):

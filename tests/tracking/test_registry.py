@@ -97,8 +97,7 @@ def policy(folder, weights, tokens="tokens"):
 
 
 def crown(client, folder, **origin):
-    """Make a policy the champion."""
-    client.create_registered_model("policy")
+    """Make a policy the champion of an existing model."""
     tags = {DIGEST_TAG: content_digest(folder)}
     origin = {"source": str(folder)} | origin
     version = client.create_model_version("policy", tags=tags, **origin)
@@ -111,25 +110,16 @@ def find(client, tmp_path, monkeypatch):
     return lambda candidate: find_champion("policy", candidate, tmp_path, tmp_path / "downloads")
 
 
-def test_a_model_without_a_champion(client, find, tmp_path):
+def test_another_policy_than_the_candidate_competes(client, find, tmp_path):
     candidate = policy(tmp_path / "candidate", "new")
-    assert find(candidate) is None  # the model does not exist either
+    assert find(candidate) is None  # the model does not exist
     client.create_registered_model("policy")
     assert find(candidate) is None
-
-
-def test_a_champion_does_not_compete_with_itself(client, find, tmp_path):
-    candidate = policy(tmp_path / "candidate", "new")
-    crown(client, candidate)
-    again = shutil.copytree(candidate, tmp_path / "again")
-    assert find(again) is None
-
-
-def test_another_policy_competes(client, find, tmp_path):
     champion = policy(tmp_path / "champion", "old")
     crown(client, champion)
-    found = find(policy(tmp_path / "candidate", "new"))
+    found = find(candidate)
     assert (found.version, found.folder, found.fault) == ("1", champion, None)
+    assert find(shutil.copytree(champion, tmp_path / "again")) is None
 
 
 @pytest.mark.parametrize(
@@ -140,6 +130,7 @@ def test_another_policy_competes(client, find, tmp_path):
     ],
 )
 def test_a_champion_that_is_gone_or_damaged_cannot_answer(client, find, tmp_path, damage, fault):
+    client.create_registered_model("policy")
     champion = policy(tmp_path / "champion", "old")
     crown(client, champion)
     damage(champion)
@@ -148,6 +139,7 @@ def test_a_champion_that_is_gone_or_damaged_cannot_answer(client, find, tmp_path
 
 
 def test_a_champion_with_other_tokens_cannot_answer(client, find, tmp_path):
+    client.create_registered_model("policy")
     crown(client, policy(tmp_path / "champion", "old", tokens="others"))
     found = find(policy(tmp_path / "candidate", "new"))
     assert found.folder is None and "other tokens" in found.fault
@@ -160,6 +152,7 @@ def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypat
     run = served.create_run(experiment_id(served))
     served.log_artifacts(run.info.run_id, str(champion), "policy")
     source = f"{run.info.artifact_uri}/policy"
+    served.create_registered_model("policy")
     crown(served, champion, source=source, run_id=run.info.run_id)
     candidate = policy(tmp_path / "candidate", "new")
     for _ in range(2):

@@ -37,10 +37,10 @@ def ppo(
 def reward_inputs(
     rewards: Sequence[Block], prefix: str = INPUT_PREFIX
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Inputs of reward functions and reward models, by input name.
+    """Inputs of reward functions and reward models, by input name: paths, and identities.
 
-    Source files of functions, and reward models made by this pipeline; digests of reward models
-    made elsewhere.
+    The paths are source files of functions and reward models that this pipeline made. The
+    identities are digests of reward models made elsewhere.
     """
     paths, identities = {}, {}
     for index, reward in enumerate(rewards):

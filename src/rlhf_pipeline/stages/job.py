@@ -22,13 +22,18 @@ TRAINING_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy
 
 
 def node_of(stage: str, policy: str) -> str:
-    """The node that evaluates, registers or reports a policy: `evaluate_dpo`; that of PPO has no
-    suffix."""
+    """The node that evaluates, registers or reports a policy, such as `evaluate_dpo`.
+
+    The nodes of PPO have no suffix.
+    """
     return stage if policy == "ppo" else f"{stage}_{policy}"
 
 
 def data_set_of(result: str, policy: str) -> str:
-    """The data set of such a node: `dpo_evaluation`; that of PPO has no prefix."""
+    """The data set that such a node writes, such as `dpo_evaluation`.
+
+    Those of PPO have no prefix.
+    """
     return result if policy == "ppo" else f"{policy}_{result}"
 
 

@@ -13,6 +13,9 @@ import psutil
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH, machine
 
+KILLED_S = 5.0
+"""Seconds that killed processes have to disappear."""
+
 
 def process_identity(pid: int) -> str | None:
     """An identity that is never reused on this machine: `pid@birth`. None: no such process."""
@@ -33,7 +36,7 @@ def this_process() -> str:
 def may_run(process: str, since: float) -> bool:
     """Whether a process, given by its `this_process` at the time `since`, may still run.
 
-    One of another machine or container, which cannot be seen, may for 30 days.
+    A process of another machine or container cannot be seen. It counts as running for 30 days.
     """
     where, _, identity = process.rpartition(" ")
     if where not in ("", machine()):
@@ -44,13 +47,19 @@ def may_run(process: str, since: float) -> bool:
 def kill_launch(launch: str) -> None:
     """Kill the processes of a launch wherever they run, for example a worker in its own session.
 
-    Their groups are killed as well: a child may have another environment.
+    Their groups are killed as well: a child may have another environment. `launch` is the value of
+    the variable `LAUNCH`, or its end: a blank and a work directory stand for every launch there.
     """
+    found = []
     for _ in range(2):  # a process may have started another one meanwhile
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # it belongs to another user or has ended
-                if process.environ().get(LAUNCH) == launch:
+                if process.environ().get(LAUNCH, "").endswith(launch):
+                    found.append(process.pid)
                     os.killpg(os.getpgid(process.pid), signal.SIGKILL)
+    deadline = time.monotonic() + KILLED_S
+    while any(process_identity(pid) for pid in found) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def start(

@@ -1,14 +1,12 @@
-"""The progress display: one line for the running stage, also on a narrow terminal."""
+"""The progress display: one line for the running stage."""
 
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from rlhf_pipeline.errors import short_path
@@ -17,9 +15,6 @@ from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
 LINE_EVERY_S = 15.0
 """Seconds between two lines of progress if the output is not a terminal."""
-
-SMALLEST_BAR, LARGEST_BAR = 10, 40
-"""Columns of the bar."""
 
 PHASES = {"loading": "loading models and data", "finished": "finishing"}
 """Phases of a heartbeat in words; the others are words already."""
@@ -47,8 +42,6 @@ class StageProgress:
     the steps of earlier attempts do not count."""
     last: tuple[int, float] | None = None
     """Step and time of the newest record."""
-    scorer: str = ""
-    """The reward or the judge that scores, which a log shows as well."""
 
     def after(self, records: list[dict[str, Any]], run: StageRun) -> "StageProgress":
         resumed = run.resume_from or 0
@@ -66,12 +59,6 @@ class StageProgress:
         )
 
     @property
-    def steps(self) -> str:
-        if self.step is None:
-            return ""
-        return f"{self.step}/{self.total or '?'}"
-
-    @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started
 
@@ -87,29 +74,21 @@ class StageProgress:
     def numbers(self) -> list[str]:
         return [f"{name} {value:z.3f}" for name, value in self.metrics.items()]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """One line. A narrow terminal loses the metrics first, then the phase, then the bar."""
-        left = "" if self.left_s is None else f"{_clock(self.left_s)} left"
-        always = [part for part in (self.steps, _clock(self.elapsed_s), left) if part]
-        room = options.max_width - len(self.title) - sum(len(part) + 1 for part in always)
-        has_bar = self.total is not None and room > SMALLEST_BAR
-        room -= SMALLEST_BAR + 1 if has_bar else 0
-        extras = []
-        for part in [self.phase, *self.numbers]:
-            if len(part) >= room:
-                break
-            extras.append(part)
-            room -= len(part) + 1
-        parts: list[Any] = [Text(self.title, style="bold")]
-        if has_bar:
-            width = SMALLEST_BAR + max(0, min(room, LARGEST_BAR - SMALLEST_BAR))
-            parts.append(ProgressBar(self.total, self.step or 0, width=width))
-        parts += [*map(Text, always), *(Text(part, style="dim") for part in extras)]
-        line = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-        for _ in parts:
-            line.add_column(no_wrap=True)
-        line.add_row(*parts)
-        yield line
+    @property
+    def steps(self) -> list[str]:
+        return [] if self.step is None else [f"step {self.step}/{self.total or '?'}"]
+
+    def live_line(self) -> Text:
+        """The line of a terminal, which cuts off its end if it is narrow."""
+        left = [] if self.left_s is None else [f"{_clock(self.left_s)} left"]
+        parts = [*self.steps, _clock(self.elapsed_s), *left, self.phase, *self.numbers]
+        return Text(f"{self.title}: {'  '.join(parts)}", no_wrap=True, overflow="ellipsis")
+
+    def log_line(self) -> str:
+        left = [] if self.left_s is None else [f"{self.left_s:.0f} s left"]
+        is_shown = self.phase == WAITING or ": " in self.phase  # the latter names a scorer
+        phase = [self.phase] if is_shown else []
+        return f"{self.title}: {'  '.join([*self.steps, *phase, *self.numbers, *left])}"
 
 
 class ProgressDisplay(StageListener):
@@ -146,7 +125,7 @@ class ProgressDisplay(StageListener):
     def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
         phase = PHASES.get(heartbeat.phase, heartbeat.phase)
         shown = f"{phase}: {heartbeat.scorer}" if heartbeat.scorer else phase
-        self._progress = replace(self._progress, phase=shown, scorer=heartbeat.scorer)
+        self._progress = replace(self._progress, phase=shown)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         self._show(run, records)
@@ -162,7 +141,7 @@ class ProgressDisplay(StageListener):
         self._progress = StageProgress(run.title, phase, step=run.resume_from)
         if self._console.is_terminal:
             self._live = Live(
-                get_renderable=lambda: self._progress,
+                get_renderable=lambda: self._progress.live_line(),
                 console=self._console,
                 transient=True,
                 refresh_per_second=4,
@@ -175,13 +154,7 @@ class ProgressDisplay(StageListener):
             self._progress = self._progress.after(records, run)
         if self._live is None and time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
-            progress = self._progress
-            left = [] if progress.left_s is None else [f"{progress.left_s:.0f} s left"]
-            waiting = f"{progress.phase}: " if progress.phase == WAITING else ""
-            scoring = [progress.phase] if progress.scorer else []
-            step = f"{waiting}step {progress.steps or '?'}"
-            parts = "  ".join([step, *scoring, *progress.numbers, *left])
-            self._print(f"{run.title}: {parts}")
+            self._print(self._progress.log_line())
 
     def _close(self) -> None:
         if self._live is not None:
@@ -189,7 +162,7 @@ class ProgressDisplay(StageListener):
             self._live = None
 
     def _print(self, text: str) -> None:
-        self._console.print(text.rstrip(), highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:

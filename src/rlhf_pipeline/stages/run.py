@@ -28,7 +28,6 @@ from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.workspace import (
     RECIPE,
     attempts,
-    await_programs,
     next_directory,
     recipe_lock,
     set_aside,
@@ -39,6 +38,7 @@ from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY, MICRO_BATCHES, TOKENS
 from rlhf_pipeline.stages.launch.launcher import launch
+from rlhf_pipeline.stages.processes import kill_launch
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,9 @@ class StageRunner:
         ):
             finished = _finished(run)
             forced = run.stage in context.forced and run.fingerprint not in self._launched
-            if finished is None and not forced:
-                finished = _fetched(run, context)
+            if finished is None and not forced and context.stored is not None:
+                new = replace(run, directory=next_directory(run.directory, None))
+                finished = new.directory if context.stored.fetch(new) else None
             if finished is not None and not forced:
                 return _reuse(replace(run, directory=finished, cached=True), context)
             for artifact in filter(None, map(artifact_of, job.inputs.values())):
@@ -91,12 +92,6 @@ class StageRunner:
             export = _launch_until_it_fits(job, run, context)
             self._launched.add(run.fingerprint)
             return export
-
-
-def _fetched(run: StageRun, context: RunContext) -> Path | None:
-    run = replace(run, directory=next_directory(run.directory, None))
-    found = context.stored is not None and context.stored.fetch(run)
-    return run.directory if found else None
 
 
 def _report_other(run: StageRun, context: RunContext) -> None:
@@ -134,7 +129,7 @@ def _launch_until_it_fits(job: Job, run: StageRun, context: RunContext) -> Path:
 def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunContext) -> Path:
     """Launch the program, resuming from its newest valid checkpoint; return its artifact."""
     run.directory.mkdir(parents=True, exist_ok=True)
-    await_programs(run.directory)
+    kill_launch(f" {run.directory.resolve()}")  # what a killed driver may have left
     _remove_incomplete(run)
     resume_from = newest_valid_step(run.checkpoints)
     if resume_from is None and list_checkpoints(run.checkpoints):
@@ -209,9 +204,10 @@ def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
 
 
 def check_row(config: Mapping[str, Block], row: int, error: StageError) -> None:
-    """Raise StageError if smaller micro batches need as much memory: a row of `row` tokens is all.
+    """Raise StageError if smaller micro batches would need as much memory.
 
-    Fewer responses at a time always need less.
+    They do if the longest row, of `row` tokens, fills a micro batch alone. To generate fewer
+    responses at a time always needs less memory.
     """
     fields = leaves(as_json(config))
     sizes = {name: size for name, size in fields if name.rpartition(".")[2] in MICRO_BATCHES}

@@ -61,7 +61,7 @@ class StoredStages(StageListener):
         self._pushed: tuple[str, int] | None = None
         """Fingerprint and step of the newest checkpoint in the store."""
         self._waiting: list[tuple[str, Callable[[], None]]] = []
-        """Uploads to do, each with what it is in words. Only the thread removes one."""
+        """Uploads to do, each with a description. Only the thread removes entries."""
         self._failed_at: float | None = None
         self._reason = ""
         self._unreachable = False
@@ -70,14 +70,26 @@ class StoredStages(StageListener):
         self._thread: threading.Thread | None = None
 
     def outline(self, run: StageRun) -> Path | None:
-        """A folder with the outline of the artifact in the store, for a plan; None without one."""
+        """A folder with the outline of the artifact, for a plan; None if the store has none."""
         folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
         return None if self._pull(run, folder / "export", outline=True) is None else folder
 
     def fetch(self, run: StageRun) -> bool:
         """Download the finished artifact of a recipe into its work directory, if there is one."""
         with self._without_the_store(run):
-            return self._fetch(run)
+            near = (path.parent for path in self._workspace.glob(f"*/*/export/{NAME}"))
+            near = (path for path in near if is_finished(path.parent))
+            manifest = self._pull(run, run.export, near=near)
+            if manifest is None:
+                return False
+            write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
+            write_job(run)
+            if CURVES in manifest.files:  # for the tracker
+                shutil.copy2(run.export / CURVES, run.metrics_file)
+            for checkpoint in list_checkpoints(run.checkpoints):  # no longer needed
+                shutil.rmtree(checkpoint)
+            logger.info("stage %s: downloaded from %s", run.stage, self._store.name)
+            return True
         return False
 
     def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
@@ -86,7 +98,23 @@ class StoredStages(StageListener):
         Returns the step to resume from.
         """
         with self._without_the_store(run):
-            return self._fetch_checkpoint(run, local)
+            shelf, folder = self._shelf(run), run.directory / DOWNLOAD
+            for name in reversed(shelf.names("step-*.json")):
+                if int(name[5:-5]) <= (local or 0):
+                    break
+                try:
+                    shelf.pull(name, folder, recipe=_recipe(run))
+                except ArtifactError as error:
+                    logger.warning("stage %s: a checkpoint is not used: %s", run.stage, error)
+                    continue
+                step = newest_valid_step(folder / "checkpoints")
+                if step is None:  # it was damaged before it was uploaded
+                    continue
+                (folder / run.metrics_file.name).replace(run.metrics_file)
+                put_in_place(folder / "checkpoints", run.checkpoints)
+                shutil.rmtree(folder)
+                logger.info("stage %s: checkpoint downloaded from %s", run.stage, self._store.name)
+                return step
         return local
 
     @contextmanager
@@ -100,21 +128,6 @@ class StoredStages(StageListener):
                 logger.warning("stage %s runs without the store: %s", run.stage, error)
             self._unreachable = True
 
-    def _fetch(self, run: StageRun) -> bool:
-        near = (path.parent for path in self._workspace.glob(f"*/*/export/{NAME}"))
-        near = (path for path in near if is_finished(path.parent))
-        manifest = self._pull(run, run.export, near=near)
-        if manifest is None:
-            return False
-        write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
-        write_job(run)
-        if CURVES in manifest.files:  # for the tracker
-            shutil.copy2(run.export / CURVES, run.metrics_file)
-        for checkpoint in list_checkpoints(run.checkpoints):  # no longer needed
-            shutil.rmtree(checkpoint)
-        logger.info("stage %s: downloaded from %s", run.stage, self._store.name)
-        return True
-
     def _pull(self, run: StageRun, folder: Path, **options: Any) -> Manifest | None:
         """`Store.pull` of the artifact of a recipe; None if the store has none or a damaged one."""
         try:
@@ -122,27 +135,6 @@ class StoredStages(StageListener):
         except ArtifactError as error:
             logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
             return None
-
-    def _fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
-        shelf = self._shelf(run)
-        for name in reversed(shelf.names("step-*.json")):
-            if int(name[5:-5]) <= (local or 0):
-                break
-            folder = run.directory / DOWNLOAD
-            try:
-                shelf.pull(name, folder, recipe=_recipe(run))
-            except ArtifactError as error:
-                logger.warning("stage %s: a checkpoint is not used: %s", run.stage, error)
-                continue
-            step = newest_valid_step(folder / "checkpoints")
-            if step is None:  # it was damaged before it was uploaded
-                continue
-            (folder / run.metrics_file.name).replace(run.metrics_file)
-            put_in_place(folder / "checkpoints", run.checkpoints)
-            shutil.rmtree(folder)
-            logger.info("stage %s: checkpoint downloaded from %s", run.stage, self._store.name)
-            return step
-        return local
 
     def newest_step(self, run: StageRun) -> int | None:
         """The step of the newest checkpoint in the store; None without one."""
@@ -216,7 +208,10 @@ class StoredStages(StageListener):
         self._failed_at = None
 
     def _push(self, run: StageRun, *, replace: bool) -> None:
-        """Upload an artifact, or only if a valid one lacks; then remove its stage's checkpoints."""
+        """Upload an artifact and remove the checkpoints of its stage.
+
+        Without `replace`, an artifact that the store has already is not uploaded.
+        """
         stored = None
         if not replace:
             with suppress(ArtifactError):

@@ -1,4 +1,9 @@
-"""The MLflow run of one stage, a child of the run of the pipeline."""
+"""The MLflow run of one stage, a child of the run of the pipeline, and the data of the stage.
+
+The data that stages read and make are MLflow data sets. Equal digests connect a training run with
+the runs that made its data. MLflow knows data sets as inputs only, so a run that makes data has
+them as inputs, too; the context tells the difference.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
-from rlhf_pipeline.tracking.lineage import log_data_read, log_result
 from rlhf_pipeline.tracking.store import (
     DRIVER_TAG,
     FINGERPRINT_TAG,
@@ -23,8 +30,7 @@ from rlhf_pipeline.tracking.store import (
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
-
+    from mlflow.entities import DatasetInput, Run
 
 DESCRIPTION_TAG = "mlflow.note.content"
 """MLflow shows this tag as the description of a run."""
@@ -70,14 +76,17 @@ class ChildRun:
             self.end, self.is_open = None, False
 
     def _open(self, client: MlflowClient, parent: str) -> Run:
-        """Resume the unfinished run of the recipe, or create one."""
+        """Open the run of this stage again, or the unfinished one of the recipe, or create one.
+
+        The run of this stage may be closed already: the store failed after that.
+        """
         run, self._logged = self.run, {}
-        self.run_id = unfinished = find_run(client, run.fingerprint, finished=False)
-        if unfinished is not None:
-            client.update_run(unfinished, status="RUNNING")
-            client.set_tag(unfinished, "mlflow.parentRunId", parent)
-            client.set_tag(unfinished, DRIVER_TAG, this_process())
-            return client.get_run(unfinished)
+        self.run_id = self.run_id or find_run(client, run.fingerprint, finished=False)
+        if self.run_id is not None:
+            client.update_run(self.run_id, status="RUNNING")
+            client.set_tag(self.run_id, "mlflow.parentRunId", parent)
+            client.set_tag(self.run_id, DRIVER_TAG, this_process())
+            return client.get_run(self.run_id)
         records = read_json_lines(run.metrics_file)
         opened = client.create_run(
             experiment_id(client),
@@ -185,3 +194,72 @@ def parameters(config: dict[str, Any], seed: int) -> dict[str, str]:
 def truncate(value: str, length: int) -> str:
     """Cut a value to the length that MLflow accepts, with an ellipsis; job.json has all of it."""
     return value if len(value) <= length else value[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def log_data_read(client: MlflowClient, run_id: str, run: StageRun) -> None:
+    """Log the inputs that are data: records of sources, and folders of the split."""
+    contexts = {
+        "source": "source",
+        "split": "evaluation" if run.stage.startswith("evaluate") else "training",
+    }
+    read = []
+    for name, path in run.inputs.items():
+        artifact = artifact_of(path)
+        maker = None if artifact is None else Manifest.read(artifact).stage
+        if maker in contexts:
+            read.append(_data_set(path, run.digests[name], contexts[maker]))
+    client.log_inputs(run_id, read)
+
+
+def log_result(client: MlflowClient, run_id: str, run: StageRun) -> None:
+    """Log the data that a finished stage made, and its report and figures as artifacts.
+
+    Each folder of the data is a data set too. Artifacts that the run has are not logged again.
+    """
+    context = {"source": "source", "split": "prepared"}.get(run.stage)
+    if context is not None:
+        folders = sorted(path for path in run.export.iterdir() if path.is_dir())
+        made = [_data_set(path, content_digest(path), context) for path in (run.export, *folders)]
+        client.log_inputs(run_id, made)
+    reports = sorted([*run.export.glob("report.md"), *run.export.glob("*.png")])
+    logged = {file.path for file in client.list_artifacts(run_id)} if reports else set()
+    for report in reports:
+        if report.name not in logged:
+            client.log_artifact(run_id, str(report))
+
+
+def _data_set(path: Path, digest: str, context: str) -> DatasetInput:
+    """An artifact of a source or of the split, or a folder of it: equal in every run."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+    from mlflow.utils.validation import MAX_DATASET_DIGEST_SIZE
+
+    artifact = artifact_of(path)
+    assert artifact is not None
+    manifest = Manifest.read(artifact)
+    folder = path.relative_to(artifact).as_posix() if path != artifact else ""
+    if manifest.stage == "source":
+        name = SourceConfig.model_validate(manifest.config["source"]).label()
+    else:
+        name = f"split/{folder}".rstrip("/")
+    location = {
+        "uri": str(path.resolve()),
+        "stage": manifest.stage,
+        "fingerprint": manifest.fingerprint,
+    }
+    return DatasetInput(
+        Dataset(
+            name,
+            digest[:MAX_DATASET_DIGEST_SIZE],
+            source_type="local",
+            source=json.dumps(location),
+            profile=json.dumps(_metrics(manifest, folder)),
+        ),
+        tags=[InputTag(MLFLOW_DATASET_CONTEXT, context)],
+    )
+
+
+def _metrics(manifest: Manifest, folder: str) -> dict[str, float]:
+    prefix = f"{folder}_" if folder else ""
+    metrics = ((name.partition("/")[2], value) for name, value in manifest.metrics.items())
+    return {name.removeprefix(prefix): x for name, x in metrics if name.startswith(prefix)}

@@ -19,8 +19,13 @@ from rlhf_pipeline.evaluation.report import verdict
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
-from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate
-from rlhf_pipeline.tracking.lineage import log_result
+from rlhf_pipeline.tracking.child_run import (
+    DESCRIPTION_TAG,
+    TAG_LENGTH,
+    ChildRun,
+    log_result,
+    truncate,
+)
 from rlhf_pipeline.tracking.store import (
     DRIVER_TAG,
     VERDICT_TAG,

@@ -209,30 +209,26 @@ def register(
         _create_model(client, model)
         policies = {Manifest.read(policy.folder).stage: policy for policy in (sft, candidate)}
         runs = {stage: _training_run(client, policy) for stage, policy in policies.items()}
-        versions = {
-            stage: _version(client, model, policy, runs[stage])
-            for stage, policy in policies.items()
-        }
+        versions = {}
         for stage, policy in policies.items():
+            versions[stage] = _version(client, model, policy, runs[stage])
             _log_evaluation(client, runs[stage], policy.metrics)
             _describe(client, model, versions[stage], policy)
-        version = versions[Manifest.read(candidate.folder).stage]
-        aliases = _aliases(client, model)
-        present = aliases.get(CHAMPION)
+        baseline, version = versions.values()
+        present = _aliases(client, model).get(CHAMPION)
         tags = client.get_model_version(model, version).tags
         if present == version and VERDICT_TAG in tags:
             verdict = json.loads(tags[VERDICT_TAG])
         else:
             verdict = judged(count_try(client, model, version, test_set)).record()
             client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict))
-        moves = {"never": False, "gate": not verdict["refusals"], "always": True}[promote]
-        if moves and present not in (beaten, version) and not _same(client, model, present, tags):
-            raise StageError(
-                f"version {present} of {model} became the champion during this run, after version "
-                f"{version} was compared with {f'version {beaten}' if beaten else 'none'}. Fix: "
-                "repeat the `kedro run`; it reuses finished stages"
-            )
-        aliases = _move_aliases(client, model, *versions.values(), promote=moves)
+        moved = {"sft-baseline": baseline, "candidate": version}
+        if {"never": False, "gate": not verdict["refusals"], "always": True}[promote]:
+            _expect_beaten(client, model, present, beaten, version)
+            moved[CHAMPION] = version
+        for alias, number in moved.items():
+            client.set_registered_model_alias(model, alias, number)
+        aliases = _aliases(client, model)
     except MlflowException as error:
         store = without_secrets(client.tracking_uri)
         raise StageError(
@@ -240,8 +236,8 @@ def register(
             "policies are trained. Fix: when the store answers, repeat the `kedro run`; it reuses "
             "finished stages"
         ) from None  # the error itself can contain the store's password
-    promoted = aliases.get(CHAMPION) == version
     digests = {stage: content_digest(policy.folder) for stage, policy in policies.items()}
+    promoted = aliases.get(CHAMPION) == version
     return Registration(model, versions, runs, digests, aliases, promoted, verdict)
 
 
@@ -270,18 +266,7 @@ def _create_model(client: MlflowClient, model: str) -> None:
             raise
 
 
-def _move_aliases(
-    client: MlflowClient, model: str, baseline: str, candidate: str, *, promote: bool
-) -> dict[str, str]:
-    moved = {"sft-baseline": baseline, "candidate": candidate}
-    moved |= {CHAMPION: candidate} if promote else {}
-    for alias, version in moved.items():
-        client.set_registered_model_alias(model, alias, version)
-    return _aliases(client, model)
-
-
 def _aliases(client: MlflowClient, model: str) -> dict[str, str]:
-    """Every alias of the model with its version."""
     aliases = client.get_registered_model(model).aliases
     return {alias: str(version) for alias, version in aliases.items()}
 
@@ -319,12 +304,22 @@ def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> s
     return str(created.version)
 
 
-def _same(client: MlflowClient, model: str, version: str | None, tags: dict[str, str]) -> bool:
-    """Whether a version has the content of one with these tags."""
-    if version is None:
-        return False
-    content: str | None = client.get_model_version(model, version).tags.get(DIGEST_TAG)
-    return content == tags[DIGEST_TAG]
+def _expect_beaten(
+    client: MlflowClient, model: str, present: str | None, beaten: str | None, version: str
+) -> None:
+    """Raise StageError if the present champion is neither beaten nor the candidate, by content."""
+    if present in (beaten, version):
+        return
+    contents = [
+        None if number is None else client.get_model_version(model, number).tags.get(DIGEST_TAG)
+        for number in (present, version)
+    ]
+    if contents[0] != contents[1]:
+        raise StageError(
+            f"version {present} of {model} became the champion during this run, after version "
+            f"{version} was compared with {f'version {beaten}' if beaten else 'none'}. Fix: "
+            "repeat the `kedro run`; it reuses finished stages"
+        )
 
 
 def _describe(client: MlflowClient, model: str, version: str, policy: Policy) -> None:

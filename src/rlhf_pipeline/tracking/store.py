@@ -1,3 +1,5 @@
+"""The MLflow store: its address, its experiment, the run of a recipe, and the ends of runs."""
+
 from __future__ import annotations
 
 import json
@@ -30,7 +32,7 @@ STAGE_TAG = "rlhf.stage"
 VERDICT_TAG = "rlhf.verdict"
 ARTIFACTS = "mlartifacts"
 UNSENT = "unsent_ends.jsonl"
-"""File of the ends of runs that the store does not have."""
+"""File with the ends of runs that the store has not received."""
 SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
 """Kinds of stores that MLflow has without plugins."""
 

@@ -1,13 +1,11 @@
 """A plan predicts what each stage would do and why, and launches nothing."""
 
-import json
 import os
 
 import pytest
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.cache.planning import EARLIER_FORM, Planner, recipe_changes
-from rlhf_pipeline.stages.cache.workspace import RECIPE, recipe_lock
 from rlhf_pipeline.stages.run import StageRunner
 
 RECORDED = {
@@ -46,14 +44,11 @@ def ppo(**changes):
         (ppo(lora={"rank": 8}), ['ppo.lora null -> {"rank": 8}']),
         (ppo(rewards=[{"weight": 1.0}, {"weight": 3.0}]), ["ppo.rewards.1.weight 2.0 -> 3.0"]),
         (
-            ppo(rewards=[{"weight": 1.0}, {"weight": 2.0}, {"weight": 1.0, "callable": "my.py:f"}]),
-            [
-                "ppo.rewards [weight 1.0, weight 2.0] -> "
-                "[weight 1.0, weight 2.0, weight 1.0 callable my.py:f]"
-            ],
+            ppo(rewards=[{"weight": 1.0}, {"weight": 2.0}, {"name": None, "callable": "my.py:f"}]),
+            ['ppo.rewards.2 null -> {"callable": "my.py:f"}'],
         ),
-        (ppo(rewards=[]), ["ppo.rewards [weight 1.0, weight 2.0] -> []"]),
-        (ppo(steps=list(range(30))), ["ppo.steps 8 -> [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11..."]),
+        (ppo(rewards=[{"weight": 1.0}]), ['ppo.rewards.1 {"weight": 2.0} -> null']),
+        (ppo(steps=list(range(30))), [f"ppo.steps 8 -> {str(list(range(30)))[:57]}..."]),
         (new(seed=7), ["seed 1 -> 7"]),
         (new(processes=4), ["processes 2 -> 4"]),
         (new(versions={"torch": "2.14", "numpy": "2.4.0"}), ["torch 2.13.0 -> 2.14"]),
@@ -80,33 +75,9 @@ def test_a_pending_input_is_not_a_change():
     ]
 
 
-@pytest.mark.parametrize("form", [{}, {"form": 1}], ids=["none", "earlier"])
-def test_recipes_of_different_forms_are_not_compared(form):
-    other = {name: value for name, value in RECORDED.items() if name != "form"} | form
-    other["config"] = {"ppo": {"renamed": 8}}
-    assert recipe_changes(other, new(seed=7), pending=()) == [EARLIER_FORM]
-
-
-def test_a_recipe_of_an_earlier_form_may_lack_every_field():
-    assert recipe_changes({}, RECORDED, pending=()) == [EARLIER_FORM]
-
-
-def test_reward_sources_are_told_apart_by_what_they_do_not_share():
-    trained = {"weight": 1.0, "name": None, "model": "trained"}
-    mine = {"weight": 1.0, "name": None, "callable": "my_rewards.py:correct"}
-    old = new(config={"ppo": {"rewards": [trained]}})
-    changed = new(config={"ppo": {"rewards": [mine, trained]}})
-    assert recipe_changes(old, changed, pending=()) == [
-        "ppo.rewards [model trained] -> [callable my_rewards.py:correct, model trained]"
-    ]
-
-
-@pytest.mark.parametrize(("old", "shown"), [([], "[]"), (None, "null"), ("a", "a")])
-def test_the_first_block_of_a_list_is_shown(old, shown):
-    judge = {"weight": 1.0, "name": None, "callable": "my_judges.py:brief"}
-    changed = new(config={"evaluate": {"judges": [judge]}})
-    found = recipe_changes(new(config={"evaluate": {"judges": old}}), changed, pending=())
-    assert found == [f"evaluate.judges {shown} -> [weight 1.0 callable my_judges.py:brief]"]
+@pytest.mark.parametrize("old", [{}, RECORDED | {"form": 1, "config": {"ppo": {"renamed": 8}}}])
+def test_recipes_of_different_forms_are_not_compared(old):
+    assert recipe_changes(old, new(seed=7), pending=()) == [EARLIER_FORM]
 
 
 @pytest.fixture
@@ -133,12 +104,9 @@ def forget_users(drill):
         file.unlink()
 
 
-def test_a_plan_creates_nothing(drill, plan):
+def test_a_plan_creates_nothing_and_finds_a_finished_stage(drill, plan):
     assert plan() == ("run", "never run here")
     assert not (drill.root / "workspace").exists()
-
-
-def test_a_finished_stage_is_found_and_a_changed_parameter_is_reported(drill, plan):
     export = drill.run()
     stage = planned(drill, drill.job())
     assert (stage.run.cached, stage.run.export) == (True, export)
@@ -204,20 +172,3 @@ def test_a_stage_downstream_of_a_pending_one_may_run(drill):
         "run",
         ("downstream of drill", "drill.value 1 -> 3"),
     )
-
-
-def test_a_stage_in_use_by_another_process_is_reported(drill, plan):
-    drill.order("fail")
-    with pytest.raises(StageError):
-        drill.run()
-    (directory,) = (drill.root / "workspace" / "drill").iterdir()
-    with recipe_lock(directory):
-        assert plan()[1].startswith("in use by process ")
-
-
-def test_a_recipe_of_an_earlier_form_is_reported_in_one_sentence(drill, plan):
-    recipe_file = drill.run().parent / RECIPE
-    recipe = json.loads(recipe_file.read_text())
-    del recipe["form"]
-    recipe_file.write_text(json.dumps(recipe | {"config": {"drill": {"renamed": 1}}}))
-    assert plan(value=2) == ("run", EARLIER_FORM)

@@ -3,11 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import textwrap
-import threading
-import time
-from contextlib import suppress
 
 import psutil
 import pytest
@@ -20,12 +16,7 @@ from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.job import Job, StageSpec
 from rlhf_pipeline.stages.launch import launcher
 from rlhf_pipeline.stages.launch.launcher import _let_save, _signals_raise
-from rlhf_pipeline.stages.launch.node_program import kill_group
-from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.run import StageRunner
-
-IGNORES_TERM = "trap '' TERM; sleep 900 & trap 'echo asked' TERM; echo ready; wait; wait"
-"""Says that it is ready, and that it got the signal; its child ignores the signal."""
 
 PROGRAM = """
 import json, os, signal, time
@@ -180,47 +171,6 @@ def test_a_warning_says_why_a_signal_is_not_obeyed_at_once(monkeypatch, caplog):
         "stage sft: the ranks finish their step and write a checkpoint, for at most 120 s "
         "(launch.grace_s); a second Ctrl-C kills them"
     )
-
-
-def test_a_second_signal_kills_the_program_at_once(tmp_path):
-    process = subprocess.Popen(
-        ["sh", "-c", IGNORES_TERM], stdout=subprocess.PIPE, start_new_session=True, text=True
-    )
-    (tmp_path / "heartbeats").mkdir()
-    heartbeat = json.dumps({"rank": 0, "pid": process.pid})
-    (tmp_path / "heartbeats" / "rank0.json").write_text(heartbeat)
-
-    def interrupt_again():
-        if process.stdout.readline() == "asked\n":  # else the program has been killed
-            os.kill(os.getpid(), signal.SIGINT)
-
-    again = threading.Thread(target=interrupt_again)
-    try:
-        assert process.stdout.readline() == "ready\n"
-        start = time.monotonic()
-        with _signals_raise(), pytest.raises(Interrupted, match="SIGINT"):
-            again.start()
-            try:
-                _let_save(Ranks(tmp_path, 1, None), "toy", 200.0)
-            finally:
-                kill_group(process)
-        assert time.monotonic() - start < 200
-        assert process.returncode == -signal.SIGKILL
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        again.join()
-
-
-def test_a_closed_terminal_interrupts_the_driver():
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest itself may run under nohup
-    try:
-        with pytest.raises(Interrupted, match="SIGHUP"), _signals_raise():
-            os.kill(os.getpid(), signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_closed_terminal_is_ignored_under_nohup():

@@ -4,30 +4,32 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.stages.cache.fingerprint import recipe
 from rlhf_pipeline.stages.cache.planning import recipe_changes
 from rlhf_pipeline.stages.job import Job, StageSpec
-from rlhf_pipeline.stages.launch.launcher import _program
 from rlhf_pipeline.stages.launch.node_program import ALLOCATOR, NodeProgram
+
+DETERMINISTIC = ("RLHF_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
 
 
 @pytest.fixture
 def environment(nvidia_smi, monkeypatch, tmp_path):
     """The environment of two ranks on sixteen cores, with that many GPUs."""
-    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS", *ALLOCATOR):
+    unset = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS")
+    for name in (*unset, *ALLOCATOR, *DETERMINISTIC):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
 
-    def make(gpus, **variables):
+    def make(gpus, deterministic=False, **variables):
         nvidia_smi(gpus)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return NodeProgram("program", str(tmp_path), ranks=2).environment
+        return NodeProgram(
+            "program", str(tmp_path), ranks=2, deterministic=deterministic
+        ).environment
 
     return make
 
@@ -39,15 +41,12 @@ def test_programs_of_this_python_are_found_without_an_activated_environment(envi
     assert shutil.which("ninja", path=path) == str(Path(sys.executable).with_name("ninja"))
 
 
-@pytest.mark.parametrize("gpus", [0, 2])
-def test_the_ranks_share_the_cores_unless_the_user_says_how_many_threads(environment, gpus):
-    assert environment(gpus)["OMP_NUM_THREADS"] == "8"
-    assert environment(gpus, OMP_NUM_THREADS="3")["OMP_NUM_THREADS"] == "3"
-
-
-def test_memory_of_gpus_grows_in_segments(environment):
+def test_the_ranks_share_cores_and_memory_unless_the_user_says_otherwise(environment):
+    """Memory of a GPU grows in segments."""
     assert ALLOCATOR[0] not in environment(0)
+    assert environment(0)["OMP_NUM_THREADS"] == "8"
     assert environment(2)[ALLOCATOR[0]] == "expandable_segments:True"
+    assert environment(2, OMP_NUM_THREADS="3")["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
@@ -57,24 +56,15 @@ def test_the_allocator_has_the_options_of_the_user(environment, name):
     assert {key: found[key] for key in ALLOCATOR if key in found} == own
 
 
-VARIABLES = ("RLHF_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch):
-    for name in (*VARIABLES, "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize(
     "gpus, deterministic, expected",
     [(2, True, ["1", ":4096:8"]), (2, False, [None, None]), (0, True, [None, None])],
 )
-def test_the_environment_of_ranks(nvidia_smi, tmp_path, gpus, deterministic, expected):
-    nvidia_smi(gpus)
-    run, config = SimpleNamespace(directory=tmp_path), LaunchConfig(deterministic=deterministic)
-    program = _program(StageSpec("sft", "program"), run, config)
-    assert [program.environment.get(name) for name in VARIABLES] == expected
+def test_ranks_on_gpus_repeat_their_results_if_they_are_told_to(
+    environment, gpus, deterministic, expected
+):
+    found = environment(gpus, deterministic)
+    assert [found.get(name) for name in DETERMINISTIC] == expected
 
 
 def test_it_is_part_of_the_recipe_of_ranks_if_it_is_true():

@@ -29,7 +29,8 @@ def hostfile(tmp_path):
 
     def write(text, **fields):
         file = tmp_path / "hosts"
-        file.write_text(text)
+        if text is not None:
+            file.write_text(text)
         return LaunchConfig(mode="hostfile", hostfile=str(file), **fields)
 
     return write
@@ -49,17 +50,12 @@ def test_a_hostfile_gives_hosts_and_ranks(hostfile):
         ("gpu-1 8\n", "found 'gpu-1 8' in line 1 of .*, expected a host and its ranks"),
         ("a slots=1\na slots=1\n", "found a twice in"),
         ("a slots=1\n", "found 1 hosts in .*, expected at least 2"),
+        (None, "found no file"),
     ],
 )
 def test_a_hostfile_with_a_fault_is_refused(hostfile, text, message):
     with pytest.raises(ConfigError, match=rf"launch.hostfile: {message}"):
         node_layout(hostfile(text), gpus=1)
-
-
-def test_a_missing_hostfile_is_refused(tmp_path):
-    config = LaunchConfig(mode="hostfile", hostfile=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"launch\.hostfile: found no file"):
-        node_layout(config, gpus=1)
 
 
 def test_a_stray_hostfile_and_stray_variables_are_never_read(monkeypatch):
@@ -108,7 +104,7 @@ def test_a_configured_port_is_used_and_any_other_is_free():
 @pytest.fixture
 def machine(monkeypatch, nvidia_smi):
     """Makes a machine of that many GPUs and sets environment variables of the launch."""
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "DS_ACCELERATOR"):
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
 
     def make(gpus, **variables):
@@ -130,10 +126,6 @@ def machine(monkeypatch, nvidia_smi):
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, []),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
         ({"CUDA_VISIBLE_DEVICES": ""}, []),
-        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_GPUS": "2,3"}, ["0", "1"]),
-        ({"SLURM_JOB_GPUS": "2,3"}, ["2", "3"]),
-        ({"SLURM_JOB_GPUS": "2,3", "SLURM_STEP_GPUS": "3"}, ["3"]),
-        ({"SLURM_JOB_GPUS": "4,5,6,7"}, ["0", "1", "2", "3"]),  # the others are hidden
         ({"CUDA_VISIBLE_DEVICES": "0,1", "DS_ACCELERATOR": "cpu"}, []),
     ],
 )
@@ -164,12 +156,9 @@ def test_a_broken_driver_is_reported(machine):
         gpu_count()
 
 
-def test_a_driver_without_devices_is_not_a_fault(machine):
+def test_each_rank_gets_a_gpu_and_without_one_all_are_hidden(machine):
     machine(0)
     assert gpu_count() == 0
-
-
-def test_each_rank_gets_a_gpu_and_without_one_all_are_hidden(machine):
     machine(4)
     assert rank_devices(2) == ["0", "1"]
     machine(4, CUDA_VISIBLE_DEVICES="")

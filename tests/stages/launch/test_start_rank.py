@@ -84,9 +84,7 @@ def test_a_machine_without_the_drivers_files_is_named_with_the_fix(start, tmp_pa
     assert not (tmp_path / "errors").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("python", "3.8"), ("code", "0" * 12), ("torch", "1.0")]
-)
+@pytest.mark.parametrize(("name", "value"), [("code", "0" * 12), ("torch", "1.0")])
 def test_a_machine_with_another_installation_reports_it(start, plan, tmp_path, name, value):
     plan["installation"][name] = value
     done, _ = start(RANK="9", LOCAL_RANK="0")

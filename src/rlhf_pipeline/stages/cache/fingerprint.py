@@ -1,5 +1,5 @@
-"""The fingerprint of a run. Equal fingerprints give equal results (docs/cache.md says where bit
-for bit): finished ones are reused.
+"""The fingerprint of a run. Runs with equal fingerprints have equal results (docs/cache.md says
+where bit for bit), so a finished one is reused.
 
 A recipe contains what can change a result: parameters except operational ones, inputs by content,
 library versions, seed, number of ranks, and the code that the program imports. It contains neither

@@ -163,49 +163,26 @@ def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """`ppo.kl.coef 0.1 -> 0.2`, for each value that differs."""
+    """`ppo.kl.coef 0.1 -> 0.2`, for each value that differs; entries of lists are numbered."""
     for name in dict.fromkeys([*new, *old]):
-        if not _differ(name, old, new):
-            continue
         before, after = old.get(name), new.get(name)
+        if isinstance(before, list) and isinstance(after, list):
+            before, after = (dict(enumerate(each)) for each in (before, after))
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from _changes(before, after, f"{place}{name}.")
-        elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-            yield from _changes(_numbered(before), _numbered(after), f"{place}{name}.")
-        else:
-            yield f"{place}{name} {_shown(before, after)} -> {_shown(after, before)}"
+        elif before != after:
+            yield f"{place}{name} {_shown(before)} -> {_shown(after)}"
 
 
-def _shown(value: Any, other: Any) -> str:
-    """A value. A list of blocks is shown without what all blocks of both lists share."""
-    own, others = (each if isinstance(each, list) else [] for each in (value, other))
-    if not own or not all(isinstance(block, Mapping) for block in own + others):
-        return _value(value)
-    fields = [set(map(_field, block.items())) for block in own + others]
-    shared = {""} | (set.intersection(*fields) if others else set())
-    texts = [" ".join(t for t in map(_field, each.items()) if t not in shared) for each in own]
-    return f"[{', '.join(texts)}]"
-
-
-def _field(item: tuple[str, Any]) -> str:
-    return "" if item[1] is None else f"{item[0]} {_value(item[1])}"
-
-
-def _numbered(values: list[Any]) -> dict[str, Any]:
-    return {str(index): value for index, value in enumerate(values)}
-
-
-def _differ(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return (name in old, old.get(name)) != (name in new, new.get(name))
-
-
-def _value(value: Any, longest: int = 40) -> str:
+def _shown(value: Any, longest: int = 60) -> str:
+    if isinstance(value, Mapping):
+        value = {name: item for name, item in value.items() if item is not None}
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    return [name for name in sorted(old.keys() | new.keys()) if _differ(name, old, new)]
+    return [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
 
 
 def _fate(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:

@@ -2,7 +2,7 @@
 
     <workspace>/<stage>/<fingerprint>      the first attempt; resumed until it is finished
                         <fingerprint>.2    a later attempt: a finished stage was forced to run again
-                        <attempt>/<name>.damaged-<time>     what was found damaged, for `clean`
+                        <attempt>/<name>.damaged-<time>     a damaged folder, which `clean` removes
     <workspace>/.locks/<stage>-<fingerprint>.lock, .json    lock of the recipe and its owner
     <workspace>/champions/<digest>         a version of the model registry, from an MLflow server
 
@@ -13,19 +13,16 @@ one waits and reports the process that it waits for.
 
 import json
 import logging
-import os
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
-from rlhf_pipeline.errors import ArtifactError, StageError, printable
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.heartbeat import machine
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
@@ -161,32 +158,6 @@ def _report_holder(first_attempt: Path, *, wait: bool) -> None:
     )
 
 
-def await_programs(directory: Path) -> None:
-    """Wait until no program of this user works in a directory.
-
-    The programs of a killed driver outlive the driver and its lock by a few seconds. A program may
-    also have been started by hand.
-    """
-    reported = False
-    while found := list(_programs(str(directory / "job.json"))):
-        if not reported:
-            logger.warning(
-                "process %s (%s) still works in %s; waiting until it ends", *found[0], directory
-            )
-        reported = True
-        time.sleep(0.2)
-
-
-def _programs(job: str) -> Iterator[tuple[int, str]]:
-    for process in psutil.process_iter(["cmdline", "uids"]):
-        command, uids = process.info["cmdline"] or [], process.info["uids"]
-        at = next((i for i, word in enumerate(command) if word in ("-m", "--module")), None)
-        if at is None or "python" not in Path(command[0]).name or uids.real != os.getuid():
-            continue
-        if job in command[at + 2 :]:
-            yield process.pid, printable(f"python {shlex.join(command[at:])}")
-
-
 def user(first_attempt: Path) -> str | None:
     """The process that last locked the recipe, and since when, in words; None if it has ended."""
     try:
@@ -201,6 +172,6 @@ def user(first_attempt: Path) -> str | None:
 
 
 def _file(first_attempt: Path) -> Path:
-    """The lock file; outside the work directories, which may be removed during a wait."""
+    """The lock file. It is outside the work directories, which may be removed during a wait."""
     stage = first_attempt.parent
     return stage.parent / ".locks" / f"{stage.name}-{first_attempt.name}.lock"

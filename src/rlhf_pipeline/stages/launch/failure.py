@@ -59,9 +59,6 @@ class Attempt:
     stuck: str | None = None
     """The watchdog's report of the rank that hangs."""
     seconds: float = 0.0
-    kernel_kills: int | None = None
-    """Processes on all nodes that the kernel killed for lack of memory during the launch.
-    None: unknown."""
 
 
 def stage_error(attempt: Attempt) -> StageError:
@@ -73,7 +70,7 @@ def stage_error(attempt: Attempt) -> StageError:
             "repeat the command; the stage starts from its first step"
         )
     reason, status = _cause(attempt)
-    hint = find_hint(reason, status, attempt.kernel_kills)
+    hint = find_hint(reason, status)
     lines = [f"stage {run.stage} failed after {attempt.seconds:.0f} s ({_end(attempt)})"]
     if hint is not None:
         launch = attempt.config.model_dump(mode="json") | {"processes": attempt.ranks.processes}
@@ -128,18 +125,6 @@ def is_full(directory: Path) -> bool:
     except OSError as error:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return False
-
-
-def kernel_kills() -> int | None:
-    """Processes that the kernel has killed for lack of memory since boot, in any container.
-
-    None: unknown.
-    """
-    try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return None if found is None else int(found[1])
 
 
 def _cause(attempt: Attempt) -> tuple[str, int | None]:
@@ -262,9 +247,7 @@ def _end(attempt: Attempt) -> str:
         return "exit code 0 but no manifest"
     if code < 0:
         return f"{_signal(-code)} to the launcher"
-    is_deepspeeds = code > 256 - 32 and attempt.ranks.pulse is None
-    by_signal = f", DeepSpeed's for {_signal(256 - code)}" if is_deepspeeds else ""
-    return f"exit code {code}{by_signal}"
+    return f"exit code {code}"
 
 
 def _signal(number: int) -> str:

@@ -14,8 +14,7 @@ from typing import Any
 
 from rlhf_pipeline.config.block import leaves
 
-GPU_MEMORY, CPU_MEMORY, PORT = "GPU memory", "main memory", "port in use"
-DISK_FULL = "disk full"
+GPU_MEMORY, CPU_MEMORY, DISK_FULL = "GPU memory", "main memory", "disk full"
 
 TOKENS = "micro_batch_tokens"
 MICRO_BATCHES = (TOKENS, "batch_size_per_gpu")
@@ -39,15 +38,6 @@ class Hint:
     """Regular expressions for the failing rank's reason."""
     signal: str = ""
     """Name of the signal that ended a rank."""
-    requires_zero_kernel_kills: bool = False
-    """True: applies only if the kernel killed no process for lack of memory during the launch."""
-
-    def applies(self, reason: str, status: int | None, kernel_kills: int | None) -> bool:
-        """Whether this is the failure; the arguments are those of `find_hint`."""
-        if self.patterns:
-            return re.search("|".join(self.patterns), reason) is not None
-        ended_by_it = status == -Signals[self.signal]
-        return ended_by_it and (kernel_kills == 0 or not self.requires_zero_kernel_kills)
 
 
 HINTS = [
@@ -63,18 +53,20 @@ FOLLOW_UP = re.compile(
 """What a rank reports when it lost a peer: never the first cause."""
 
 
-def find_hint(
-    reason: str, status: int | None = None, kernel_kills: int | None = None
-) -> Hint | None:
+def find_hint(reason: str, status: int | None = None) -> Hint | None:
     """The known failure behind a rank's end.
 
     Args:
         reason: the reason that the rank left.
         status: exit status of a rank that left none, the negative number of a signal.
-        kernel_kills: processes on the whole machine that the kernel killed for lack of memory
-            during the launch. None: unknown.
     """
-    return next((hint for hint in HINTS if hint.applies(reason, status, kernel_kills)), None)
+
+    def applies(hint: Hint) -> bool:
+        if hint.patterns:
+            return re.search("|".join(hint.patterns), reason) is not None
+        return status == -Signals[hint.signal]
+
+    return next(filter(applies, HINTS), None)
 
 
 def advice(hint: Hint, parameters: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import Interrupted, StageError
+from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.manifest import NAME
@@ -21,14 +21,7 @@ from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.stages.job import StageSpec
-from rlhf_pipeline.stages.launch.failure import (
-    Attempt,
-    causes,
-    kernel_kills,
-    logged_cause,
-    stage_error,
-)
-from rlhf_pipeline.stages.launch.hints import PORT
+from rlhf_pipeline.stages.launch.failure import Attempt, causes, logged_cause, stage_error
 from rlhf_pipeline.stages.launch.node_program import (
     ClusterProgram,
     NodeProgram,
@@ -52,38 +45,38 @@ STACKS_S = 1.0
 def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     """Run a stage's program to its end, passing its metrics to the listener as they appear.
 
-    Success is exit code 0 *and* a manifest. If another program takes the picked port first, the
-    stage is launched once more on another port.
+    Success is exit code 0 *and* a manifest. At the end, all processes of the program are ended. If
+    every rank has finished, this function does not wait for DeepSpeed's launcher, which takes one
+    or two more seconds to notice.
 
     Raises:
         StageError: the program failed or hung.
         Interrupted: INT, TERM or HUP reached this process.
     """
-    try:
-        _launch_once(spec, run, context)
-    except StageError as error:
-        if error.cause != PORT or context.launch.master_port is not None:
-            raise
-        logger.warning(
-            "stage %s: another program took the picked port; launching on another port", run.stage
-        )
-        _launch_once(spec, run, context)
-
-
-def _launch_once(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
         shutil.rmtree(run.directory / folder, ignore_errors=True)
-    config = context.launch
-    start, kills_before = time.monotonic(), kernel_kills()
+    config, start = context.launch, time.monotonic()
     program = _program(spec, run, config)
     pulse = program.pulse if isinstance(program, ClusterProgram) else None
     hang_timeout_s = config.hang_timeout_s if spec.distributed else None
     ranks = Ranks(run.directory, program.ranks, hang_timeout_s, pulse)
-    attempt = _supervise(Attempt(run, config, program.command, ranks), program, context.listener)
-    if attempt.code != 0 or not (run.export / NAME).is_file():
-        kills = None if kills_before is None else (kernel_kills() or 0) - kills_before
+    with _signals_raise(), program.running() as process:
+        tail = _MetricsTail(run, context.listener)
+        try:
+            stuck = _follow(process, ranks, tail, config)
+            code = 0 if ranks.finished else process.poll()
+            # On several machines, it ends as soon as one of them has failed.
+            orphaned = code is not None and bool(ranks.alive) and ranks.pulse is None
+        except BaseException:  # a signal to this process, or an error of a listener
+            _let_save(ranks, run.stage, config.grace_s)
+            raise
+        finally:
+            kill_group(process)
+            tail.forward()
+    if code != 0 or not (run.export / NAME).is_file():
         seconds = time.monotonic() - start
-        raise stage_error(replace(attempt, seconds=seconds, kernel_kills=kills))
+        attempt = Attempt(run, config, program.command, ranks, code, orphaned, stuck, seconds)
+        raise stage_error(attempt)
 
 
 def _program(spec: StageSpec, run: StageRun, config: LaunchConfig) -> NodeProgram:
@@ -95,29 +88,6 @@ def _program(spec: StageSpec, run: StageRun, config: LaunchConfig) -> NodeProgra
     if len(layout.ranks) > 1:
         return on_several_machines(program, config, layout)
     return replace(program, port=free_port(config.master_port))
-
-
-def _supervise(attempt: Attempt, program: NodeProgram, listener: StageListener) -> Attempt:
-    """Start a program, follow it, end all its processes; return how it ended.
-
-    If every rank has finished, this function does not wait for DeepSpeed's launcher, which takes
-    one or two more seconds to notice.
-    """
-    run, ranks = attempt.run, attempt.ranks
-    with _signals_raise(), program.running() as process:
-        tail = _MetricsTail(run, listener)
-        try:
-            stuck = _follow(process, ranks, tail, attempt.config)
-            code = 0 if ranks.finished else process.poll()
-            # On several machines, it ends as soon as one of them has failed.
-            orphaned = code is not None and bool(ranks.alive) and ranks.pulse is None
-        except BaseException:  # a signal to this process, or an error of a listener
-            _let_save(ranks, run.stage, attempt.config.grace_s)
-            raise
-        finally:
-            kill_group(process)
-            tail.forward()
-    return replace(attempt, code=code, stuck=stuck, orphaned=orphaned)
 
 
 def _follow(

@@ -30,7 +30,7 @@ from rlhf_pipeline.stages.launch.resources import (
     rank_devices,
     search_path,
 )
-from rlhf_pipeline.stages.processes import guarded, process_identity, start
+from rlhf_pipeline.stages.processes import KILLED_S, guarded, process_identity, start
 
 PLAIN = re.compile(r"[\w@+=:,./-]+")
 """A path that no shell and no launcher changes."""
@@ -41,8 +41,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """Names of the variable that configures torch's allocator of GPU memory."""
 LOG = "program.log"
 """The file with the output of all processes, in the work directory."""
-KILLED_S = 5.0
-"""Seconds that killed processes have to disappear."""
 POLL_S = 0.05
 
 
@@ -195,7 +193,7 @@ class ClusterProgram(NodeProgram):
     config: LaunchConfig
     layout: Layout
     pulse: Pulse
-    """What the ranks follow."""
+    """The pulse that the ranks follow."""
 
     @property
     def command(self) -> list[str]:

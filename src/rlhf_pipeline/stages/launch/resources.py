@@ -19,9 +19,6 @@ HOST = re.compile(r"(\S+)\s+slots=(\d+)")
 
 GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 """A GPU in CUDA_VISIBLE_DEVICES; the name of a MIG instance may contain slashes."""
-SLURM_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
-"""Variables with the numbers of the GPUs that SLURM has allocated, for a job that lost
-CUDA_VISIBLE_DEVICES."""
 
 
 def gpu_count() -> int:
@@ -38,14 +35,7 @@ def visible_gpus() -> list[str]:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return _parsed(visible, "CUDA_VISIBLE_DEVICES")
-    gpus = _listed()
-    name = next((name for name in SLURM_GPUS if os.environ.get(name)), None)
-    allocated = gpus if name is None else _parsed(os.environ[name], name)
-    # SLURM counts all GPUs of the machine. Where it hides those of other jobs, nvidia-smi and CUDA
-    # count the allocated ones from 0.
-    return gpus if len(gpus) <= len(allocated) else allocated
+    return _listed() if visible is None else _parsed(visible)
 
 
 def rank_devices(processes: int) -> list[str]:
@@ -53,21 +43,22 @@ def rank_devices(processes: int) -> list[str]:
     return visible_gpus()[:processes] or ["-1"] * processes
 
 
-def _parsed(value: str, name: str) -> list[str]:
-    """The GPUs in the value of an environment variable. As in CUDA, -1 or nothing ends the list."""
+def _parsed(value: str) -> list[str]:
+    """The GPUs of CUDA_VISIBLE_DEVICES. As in CUDA, -1 or nothing ends the list."""
     if value == "NoDevFiles":  # SLURM's word for no GPU
         return []
     found = [item.strip() for item in value.split(",")]
     gpus = list(takewhile(lambda item: item not in ("", "-1"), found))
     if len(set(gpus)) < len(gpus) or not all(map(GPU.fullmatch, gpus)):
         raise ConfigError(
-            f"{name}: found {value!r}, expected different numbers or UUIDs (GPU-..., MIG-...), "
-            "separated by commas. Fix: correct it, or empty it to train on the CPU"
+            f"CUDA_VISIBLE_DEVICES: found {value!r}, expected different numbers or "
+            "UUIDs (GPU-..., MIG-...), separated by commas. Fix: correct it, or "
+            "empty it to train on the CPU"
         )
     if len(gpus) > 1 and any(gpu.startswith("MIG-") for gpu in gpus):
         raise ConfigError(
-            f"{name}: found {len(gpus)} devices with MIG instances, expected a single instance, "
-            "because CUDA shows a process one instance only. Fix: keep one of them"
+            f"CUDA_VISIBLE_DEVICES: found {len(gpus)} devices with MIG instances, expected a "
+            "single instance, because CUDA shows a process one instance only. Fix: keep one of them"
         )
     return gpus
 

@@ -21,7 +21,7 @@ from rlhf_pipeline.stages.job import TRAINING_LIBRARIES
 from rlhf_pipeline.stages.launch.resources import search_path
 
 FAULT = "cannot start: "
-"""Begins the line in the log of a rank that does not see the driver's files."""
+"""Begins the line that a rank writes into the log if it cannot start."""
 NUMBERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -29,8 +29,8 @@ NUMBERS = (
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
 )
 """Variables with a rank's number, its number on its machine, and the number of ranks, as
-DeepSpeed's launcher and torchrun, Open MPI, MPICH, and SLURM name them. The first pair counts:
-`mpirun` and `torchrun` may themselves run under SLURM."""
+DeepSpeed's launcher and torchrun, Open MPI, MPICH, and SLURM name them. The first row that is set
+counts: `mpirun` and `torchrun` may themselves run under SLURM."""
 
 
 def installation() -> dict[str, str]:
