@@ -268,7 +268,7 @@ RERUNS = {
     "adapter": ("data/sources/own_files.py", r"\Z", "CHANGED = True\n", {"source"}),
     "chat template": (
         "data/template.py", "Assistant:", "Answer:",
-        {"base_model", "split", "ppo", "reward_model", "evaluate"},  # benchmark, further judges
+        {"base_model", "split", "ppo", "evaluate"},  # further judges
     ),
     "division": ("data/parts.py", r"\Z", "CHANGED = True\n", {"split"}),
     "loss mask of demonstrations": (

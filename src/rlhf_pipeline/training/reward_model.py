@@ -21,7 +21,7 @@ from rlhf_pipeline.rl.losses import pairwise_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.reward_report import BENCHMARK, read_benchmark, write_report
+from rlhf_pipeline.training.reward_report import write_report
 from rlhf_pipeline.training.supervised import train
 
 
@@ -61,14 +61,12 @@ def main(job: LaunchedJob) -> dict[str, float]:
     The metrics have the 95% interval of the held-out accuracy; `reward_report.json` has more.
     """
     config = job.block("reward_model", RewardModelConfig)
-    stages = {name: path for name, path in job.inputs.items() if name != BENCHMARK}
-    task = RewardModelTask(common_contract(stages))
-    benchmark = read_benchmark(job, task.contract)  # before the training: it may be invalid
+    task = RewardModelTask(common_contract(job.inputs))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
-    return metrics | write_report(job, config, task.contract, world, benchmark)
+    return metrics | write_report(job, config, task.contract, world)
 
 
 def untrained(sft_model: Path, precision: Precision, **how: Any) -> TokenScores:
