@@ -5,8 +5,7 @@ import torch
 from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.models import forward
-from rlhf_pipeline.rollout import scoring
-from rlhf_pipeline.training import ppo_update
+from rlhf_pipeline.training import ppo_update, scoring
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from tiny_jobs import MAIN, tiny_job, trained
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.training.reward_report import describe
 
+
 def test_the_report_by_hand():
     """Margins 2, -1, 0, 3: three of four right with the tie as a half, so 2.5 / 4.
 

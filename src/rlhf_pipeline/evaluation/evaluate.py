@@ -63,8 +63,7 @@ from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.generation import Generator, load_generator, row_seeds
-from rlhf_pipeline.rollout.records import Answered, Scored
-from rlhf_pipeline.rollout.scoring import ended
+from rlhf_pipeline.rollout.records import Answered, Scored, ended
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest

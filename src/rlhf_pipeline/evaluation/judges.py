@@ -27,6 +27,7 @@ from rlhf_pipeline.config.rewards import (
     TrainedReward,
 )
 from rlhf_pipeline.data.sources.synthetic import gold_score
+from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ConfigError
@@ -36,7 +37,6 @@ from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.reward_sources import ModelSource
-from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest

@@ -16,14 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import Rows, even_share, sampled_rows
+from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
 from rlhf_pipeline.distributed.loading import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import saved_precision
 from rlhf_pipeline.models.sequences import Sequences, collate
-from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 
 M = TypeVar("M", bound=nn.Module)

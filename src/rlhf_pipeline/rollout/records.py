@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import Sequences, tensors
 from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.rl.rewards import kl_estimate
@@ -80,6 +81,11 @@ class Scored:
         if done is not None and done.values is not None:
             done = replace(done, values=done.values + offset)
         return replace(self, values=self.values + offset, training_pass=done)
+
+
+def ended(response_ids: Tensor, contract: TokenContract) -> Tensor:
+    """Which responses (B, R) end by themselves, (B,) bool. Padding is never EOS."""
+    return torch.isin(response_ids, response_ids.new_tensor(contract.eos_ids)).any(1)
 
 
 @dataclass(frozen=True)

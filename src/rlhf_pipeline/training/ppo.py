@@ -43,7 +43,6 @@ from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.rl.rewards import adapted_kl_coef
 from rlhf_pipeline.rollout.generation import Seed, row_seeds
 from rlhf_pipeline.rollout.records import Experience, Rollout, Scored
-from rlhf_pipeline.rollout.scoring import score_sequences
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
@@ -57,6 +56,7 @@ from rlhf_pipeline.training.ppo_metrics import (
 )
 from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, policies, set_up
 from rlhf_pipeline.training.ppo_update import update_models
+from rlhf_pipeline.training.scoring import score_sequences
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 
 Columns = dict[str, list[Any]]
@@ -149,9 +149,15 @@ def score(
 ) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.at("evaluation" if held_out else "scoring")
-    scorers = setup.models.scorers(setup.config, setup.world, with_critic=not held_out)
-    own = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
-    scored = score_sequences(rollout.sequences, scorers, logprobs=own, trains=trains)
+    scored = score_sequences(
+        rollout.sequences,
+        setup.models,
+        setup.config,
+        setup.world,
+        with_critic=not held_out,
+        logprobs=rollout.logprobs if setup.config.old_logprobs == "rollout" else None,
+        trains=trains,
+    )
     return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
 
 

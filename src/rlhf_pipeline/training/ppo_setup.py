@@ -29,7 +29,6 @@ from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rollout.generation import Generator, load_generator
 from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
-from rlhf_pipeline.rollout.scoring import ScoringModels
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
@@ -73,27 +72,6 @@ class PPOModels:
             "reward_model": self.reward_model,
         }
         return {name: model for name, model in models.items() if model is not None}
-
-    def scorers(self, config: PPOConfig, world: World, *, with_critic: bool) -> ScoringModels:
-        return ScoringModels(
-            policy=self.actor,
-            reference=self.reference,
-            critic=self.critic if with_critic else None,
-            reward_model=self.reward_model,
-            contract=self.contract,
-            world=world,
-            temperature=config.sampling.temperature,
-            micro_batch_tokens=config.micro_batch_tokens,
-            entropy_trains=config.entropy_coef > 0,
-        )
-
-    def deepspeed_settings(self) -> dict[str, Any]:
-        """DeepSpeed's configuration of each model that has an engine."""
-        return {
-            name: model.config
-            for name, model in self.engines().items()
-            if isinstance(model, DeepSpeedEngine)
-        }
 
     def checkpoints(self, directory: Path, world: World, *, keep: int) -> Checkpoints:
         trained = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
@@ -186,7 +164,8 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     """Load models and data; restore the checkpoint if resuming."""
     text = load_text(job, config, world)
     models = load_ppo_models(job, config, contract, world)
-    store_settings(models.deepspeed_settings(), job)
+    engines = {n: m for n, m in models.engines().items() if isinstance(m, DeepSpeedEngine)}
+    store_settings({name: engine.config for name, engine in engines.items()}, job)
     load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
     kept = partial(
         BestModels, job, world, models.tokenizer, config.actor, load, keep=config.keep_best
