@@ -10,8 +10,12 @@ from transformers import get_scheduler
 
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
 from rlhf_pipeline.distributed import loading
-from rlhf_pipeline.distributed.engine import schedule_factor, train_engine
-from rlhf_pipeline.distributed.loading import frozen_model, release_freed
+from rlhf_pipeline.distributed.engine import (
+    frozen_model,
+    release_freed,
+    schedule_factor,
+    train_engine,
+)
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models.loading import load_policy
 

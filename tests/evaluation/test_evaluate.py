@@ -22,7 +22,7 @@ from rlhf_pipeline.data.sources import synthetic
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
-from rlhf_pipeline.distributed.loading import frozen_model
+from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.evaluation import evaluate, setup

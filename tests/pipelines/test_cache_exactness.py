@@ -279,7 +279,9 @@ RERUNS = {
         "rl/rewards.py", r"\Z", "CHANGED = True\n", {"reward_model", "ppo", "evaluate"}
     ),
     "masked sums": ("rl/masking.py", r"mask, x, 0\.0", "mask, x, 1.0", TRAINED | {"evaluate"}),
-    "optimizer": ("distributed/engine.py", r"optim\.AdamW", "optim.Adam", TRAINED),
+    "optimizer": (
+        "distributed/engine.py", r"optim\.AdamW", "optim.Adam", TRAINED | {"evaluate"}
+    ),
     "optimizer step": ("distributed/optimizer_step.py", r" \* world\.size", "", TRAINED),
     "program of SFT": ("training/sft.py", r"\Z", "CHANGED = True\n", {"sft"}),
     "supervised loop": (

@@ -17,8 +17,8 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
+from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
-from rlhf_pipeline.distributed.loading import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import saved_precision

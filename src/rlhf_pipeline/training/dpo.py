@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import DPOConfig, FrozenModel
 from rlhf_pipeline.data.token_contract import common_contract
-from rlhf_pipeline.distributed.loading import frozen_model
+from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs

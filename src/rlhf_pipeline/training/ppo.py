@@ -36,7 +36,7 @@ from rlhf_pipeline.distributed.batches import (
     sampled_rows,
     step_rows,
 )
-from rlhf_pipeline.distributed.loading import release_freed
+from rlhf_pipeline.distributed.engine import release_freed
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.mlflow_format import write_mlmodel

@@ -17,9 +17,8 @@ from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
-from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.loading import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA
 from rlhf_pipeline.errors import ArtifactError

@@ -13,8 +13,8 @@ from torch import Tensor
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, RewardModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import by_micro_batches, even_share, load_rows
+from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
-from rlhf_pipeline.distributed.loading import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import load_scores
