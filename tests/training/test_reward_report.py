@@ -9,7 +9,7 @@ from rank_fixtures import as_artifact, write_table
 from tiny_jobs import MAIN, tiny_job, trained
 
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.training.reward_report import describe
+from rlhf_pipeline.training.reward_model import describe
 
 
 def test_the_report_by_hand():

@@ -24,6 +24,7 @@ from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.lora import trained_names, write_adapter
+from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import put_in_place, require_space
@@ -35,6 +36,8 @@ LARGEST_SECOND_MODEL = 2**34
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write safetensors, configuration, tokenizer, chat template and token contract.
+
+    A policy also gets the file that makes its folder an MLflow model.
 
     The folder is written completely or not at all. All ranks call this together; the first one
     writes the files and reads them back (`require_same`). `model` may be an engine.
@@ -53,6 +56,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
             tokenizer.save_pretrained(partial)
             eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
             TokenContract.of(tokenizer, eos).write(partial)
+            if saved is unwrapped(model):  # a policy has no scalar head around it
+                write_mlmodel(partial)
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:

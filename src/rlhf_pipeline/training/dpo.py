@@ -21,7 +21,6 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.lora import WithoutAdapters
-from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.losses import dpo_loss
 from rlhf_pipeline.rl.masking import masked_row_sums
@@ -89,10 +88,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     frozen = [model.config for model in config.models() if isinstance(model, FrozenModel)]
     reference = frozen_model(load, frozen[0], world) if frozen else None
     task = DPOTask(contract, reference, config.beta, config.label_smoothing)
-    metrics = train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
-    if world.rank == 0:
-        write_mlmodel(job.export)
-    return metrics
+    return train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
 
 
 if __name__ == "__main__":

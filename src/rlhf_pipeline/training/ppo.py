@@ -39,14 +39,13 @@ from rlhf_pipeline.distributed.batches import (
 from rlhf_pipeline.distributed.engine import release_freed
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.rl.rewards import adapted_kl_coef
 from rlhf_pipeline.rollout.generation import Seed, row_seeds
 from rlhf_pipeline.rollout.records import Experience, Rollout, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.experience import make_experience, value_offset
+from rlhf_pipeline.training.experience import make_experience, score_sequences, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
     gold_metrics,
     held_out_name,
@@ -56,7 +55,6 @@ from rlhf_pipeline.training.ppo_metrics import (
 )
 from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, policies, set_up
 from rlhf_pipeline.training.ppo_update import update_models
-from rlhf_pipeline.training.scoring import score_sequences
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
 
 Columns = dict[str, list[Any]]
@@ -276,8 +274,6 @@ def export(setup: Setup) -> dict[str, float]:
             )
         with policies(setup.models)[name]():
             metrics[name] = best.finish(setup.models.actor)
-        if setup.world.rank == 0:
-            write_mlmodel(best.export)
     return metrics[VALIDATION]
 
 

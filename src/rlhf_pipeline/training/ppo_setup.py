@@ -31,9 +31,8 @@ from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.ppo_metrics import ppo_advice
 from rlhf_pipeline.training.resume import Checkpoints
-from rlhf_pipeline.training.step_log import DivergenceGuard
+from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
 """Prefixes of held-out metrics: of the actor, and of the average of its weights."""
@@ -273,3 +272,15 @@ def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches 
     return TextBatches(
         load_rows(job.inputs["pretraining"] / "train.arrow", world), config, world, job.seed
     )
+
+
+def ppo_advice(metric: str, config: PPOConfig) -> str:
+    """The fix for a metric of PPO that is not finite."""
+    if metric.endswith("/score"):  # the reward model does not train: it was damaged from the start
+        companion = config.reward_model_companion.deepspeed
+        precision = config.reward_model.beside(companion).precision
+        return f"check the reward model and ppo.reward_model.deepspeed.precision ({precision})"
+    if config.critic is not None and ("value" in metric or "critic" in metric):
+        return stability_advice("ppo.critic.", config.critic)
+    actor = stability_advice("ppo.actor.", config.actor)
+    return f"{actor}, or raise ppo.kl.coef ({config.kl.coef:g})"
