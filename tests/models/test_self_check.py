@@ -180,33 +180,26 @@ def test_a_gpu_is_checked_once_for_its_name_driver_torch_and_precision(
     assert checks.ask()
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert checks.ask() and not checks.ask()
+    code = tmp_path / "packing.py"
+    code.write_text("changed")
+    monkeypatch.setattr(packing, "__file__", str(code))
+    assert checks.ask() and not checks.ask()
+    assert not checks.ask("bf16", device="cpu")
     records = list((tmp_path / "rlhf-pipeline").glob("kernels-*.json"))
     written = [json.loads(path.read_text()) for path in records]
-    assert len(written) == 5
+    assert len(written) == 6
     assert ["Another GPU", "NVRM version 580", "9.9", "bf16"] in [
         each["checked"] for each in written
     ]
     assert written[0]["passed"] == [["a kernel", 0.25, 0.5]]
 
 
-def test_changed_code_is_checked_again(checks, tmp_path, monkeypatch):
-    assert checks.ask() and not checks.ask()
-    (tmp_path / "packing.py").write_text("changed")
-    monkeypatch.setattr(packing, "__file__", str(tmp_path / "packing.py"))
-    assert checks.ask()
-
-
-def test_a_cpu_is_not_checked(checks):
-    assert not checks.ask(device="cpu")
-
-
-def test_without_a_folder_every_launch_checks(checks, tmp_path, monkeypatch):
+def test_a_gpu_that_fails_or_has_no_folder_is_not_remembered(checks, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert checks.ask() and checks.ask()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-
-def test_a_gpu_that_fails_is_not_remembered(checks, tmp_path, monkeypatch):
     def fail(device, precision):
         raise StageError("differs")
 
@@ -237,11 +230,11 @@ def test_every_engine_and_frozen_model_checks_its_precision_before_it_loads(
     make_model, world, monkeypatch, stage
 ):
     from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
-    from rlhf_pipeline.distributed import engine, loading
+    from rlhf_pipeline.distributed import engine
 
     asked = []
     monkeypatch.setattr(
-        loading, "require_sound_kernels", lambda *given: asked.append(given) or 1 / 0
+        engine, "require_sound_kernels", lambda *given: asked.append(given) or 1 / 0
     )
     settings = {"optimizer": {"learning_rate": 1}, "deepspeed": {"zero_stage": 1}}
     settings["deepspeed"]["precision"] = "bf16"
@@ -250,7 +243,7 @@ def test_every_engine_and_frozen_model_checks_its_precision_before_it_loads(
         engine.train_engine(never, TrainedModelConfig.model_validate(settings), 1)
     frozen = FrozenDeepSpeedConfig(zero_stage=stage, precision="bf16")
     with pytest.raises(ZeroDivisionError):
-        loading.frozen_model(never, frozen, world)
+        engine.frozen_model(never, frozen, world)
     assert asked == [(world.device, "bf16")] * 2
 
 

@@ -110,7 +110,7 @@ def require_same(saved: PreTrainedModel, weights: Mapping[str, Tensor], director
         if not stored.keys() <= weights.keys():
             wrong = _differing_if_converted(saved, weights, directory)
         else:
-            wrong = _differing(weights, stored) + _tied_otherwise(read, weights, stored)
+            wrong = _differing(read, weights, stored)
     if wrong:
         raise ArtifactError(
             f"{directory}: the saved model differs from the model in memory: {', '.join(wrong[:3])}"
@@ -144,30 +144,22 @@ def _stored_names(directory: Path) -> dict[str, Path]:
     return stored
 
 
-def _differing(weights: Mapping[str, Tensor], stored: Mapping[str, Path]) -> list[str]:
-    """Names of stored tensors whose bytes differ. Memory holds one tensor of a file at a time."""
-    found = []
-    for path in sorted(set(stored.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if not _identical(weights[name], file.get_tensor(name)):
-                    found.append(name)
-                heartbeat.tick()
-    return found
-
-
-def _tied_otherwise(
+def _differing(
     read: PreTrainedModel, weights: Mapping[str, Tensor], stored: Mapping[str, Path]
 ) -> list[str]:
-    """Names of tensors that are not stored and take the values of another one than in memory."""
-    parameters = read.state_dict(keep_vars=True)
+    """Names of weights whose bytes in the files differ. One tensor of a file at a time is read.
+
+    A weight that is not stored is read as the one that transformers ties it to.
+    """
+    parameters, found = read.state_dict(keep_vars=True), []
     sources = {id(parameters[name]): name for name in stored}
-    return [
-        name
-        for name in weights.keys() - stored.keys()
-        if (source := sources.get(id(parameters[name]))) is None
-        or not _identical(weights[name], weights[source])
-    ]
+    files = {path: safe_open(path, framework="pt") for path in {*stored.values()}}
+    for name, weight in weights.items():
+        source = name if name in stored else sources.get(id(parameters[name]))
+        if source is None or not _identical(weight, files[stored[source]].get_tensor(source)):
+            found.append(name)
+        heartbeat.tick()
+    return found
 
 
 def _differing_if_converted(

@@ -73,7 +73,7 @@ def by_reward_model(
 
 
 def by_gold(answers: AnswerBatch) -> list[float | None]:
-    """The true quality. No model was trained on these scores directly."""
+    """The true quality of each answer. No model was trained on these scores directly."""
     rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
     return [gold_score(*row) for row in rows]
 

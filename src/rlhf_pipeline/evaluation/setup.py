@@ -1,4 +1,4 @@
-"""What all policies of an evaluation share, and models one at a time."""
+"""What the evaluation of every policy needs; models are loaded one at a time."""
 
 import gc
 import math
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Setup:
-    """What all policies share."""
+    """What the evaluation of every policy needs."""
 
     seed: int
     config: EvaluateConfig
@@ -54,7 +54,9 @@ def with_model(
     """
     stage = setup.config.zero_stage
     if stage is None:
-        stage = 3 if 3 in zero_stages(folder) else 0
+        artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
+        engines = Manifest.read(artifact).deepspeed.values()
+        stage = 3 if 3 in [engine["zero_optimization"]["stage"] for engine in engines] else 0
     precision = setup.config.precision or saved_precision(folder)
     settings = FrozenDeepSpeedConfig(zero_stage=stage, precision=precision)
     model = frozen_model(
@@ -75,13 +77,6 @@ def free_memory() -> None:
     get_accelerator().empty_cache()
 
 
-def zero_stages(folder: Path) -> set[int]:
-    """The ZeRO stages of the engines of the stage that made an artifact."""
-    artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
-    engines = Manifest.read(artifact).deepspeed.values()
-    return {settings["zero_optimization"]["stage"] for settings in engines}
-
-
 @torch.no_grad()
 def logprobs(
     policy: nn.Module, sequences: Sequences, setup: Setup, *, temperature: float
@@ -96,10 +91,10 @@ def logprobs(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Answers of SFT's data that no policy was trained on, the rows of this rank."""
+    """Held-out answers of SFT's data, which no policy was trained on: the rows of this rank."""
 
     rows: np.ndarray  # their numbers in the table; the last one may repeat the first of all
-    sequences: Sequences  # the policy's tokens are those that the loss of SFT includes
+    sequences: Sequences  # the action mask selects the tokens that the loss of SFT includes
 
 
 def held_out_answers(folder: Path, setup: Setup) -> HeldOut | None:

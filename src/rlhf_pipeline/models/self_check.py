@@ -151,7 +151,8 @@ def _with_gradients(
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Relative to the largest number of a row, or to the root mean square if that is larger."""
+    """The largest error, relative to the largest number of its row or, if that is larger, to the
+    root mean square."""
     scale = expected.abs().amax(-1, keepdim=True).clamp(min=expected.square().mean().sqrt())
     return float(((found - expected).abs() / scale).max())
 

@@ -15,7 +15,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -49,64 +49,53 @@ class FunctionSource:
         Raises StageError if a true answer that the function reads is missing, if the function fails
         or does not return one result per response, or if a result is not a finite number.
         """
-        missing = answered.references.count(None) if self._reads_references else 0
+        reads_references = "references" in inspect.signature(self.function).parameters
+        missing = answered.references.count(None) if reads_references else 0
         if missing:  # it would take right answers for wrong ones
             raise StageError(
                 f"{self.place}: found {missing} of {len(answered.references)} prompts without a "
                 "true answer, expected one for each. Fix: set split.without_reference to drop"
             )
+        rows = list(zip(answered.prompts, answered.responses, answered.references, strict=True))
+
+        def call(rows: Sequence[tuple[Conversation, str, str | None]]) -> list[Any]:
+            prompts, responses, references = (list(column) for column in zip(*rows, strict=True))
+            more = {"references": references} if reads_references else {}
+            return list(self.function(prompts, responses, **more))
+
         try:
-            results = self._call(answered.prompts, answered.responses, answered.references)
+            results = call(rows)
         except Exception as error:
+            where = f"at {len(rows)} responses together, the first to the prompt {rows[0][0]}"
+            for row in rows:  # the first one on which the function also fails alone
+                try:
+                    call([row])
+                except Exception:  # the user's function may raise anything
+                    where = f"at the response {row[1]!r} to the prompt {row[0]}"
+                    break
             raise StageError(
-                f"{self.place} failed {self._where(answered)}: {type(error).__name__}: {error}"
-                f"{_line(error)}"
+                f"{self.place} failed {where}: {type(error).__name__}: {error}{_line(error)}"
             ) from error
-        if len(results) != len(answered.responses):
+        if len(results) != len(rows):
             raise StageError(
-                f"{self.place}: found {len(results)} results, expected "
-                f"{len(answered.responses)}, one for each response. The first prompt is "
-                f"{answered.prompts[0]}"
+                f"{self.place}: found {len(results)} results, expected {len(rows)}, one for each "
+                f"response. The first prompt is {rows[0][0]}"
             )
-        return torch.tensor(
-            [self._number(result, answered, row) for row, result in enumerate(results)]
-        )
+        for result, (prompt, response, _reference) in zip(results, rows, strict=True):
+            if not math.isfinite(_number(result)):
+                raise StageError(
+                    f"{self.place}: found {result!r}, expected a finite number, for the response "
+                    f"{response!r} to the prompt {prompt}"
+                )
+        return torch.tensor([_number(result) for result in results])
 
-    def _call(
-        self, prompts: list[Conversation], responses: list[str], references: list[str | None]
-    ) -> list[Any]:
-        more = {"references": references} if self._reads_references else {}
-        return list(self.function(prompts, responses, **more))
 
-    @property
-    def _reads_references(self) -> bool:
-        return "references" in inspect.signature(self.function).parameters
-
-    def _number(self, result: Any, answered: Answered, row: int) -> float:
-        try:
-            number = math.nan if isinstance(result, str | bytes) else float(result)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise StageError(
-                f"{self.place}: found {result!r}, expected a finite number, for the response "
-                f"{answered.responses[row]!r} to the prompt {answered.prompts[row]}"
-            )
-        return number
-
-    def _where(self, answered: Answered) -> str:
-        """The first row on which the function also fails alone, for the message."""
-        for prompt, response, reference in zip(
-            answered.prompts, answered.responses, answered.references, strict=True
-        ):
-            try:
-                self._call([prompt], [response], [reference])
-            except Exception:  # the user's function may raise anything
-                return f"at the response {response!r} to the prompt {prompt}"
-        return (
-            f"at {len(answered.prompts)} responses together, the first to the prompt "
-            f"{answered.prompts[0]}"
-        )
+def _number(result: Any) -> float:
+    """A result as a number; NaN if it is none."""
+    try:
+        return math.nan if isinstance(result, str | bytes) else float(result)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _line(error: Exception) -> str:

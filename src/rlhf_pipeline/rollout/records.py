@@ -66,7 +66,7 @@ class Scored:
     clipped_scores: Tensor | None = None  # (B,) scores of models clipped; None before `RewardSum`
     sampler_logprobs: Tensor | None = None  # (B, R) those of the `Rollout`
     training_pass: TrainingPass | None = None
-    """Of the policy and the critic, if the rollout trains them in one forward pass."""
+    """The outputs of policy and critic with graphs, if scoring and the update share a pass."""
 
     @property
     def kl(self) -> Tensor:
@@ -75,7 +75,7 @@ class Scored:
         return masked_row_sums(log_ratios, self.sequences.action_mask)
 
     def with_values_plus(self, offset: float) -> "Scored":
-        """The same with a number added to every value."""
+        """The same rollout with a number added to every value."""
         assert self.values is not None
         done = self.training_pass
         if done is not None and done.values is not None:

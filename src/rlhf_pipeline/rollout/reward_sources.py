@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     INPUT_PREFIX,
     CallableReward,
     ModelReward,
-    Rewards,
     RewardSource,
     TrainedReward,
 )
@@ -194,20 +194,15 @@ class RewardSum:
 
 def load_rewards(
     job: LaunchedJob,
-    rewards: Rewards,
+    config: PPOConfig,
     contract: TokenContract,
     world: World,
-    *,
-    score_clip: float | None,
-    micro_batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
     trained_mean: float | None,
 ) -> RewardSum:
     """Load the sources of `ppo.rewards` for the policy with this contract and tokenizer.
 
-    `score_clip` bounds the centred scores of reward models, which read groups of at most
-    `micro_batch_tokens` tokens. `trained_mean` is the mean score of the trained reward model; None
-    if it is not a source.
+    `trained_mean` is the mean score of the trained reward model; None if it is not a source.
 
     Raises:
         StageError: a function cannot be imported, or does not take prompts and responses.
@@ -218,29 +213,23 @@ def load_rewards(
     def load(reward: RewardSource, name: str) -> Source:
         match reward:
             case TrainedReward():
-                assert trained_mean is not None, (
-                    "the trained reward model is loaded if it is a source"
-                )
+                assert trained_mean is not None, "the trained reward model is loaded as well"
                 return TrainedSource(trained_mean)
             case CallableReward():
                 return FunctionSource(reward.callable, import_function(reward, job, name))
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
-                model = ModelSource.load(
-                    reward, folder, f"ppo.{name}", contract, micro_batch_tokens, world
-                )
+                tokens = config.micro_batch_tokens
+                model = ModelSource.load(reward, folder, f"ppo.{name}", contract, tokens, world)
                 if name not in job.inputs:
                     job.expect_unchanged(name, folder)
                 return model
             case _:
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 
-    def clip(reward: RewardSource) -> float:
+    sources = {}
+    for index, reward in enumerate(config.rewards):
         is_model = isinstance(reward, TrainedReward | ModelReward)
-        return score_clip if is_model and score_clip else math.inf
-
-    sources = {
-        reward.label: (reward.weight, clip(reward), load(reward, f"{INPUT_PREFIX}{index}"))
-        for index, reward in enumerate(rewards)
-    }
+        clip = config.score_clip if is_model and config.score_clip else math.inf
+        sources[reward.label] = (reward.weight, clip, load(reward, f"{INPUT_PREFIX}{index}"))
     return RewardSum(sources, tokenizer)

@@ -96,7 +96,10 @@ def train(setup: Setup) -> None:
             scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
         if step == 1:
             scored = centre_critic(setup, scored)
-        check(setup, scored, log)
+        # In the first step that trains it, the actor is still the SFT model.
+        trained = step > config.critic_warmup_steps + 1
+        metrics = rollout_metrics(scored, config, setup.world)
+        log.add(metrics, rollout_fault(metrics, config, f"at step {step}", trained=trained))
         # 3. Compute the advantage of each token.
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         # 4. Update actor and critic.
@@ -133,7 +136,7 @@ def columns_of(table: Rows, numbers: np.ndarray) -> Columns:
 
 
 def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
-    """Sample a response to each prompt. None: held-out prompts, part of the evaluation."""
+    """Sample a response to each prompt. Without a step, the prompts are those of an evaluation."""
     heartbeat.at("evaluation" if step is None else "rollout", step)
     rollout = setup.models.generator.generate(
         rows["prompt_ids"], setup.config.sampling, seeds, rows["prompt_number"]
@@ -179,14 +182,6 @@ def centre_critic(setup: Setup, scored: Scored) -> Scored:
     offset = value_offset(scored, setup.config, kl_coef=setup.kl_coef, world=setup.world)
     critic.module.offset = offset
     return scored.with_values_plus(offset)
-
-
-def check(setup: Setup, scored: Scored, log: StepLog) -> None:
-    """Log the rollout's metrics; fail if it contains nothing to learn from."""
-    metrics = rollout_metrics(scored, setup.config, setup.world)
-    # In the first step that trains it, the actor is still the SFT model.
-    trained = log.step > setup.config.critic_warmup_steps + 1
-    log.add(metrics, rollout_fault(metrics, setup.config, f"at step {log.step}", trained=trained))
 
 
 def update(setup: Setup, experience: Experience, step: int, kl_coef: float) -> dict[str, float]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,11 +69,6 @@ class PPOModels:
             "reward_model": self.reward_model,
         }
         return {name: model for name, model in models.items() if model is not None}
-
-    def checkpoints(self, directory: Path, world: World, *, keep: int) -> Checkpoints:
-        trained = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
-        averages = {} if self.ema is None else {"actor": self.ema.shards}
-        return Checkpoints(directory, world, trained, averages, keep=keep)
 
 
 @dataclass(frozen=True)
@@ -171,7 +165,9 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     best = {VALIDATION: kept()}
     if models.ema is not None:
         best[VALIDATION_EMA] = kept(variant="ema")
-    checkpoints = models.checkpoints(job.checkpoints, world, keep=config.keep_last)
+    trained = {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic})
+    averages = {} if models.ema is None else {"actor": models.ema.shards}
+    checkpoints = Checkpoints(job.checkpoints, world, trained, averages, keep=config.keep_last)
     loop = checkpoints.restore(job.resume_from)
     for name, state in loop.get("best", {}).items():
         best[name].restored(state)
@@ -230,16 +226,7 @@ def load_ppo_models(
         reference=models["reference"] if "reference" in models else WithoutAdapters(actor),
         critic=critic,
         reward_model=reward_model,
-        rewards=load_rewards(
-            job,
-            config.rewards,
-            contract,
-            world,
-            score_clip=config.score_clip,
-            micro_batch_tokens=config.micro_batch_tokens,
-            tokenizer=tokenizer,
-            trained_mean=mean,
-        ),
+        rewards=load_rewards(job, config, contract, world, tokenizer, mean),
         generator=load_generator(
             config.generator,
             actor,
