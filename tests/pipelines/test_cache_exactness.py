@@ -275,9 +275,7 @@ RERUNS = {
         "data/phase_files.py", r"\[False, \*learned\[1:\]", "[*learned", {"split"}
     ),
     "losses": ("rl/losses.py", "return -", "return -2 * ", TRAINED),
-    "rewards": (
-        "rl/rewards.py", r"\Z", "CHANGED = True\n", {"reward_model", "ppo", "evaluate"}
-    ),
+    "rewards": ("rl/rewards.py", r"\Z", "CHANGED = True\n", {"ppo", "evaluate"}),
     "masked sums": ("rl/masking.py", r"mask, x, 0\.0", "mask, x, 1.0", TRAINED | {"evaluate"}),
     "optimizer": (
         "distributed/engine.py", r"optim\.AdamW", "optim.Adam", TRAINED | {"evaluate"}

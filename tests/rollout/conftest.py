@@ -58,7 +58,16 @@ def load(policy, contract, world, tmp_path):
             }
         )  # fmt: skip
         job = LaunchedJob("ppo", "f", 1, {}, files or {}, digests or {}, tmp_path, 60.0)
-        return load_rewards(job, config, contract, world, load_tokenizer(policy), trained_mean)
+        return load_rewards(
+            job,
+            config.rewards,
+            contract,
+            world,
+            score_clip=config.score_clip,
+            micro_batch_tokens=config.micro_batch_tokens,
+            tokenizer=load_tokenizer(policy),
+            trained_mean=trained_mean,
+        )
 
     return make
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     INPUT_PREFIX,
     CallableReward,
     ModelReward,
+    Rewards,
     RewardSource,
     TrainedReward,
 )
@@ -194,15 +194,20 @@ class RewardSum:
 
 def load_rewards(
     job: LaunchedJob,
-    config: PPOConfig,
+    rewards: Rewards,
     contract: TokenContract,
     world: World,
+    *,
+    score_clip: float | None,
+    micro_batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
     trained_mean: float | None,
 ) -> RewardSum:
     """Load the sources of `ppo.rewards` for the policy with this contract and tokenizer.
 
-    `trained_mean` is the mean score of the trained reward model; None if it is not a source.
+    `score_clip` bounds the centred scores of reward models, which read groups of at most
+    `micro_batch_tokens` tokens. `trained_mean` is the mean score of the trained reward model; None
+    if it is not a source.
 
     Raises:
         StageError: a function cannot be imported, or does not take prompts and responses.
@@ -219,8 +224,9 @@ def load_rewards(
                 return FunctionSource(reward.callable, import_function(reward, job, name))
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
-                tokens = config.micro_batch_tokens
-                model = ModelSource.load(reward, folder, f"ppo.{name}", contract, tokens, world)
+                model = ModelSource.load(
+                    reward, folder, f"ppo.{name}", contract, micro_batch_tokens, world
+                )
                 if name not in job.inputs:
                     job.expect_unchanged(name, folder)
                 return model
@@ -228,8 +234,8 @@ def load_rewards(
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 
     sources = {}
-    for index, reward in enumerate(config.rewards):
+    for index, reward in enumerate(rewards):
         is_model = isinstance(reward, TrainedReward | ModelReward)
-        clip = config.score_clip if is_model and config.score_clip else math.inf
+        clip = score_clip if is_model and score_clip else math.inf
         sources[reward.label] = (reward.weight, clip, load(reward, f"{INPUT_PREFIX}{index}"))
     return RewardSum(sources, tokenizer)
