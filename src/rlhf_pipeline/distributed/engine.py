@@ -1,6 +1,7 @@
 """Loading models: into a DeepSpeed engine that trains them, or frozen as they are used."""
 
 import ctypes
+import gc
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import BUCKET, inference_settings, training_settings
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed, get_accelerator
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
 from rlhf_pipeline.distributed.zero import sharded_loading, whole_shape
 from rlhf_pipeline.models.forward import warn_of_padding
@@ -183,6 +184,12 @@ def _placement(device: torch.device) -> dict[str, torch.device]:
     The ranks of a machine would otherwise hold a copy each at the same time.
     """
     return {"device": device} if device.type == "cuda" else {}
+
+
+def free_memory() -> None:
+    """Give back the memory of models that nothing refers to."""
+    gc.collect()
+    get_accelerator().empty_cache()
 
 
 def release_freed() -> None:

@@ -29,6 +29,7 @@ from rlhf_pipeline.config.evaluate import (
 )
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
+from rlhf_pipeline.distributed.engine import free_memory
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import (
@@ -51,7 +52,6 @@ from rlhf_pipeline.evaluation.pairwise import judge_pairs
 from rlhf_pipeline.evaluation.setup import (
     HeldOut,
     Setup,
-    free_memory,
     held_out_answers,
     logprobs,
     perplexity,

@@ -1,6 +1,5 @@
 """What the evaluation of every policy needs; models are loaded one at a time."""
 
-import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
-from rlhf_pipeline.distributed.engine import frozen_model
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
+from rlhf_pipeline.distributed.engine import free_memory, frozen_model
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import saved_precision
@@ -69,12 +68,6 @@ def with_model(
             model.destroy()
         del model
         free_memory()
-
-
-def free_memory() -> None:
-    """Give back the memory of models that nothing refers to."""
-    gc.collect()
-    get_accelerator().empty_cache()
 
 
 @torch.no_grad()

@@ -252,10 +252,10 @@ def whole_weights(
         with gathered(parameters, changes=False):
             for path, module in owners.items():
                 for name, _ in plain.get_submodule(path).named_parameters(recurse=False):
-                    yield _join(path, name), merged(module, name).detach()
+                    yield _join(path, name), with_adapters(module, name).detach()
 
 
-def merged(module: nn.Module, name: str) -> Tensor:
+def with_adapters(module: nn.Module, name: str) -> Tensor:
     """A parameter of a module; that of an adapted layer with its adapter added."""
     from peft.tuners.lora import LoraLayer
 

@@ -48,7 +48,6 @@ from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.experience import make_experience, score_sequences, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
     gold_metrics,
-    held_out_name,
     rollout_fault,
     rollout_metrics,
     sampler_fault,
@@ -207,10 +206,11 @@ def evaluate(setup: Setup, log: StepLog) -> None:
         with in_place():
             metrics = held_out_metrics(setup)
             where = f"on held-out prompts after step {log.step}"
-            log.add(
-                {f"{prefix}/{held_out_name(name)}": value for name, value in metrics.items()},
-                rollout_fault(metrics, setup.config, where, trained=True),
-            )
+            named = {
+                f"{prefix}/{name.removeprefix('objective/').removeprefix('rollout/')}": value
+                for name, value in metrics.items()
+            }
+            log.add(named, rollout_fault(metrics, setup.config, where, trained=True))
             if not exceeds_bound(metrics, setup.config):
                 reward = metrics["objective/rlhf_reward"]
                 setup.best[prefix].offer(setup.models.actor, log.step, reward, dict(log.metrics))

@@ -71,11 +71,6 @@ def gold_metrics(
     return {} if unknown else {"objective/gold_score": total / count}
 
 
-def held_out_name(metric: str) -> str:
-    """The name of a rollout's metric under the prefix of held-out metrics."""
-    return metric.removeprefix("objective/").removeprefix("rollout/")
-
-
 def rollout_fault(
     metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool
 ) -> str | None:

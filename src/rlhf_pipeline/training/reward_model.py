@@ -6,7 +6,6 @@ The exported model then scores the held-out comparisons once more, for `reward_r
 their accuracy does not show.
 """
 
-import gc
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, RewardModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import by_micro_batches, even_share, load_rows
-from rlhf_pipeline.distributed.engine import frozen_model
-from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
+from rlhf_pipeline.distributed.engine import free_memory, frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.distributed.zero import gathered
@@ -105,8 +103,7 @@ def write_report(
 
     The exported model scores the held-out comparisons.
     """
-    gc.collect()  # the model in training
-    get_accelerator().empty_cache()
+    free_memory()  # of the model in training
     heartbeat.at("evaluation")
     settings = FrozenDeepSpeedConfig(
         zero_stage=3 if config.deepspeed.zero_stage == 3 else 0,
